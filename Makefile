@@ -24,7 +24,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 DIST := dist
 
 .PHONY: setup test thorough check equivalence real real-quick real-models lint docs dist serve \
-	generate bench soak gpu-check
+	generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
 
@@ -94,10 +94,14 @@ bench: setup
 soak: setup
 	$(PY) -m specserve_bench.soak
 
-# On a machine with an NVIDIA GPU. Takes the Python that is there, not .venv: WHEELS names a folder
-# of wheels that it lacks, RESULTS where the JSON goes, STAGES some of the stages.
+# On a machine with an NVIDIA GPU, in 540 seconds. Takes the Python that is there, not .venv: WHEELS
+# names a folder of wheels that it lacks, RESULTS where the JSON goes, STAGES some of the stages.
 GPU_PYTHON ?= python3
 RESULTS ?= bench/results
 gpu-check:
 	PYTHONPATH=bench $(GPU_PYTHON) -m specserve_bench.gpu --out $(RESULTS) \
 		$(if $(WHEELS),--wheels $(WHEELS)) $(STAGES)
+
+# The wheels for it, on a machine with a network.
+gpu-wheels:
+	PYTHONPATH=bench $(GPU_PYTHON) -m specserve_bench.gpu.wheels $(or $(WHEELS),.whl)

@@ -61,7 +61,7 @@ def measured(output: "Output") -> Statistics:
         output.usage.completion_tokens,
         output.timing.ttft_ms,
         output.timing.total_ms,
-        output.speculation.mean_acceptance_length,
+        output.speculation.mean_acceptance_length if output.speculation.drafted else None,
         output.speculation.drafter,
     )
 

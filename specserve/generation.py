@@ -43,7 +43,7 @@ class Speculation(msgspec.Struct, frozen=True):
     steps: int  # target steps that had a root
     drafted: int
     accepted: int
-    mean_acceptance_length: float | None  # None where nothing was drafted
+    mean_acceptance_length: float | None  # tokens per step; None without steps
     fallbacks: int  # drafts without the draft model, as it had not caught up
     sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
@@ -241,7 +241,7 @@ class Generation:
             steps=len(self.steps),
             drafted=drafted,
             accepted=self.num_accepted,
-            mean_acceptance_length=self.num_step_tokens / len(self.steps) if drafted else None,
+            mean_acceptance_length=self.num_step_tokens / len(self.steps) if self.steps else None,
             fallbacks=self.num_fallbacks,
             sources=proposing(self.sources),
             details=[*self.details],

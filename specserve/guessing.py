@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from specserve.config import Config, DrafterConfig, SpeculationConfig
+from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
 from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
 from specserve.selection import check_drafter, names_head, needs_head, runs_draft_model
 from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
 from specserve_drafters.base import BUILTIN, HEADS, DrafterError
+from specserve_drafters.tree import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model
 AT_START = (
@@ -37,8 +39,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drafter: str | None = None
     sources: list[str] | None = None
     options: dict[str, Any] | None = None
-    max_nodes: int | None = None
-    max_step_nodes: int | None = None
+    max_nodes: Annotated[int, Meta(ge=0, le=MAX_NODES)] | None = None
+    max_step_nodes: Natural | None = None
 
 
 def change_of(

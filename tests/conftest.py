@@ -13,6 +13,9 @@ from specserve.logs import StderrHandler
 from tests.pairs import leave_pairs
 from tests.thorough import mark_thorough
 
+# Else torch complains of cuBLAS in deterministic mode, in which unwritten memory holds NaN.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # Triton decides at its import: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,8 +37,11 @@ def pytest_collection_modifyitems(items):
         # A bound in seconds is broken by any busy neighbor, by a slow engine three times in a row.
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=2))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: NOT checked here"))
+        if not torch.cuda.is_available():
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: NOT checked here"))
+        elif item.get_closest_marker("cuda"):  # libraries warn at their first use
+            item.add_marker(pytest.mark.filterwarnings("default", "ignore:.*determin"))
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ class Timing(msgspec.Struct, frozen=True):
 class Speculation(msgspec.Struct, frozen=True):
     drafter: str
     mean_acceptance_length: float | None
+    drafted: int = 1
 
 
 class FakeOutput(msgspec.Struct, frozen=True):

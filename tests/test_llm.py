@@ -226,10 +226,10 @@ def test_what_speculation_goes_by_can_be_asked_for(llm):
     )
 
 
-def test_without_guesses_there_is_no_acceptance_length(folder):
+def test_without_guesses_the_acceptance_length_is_1(folder):
     with load(folder, **{"speculation.max_nodes": 0}) as llm:
         (o,) = llm.generate("the cat the cat the cat", GREEDY)
-    assert o.speculation.mean_acceptance_length is None
+    assert o.speculation.mean_acceptance_length == 1
     assert (o.speculation.drafter, o.speculation.steps) == ("none", 11)
 
 

@@ -90,6 +90,7 @@ def started(
     folders: Sequence[Path],
     chosen: Sequence[int] | None,
     rank: int,
+    prompt_tokens: int = PROMPT,
 ) -> Engine:
     """An engine with so many requests, all in midst of their outputs."""
     decoder = model.decoder
@@ -100,6 +101,8 @@ def started(
         "memory.block_size": BLOCK_SIZE,
         "memory.prefix_cache": False,
         "scheduler.max_running": number,
+        "scheduler.max_batched_tokens": 2 * prompt_tokens,
+        "scheduler.prefill_chunk": prompt_tokens,
         "drafter.name": "none",
     }
     config = load_config(None, settings | slots)
@@ -113,7 +116,7 @@ def started(
     how = Sampling(max_tokens=1 << 20, temperature=0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
     chance = Random(1)
     for i in range(number):
-        prompt = [chance.randrange(decoder.config.vocab_size) for _ in range(PROMPT)]
+        prompt = [chance.randrange(decoder.config.vocab_size) for _ in range(prompt_tokens)]
         own = refs[(chosen or (-1,))[i % len(chosen or (-1,))]]
         engine.add_choices(prompt, [how], adapter=own)
     while len(engine.step()) < number:

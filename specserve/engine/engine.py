@@ -21,7 +21,6 @@ from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.ledger import Told
 from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
-from specserve.engine.plain_steps import PlainSteps
 from specserve.engine.processors import LogitsProcessor, LogitsProcessors
 from specserve.engine.runner import Answers, KVLost, Runner
 from specserve.engine.source import UserCode
@@ -45,6 +44,7 @@ from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import SourceStats, Stats, StepOutput
 from specserve.memory import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.scheduling.cost import PlainSteps
 from specserve_drafters.auto import EAGLE
 from specserve_kernels import NOT_FINITE, is_out_of_memory
 

@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specserve.grammars.compiled import GrammarError
 from specserve.grammars.keywords import Node, mapping
 
 OBJECT = {"additionalProperties", "patternProperties", "properties", "required"}
 
 
-def closed(node: Node) -> dict[str, Any]:
+def closed(node: Node, is_strict: bool = False) -> dict[str, Any]:
     """The schema of an object without other properties than it names, unless it has
     `additionalProperties` or names none.
+
+    GrammarError for a strict schema that requires a property without describing it.
     """
     names = node.get("properties")
     is_open = "properties" not in node and "patternProperties" not in node
@@ -19,11 +22,16 @@ def closed(node: Node) -> dict[str, Any]:
     required = node.get("required")
     more = required if isinstance(required, Sequence) and not isinstance(required, str) else ()
     unnamed = {name: True for name in more if isinstance(name, str) and name not in (names or {})}
+    if unnamed and is_strict:
+        raise GrammarError(
+            f"required: {next(iter(unnamed))!r:.100} is not among the properties, which a strict "
+            "schema describes all: add it to properties, or leave out strict"
+        )
     own = {"properties": {**(names or {}), **unnamed}} if names or unnamed else {}
     return {**node, **own, "additionalProperties": False}
 
 
-def joined(members: Sequence[Node]) -> dict[str, Any]:
+def joined(members: Sequence[Node], is_strict: bool = False) -> dict[str, Any]:
     """One schema of the values that obey all of these, whose objects are merged."""
     whole = [m for m in members if len(members) > 1 and is_whole(m)]
     parts = [m for m in members if m not in whole]
@@ -33,7 +41,7 @@ def joined(members: Sequence[Node]) -> dict[str, Any]:
     node = first | merged(parts)
     if whole:  # these decide which others there may be
         node.setdefault("additionalProperties", True)
-    return closed(node | ({"allOf": more} if more else {}))
+    return closed(node | ({"allOf": more} if more else {}), is_strict)
 
 
 def is_whole(member: Node) -> bool:

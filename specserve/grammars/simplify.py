@@ -105,7 +105,7 @@ class Simplifier:
 
     def referring(self, schema: Node) -> dict[str, Any]:
         """A schema that is not composed, whose reference is to a definition."""
-        node = closed(rewritten(schema, self.is_strict))
+        node = closed(rewritten(schema, self.is_strict), self.is_strict)
         target = self.target(schema)
         return node if target is None else {**node, **self.reference(node["$ref"], target)}
 
@@ -123,7 +123,7 @@ class Simplifier:
         if len(members) > MAX_PARTS:
             raise GrammarError(TOO_MUCH)
         if not unions:
-            return joined(members)
+            return joined(members, self.is_strict)
         (key, choices), *others = sorted(unions, key=lambda union: union[0])  # anyOf, then oneOf
         rest = [*members, *({key: choices} for key, choices in others)]
         return {key: [{"allOf": [*rest, choice]} for choice in choices]}

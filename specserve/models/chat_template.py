@@ -130,6 +130,13 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             return name not in known and any(name in names_read(s) for s in self.sources)
         return False
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template for requests with tools shows them to the model."""
+        with suppress(Exception):
+            return "tools" in names_read(self.sources[-1])
+        return False
+
     def prepare(self) -> None:
         """Compile ahead of the first rendering, which raises any error again."""
         for source in self.sources:

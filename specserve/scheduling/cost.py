@@ -12,11 +12,14 @@ requests add, and a stair's estimate goes through its own latest steps.
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 from threading import Lock
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+
+from specserve.exchange.speculation_state import PlainStep
 
 # Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
 # first steps are often slow.
@@ -39,6 +42,7 @@ PRIOR = 1e-3
 LEAST_SHARE = 0.05  # of a step's time that its rows account for
 CHANGED = 0.02  # of an edge's estimate: less does not recompute the stairs
 STALE = 1024  # steps without one of an edge, after which its few steps are forgotten
+LATEST = 16  # plain steps of about the same context whose median counts
 WRONG = 3.0  # times more or less than kept costs say: if all first steps take that, they go
 
 
@@ -522,6 +526,31 @@ class StepCosts:
     def table(self) -> dict[int, float]:
         """Right edge -> seconds of the rows alone, on a machine that nothing else slows down."""
         return dict(zip(self.edges, self.by_edge, strict=True))
+
+
+class PlainSteps:
+    """Whole steps, as measured, without the time of drafting. Those with about the same context are
+    counted together: up to the next power of two.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, deque[tuple[int, float]]] = {}
+
+    def observe(self, step: Step, rows: int, seconds: float) -> None:
+        """Count a step of so many rows, draft tokens included, if its one row is a request's."""
+        if rows != 1 or step.num_roots != 1:
+            return
+        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
+        latest.append((step.context, seconds))
+
+    def reset(self) -> None:
+        self.steps = {}
+
+    @property
+    def state(self) -> list[PlainStep]:
+        """By rising context."""
+        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
+        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
 
 
 def shape(rows: int) -> float:

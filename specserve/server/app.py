@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,7 +20,7 @@ from specserve.errors import RequestError, SpecserveError
 from specserve.fair_queue import owner
 from specserve.keys import read_admin_keys, read_keys
 from specserve.server.access_log import AccessLog, Ended, Observed
-from specserve.server.canonical_path import CanonicalPath
+from specserve.server.connection import canonical
 from specserve.server.key_limits import KeyLimits
 from specserve.server.live_completion import set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
@@ -35,8 +36,11 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.service import Service
 from specserve.server.tracing import Tracer
 
+NO_KEY = "no valid API key: send the header Authorization: Bearer KEY"
+ADMIN_ONLY = "this is an admin key, which asks for no text: send a key of server.api_key_file"
 PROBES = "/health", "/health/ready", LIVENESS, "/ping"
 OPEN_SCOPES = ("cache",)  # to all clients of a server without admin keys
+MODEL = re.compile("/+v1/+models/(.+)", re.DOTALL)  # a name may begin with a slash or end with one
 POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
 
 
@@ -80,6 +84,24 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     yield Middleware(KeyGuard, keys=keys, admins=admins)
     if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:
         yield Middleware(KeyLimits, limits=limits, reject=service.reject)
+
+
+class CanonicalPath:
+    """Gives all layers below it one path. No redirect: it would use the client's Host header."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = self.path_of(scope["path"])
+        await self.app(scope, receive, send)
+
+    def path_of(self, given: str) -> str:
+        model = MODEL.fullmatch(given)
+        if model is not None and model[1] in (self.service.name, *self.service.adapters.known):
+            return f"/v1/models/{model[1]}"
+        return canonical(given)
 
 
 class OriginGuard:
@@ -161,7 +183,7 @@ class KeyGuard:
             return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
-            return Unauthorized("no valid API key: send the header Authorization: Bearer KEY")
+            return Unauthorized(ADMIN_ONLY if admin is not None else NO_KEY)
         if needed is None or (needed in OPEN_SCOPES and not self.admins):
             return None
         if not self.admins:
@@ -195,7 +217,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
-    routes = ", ".join(r.path for r in request.app.routes if r.path not in PARTS)
+    routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
     why = "; specserve generates text only" if error.status_code == 404 else ""
     refusal = NoRoute(f"{where}: {error.detail}{why}; the routes are {routes}")
     refusal.status = error.status_code

@@ -4,9 +4,20 @@ import asyncio
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +28,6 @@ from specserve.errors import Overloaded, RequestError
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
 from specserve.fair_queue import has_room, owner
 from specserve.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
-from specserve.server.ignored_fields import drop_ignored
 from specserve.server.refusal import TimedOut, TooLarge, cut
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -83,10 +93,49 @@ REFUSED = {
 # Numbers that other servers write as -1 where they are left out.
 UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens"), -1)
 
+# Fields of messages, parts, calls and tools that clients send for other servers.
+OF_ANY = {"cache_control", "providerMetadata", "providerOptions", "provider_options"}
+OF_MESSAGES = OF_ANY | {
+    *("annotations", "channel", "citations", "created", "createdAt", "created_at", "done"),
+    *("end_turn", "executed_tools", "extra_content", "id", "index", "info", "messageId"),
+    *("message_id", "metadata", "model", "parentId", "partial", "prefix", "reasoning_details"),
+    *("reasoning_items", "reasoning_opaque", "reasoning_signature", "recipient", "refusal"),
+    *("response_metadata", "search_results", "signature", "sources", "status"),
+    *("thinking_blocks", "thought_signature", "timestamp", "ts", "type", "updatedAt", "usage"),
+    *("usage_metadata", "weight"),
+}
+OF_PARTS = OF_ANY | {
+    *("annotations", "citations", "id", "index", "logprobs", "signature", "thought_signature")
+}
+OF_CALLS = OF_ANY | {
+    *("extra_content", "provider_specific_fields", "signature", "thought_signature")
+}
+OF_TOOLS = OF_ANY | {"defer_loading", "eager_input_streaming"}
+
+IGNORED = {  # path of objects in a body -> their fields without effect
+    "messages": OF_MESSAGES,
+    "messages.content": OF_PARTS,
+    "messages.tool_calls": OF_CALLS,
+    "messages.tool_calls.function": OF_CALLS,
+    "tools": OF_TOOLS,
+    "tools.function": OF_TOOLS,
+    "input": OF_MESSAGES - {"id", "status", "type"},
+    "input.content": OF_PARTS,
+    "input.output": OF_PARTS,
+    "input.summary": OF_PARTS,
+}
+EMPTY: tuple[Any, ...] = None, False, "", [], {}
+CONTINUE = "partial", "prefix"  # in the last message, at DeepSeek, Mistral, Moonshot and Alibaba
+
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
+
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+LARGE = 1 << 15  # bytes from which reading a body takes a few milliseconds
+MANY = 100  # items from which reading a body takes a few milliseconds
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+R = TypeVar("R")
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -105,6 +154,37 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "top_logprobs": "up to 20 likeliest tokens",
     "top_p": "1 is off",
 }
+
+
+class BodyKind(NamedTuple, Generic[R]):
+    """How a route's bodies are read. What `read` returns is sent between processes as JSON."""
+
+    name: str
+    read: Callable[[bytes], R]
+    result: Any  # the type that `read` returns
+
+
+def is_short(raw: bytes) -> bool:
+    """Whether the event loop may read it."""
+    return len(raw) <= LARGE and num_brackets(raw) <= MANY
+
+
+def check_items(raw: bytes, most: int) -> None:
+    """RequestError for a body with more objects and lists than `most`. Reading takes time for each
+    of them, and decoding some ten times as long as counting.
+    """
+    if num_brackets(raw) <= most:
+        return
+    if (found := num_brackets(STRING.sub(b"", raw))) > most:
+        raise RequestError(
+            f"the body has {found} objects and lists, and {most} are allowed: send fewer "
+            "messages, parts or tools (server.max_body_items)"
+        )
+
+
+def num_brackets(raw: bytes) -> int:
+    """The objects and lists of a body, and the brackets in its texts."""
+    return raw.count(b"{") + raw.count(b"[")
 
 
 class PaddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -341,6 +421,39 @@ def read(raw: bytes, kind: type[T]) -> T:
     return body
 
 
+def drop_ignored(body: dict[str, Any]) -> tuple[str, ...]:
+    """Remove the fields without effect; the paths of those that have a value, each once."""
+    continue_last(body)
+    found = dict[str, None]()
+    for path, names in IGNORED.items():
+        for each in objects_at(body, path.split(".")):
+            for name in names & each.keys():
+                if each.pop(name) not in EMPTY:
+                    found[f"{path}.{name}"] = None
+    return tuple(sorted(found))
+
+
+def continue_last(body: dict[str, Any]) -> None:
+    """Set continue_final_message if the last message asks for it, by another server's field."""
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        asked = [name for name in CONTINUE if last.get(name) is True]
+        for name in asked:
+            del last[name]
+        if asked:
+            body["continue_final_message"] = True
+
+
+def objects_at(value: Any, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The objects at a path, through the lists on the way."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, dict) and keys:
+            yield from objects_at(each.get(keys[0]), keys[1:])
+        elif isinstance(each, dict):
+            yield each
+
+
 def check_form(body: Body) -> None:
     """RequestError for structured output that is wrong by itself, or asked for twice."""
     if body.form is None:
@@ -419,8 +532,21 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         reason, inner = reason_and_path(e)
         param = path + inner
         whole, leaf = re.split(r"[.\[]", param)[0], param.rpartition(".")[2]
-        hint = REMEDIES.get(leaf, REMEDIES.get(whole))
+        choices = choices_of(kind, inner) if reason.startswith("Invalid enum") else ""
+        hint = choices or REMEDIES.get(leaf, REMEDIES.get(whole))
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
+
+
+def choices_of(kind: Any, path: str) -> str:
+    """The values of a field that has few, in words; `path` leads from `kind` to it."""
+    for name in re.findall(r"\.(\w+)", path):
+        struct = nested(kind)
+        if struct is None or name not in fields(struct):
+            return ""
+        kind = fields(struct)[name]
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    values = [str(value) for part in literals for value in get_args(part)]
+    return f"it is one of {', '.join(values)}" if values else ""
 
 
 def check_no_op(key: str, value: Any, kind: type[Body]) -> None:

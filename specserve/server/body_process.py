@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 
 from specserve.errors import RequestError
-from specserve.server.body_kind import BodyKind, check_items
+from specserve.server.body import BodyKind, check_items
 from specserve.server.bounded_process import (
     Data,
     Do,

@@ -19,6 +19,7 @@ from specserve.models.chat_template import ChatOptions
 from specserve.server.body import (
     REFUSED,
     Body,
+    BodyKind,
     FormattedBody,
     convert,
     fields,
@@ -26,13 +27,12 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
-from specserve.server.body_kind import BodyKind
 from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import chat_form
 from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
-from specserve.server.tools import NO_TOOLS, ToolsAsked, read_calls, read_tools
+from specserve.server.tools import NO_TOOLS, ToolsAsked, check_keys, read_calls, read_tools
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they
 # are accepted.
@@ -45,6 +45,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 B = TypeVar("B", bound=Body)
 EFFORT = "reasoning_effort"  # as templates name it
+THINKING = "thinking"  # type of a part, and the name of its text
 MAX_DEPTH = 32  # of values for a template
 JSON_KINDS = "json", "json_object"  # of forms that may stand beside tools, or after reasoning
 
@@ -193,24 +194,28 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), CHAT)
-    asked = await with_effort(service, asked, asked.chat_template_kwargs)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, tools, arrived)
     return await respond(request, SCHEMA, asked, completion, reader=reader)
 
 
-async def with_effort(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
-    """The same body, whose template gets the effort as one of its names. Without such a name the
-    effort is read past.
+async def fit_to_template(
+    service: Service, asked: B, kwargs: dict[str, Any] | None, tools: ToolsAsked
+) -> B:
+    """The body whose template gets the effort as one of its names. An effort or tools that the
+    template does not read are among the fields without effect.
     """
-    name, effort = asked.effort
-    if effort is None:
+    template, (name, effort) = service.input_processor.tokenizer.chat_template, asked.effort
+    if template is None or (effort is None and not tools.tools):
         return asked
-    given, template = kwargs or {}, service.input_processor.tokenizer.chat_template
-    is_free = template is not None and EFFORT not in given
-    if template is not None and is_free and await service.in_thread(template.reads, EFFORT):
-        return msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
-    past = () if effort == "none" else (name,)
+    given, past, in_thread = kwargs or {}, list[str](), service.in_thread
+    if effort is not None and EFFORT not in given and await in_thread(template.reads, EFFORT):
+        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
+    elif effort not in (None, "none"):
+        past.append(name)
+    if tools.tools and not await in_thread(lambda: template.reads_tools):
+        past.append("tools")
     return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
 
 
@@ -414,15 +419,19 @@ def check_role(values: dict[str, Any], path: str) -> None:
 
 
 def for_template(message: Message, path: str) -> dict[str, Any]:
-    content = message.content
+    content, thoughts = message.content, list[str]()
     if isinstance(content, list):
-        texts = [read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        texts = list[str]()
+        for i, part in enumerate(content):
+            is_thought = message.role == "assistant" and part.get("type") == THINKING
+            read = read_thought if is_thought else read_part
+            (thoughts if is_thought else texts).append(read(part, f"{path}.content[{i}]"))
         content = "\n".join(texts)
     # Templates skip unknown roles, and OpenAI's developer role stands for system.
     role = "system" if message.role == "developer" else message.role
     nothing = None if message.tool_calls else ""
     fields: dict[str, Any] = {"role": role, "content": content or nothing}
-    if reasoning := message.reasoning_content or message.reasoning:
+    if reasoning := message.reasoning_content or message.reasoning or "\n".join(thoughts):
         fields["reasoning_content"] = reasoning
     if message.tool_calls:
         fields["tool_calls"] = read_calls(message.tool_calls, f"{path}.tool_calls")
@@ -432,15 +441,23 @@ def for_template(message: Message, path: str) -> dict[str, Any]:
     return fields
 
 
+def read_thought(part: dict[str, Any], path: str) -> str:
+    """The reasoning of an earlier answer, as a text or as text parts."""
+    check_keys(part, ["type", THINKING, "closed"], f"{path}.")
+    where = f"{path}.{THINKING}"
+    thought = convert(part.get(THINKING), str | list[dict[str, Any]], where)
+    if isinstance(thought, str):
+        return thought
+    return "\n".join(read_part(each, f"{where}[{i}]") for i, each in enumerate(thought))
+
+
 def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise RequestError(
             f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
         )
-    for key in part:
-        if key not in ("type", "text"):
-            refuse_unknown(key, ["type", "text"], f"{path}.")
+    check_keys(part, ["type", "text"], f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))
 
 

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.server.body import REFUSED, FormattedBody, convert, read
-from specserve.server.body_kind import BodyKind
+from specserve.server.body import REFUSED, BodyKind, FormattedBody, convert, read
 from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond, while_connected

@@ -21,7 +21,6 @@ from specserve.errors import Overloaded, RequestError
 from specserve.logs import request_id
 from specserve.process import empty_free_lists
 from specserve.server.access_log import write
-from specserve.server.canonical_path import canonical
 from specserve.server.live_completion import ENDS
 from specserve.server.refusal import (
     HeadersTooLarge,
@@ -35,6 +34,7 @@ from specserve.server.uvicorn_interface import FlowControl, HttpToolsProtocol, R
 GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
 CHUNKS = "1.1"  # the first version of HTTP that has them
+SLASHES = re.compile("/+")
 CONNECTION = "specserve.connection"  # key of the ASGI scope: a `Connection` that takes streams over
 SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
@@ -397,6 +397,11 @@ def is_begin_of_events(message: Message) -> bool:
         name == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in message.get("headers", ())
     )
+
+
+def canonical(path: str) -> str:
+    """Without empty segments, and without a slash at the end."""
+    return SLASHES.sub("/", path).rstrip("/") or "/"
 
 
 def bounded(limits: ServerConfig) -> type[Connection]:

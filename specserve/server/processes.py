@@ -20,7 +20,7 @@ from specserve.fair_queue import Turns, current_tenant, owner
 from specserve.grammars.verdicts import Verdicts
 from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
-from specserve.server.body_kind import LARGE, BodyKind
+from specserve.server.body import LARGE, BodyKind
 from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started
 from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
 

@@ -12,9 +12,8 @@ from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.grammars.asked import StructuredOutputsParams
 from specserve.models.chat_template import ChatOptions
-from specserve.server.body import NO_OP, REFUSED, Body, Effort, read
-from specserve.server.body_kind import BodyKind
-from specserve.server.chat import begin, read_message, read_options, with_effort
+from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
+from specserve.server.chat import begin, fit_to_template, read_message, read_options
 from specserve.server.live_completion import arrival
 from specserve.server.response import EventStream, answer_whole
 from specserve.server.response_events import ResponseWriter
@@ -175,7 +174,7 @@ async def responses(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.parse(await service.bodies.read(request), RESPONSES)
-    asked = await with_effort(service, asked, asked.chat_template_kwargs)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
             completion, reader = await begin(request, asked, tools, arrived)

@@ -42,8 +42,7 @@ from specserve.selection import (
     served_name,
 )
 from specserve.server.adapter_metrics import AdapterMetrics
-from specserve.server.body import BodyReader
-from specserve.server.body_kind import BodyKind, is_short
+from specserve.server.body import BodyKind, BodyReader, is_short
 from specserve.server.deadline import Deadline
 from specserve.server.grammar_process import Tokens
 from specserve.server.live_completion import Arrival, LiveCompletion

@@ -7,10 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.body import checked_fields, decode_object, warning
-from specserve.server.body_kind import BodyKind
+from specserve.server.body import BodyKind, checked_fields, decode_object, drop_ignored, warning
 from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
-from specserve.server.ignored_fields import drop_ignored
 from specserve.server.response import json_response, while_connected
 from specserve.server.service import Service
 from specserve.server.tools import read_tools

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,31 +13,50 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from specserve_bench.gpu import attends, checks, figures, record, stages, text, toolchain
-from specserve_bench.gpu.figures import Kernel, gaps
+from specserve_bench.gpu import bits, checks, head, record, stage, stages, sweep, text, toolchain
+from specserve_bench.gpu import wheels as wheels_module
 from specserve_bench.gpu.record import Record
-from specserve_kernels.cuda.ops import CudaOps
+from specserve_bench.gpu.sweep import Kernel, gaps
 from tests.bench.hurry import hurried
-from tests.kernels.builds import interpreted
+from tests.checkpoints import TEXT, tiny_checkpoint, tiny_tokenizer
+from tests.demo.test_train_head import CONFIG
 
 ROOT = stages.ROOT
 
 
 def test_a_record_goes_on_where_it_was_left(tmp_path):
-    file = tmp_path / "gpu-x.json"
+    file = tmp_path / "gpu-x.jsonl"
     Record(file, {"gpu": "one"}).put("a", 1)
     again = Record(file, {"gpu": "one"})
     assert "a" in again and "b" not in again
-    assert not record.load(file)["done"]
+    assert not record.load(file).done
     again.put("b", [2.5])
-    again.save(done=True)
-    assert record.load(file)["done"]
-    data = json.loads(file.read_text())
-    assert (data["figures"], data["machine"]) == ({"a": 1, "b": [2.5]}, {"gpu": "one"})
+    again.put("a", 3)
+    again.finish(done=True)
+    assert record.load(file) == ({"a": 3, "b": [2.5]}, True)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[0] == {"machine": {"gpu": "one"}, "source": record.source_digest()}
+    assert lines[1:] == [
+        {"name": "a", "figure": 1},
+        {"name": "b", "figure": [2.5]},
+        {"name": "a", "figure": 3},
+        {"done": True},
+    ]
+
+
+def test_a_figure_that_was_cut_is_left_out(tmp_path):
+    """A process may be killed in the middle of a line."""
+    file = tmp_path / "gpu-x.jsonl"
+    Record(file, {}).put("a", 1)
+    with file.open("a") as f:
+        f.write('{"name": "b", "fig')
+    assert record.load(file).figures == {"a": 1}
+    Record(file, {}).put("c", 2)
+    assert record.load(file).figures == {"a": 1, "c": 2}
 
 
 def test_a_record_of_another_source_is_begun_anew(tmp_path, monkeypatch):
-    file = tmp_path / "gpu-x.json"
+    file = tmp_path / "gpu-x.jsonl"
     Record(file, {}).put("a", 1)
     monkeypatch.setattr(record, "source_digest", lambda: "another")
     assert "a" not in Record(file, {})
@@ -48,7 +68,7 @@ from pathlib import Path
 from specserve_bench.gpu.record import Record
 record = Record(Path(sys.argv[sys.argv.index("--out") + 1]), {})
 record.put("summary", "all is well")
-record.save(done=True)
+record.finish(done=True)
 """
 # Prints its number, and those of a child in a session of its own and of an orphan, and stays.
 STAYS = """
@@ -75,9 +95,10 @@ DRIVER = """
 import sys
 from specserve_bench.gpu import stages
 {more}
-stages.check_machine = lambda environment: None
+stages.check_machine = lambda environment, rehearse: None
 stages.LEAST = 1
-stages.STAGES = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
+each = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
+stages.STAGES = stages.KNOWN = each
 sys.exit(stages.main(sys.argv[1:]))
 """
 # A stage has its limit as soon as it stays.
@@ -85,6 +106,8 @@ HURRY = """
 import subprocess, time
 from pathlib import Path
 from tests.bench.hurry import hurried
+from tests.checkpoints import TEXT, tiny_checkpoint, tiny_tokenizer
+from tests.demo.test_train_head import CONFIG
 
 def stays(args):
     file = Path(args[args.index("--out") + 1]) if "--out" in args else None
@@ -143,7 +166,7 @@ def test_a_stage_at_its_limit_is_ended_with_all_that_it_started_and_keeps_its_re
     code, lines = run_stages(tmp_path, {"stays": 20, "done": 30})
     assert (code, states(lines)) == (1, {"stays": "unfinished", "done": "done"})
     assert 20 <= lines["stays"]["seconds"] < 40
-    figures = json.loads((tmp_path / "gpu-stays.json").read_text())["figures"]
+    figures = record.load(tmp_path / "gpu-stays.jsonl").figures
     assert lines["stays"]["summary"] == figures["summary"] == "half of it"
     assert len(figures["pids"]) == 3 and all(map(is_gone, figures["pids"]))
 
@@ -165,7 +188,7 @@ def end(process, pids):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_driver_that_is_stopped_leaves_no_process_behind(number, tmp_path):
     process = driver(tmp_path, {"stays": 600})
-    pids = pids_of(tmp_path / "gpu-stays.json")
+    pids = pids_of(tmp_path / "gpu-stays.jsonl")
     try:
         process.send_signal(number)
         process.wait(30)
@@ -199,7 +222,7 @@ def test_an_interrupt_ends_the_driver_wherever_it_comes(tmp_path):
 
 def test_a_stage_ends_with_a_driver_that_is_killed(tmp_path):
     process = driver(tmp_path, {"stays": 600})
-    pids = pids_of(tmp_path / "gpu-stays.json")
+    pids = pids_of(tmp_path / "gpu-stays.jsonl")
     try:
         process.kill()
         assert waited_for(lambda: is_gone(pids[0]))
@@ -211,7 +234,8 @@ def pids_of(file):
     """The process ids in the record, as soon as it has them."""
 
     def read():
-        return file.exists() and json.loads(file.read_text())["figures"].get("pids")
+        known = record.load(file)
+        return known and known.figures.get("pids")
 
     return waited_for(read)
 
@@ -232,9 +256,18 @@ def test_what_is_done_for_this_source_is_kept(tmp_path):
         assert lines["done"]["summary"] == "all is well"
 
 
-def test_what_runs_first_is_who_attends_then_the_text_then_the_steps_then_the_kernels():
-    assert [*stages.STAGES][:4] == ["attends", "text", "steps", "kernels"]
-    assert sum(stages.STAGES[name].seconds for name in ("attends", "text", "steps")) < 400
+def test_one_run_takes_540_seconds_and_leaves_at_most_8_files():
+    assert sum(each.seconds for each in stages.STAGES.values()) + 30 == stages.DEADLINE == 540
+    assert len(stages.STAGES) + len(["gpu-check.jsonl"]) <= 8
+    assert next(iter(stages.STAGES)) == "ceilings"
+
+
+def test_the_wheels_are_listed_with_their_sizes_and_fit():
+    names = {wheel.requirement.partition("==")[0] for wheel in wheels_module.wheels()}
+    lacking = {"argcomplete", "httptools", "llguidance", "msgspec", "starlette", "uvicorn"}
+    assert lacking | {"flashinfer-python", "pytest-rerunfailures"} <= names
+    assert sum(wheel.megabytes for wheel in wheels_module.wheels()) <= wheels_module.MOST_MB
+    assert all("==" in wheel.requirement for wheel in wheels_module.wheels())
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path):
@@ -244,9 +277,9 @@ def test_a_folder_without_wheels_is_refused(tmp_path):
 
 def test_a_stage_that_nobody_knows_is_refused_before_any_is_run(tmp_path):
     with pytest.raises(
-        SystemExit, match="no stage figure: there are attends, text, steps, kernels"
+        SystemExit, match="no stage figure: there are ceilings, tests, text, figures"
     ):
-        stages.main(["--out", str(tmp_path / "out"), "compile", "figure"])
+        stages.main(["--out", str(tmp_path / "out"), "bits", "figure"])
     assert not (tmp_path / "out").exists()
 
 
@@ -334,12 +367,11 @@ def test_checks_out_of_time_keep_what_they_have_come_to(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
 def test_checks_that_are_skipped_are_not_done(tmp_path):
-    out = tmp_path / "gpu-kernels.json"
-    checks.main(["tests/kernels/test_gpu.py", "--out", str(out)])
-    data = json.loads(out.read_text())
-    assert data["figures"]["summary"]["passed"] == 0
-    assert data["figures"]["summary"]["not passed"] > 0
-    assert not data["done"]
+    out = tmp_path / "gpu-sizes.jsonl"
+    checks.main(["tests/kernels/test_gpu.py -k place", "--out", str(out)])
+    figures, done = record.load(out)
+    assert figures["summary"]["passed"] == 0 and figures["summary"]["not passed"] > 0
+    assert not done and any("skipped" in name for name in figures)
 
 
 def test_gaps_are_what_no_kernel_fills():
@@ -351,13 +383,13 @@ def test_gaps_are_what_no_kernel_fills():
     assert (got["busy ms"], got["idle ms"]) == (2.1, 0.75)
 
 
-def test_the_figures_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
-    command = ["--size", "trial", "--out", str(tmp_path / "gpu-figures.json")]
-    assert figures.main([*command, "--seconds", "0"]) == record.UNFINISHED
-    assert figures.main(command) == 0
-    data = json.loads((tmp_path / "gpu-figures.json").read_text())
-    assert data["done"] and data["machine"]["command"]
-    names = data["figures"]
+def test_the_sweep_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
+    file = tmp_path / "gpu-sweep.jsonl"
+    command = ["--rehearse", "--out", str(file)]
+    assert sweep.main([*command, "--seconds", "0"]) == record.UNFINISHED
+    assert sweep.main(command) == 0
+    names, done = record.load(file)
+    assert done
     assert names["qwen3-0.6b step: 4 rows x 2 requests, context 4194304"].startswith("left out")
     assert names["qwen3-0.6b step: 4 rows x 2 requests, context 40"]["over"] > 0
     assert names["qwen3-0.6b gaps: 32 rows"]["busy ms"] > 0
@@ -369,17 +401,18 @@ def test_a_figure_that_fails_is_told_and_the_others_are_taken(tmp_path):
     def fails():
         raise ValueError("too large")
 
-    kept = Record(tmp_path / "gpu-figures.json", {})
-    assert not figures.take(kept, "one", fails)
-    assert not figures.take(kept, "two", lambda: 2)
-    assert kept.figures == {"one": {"error": "ValueError: too large"}, "two": 2}
+    kept = Record(tmp_path / "gpu-x.jsonl", {})
+    assert not stage.take(kept, "one", fails)
+    assert not stage.take(kept, "two", lambda: {"ms": 2})
+    assert kept.figures == {"one": {"error": "ValueError: too large"}, "two": {"ms": 2}}
+    assert stage.failed(kept) == ["one"]
 
 
 def test_a_fault_of_the_device_ends_the_process_that_met_it(tmp_path):
     def fault():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    assert figures.take(Record(tmp_path / "gpu-figures.json", {}), "one", fault)
+    assert stage.take(Record(tmp_path / "gpu-x.jsonl", {}), "one", fault)
 
 
 def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):
@@ -396,25 +429,68 @@ def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):
     assert (links / "libcuda.so").resolve() == home / "lib64/stubs/libcuda.so"
 
 
-@pytest.mark.skipif(interpreted is None, reason="the fake FlashInfer computes on the CPU")
-def test_who_attends_is_asked_of_steps_that_have_run(monkeypatch):
-    tiny = {"hidden_size": 32, "vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    monkeypatch.setattr(attends, "SMALL", tiny | {"num_hidden_layers": 1})
-    want = {attends.name_of(*kind): name for kind, name in attends.EXPECTED.items()}
-    assert attends.attending(interpreted) == want
-    without = CudaOps(torch.device("cpu"), None)
-    assert attends.who_attends(without, 64, torch.bfloat16) == "Triton"
-
-
 def test_texts_are_compared_up_to_where_they_part():
-    got = text.compared([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]])
-    assert got == {"requests": 2, "same": 1, "median in common": 0.75, "in common": [0.5, 1.0]}
+    got = text.compared([[1, 2, 3, 4], [5, 6], [7]], [[1, 2, 9, 4], [5, 6], [7, 8]])
+    told = {"requests": 3, "same": 1, "tokens": 7, "first differences": [2, 1]}
+    assert got == told | {"first differences": [2, 2]}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "common", "is_right"),
-    [("fp32", 0.99, False), ("fp32", 1.0, True), ("bf16", 0.5, True), ("bf16", 0.1, False)],
-)
-def test_the_text_is_the_cpus_own_in_fp32_and_long_like_it_in_bf16(dtype, common, is_right):
-    figure = {"requests": 4, "same": 4 if common == 1 else 1, "median in common": common}
-    assert text.is_alike(figure, dtype) is is_right
+def test_rows_with_other_bits_are_listed():
+    def figure(unpadded, padded):
+        each = zip(("unpadded", "padded"), (unpadded, padded), strict=True)
+        return {k: {"same bits": off == 0, "largest difference": off} for k, off in each}
+
+    figures = {"1 rows": figure(0.0, 0.0), "2 rows": figure(0.5, 0.0), "3 rows": figure(2.0, 1.0)}
+    assert bits.summary(figures | {"4 rows": {"error": "x"}}) == {
+        "unpadded": {"other bits": [2, 3], "largest difference": 2.0},
+        "padded": {"other bits": [3], "largest difference": 1.0},
+    }
+
+
+@pytest.mark.slow
+def test_a_rehearsal_has_every_figure_that_the_docs_quote(tmp_path):
+    """All stages of one run, on a CPU with small shapes: no import, path or flag is missing."""
+    command = [sys.executable, "-m", "specserve_bench.gpu", "--rehearse", "--seconds", "1500"]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "drafters", "bench"))
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    quoted = QUOTED.findall((ROOT / "docs/gpu.md").read_text())
+    assert {name for name, *_ in quoted} == {*stages.STAGES}
+    for name, figure, fields in quoted:
+        found = record.load(tmp_path / f"gpu-{name}.jsonl").figures[figure]
+        missing = [field for field in re.findall(r"`([^`]+)`", fields) if field not in found]
+        assert not missing, (name, figure, missing)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "gpu-check.jsonl",
+        *(f"gpu-{name}.jsonl" for name in stages.STAGES),
+    }
+
+
+# A row of the table of figures: stage, figure, fields.
+QUOTED = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| ((?:`[^`]+`(?:, )?)*)", re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_in_parts(tmp_path):
+    target, texts = tiny_checkpoint(tmp_path / "target", num_hidden_layers=4), tmp_path / "texts"
+    tiny_tokenizer().save_pretrained(target)
+    (texts / "more").mkdir(parents=True)
+    (texts / "one.txt").write_text(TEXT * 20)
+    (texts / "more" / "two.md").write_text(TEXT * 20)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = [str(texts), str(tmp_path / "out"), "--target", str(target), "--device", "cpu"]
+    command += ["--config", str(config)]
+    assert head.main([*command, "--seconds", "0.5"]) == record.UNFINISHED
+    assert head.main([*command, "--seconds", "300"]) == 0
+    assert (tmp_path / "out" / "target-head" / "model.safetensors").exists()
+
+
+def test_a_folder_without_texts_trains_no_head(tmp_path):
+    with pytest.raises(SystemExit, match="no files that end in"):
+        head.main([str(tmp_path), str(tmp_path / "out")])

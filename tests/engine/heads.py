@@ -32,4 +32,4 @@ class Oracle:
 
 
 def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)

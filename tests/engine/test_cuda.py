@@ -1,4 +1,7 @@
-"""The engine on the build for the GPU, in Triton's interpreter, says what the CPU's build says."""
+"""The engine on the build for GPUs generates the text of the CPU's build.
+
+On a GPU if there is one, else in Triton's interpreter.
+"""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +23,7 @@ from specserve_kernels import DeviceError, cpu
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.child_graphs import ChildGraphs
-from specserve_kernels.cuda.graphs import GraphProgram
+from specserve_kernels.program import EagerProgram
 from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
@@ -38,13 +41,13 @@ from tests.engine.engines import (
     plain,
 )
 from tests.engine.heads import Oracle, close
-from tests.kernels.builds import interpreted
+from tests.kernels.builds import DEVICE, HAS_GPU, INTERPRETED, ON_GPU, cuda, recorded
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import row_errors
-from tests.kernels.rerun import Rerun, rerun
+from tests.kernels.rerun import rerun
 from tests.models.eagle_heads import write_head
 
-pytestmark = pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
+pytestmark = ON_GPU
 MAX_LEN = 288
 
 
@@ -54,7 +57,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", seed=1, tie_word_embeddings=False)
     draft = tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
-    there = [load_decoder(f, "fp32", interpreted, MAX_LEN) for f in (target, draft)]
+    there = [load_decoder(f, "fp32", cuda, MAX_LEN) for f in (target, draft)]
     return load_small(target), *there
 
 
@@ -70,16 +73,23 @@ def cases():
     return [Case(p, sampling(i % 2, i), arrives=2 * i) for i, p in enumerate(prompts)]
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """Has steps run as if they were CUDA graphs."""
+@pytest.fixture(autouse=True)
+def op_by_op(monkeypatch):
+    """Steps are not recorded, unless `in_graphs` is used as well."""
 
     def program(model, kv, max_rows, max_read, taps=()):
-        return GraphProgram(interpreted, model, kv, taps, Rerun())
+        return EagerProgram(model, kv, taps)
 
-    monkeypatch.setattr(interpreted, "program", program)
-    monkeypatch.setattr(interpreted, "child_graphs", ChildGraphs(torch.device("cpu"), rerun))
-    monkeypatch.setattr(paged, "PROGRAMS", 4)  # the interpreter runs them one after the other
+    monkeypatch.setattr(cuda, "program", program)
+
+
+@pytest.fixture
+def in_graphs(monkeypatch):
+    """Steps run in CUDA graphs; without a GPU, as if they were."""
+    monkeypatch.setattr(cuda, "program", recorded)
+    if not HAS_GPU:
+        monkeypatch.setattr(cuda, "child_graphs", ChildGraphs(DEVICE, rerun))
+        monkeypatch.setattr(paged, "PROGRAMS", 4)  # the interpreter runs one after the other
 
 
 @pytest.mark.parametrize(
@@ -98,18 +108,18 @@ def test_the_text_is_the_cpus_own_with_every_drafter(models, drafter, monkeypatc
 
 
 @pytest.mark.parametrize("drafter", ["auto", pytest.param(bush, marks=pytest.mark.slow)])
-def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, recorded, monkeypatch):
+def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, in_graphs, monkeypatch):
     Clock(monkeypatch)  # so that auto is sure to guess
     late = msgspec.structs.replace(cases()[0], arrives=10)  # for enough steps, as auto takes few
     engine = the_text_is_the_cpus_own(models, drafter, [*cases()[:2], late])
     program = engine.target.program
-    assert program.capture.num_recorded == len(program.recordings)
+    assert HAS_GPU or program.capture.num_recorded == len(program.recordings)
     assert program.recordings.keys() > {1, 16}
     assert program.eager.residual is None, "a step was not recorded"
     assert engine.stats.num_steps > 2 * len(program.recordings)
 
 
-def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, recorded):
+def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, in_graphs):
     first, second = (Case([7, i], sampling(i, i)) for i in range(2))
     how = {"presence_penalty": 2.0, "logit_bias": {9: 8.0}, "allowed_ids": (9, *range(80, 320))}
     first = msgspec.structs.replace(first, sampling=msgspec.structs.replace(first.sampling, **how))
@@ -118,7 +128,7 @@ def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, r
 
 
 @pytest.mark.slow
-def test_a_head_goes_on_from_what_the_cpus_has(models, recorded, tmp_path, monkeypatch):
+def test_a_head_goes_on_from_what_the_cpus_has(models, in_graphs, tmp_path, monkeypatch):
     """In recorded steps, with guesses that are run level by level, after rows that are written."""
     monkeypatch.setattr(head_model, "MANY", 2)
     on_cpu, target, _ = models
@@ -174,7 +184,7 @@ def test_the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
 
 
 @pytest.mark.slow
-def test_the_text_of_recorded_steps_over_kv_of_8_bits_is_the_cpus_own(models, recorded):
+def test_the_text_of_recorded_steps_over_kv_of_8_bits_is_the_cpus_own(models, in_graphs):
     the_text_over_kv_of_8_bits_is_the_cpus_own(models, "int8")
 
 
@@ -193,15 +203,15 @@ def the_text_over_kv_of_8_bits_is_the_cpus_own(models, kv_dtype):
 def test_a_step_takes_one_copy_up_and_draws_all_its_tokens_at_once(models, monkeypatch):
     _, target, _ = models
     draws = Counter()
-    monkeypatch.setattr(interpreted, "sample", counting(draws, "sample", interpreted.sample))
-    monkeypatch.setattr(interpreted, "move_kv", counting(draws, "move", interpreted.move_kv))
+    monkeypatch.setattr(cuda, "sample", counting(draws, "sample", cuda.sample))
+    monkeypatch.setattr(cuda, "move_kv", counting(draws, "move", cuda.move_kv))
     engine = engine_for(target, None, "ngram", max_nodes=4, **in_chunks(16))
     engine.add([5, 6, 7] * 11, sampling(1.0, 3))
     while not engine.is_idle:
-        before = interpreted.staging.num_uploads, draws["sample"], draws["move"]
+        before = cuda.staging.num_uploads, draws["sample"], draws["move"]
         engine.step()
         num_moves = draws["move"] - before[2]
-        assert interpreted.staging.num_uploads - before[0] == 1 + num_moves
+        assert cuda.staging.num_uploads - before[0] == 1 + num_moves
         assert draws["sample"] - before[1] <= 1
     assert draws["sample"] < engine.stats.num_steps  # chunks of the prompt draw nothing
 
@@ -214,11 +224,12 @@ def counting(counter, name, call):
     return counted
 
 
+@INTERPRETED
 def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monkeypatch):
     """A bfloat16 model with heads of 64: FlashInfer's, in its two parts."""
     shape = {"head_dim": 64, "num_hidden_layers": 3, "dtype": torch.bfloat16}
     folder = tiny_checkpoint(tmp_path, seed=2, **shape)
-    decoders = [load_decoder(folder, "bf16", ops, MAX_LEN) for ops in (cpu, interpreted)]
+    decoders = [load_decoder(folder, "bf16", ops, MAX_LEN) for ops in (cpu, cuda)]
     calls, made = Counter(), BatchPrefillWithPagedKVCacheWrapper
     for name in ("plan", "run"):
         monkeypatch.setattr(made, name, counting(calls, name, getattr(made, name)))
@@ -240,7 +251,7 @@ def test_attention_is_planned_once_a_forward_and_run_once_a_layer(tmp_path, monk
 def test_a_model_of_codes_gives_the_cpus_logits(tmp_path, monkeypatch):
     """For a chunk of more rows than one program takes, and for a row."""
     folder, logits = tiny_checkpoint(tmp_path, num_hidden_layers=1, vocab_size=300), []
-    for ops in (cpu, interpreted):
+    for ops in (cpu, cuda):
         with monkeypatch.context() as patch:
             patch.setattr(ops, "prepack", prepacks_codes(ops.prepack))
             runner = engine_for(load_decoder(folder, "fp32", ops, MAX_LEN)).target
@@ -261,13 +272,13 @@ def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(model
     _, target, _ = models
     engine, calls = engine_for(target), Counter()
     for name in ("attention", "move_kv", "sample", "top_children"):
-        monkeypatch.setattr(interpreted, name, counting(calls, name, getattr(interpreted, name)))
+        monkeypatch.setattr(cuda, name, counting(calls, name, getattr(cuda, name)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(cuda_ops, "SIZES", (1, 4))
     masks = []
-    plan = interpreted.plan
+    plan = cuda.plan
     monkeypatch.setattr(
-        interpreted, "plan", lambda rows, *args: masks.append(rows.mask.any()) or plan(rows, *args)
+        cuda, "plan", lambda rows, *args: masks.append(rows.mask.any()) or plan(rows, *args)
     )
     config = load_config(None, {"model.threads": 1})
     _, words = choose_threads(engine.target, engine.pool, config, MAX_LEN)
@@ -366,12 +377,12 @@ def test_a_step_holds_the_lock_of_its_device_from_the_draft_to_the_walk(models):
         method = getattr(owner, name)
 
         def heard(*args, method=method):
-            held.append(not free_for_others(interpreted.lock))
+            held.append(not free_for_others(cuda.lock))
             return method(*args)
 
         setattr(owner, name, heard)
     engine.step()
-    assert held == [True] * 3 and free_for_others(interpreted.lock)
+    assert held == [True] * 3 and free_for_others(cuda.lock)
 
 
 def free_for_others(lock):

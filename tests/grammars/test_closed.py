@@ -253,6 +253,21 @@ def test_a_strict_schema_that_is_open_is_refused(more):
     assert e.value.param == "structured_outputs.json"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": NUMBER}, "required": ["a", "b"]},
+        {"type": "object", "required": ["b"]},
+        {"allOf": [an_object("a"), {"required": ["b"]}]},
+    ],
+    ids=("one", "no properties", "allOf"),
+)
+def test_a_strict_schema_that_requires_what_it_does_not_describe_is_refused(schema):
+    with pytest.raises(RequestError, match="required: 'b' is not among the properties"):
+        compiled(schema, strict=True)
+    compiled(schema)
+
+
 def test_strict_without_a_schema_is_refused():
     with pytest.raises(RequestError, match="not of regex") as e:
         grammar_of(StructuredOutputsParams(regex="a", strict=True))

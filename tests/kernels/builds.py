@@ -1,13 +1,36 @@
-"""The builds of the ops that tests compare: the one for the GPU runs in Triton's interpreter."""
+"""The builds of the ops that tests compare.
+
+The build for GPUs computes on a GPU if there is one, else in Triton's interpreter on the CPU.
+"""
 
 import pytest
 import torch
 
-from specserve_kernels import cpu, reference
+from specserve_kernels import cpu, load, reference
+from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.cuda.ops import CudaOps
 from tests.kernels import fake_flashinfer
+from tests.kernels.placed import Placed
+from tests.kernels.rerun import Rerun
 
 HAS_GPU = torch.cuda.is_available()
-interpreted = None if HAS_GPU else CudaOps(torch.device("cpu"), fake_flashinfer)
-ALL = {"reference": reference, "cpu": cpu} | ({} if HAS_GPU else {"cuda": interpreted})
-BUILDS = pytest.mark.parametrize("ops", ALL.values(), ids=ALL)
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+cuda = load("cuda") if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)  # its tensors are on DEVICE
+placed = Placed(cuda, DEVICE)  # its tensors are on the host
+ON_GPU = pytest.mark.cuda  # these tests run on a GPU if there is one
+INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")
+
+
+def parametrized(*on_gpu):
+    each = [pytest.param(reference, id="reference"), pytest.param(cpu, id="cpu")]
+    each += [pytest.param(ops, id="cuda", marks=ON_GPU) for ops in on_gpu]
+    return pytest.mark.parametrize("ops", each)
+
+
+BUILDS = parametrized(placed)  # for tests of ops
+MODEL_BUILDS = parametrized(cuda)  # for tests that load a model, which places its own tensors
+
+
+def recorded(model, kv, max_rows=0, max_read=0, taps=()):
+    """A program of recorded steps: CUDA graphs, or without a GPU forwards that are run again."""
+    return GraphProgram(cuda, model, kv, taps, None if HAS_GPU else Rerun())

@@ -165,5 +165,5 @@ def random_tensor(*shape, dtype=torch.float32, seed=0):
 
 def row_errors(got, want):
     """How far each row is off, relative to its norm."""
-    got, want = got.double().flatten(1), want.double().flatten(1)
+    got, want = (x.cpu().double().flatten(1) for x in (got, want))
     return (got - want).norm(dim=1) / want.norm(dim=1)

@@ -7,6 +7,7 @@ from transformers.generation import logits_process
 
 from specserve_kernels import NO_TOKEN, SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import allowed, edited, transform
+from tests.kernels.builds import BUILDS
 from tests.kernels.edits import BAN, OFF, edits_of, masks_of, penalized, random_edits, random_masks
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
@@ -80,9 +81,6 @@ def test_tensors_keep_their_places():
     assert torch.equal(doubled.temperature, 2 * params.temperature)
     assert SampleParams.greedy(2).is_plain and not params.is_plain
     assert not asked(4)._replace(edits=random_edits(4, 9)).is_plain
-
-
-BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
 
 def greedy(x):

@@ -25,8 +25,6 @@ pytestmark = [
     # Warnings of libraries at first use, and of deterministic mode, fail no test.
     pytest.mark.filterwarnings("default", "ignore:.*determin"),
 ]
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else the mode complains of cuBLAS
-
 DEVICE = "cuda"
 SEED = int.from_bytes(os.urandom(4))
 LONGEST = 8192  # slots of a context

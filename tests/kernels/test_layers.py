@@ -117,6 +117,15 @@ def test_linear_is_torchs(ops, N, K, has_bias, dtype):
 
 @BUILDS
 @DTYPES
+def test_logits_are_not_rounded(ops, dtype):
+    x, w = random_tensor(5, 320, dtype=dtype), random_tensor(331, 320, dtype=dtype, seed=1)
+    got = ops.lm_head(x, ops.prepack(w))
+    assert got.dtype == torch.float32
+    assert (row_errors(got, linear(x.double(), w.double())) < 1e-5).all()
+
+
+@BUILDS
+@DTYPES
 def test_a_gated_map_multiplies_halves_of_odd_width(ops, dtype):
     x, w = (random_tensor(n, 150, dtype=dtype, seed=n) for n in (3, 2 * 331))
     bias = random_tensor(2 * 331, dtype=dtype)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
+from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
 
-BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 INF = torch.inf
 
 SAID = {  # probabilities, the token, k -> its probability and rank, the k likeliest and theirs

@@ -7,10 +7,10 @@ import torch
 
 from specserve_kernels import NO_TOKEN, NOT_FINITE, SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import transform
+from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
 
-BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 INF, NAN = torch.inf, torch.nan
 EVERY_FILTER = {"min_p": 0.1, "top_k": 2, "top_p": 0.5}
 P = [0.4, 0.3, 0.2, 0.1]  # the law of some of the rows below
@@ -97,7 +97,12 @@ CHOICES = {  # logits, the parameters -> the token, whatever the noise
 }
 
 
+# The interpreter's numpy warns of what a GPU computes in silence.
+NO_NUMBERS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+
 @BUILDS
+@NO_NUMBERS
 @pytest.mark.parametrize(("logits", "params", "token"), CHOICES.values(), ids=CHOICES)
 def test_the_choice_is(ops, logits, params, token):
     rows = torch.zeros(32).long()

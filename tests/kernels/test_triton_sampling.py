@@ -14,21 +14,19 @@ from specserve_kernels.cuda.ops import changing
 from specserve_kernels.cuda.sample import bounds, edited, sample
 from specserve_kernels.cuda.top_children import launch_top_children, top_children
 from specserve_kernels.reference import sampling
+from tests.kernels.builds import DEVICE, ON_GPU
 from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.rerun import rerun
 from tests.kernels.test_edits import ROWS
-from tests.kernels.test_logprobs import SAID, check_said
 from tests.kernels.test_logprobs import asked as asked_of
 from tests.kernels.test_noise import EXTREMES, KNOWN, SEEDS, flat, ints
-from tests.kernels.test_sampling import CHILDREN, CHOICES, FILTERS, asked, mixed
+from tests.kernels.test_sampling import FILTERS, NO_NUMBERS, asked, mixed
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = ON_GPU
 CASES = list(enumerate([1, 5, 64, 300, 1000, 4099]))  # which of the mixes, V
 STEPS = pytest.mark.parametrize("step", [31, pytest.param(11, marks=pytest.mark.slow)])  # of those
 NAN, INF = float("nan"), float("inf")
-# The interpreter's numpy warns of what a GPU computes in silence.
-NO_NUMBERS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -230,13 +228,6 @@ def test_filters_of_a_long_row_leave_what_the_reference_leaves(levels):
     assert torch.equal(left(logits, rows, params), left_by_definition(logits, rows, params))
 
 
-@NO_NUMBERS
-@pytest.mark.parametrize(("logits", "params", "token"), CHOICES.values(), ids=CHOICES)
-def test_the_choice_is(logits, params, token):
-    got = drawn(torch.tensor([logits]), torch.zeros(2).long(), asked(2, **params))
-    assert got.tolist() == [token] * 2
-
-
 NUMBERS = {  # logits, the parameters -> the token
     "a NaN in a later split": ([1.0] * 3000 + [NAN], {}, NOT_FINITE),
     "no id is left in any split": ([-INF] * 1500, {}, NO_TOKEN),
@@ -275,12 +266,6 @@ def test_ties_go_to_the_lowest_id_across_splits():
     logits = torch.zeros(2, 3000)
     logits[0, [1500, 2500]], logits[1, [700, 1030, 2999]] = 1.0, 1.0
     assert drawn(logits, torch.arange(2), SampleParams.greedy(2)).tolist() == [1500, 700]
-
-
-def test_each_token_is_chosen_from_its_own_row():
-    logits, rows = 5.0 * torch.eye(4), torch.tensor([2, 0, 2, 3])
-    assert drawn(logits, rows, SampleParams.greedy(4)).tolist() == [2, 0, 2, 3]
-    assert drawn(logits, rows, asked(4, top_k=1)).tolist() == [2, 0, 2, 3]
 
 
 def test_a_tensor_with_gaps_is_refused():
@@ -352,13 +337,6 @@ def children(logits, params, k, tau):
     return top_children(logits.to(DEVICE), on_device(params), k, tau)
 
 
-@pytest.mark.parametrize(("p", "tau", "ids", "law"), CHILDREN.values(), ids=CHILDREN)
-def test_the_likeliest_children_are(p, tau, ids, law):
-    got, weight = children(torch.tensor([p]).log(), SampleParams.greedy(1), 3, tau)
-    assert got.tolist() == [ids]
-    torch.testing.assert_close(weight.exp(), torch.tensor([law]), rtol=1e-5, atol=0)
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize("temperature", [0, 0.5])
 @pytest.mark.parametrize(("V", "k"), [(1, 1), (16, 16), (5, 2), (300, 1), (1025, 16), (4099, 8)])
@@ -401,20 +379,8 @@ def test_children_come_from_the_device_as_one_tensor():
     assert torch.equal(packed, torch.cat([ids.int(), weight.view(torch.int32)], dim=1))
 
 
-def test_the_first_child_is_what_the_target_would_draw_from_the_same_logits():
-    logits, rows = random_tensor(8, 333), torch.arange(8)
-    ids, _ = children(logits, asked(8, 0.7), 4, 0.8)
-    assert torch.equal(ids[:, 0], drawn(logits, rows, asked(8, 0.7)))
-
-
 def said(logits, rows, tokens, k):
     return logprobs(logits.to(DEVICE), rows.to(DEVICE), tokens.to(DEVICE), k)
-
-
-@pytest.mark.parametrize(("p", "token", "k", "want"), SAID.values(), ids=SAID)
-def test_a_model_says(p, token, k, want):
-    logits = torch.tensor([p]).float().log()
-    check_said(said(logits, torch.tensor([0]), torch.tensor([token]), k), want)
 
 
 @pytest.mark.parametrize(("V", "k"), [(5, 5), (1000, 0), (2100, 7), (9001, 1)])
@@ -425,10 +391,3 @@ def test_what_is_said_is_what_the_reference_says(V, k):
     assert torch.equal(got.rank, want.rank) and torch.equal(got.ids, want.ids)
     torch.testing.assert_close(got.token, want.token, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(got.top, want.top, rtol=1e-6, atol=2e-6)
-
-
-def test_a_token_among_the_likeliest_has_the_same_bits_there():
-    logits = 3 * random_tensor(1, 1500)
-    top = said(logits, torch.tensor([0]), torch.tensor([0]), 5)
-    each = said(logits, torch.zeros(5).long(), top.ids[0], 0)
-    assert torch.equal(each.token, top.top[0])

@@ -164,8 +164,9 @@ class Run:
         start, self.length = self.length, self.length + len(ids)
         rows = causal_rows(self.table, start, self.length, 16)
         with torch.inference_mode():
+            features = self.head.ops.place(features)
             out = self.program.run(rows, ids, torch.arange(len(ids)), residual=features)
-        return out.logits.clone(), out.residual.clone()
+        return out.logits.clone().cpu(), out.residual.clone().cpu()
 
 
 def same_kv(head, features, ids, size):

@@ -72,7 +72,7 @@ def empty_kv(decoder, num_blocks, block_size, dtype=None):
     """NaN everywhere, so that reading a slot that no row wrote shows in the output."""
     layouts = decoder.kv_layouts(dtype)
     size = used_bytes(layouts, block_size)
-    memory = torch.full((num_blocks * size,), 255, dtype=torch.uint8)
+    memory = decoder.ops.place(torch.full((num_blocks * size,), 255, dtype=torch.uint8))
     return Arena(memory, size).add_view("target", layouts, block_size)
 
 

@@ -11,10 +11,8 @@ from safetensors.torch import save_file
 from specserve.errors import ConfigError
 from specserve.models.eagle_loader import load_eagle_head
 from specserve_kernels import cpu
-from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.program import EagerProgram
-from tests.kernels.builds import interpreted
-from tests.kernels.rerun import Rerun
+from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import (
     SPECULATORS,
     TAPS,
@@ -125,12 +123,12 @@ def test_a_draft_step_continues_with_its_own_rows(ops, tmp_path):
         close(logits, want[-1:])
 
 
-@pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
+@ON_GPU
 def test_the_build_for_the_gpu_gives_them_too(tmp_path):
-    head, tensors = load(tmp_path, interpreted)
+    head, tensors = load(tmp_path, cuda)
     taps, ids = taps_and_ids(5)
-    run = Run(head, lambda model, kv, *_: GraphProgram(interpreted, model, kv, (), Rerun()))
-    logits, hidden = run.step(head.fuse(taps), ids)
+    run = Run(head, recorded)
+    logits, hidden = run.step(head.fuse(cuda.place(taps)), ids)
     flags = {"norms_residual": True, "norms_output": True}
     want, want_hidden = outputs(tensors, fused(tensors, taps), ids, **flags)
     close(logits, want)

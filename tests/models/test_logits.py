@@ -6,7 +6,7 @@ import torch
 from specserve.models.loader import load_decoder
 from specserve.models.rounding import Rounding
 from tests.checkpoints import tiny_checkpoint
-from tests.kernels.builds import BUILDS
+from tests.kernels.builds import MODEL_BUILDS
 from tests.models import test_eagle_head, test_mtp_head
 from tests.models.transformers_models import foreign_checkpoint, load_foreign
 
@@ -43,13 +43,13 @@ def mtp(folder, ops):
 KINDS = [native, of_codes, capped, by_transformers, with_a_bias, eagle, mtp]
 
 
-@BUILDS
+@MODEL_BUILDS
 @pytest.mark.parametrize("load", KINDS)
 @torch.inference_mode()
 def test_logits_are_not_rounded_to_the_dtype_of_the_rows(load, ops, tmp_path):
     model = load(tmp_path, ops)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, model.config.hidden_size, generator=generator).bfloat16()
-    logits = model.logits(rows, torch.arange(3))
+    logits = model.logits(ops.place(rows), ops.place(torch.arange(3)))
     assert logits.dtype == torch.float32 and model.dtype == torch.bfloat16
     assert (logits != logits.bfloat16()).float().mean() > 0.9

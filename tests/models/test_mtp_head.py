@@ -16,11 +16,9 @@ from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.mtp_config import has_mtp
 from specserve.models.mtp_loader import load_mtp_head
 from specserve_kernels import cpu
-from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.program import EagerProgram
 from tests.checkpoints import tiny_checkpoint
-from tests.kernels.builds import interpreted
-from tests.kernels.rerun import Rerun
+from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import Run, same_kv, single_rows
 from tests.models.formats import FORMATS, change_config, quantized
 from tests.models.forward import builds, logits, prompt
@@ -119,11 +117,11 @@ def test_a_draft_step_continues_with_its_own_rows(ops, style, tmp_path):
         close(got, oracle.outputs(features, ids)[0][-1:])
 
 
-@pytest.mark.skipif(interpreted is None, reason="Triton compiles for the GPU here")
+@ON_GPU
 def test_the_build_for_the_gpu_gives_them_too(tmp_path):
-    head, _, oracle = load(tmp_path, interpreted)
+    head, _, oracle = load(tmp_path, cuda)
     features, ids = features_and_ids(5)
-    run = Run(head, lambda model, kv, *_: GraphProgram(interpreted, model, kv, (), Rerun()))
+    run = Run(head, recorded)
     for got, want in zip(run.step(features, ids), oracle.outputs(features, ids), strict=True):
         close(got, want)
 

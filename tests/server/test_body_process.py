@@ -10,7 +10,7 @@ import pytest
 
 from specserve.errors import Overloaded, RequestError
 from specserve.fair_queue import owner
-from specserve.server.body_kind import LARGE, MANY, check_items, is_short
+from specserve.server.body import LARGE, MANY, check_items, is_short
 from specserve.server.body_process import KINDS, read
 from specserve.server.bounded_process import Refused
 from specserve.server.chat import CHAT

@@ -161,6 +161,7 @@ BROKEN = {
     "a module": ("PATCH", SPECULATION, {"drafter": "this"}, "loads no code"),
     "a long name": ("POST", DRAFT_MODEL, {"model": "/" + 5000 * "x"}, "name too long"),
     "code": ("PATCH", SPECULATION, {"drafter": "os:system"}, "loads no code"),
+    "too many": ("PATCH", SPECULATION, {"max_nodes": 64}, "max_nodes: "),
     "an unknown option": ("PATCH", SPECULATION, {"options": {"w": 2}}, "`w`"),
     "no JSON": ("PATCH", SPECULATION, b"{", "JSON"),
     "no model": ("POST", DRAFT_MODEL, {}, "model: name"),
@@ -318,9 +319,13 @@ def test_a_key_may_do_what_its_scopes_say(admin_keys, tmp_path, key, has_api_key
         refused = 401 if is_unknown else 403
         assert status == (LET_IN if scope in ALLOWED[key] else refused)
     assert client.get("/health").status_code == (401 if is_unknown else 200)
-    generates = client.post(COMPLETIONS, json={"prompt": "a"}).status_code
+    answer = client.post(COMPLETIONS, json={"prompt": "a"})
+    generates = answer.status_code
     is_user = not has_api_keys or key == "first"
     assert generates == (LET_IN if is_user else 401), "an admin key generates nothing"
+    if generates == 401:
+        is_admin = bool(ALLOWED[key])
+        assert ("this is an admin key" in answer.json()["error"]["message"]) == is_admin
 
 
 def test_a_file_of_admin_keys_names_keys_and_their_scopes(admin_keys, tmp_path):

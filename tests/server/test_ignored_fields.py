@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.models.chat_template import ChatTemplate
-from specserve.server.chat import ChatBody, with_effort
-from specserve.server.ignored_fields import drop_ignored
+from specserve.server.body import drop_ignored
+from specserve.server.chat import ChatBody, fit_to_template
 from specserve.server.responses import ReasoningOptions, ResponsesBody
+from specserve.server.tools import NO_TOOLS, ToolsAsked
 
 READS = "{{ reasoning_effort }}{{ messages[0].content }}"
 NOTED = {"role": "user", "content": "a", "ts": 1}
@@ -44,7 +45,7 @@ def test_what_belongs_to_a_call_or_a_schema_stays():
     assert (drop_ignored(body), json.dumps(body)) == ((), before)
 
 
-def effort(source, body):
+def effort(source, body, tools=NO_TOOLS):
     """The body as the template gets it."""
 
     async def in_thread(do, *args):
@@ -53,7 +54,7 @@ def effort(source, body):
     template = None if source is None else ChatTemplate(source, {})
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     service = SimpleNamespace(input_processor=processor, in_thread=in_thread)
-    return asyncio.run(with_effort(service, body, body.chat_template_kwargs))
+    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs, tools))
 
 
 @pytest.mark.parametrize("value", ["none", "low", "max"])
@@ -68,6 +69,17 @@ def test_a_template_that_reads_the_effort_gets_it(value):
 def test_an_effort_that_a_template_does_not_read_is_told(source):
     body = effort(source, ChatBody(reasoning_effort="low", read_past=("id",)))
     assert (body.chat_template_kwargs, body.read_past) == (None, ("id", "reasoning_effort"))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("source", ["{{ messages }}", "{% for tools in [1] %}{% endfor %}"])
+def test_tools_that_a_template_does_not_show_are_told(source, choice):
+    tools = ToolsAsked(({"type": "function", "function": {"name": "f"}},), choice=choice)
+    assert effort(source, ChatBody(), tools).read_past == ("tools",)
+    assert effort(source, ResponsesBody(), tools).read_past == ("tools",)
+    assert effort(source, ChatBody()).read_past == ()
+    for reads in ("{{ tools }}", "{% if not tools is defined %}{% set tools = 0 %}{% endif %}"):
+        assert effort(reads, ChatBody(), tools).read_past == ()
 
 
 def test_the_effort_of_a_templates_own_values_wins_and_the_other_is_told():

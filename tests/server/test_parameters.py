@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from specserve import SamplingParams
+from specserve import RequestError, SamplingParams
+from specserve.server.chat import read_message
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.server.asking import (
     CHAT,
@@ -165,6 +166,20 @@ def test_text_in_parts_is_joined_by_lines(server):
     )
     body = chat_body(messages=[{"role": "user", "content": parts}], seed=1)
     assert whole(server, CHAT, body) == want
+
+
+@pytest.mark.parametrize("thought", ["so\nthen", [{"type": "text", "text": "so\nthen"}]])
+def test_a_thinking_part_of_an_answer_is_its_reasoning(thought):
+    parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "yes"}]
+    given = {"role": "assistant", "content": parts}
+    want = {"role": "assistant", "content": "yes", "reasoning_content": "so\nthen"}
+    assert read_message(given, "messages[1]") == want
+    with pytest.raises(RequestError, match="only text is read, not 'thinking'") as e:
+        read_message(given | {"role": "user"}, "messages[1]")
+    assert e.value.param == "messages[1].content[0].type"
+    with pytest.raises(RequestError) as e:
+        read_message(given | {"content": [{"type": "thinking"}]}, "messages[1]")
+    assert e.value.param == "messages[1].content[0].thinking"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal", None])
@@ -407,6 +422,21 @@ def test_an_effort_that_no_template_reads_is_told(server, path, asked, told):
         answer = server.post(path, asked | {most: 1, "stream": stream})
         want = told and f'299 specserve "read past: {told}"'
         assert (answer.status, answer.headers.get("warning")) == (200, want)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "some"),
+    [
+        (CHAT, {"messages": TALK, "reasoning_effort": "huge"}, "reasoning_effort", "minimal, low"),
+        (CHAT, {"messages": TALK, "response_format": {"type": "xml"}}, "response_format.type",
+            "text, json_object"),
+        (CHAT, {"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "user"),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "high"),
+    ],
+)  # fmt: skip
+def test_the_error_for_a_wrong_choice_lists_the_choices(server, path, body, field, some):
+    error = server.post(path, body).body["error"]
+    assert error["param"] == field and some in error["message"].partition("it is one of")[2]
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])

@@ -6,8 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
-from specserve.server.app import make_app
-from specserve.server.canonical_path import CanonicalPath
+from specserve.server.app import CanonicalPath, make_app
 from tests.server.asking import CHAT, COMPLETIONS, RESPONSES, chat_body, completion_body
 from tests.server.test_routes import app_with
 

@@ -12,8 +12,7 @@ import pytest
 
 from specserve.config import ServerConfig
 from specserve.server.app import make_app
-from specserve.server.body import FRONTENDS, HARMLESS
-from specserve.server.ignored_fields import IGNORED
+from specserve.server.body import FRONTENDS, HARMLESS, IGNORED
 from specserve.server.pages import PARTS
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 from specserve.server.app import make_app
-from specserve.server.canonical_path import canonical
+from specserve.server.connection import canonical
 from specserve.server.pages import PAGES, PARTS
 from specserve.server.routes import LIVENESS, OPEN
 from specserve.version import VERSION

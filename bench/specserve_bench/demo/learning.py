@@ -18,7 +18,7 @@ from specserve_bench.demo.batches import Batch, Corpus, batch
 from specserve_bench.demo.losses import Loss
 from specserve_bench.demo.training_config import Course
 
-SAVE_SECONDS = 300.0  # between saved states: the work that a killed process loses
+SAVE_SECONDS = 120.0  # between saved states: the work that a killed process loses
 LOG_STEPS = 20  # of a line of the log: reading a loss waits for the device
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from specserve_bench.gpu import processes
 from specserve_bench.gpu.record import UNFINISHED, Record
+from specserve_bench.gpu.stages import REHEARSED
 from specserve_bench.suite import machine
 
 
@@ -19,23 +20,24 @@ def main(argv: list[str]) -> int:
     p.add_argument("parts", nargs="+", help="of the tests, as pytest's arguments")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
+    p.add_argument("--rehearse", action="store_true")
     args = p.parse_args(argv)
-    deadline = monotonic() + args.seconds
-    record = Record(args.out, machine(f"pytest {'; '.join(args.parts)}"))
+    deadline, parts = monotonic() + args.seconds, [REHEARSED] if args.rehearse else args.parts
+    record = Record(args.out, machine(f"pytest {'; '.join(parts)}"))
     tests: list[dict[str, Any]] = []
     codes: list[int | None] = []
-    for part in args.parts:  # each in a process of its own, as a fault would fail all that follow
+    for part in parts:  # each in a process of its own, as a fault would fail all that follow
         code, some = run(part, deadline)
         codes.append(code)
         tests += some
-        record.put("tests", tests)
-        record.put("worst", worst(tests))
-        record.put("summary", summary(tests, codes))
-    print(json.dumps(record.figures["summary"]))
-    for op, error in record.figures["worst"].items():
-        print(f"{op:40} {error:.2e}")
+        for test in some:
+            if test["outcome"] != "passed":
+                record.put(f"{test['name']}: {test['outcome']}", test.get("message", ""))
+    record.put("worst", worst(tests))
+    record.put("slowest, s", slowest(tests))
+    record.put("summary", summary(tests, codes))
     is_passed = bool(tests) and all(t["outcome"] == "passed" for t in tests)
-    record.save(done=not any(codes) and None not in codes and is_passed)
+    record.finish(done=not any(codes) and None not in codes and is_passed)
     return UNFINISHED if None in codes else max(code or 0 for code in codes)
 
 
@@ -59,6 +61,11 @@ def summary(tests: list[dict[str, Any]], codes: list[int | None]) -> dict[str, A
         "first of them": failed[:5],
         "codes": codes,
     }
+
+
+def slowest(tests: list[dict[str, Any]]) -> dict[str, float]:
+    by_time = sorted(tests, key=lambda test: -test["seconds"])
+    return {test["name"]: test["seconds"] for test in by_time[:10]}
 
 
 def worst(tests: list[dict[str, Any]]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     result = suite.measure("drafters", contenders, trials, Goals(), "specserve_bench.gpu demo")
     print(markdown([result]))
     record.put("result", msgspec.to_builtins(result))
-    record.save(done=True)
+    record.finish(done=True)
     return 0
 
 

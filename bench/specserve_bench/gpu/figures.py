@@ -1,451 +1,254 @@
-"""What the GPU build costs, against the machine's copy bandwidth: steps, attention, TTFT, gaps."""
+"""Times at the shape of an 8B model, by CUDA events: steps, draft levels, adapters, prompts."""
 
-import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from specserve.engine.engine import Engine
+from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory import BlockPool
+from specserve.models.decoder import Decoder
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
-from specserve_bench.gpu.maps import map_times
+from specserve_bench.adapters import random_adapter, started
+from specserve_bench.gpu import flashinfer
+from specserve_bench.gpu.ceilings import copy_bandwidth
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
-from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
+from specserve_bench.gpu.random_model import random_decoder, random_head, streamed_bytes
 from specserve_bench.gpu.record import UNFINISHED, Record
-from specserve_bench.gpu.timing import device_seconds, timed
-from specserve_bench.suite import machine
-from specserve_kernels import Ops, Rows, SampleParams, load
-from specserve_kernels.cuda import paged
-from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
-from specserve_kernels.cuda.masks import sight
-from specserve_kernels.program import EagerProgram
+from specserve_bench.gpu.stage import Options, failed, ops_of, options, record_of, take
+from specserve_bench.gpu.timing import Timed, step_seconds
+from specserve_kernels import Ops, SampleParams
 
-ROWS = (1, 4, 8, 16, 32, 64)
-MAP_ROWS = (*ROWS, 128)
-REQUESTS = (1, 8, 32)
-CONTEXTS = (512, 4096, 32768)
-RESERVE = 4 << 30  # bytes for activations and workspaces
-MAPS = ((28672, 4096), (4096, 4096))  # of an 8B's layer, the widest and a narrow one
-PROMPT = 1000
-PROFILED = 5  # steps
-AT_ONCE = 8  # requests that ask for sampling parameters
-PROMPT_OF_EACH = 64  # tokens
-PLAIN = Sampling(max_tokens=1 << 20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-TTFT_TARGET, PLAIN_TARGET, VERIFY_TARGET = 0.060, 1.5, 1.15
+PLAIN = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+SHAPE = "llama-3.1-8b"
+CHILDREN = 4  # of a node that a draft model or head has run
+Figure = Callable[[], Any]
 
 
-class Kernel(NamedTuple):
-    """One launch; microseconds."""
-
-    name: str
-    start: float
-    end: float
+MIXTURE: dict[str, Any] = {  # fields that differ from Qwen3-0.6B's: half of Qwen3-30B-A3B's layers
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+SMALL: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
 
 
 class Size(NamedTuple):
-    """How much is measured: less of it in a trial without a GPU."""
+    """What is measured: less of it in a rehearsal."""
 
-    models: dict[str, dict[str, Any]]  # names of SHAPES, and the fields that are changed
-    rows: tuple[int, ...] = ROWS
-    requests: tuple[int, ...] = REQUESTS
-    contexts: tuple[int, ...] = CONTEXTS
-    copied: int = 4 << 30  # bytes
-    prompt: int = PROMPT
-    maps: tuple[tuple[int, int], ...] = MAPS
+    changes: dict[str, Any]  # fields of the target and of its draft model that differ
+    mixture: dict[str, Any]
+    context: int
+    long: int
+    prompts: tuple[int, int]
+    adapted: int  # requests, each with one of four adapters
+    rank: int
 
 
-FULL = Size({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
-FIRST = FULL._replace(requests=(1,), contexts=(512,), maps=())
-TRIAL = Size(
-    {"qwen3-0.6b": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}},
-    rows=(1, 4),
-    requests=(1, 2),
-    contexts=(40, 1 << 22),
-    copied=1 << 20,
-    prompt=20,
-    maps=((96, 64),),
-)
-# `first`: the most important figures; `trial`: small, for any device.
-SIZES = {"full": FULL, "first": FIRST, "trial": TRIAL}
+FULL = Size({}, MIXTURE, 512, 32_768, (1000, 8000), adapted=8, rank=16)
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+REHEARSAL = Size(SMALL, MIXTURE | SMALL | FEW, 20, 60, (20, 40), adapted=2, rank=4)
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=int, default=540)
-    p.add_argument("--size", choices=SIZES, default="full", help="how much is measured")
-    args = p.parse_args(argv)
-    size = SIZES[args.size]
-    ops = load("auto" if size is TRIAL else "cuda")
-    record = Record(args.out, machine("python -m specserve_bench.gpu figures"))
-    with torch.inference_mode():
-        is_done = measure(record, ops, size, perf_counter() + args.seconds)
-    record.put("summary", summary(record.figures))
-    print("\n".join(record.figures["summary"]))
-    errors = [name for name, figure in record.figures.items() if "error" in str(figure)]
-    print(f"{len(errors)} figures failed: {', '.join(errors)}" if errors else "no figure failed")
-    record.save(done=is_done and not errors)
-    return UNFINISHED if not is_done else 1 if errors else 0
-
-
-def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
-    """Measure what the record lacks, until the deadline; whether it is complete then."""
+    args = options(argv)
+    deadline = perf_counter() + args.seconds
+    record, size = record_of("figures", args), REHEARSAL if args.rehearse else FULL
+    building = None if args.rehearse else flashinfer.begin(128)
     if "copy GB/s" not in record:
-        record.put("copy GB/s", copy_bandwidth(ops, size.copied) / 1e9)
-    for shape in size.maps:
-        name = f"map of {shape[0]} x {shape[1]}, us"
-        if name not in record and take(record, name, partial(map_times, ops, shape, MAP_ROWS)):
-            return False
-    for model in size.models:
-        points = [name for name, _ in ModelFigures(record, ops, size, model, None).parts()]
-        if all(name in record for name in points):
-            continue
-        longest = max(size.contexts) + 64 if size is not TRIAL else 1024
-        decoder = random_decoder(model, ops, longest, **size.models[model])
-        for name, figure in ModelFigures(record, ops, size, model, decoder).parts():
+        record.put("copy GB/s", copy_bandwidth(args) / 1e9)
+    with torch.inference_mode():
+        for name, figure in Figures(record, ops_of(args), size, args).each():
             if name in record:
                 continue
             if perf_counter() > deadline:
-                return False
-            is_faulty = take(record, name, figure)
-            print(name, record.figures[name], flush=True)
-            if is_faulty:
-                return False
-        del decoder
-    return True
+                return UNFINISHED
+            if name.endswith("prompt") and building is not None:
+                record.put("FlashInfer's kernels", flashinfer.outcome(building))
+                building = None
+            if take(record, name, figure):
+                return UNFINISHED
+    is_done = not failed(record)
+    record.finish(is_done)
+    return 0 if is_done else 1
 
 
-def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:
-    """Record one figure, or its error; whether that error left the device unusable."""
-    try:
-        record.put(name, figure())
-    except Exception as e:  # a failed figure must not prevent the others
-        record.put(name, {"error": f"{type(e).__name__}: {e}"[:500]})
-        return isinstance(e, torch.AcceleratorError)
-    return False
+class Figures:
+    """The figures by name. A model's weights are made when its first figure is measured, and are
+    dropped with its last one.
+    """
 
+    def __init__(self, record: Record, ops: Ops, size: Size, args: Options) -> None:
+        self.record, self.ops, self.size, self.args = record, ops, size, args
+        self.longest = max(size.long, *size.prompts) + 200
 
-def copy_bandwidth(ops: Ops, num_bytes: int) -> float:
-    """Bytes a second, read and written, of a copy on the device."""
-    source = ops.allocate(num_bytes)
-    source.view(torch.bfloat16).normal_()
-    target = torch.empty_like(source)
-    return 2 * num_bytes / device_seconds(lambda: target.copy_(source)).median
+    def each(self) -> Iterator[tuple[str, Figure]]:
+        yield from self.of_target()
+        yield from self.of_rounded_target()
+        yield from self.of_mixture()
+        yield "adapters", self.adapters
+        yield from self.of_prompts()
 
+    def target(self, **changes: Any) -> Decoder:
+        given = self.size.changes | changes
+        return random_decoder(SHAPE, self.ops, self.longest, **given)
 
-class ModelFigures:
-    """The figures of one model, by name; its weights are made when the first is measured."""
+    def of_target(self) -> Iterator[tuple[str, Figure]]:
+        size, names = self.size, [f"step of {n}" for n in ("1 row", "8 rows", "32 rows")]
+        names += ["tree of 32 rows, long context", "draft model level", "head level"]
+        if all(name in self.record for name in names):
+            return
+        decoder = self.target()
+        for name, rows in zip(names, (1, 8, 32), strict=False):
+            yield name, partial(self.step, decoder, rows, size.context, has_floor=True)
+        yield names[3], partial(self.step, decoder, 32, size.long, has_floor=True)
+        yield names[4], self.draft_level
+        yield names[5], partial(self.head_level, decoder)
 
-    def __init__(self, record: Record, ops: Ops, size: Size, name: str, decoder: Any) -> None:
-        self.record, self.ops, self.size, self.name = record, ops, size, name
-        self.decoder = decoder
-        self.batches: RandomBatches | None = None
+    def of_rounded_target(self) -> Iterator[tuple[str, Figure]]:
+        names = "w4 step of 1 row", "w4 step of 8 rows"
+        if all(name in self.record for name in names):
+            return
+        decoder = self.target(bits=4)
+        for name, rows in zip(names, (1, 8), strict=True):
+            yield name, partial(self.step, decoder, rows, self.size.context)
 
-    def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield f"{self.name} TTFT of {self.size.prompt} tokens", self.ttft
-        for rows in (1, 32):
-            yield f"{self.name} gaps: {rows} rows", partial(self.gaps, rows)
-        for rows in (1, 32):
-            yield f"{self.name} step op by op: {rows} rows", partial(self.op_by_op, rows)
-        for rows in (1, 64):
-            yield f"{self.name} sampling: {rows} rows", partial(self.sampling, rows)
-        yield f"{self.name} parameters: {AT_ONCE} requests", self.parameters
-        for context in self.size.contexts:
-            for requests in self.size.requests:
-                for rows in self.size.rows:
-                    name = f"{self.name} step: {rows} rows x {requests} requests, context {context}"
-                    yield name, partial(self.step, rows, requests, context)
-                yield (
-                    f"{self.name} attention: {requests} requests, context {context}",
-                    partial(self.attention, requests, context),
-                )
+    def of_mixture(self) -> Iterator[tuple[str, Figure]]:
+        names = "mixture, step of 1 row", "mixture, step of 8 rows"
+        if all(name in self.record for name in names):
+            return
+        longest = self.size.context + 200
+        decoder = random_decoder("qwen3-0.6b", self.ops, longest, **self.size.mixture)
+        for name, rows in zip(names, (1, 8), strict=True):
+            yield name, partial(self.step, decoder, rows, self.size.context)
 
-    def room(self, num_tokens: int) -> RandomBatches | None:
-        """Batches with room for so many tokens; None if the device lacks the memory."""
-        size = token_bytes(self.decoder)
-        if self.batches is not None and self.batches.pool.num_available * 16 >= num_tokens:
-            return self.batches
-        self.batches = None
-        if num_tokens * size + RESERVE * (self.size is not TRIAL) > self.ops.free_memory():
-            return None
-        self.batches = RandomBatches(self.decoder, num_tokens + 16)
-        return self.batches
+    def of_prompts(self) -> Iterator[tuple[str, Figure]]:
+        names = "short prompt", "long prompt"
+        if all(name in self.record for name in names):
+            return
+        decoder = self.target()
+        for name, n in zip(names, self.size.prompts, strict=True):
+            yield name, partial(self.prompt, decoder, n)
 
-    def step(self, rows: int, requests: int, context: int) -> dict[str, Any] | str:
-        batches = self.room(requests * (context + rows + 16))
-        if batches is None:
-            return "left out: does not fit"
-        groups = batches.groups(requests, rows, context)
-        taken = timed(batches.step(groups))
-        batches.release(groups)
-        kv = requests * (context + rows) * token_bytes(self.decoder)
-        bandwidth = 1e9 * self.record.figures["copy GB/s"]
-        floor = (streamed_bytes(self.decoder) + kv) / bandwidth
+    def step(
+        self, decoder: Decoder, rows: int, context: int, has_floor: bool = False
+    ) -> dict[str, Any]:
+        """One request: a root, and a random tree below it."""
+        batches = RandomBatches(decoder, context + rows + 32)
+        taken = step_seconds(batches.step(batches.groups(1, rows, context)))
+        return self.compared(taken, decoder, context + rows) if has_floor else {"ms": taken.ms}
+
+    def compared(self, taken: Timed, decoder: Decoder, num_tokens: int) -> dict[str, Any]:
+        """With reading the weights and the KV at the speed of a copy."""
+        read = streamed_bytes(decoder) + num_tokens * token_bytes(decoder)
+        floor = read / (1e9 * self.record.figures["copy GB/s"])
         return {
-            "ms": [round(1e3 * t, 3) for t in taken],
-            "weights and KV at copy bandwidth, ms": round(1e3 * floor, 3),
+            "ms": taken.ms,
+            "weights and KV at copy bandwidth, ms": round(1e3 * floor, 4),
             "over": round(taken.median / floor, 3),
         }
 
-    def op_by_op(self, rows: int) -> dict[str, Any] | str:
-        """A step of one request at the first context, without CUDA graphs."""
-        batches = self.room(self.size.contexts[0] + rows + 16)
-        assert batches is not None, "no room for a step"
-        runner = batches.runner
-        recorded, runner.program = runner.program, EagerProgram(self.decoder, runner.kv)
-        try:
-            return self.step(rows, 1, self.size.contexts[0])
-        finally:
-            runner.program = recorded
+    def draft_level(self) -> dict[str, Any]:
+        """Four rows of the draft model, their likeliest children, and a wait for these."""
+        context, changes = self.size.context, self.size.changes
+        decoder = random_decoder(f"{SHAPE}-draft", self.ops, context + 200, **changes)
+        batches = RandomBatches(decoder, context + 64)
+        groups = batches.groups(1, 4, context)
+        return {"ms": step_seconds(lambda: self.level(batches, groups)).ms}
 
-    def attention(self, requests: int, context: int) -> dict[str, Any] | str:
-        """A layer of it: microseconds by kind and rows, and the KV at copy bandwidth."""
-        batches = self.room(requests * (context + 64 + 16))
-        if batches is None:
-            return "left out: does not fit"
-        kv_bytes = requests * context * token_bytes(self.decoder)
-        bandwidth = 1e9 * self.record.figures["copy GB/s"]
-        layers = self.decoder.config.num_layers
-        out: dict[str, Any] = {"KV, us": round(1e6 * kv_bytes / layers / bandwidth, 1)}
-        for rows in self.size.rows:
-            for name, prepare in attentions(batches, requests, rows, context):
-                try:
-                    taken = device_seconds(prepare())
-                    out[f"{name}, {rows} rows"] = [round(1e6 * t, 1) for t in taken]
-                except torch.AcceleratorError:
-                    raise
-                except Exception as e:  # one kind's failure is a result
-                    out[f"{name}, {rows} rows"] = f"{type(e).__name__}: {e}"[:300]
-        return out
+    def head_level(self, target: Decoder) -> dict[str, Any]:
+        """Four rows of an EAGLE-3 head, their likeliest children, and a wait for these."""
+        head = random_head(target, self.size.context + 200)
+        batches = RandomBatches(head, self.size.context + 64)
+        groups = batches.groups(1, 4, self.size.context)
+        features = torch.randn(4, head.config.hidden_size).to(head.dtype)
+        placed = self.ops.place(features)
+        return {"ms": step_seconds(lambda: self.level(batches, groups, placed.clone())).ms}
 
-    def ttft(self) -> dict[str, Any]:
+    def level(
+        self,
+        batches: RandomBatches,
+        groups: list[RowGroup],
+        features: torch.Tensor | None = None,
+    ) -> list[list[int]]:
+        step = build_step_input(groups, batches.pool.updates)
+        logits = batches.runner.launch(step, features).logits
+        params = SampleParams.greedy(len(logits))
+        children: list[list[int]] = self.ops.top_children(logits, params, CHILDREN, 1.0)[0].tolist()
+        return children
+
+    def adapters(self) -> dict[str, Any]:
+        """Steps of requests with an adapter each, and without."""
+        decoder, n, rank = self.target(), self.size.adapted, self.size.rank
+        model = Model(decoder, ModelKey("", "", "", "", self.longest))
+        max_len = self.size.context + 300
+        with TemporaryDirectory() as home:
+            folders = [
+                random_adapter(Path(home, str(i)), decoder.config, rank, i) for i in range(4)
+            ]
+            ms = {}
+            for name, chosen in (("none", (-1,)), ("four adapters", (0, 1, 2, 3))):
+                engine = started(model, max_len, n, folders, chosen, rank, self.size.context)
+                ms[name] = step_seconds(engine.step).ms
+                del engine
+        return {"requests": n, "rank": rank, "ms": ms}
+
+    def prompt(self, decoder: Decoder, size: int) -> dict[str, Any]:
         """From the request to its first token, through the engine, without other requests."""
-        engine, prompt = self.engine(self.size.prompt)
-        sampling = msgspec.structs.replace(PLAIN, max_tokens=1)
+        batches = RandomBatches(decoder, 2 * size + 64)
+        engine, before = engine_for(batches, size), self.planned()
 
         def ask() -> None:
-            engine.add(prompt(), sampling)
+            prompt = [batches.random.randrange(decoder.config.vocab_size) for _ in range(size)]
+            engine.add(prompt, msgspec.structs.replace(PLAIN))
             while not engine.is_idle:
                 engine.step()
 
-        return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
+        taken = step_seconds(ask, repeats=5, warm_up=1)
+        return {"tokens": size, "ms": taken.ms, "attends": sorted(self.planned() - before)}
 
-    def engine(self, size: int) -> tuple[Engine, Callable[[], list[int]]]:
-        """An engine without guesses, and what draws a prompt of `size` tokens."""
-        batches = self.room(2 * self.size.prompt + 2048)
-        assert batches is not None, "no room for a prompt"
-        chunk = self.size.prompt + 24
-        limits = StepBudget(
-            max_running=64,
-            max_batched_tokens=chunk + 64,
-            prefill_chunk=chunk,
-            max_nodes=0,
-            max_step_nodes=0,
-        )
-        pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
-        vocab_size = self.decoder.config.vocab_size
-
-        def prompt() -> list[int]:
-            return [batches.random.randrange(vocab_size) for _ in range(size)]
-
-        return Engine(batches.runner, Scheduler(limits, pool)), prompt
-
-    def parameters(self) -> dict[str, Any]:
-        """Milliseconds of a whole step of requests of one row, by their sampling parameters."""
-        figure = {}
-        for name, sampling in asked(self.decoder.config.vocab_size).items():
-            engine, prompt = self.engine(PROMPT_OF_EACH)
-            for seed in range(AT_ONCE):
-                engine.add(prompt(), msgspec.structs.replace(sampling, seed=seed))
-            while any(r.num_output == 0 for r in engine.requests.values()):
-                engine.step()
-            figure[name] = [round(1e3 * t, 4) for t in timed(engine.step)]
-        return figure
-
-    def sampling(self, rows: int) -> dict[str, Any]:
-        """Milliseconds to sample tokens, by sampling parameters."""
-        batches = self.room(1024)
-        assert batches is not None, "no room at all"
-        greedy = SampleParams.greedy(rows)
-        warm = greedy._replace(temperature=torch.ones(rows), seeds=torch.arange(rows))
-        top_k, top_p = torch.full((rows,), 40, dtype=torch.int32), torch.full((rows,), 0.95)
-        asked = {"greedy": greedy, "T = 1": warm}
-        asked["T = 1, top_k, top_p"] = warm._replace(top_k=top_k, top_p=top_p)
-        device, at = batches.arena.blocks.device, torch.arange(rows)
-        logits = 3 * torch.randn(rows, self.decoder.config.vocab_size, device=device)
-
-        def choose(params: SampleParams) -> list[int]:
-            tokens: list[int] = self.ops.sample(logits, at, params).tolist()
-            return tokens
-
-        return {
-            name: [round(1e3 * t, 4) for t in timed(partial(choose, params))]
-            for name, params in asked.items()
-        }
-
-    def gaps(self, rows: int) -> dict[str, Any]:
-        """The time of a step in which no kernel runs."""
-        batches = self.room(self.size.contexts[0] + rows + 16)
-        assert batches is not None, "no room for a step"
-        groups = batches.groups(1, rows, self.size.contexts[0])
-        step = batches.step(groups)
-        taken = timed(step)
-        planned = timed(lambda: self.decoder.plan(rows_of(batches, groups), batches.runner.kv))
-        figure: dict[str, Any] = {
-            "step ms": round(1e3 * taken.median, 3),
-            "plan ms": round(1e3 * planned.median, 3),
-        }
-        figure |= gaps(profile(step), PROFILED)
-        batches.release(groups)
-        return figure
+    def planned(self) -> Any:
+        return getattr(self.ops, "num_planned").copy()  # noqa: B009  no part of the protocol
 
 
-def asked(vocab_size: int) -> dict[str, Sampling]:
-    """Sampling parameters, from none to all; each has those before it."""
-    drawn = msgspec.structs.replace(PLAIN, temperature=0.8)
-    filtered = msgspec.structs.replace(drawn, top_k=40, top_p=0.95, min_p=0.02)
-    penalized = msgspec.structs.replace(
-        filtered, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1
+def engine_for(batches: RandomBatches, prompt: int) -> Engine:
+    """An engine without drafting that computes a prompt in chunks of 2,048 rows at most."""
+    chunk = min(prompt, 2048)
+    budget = StepBudget(
+        max_running=4,
+        max_batched_tokens=chunk + 64,
+        prefill_chunk=chunk,
+        max_nodes=0,
+        max_step_nodes=0,
     )
-    every = msgspec.structs.replace(
-        penalized,
-        logit_bias={7: 2.0, 9: -2.0},
-        bad_words=((11,), (12, 13)),
-        min_tokens=1 << 20,
-        stop_ids=frozenset([5]),
-        allowed_ids=tuple(range(0, vocab_size, 2)),
-    )
-    told = msgspec.structs.replace(every, logprobs=20)
-    return {
-        "greedy": PLAIN,
-        "T": drawn,
-        "filters": filtered,
-        "penalties": penalized,
-        "all": every,
-        "all, 20 logprobs": told,
-    }
-
-
-def rows_of(batches: RandomBatches, groups: list[RowGroup]) -> Rows:
-    return build_step_input(groups, batches.pool.updates).rows()
-
-
-def attentions(
-    batches: RandomBatches, requests: int, rows: int, context: int
-) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
-    """One layer's attention by every available kernel, each with the call that prepares it."""
-    if not torch.cuda.is_available():
-        return
-    decoder, layer = batches.decoder, batches.runner.kv.layers[0]
-    shape = requests * rows, decoder.config.num_heads, decoder.config.head_dim
-    q = torch.randn(shape, device=layer.k.device).to(decoder.dtype)
-    kinds = {"causal fa2": "chain", "own split": "tree"}
-    kinds |= {"custom mask fa2": "tree"} if rows > 1 else {}
-    for name, kind in kinds.items():
-        groups = batches.groups(requests, rows, context, kind)
-        means = own_split if name == "own split" else partial(flashinfer_of, name[-3:])
-        yield name, partial(means, batches, rows_of(batches, groups), q)
-        batches.release(groups)
-
-
-def own_split(batches: RandomBatches, rows: Rows, q: Tensor) -> Callable[[], object]:
-    layer, seen = batches.runner.kv.layers[0], sight(rows, None)
-    work = paged.deal(rows, seen, q.shape[1], layer.k.shape[2])
-    tables = map(torch.from_numpy, (work.pieces, work.merges))
-    host = (*tables, *seen.tensors(), rows.indices, rows.indptr)
-    inputs = paged.Inputs(*(x.to(q.device) for x in host))
-    scores = paged.Scores(batches.decoder.config.score_scale)
-    return partial(paged.attention, q, layer, scores, work, inputs)
-
-
-def flashinfer_of(
-    backend: str, batches: RandomBatches, rows: Rows, q: Tensor
-) -> Callable[[], object]:
-    kv, indices = batches.runner.kv, rows.indices.to(q.device)
-    flashinfer = FlashInfer(q.device, load_flashinfer(), backend)
-    masks = flashinfer.masks(rows, kv, [None])
-    on_device = {w: (m[0].to(q.device), m[1].to(q.device)) for w, m in masks.items()}
-    parts = flashinfer.plan(rows, indices, kv, q.shape[1], [None], on_device)
-    return partial(run_parts, q, kv.layers[0], parts, batches.decoder.config.score_scale, None)
-
-
-def profile(step: Callable[[], object]) -> list[Kernel]:
-    """The kernels of some steps, in order; without a GPU, the host's operators in their stead."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    has_gpu = torch.cuda.is_available()
-    kinds = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
-    with profiler(activities=kinds) as seen:
-        for _ in range(PROFILED):
-            step()
-    known: Any = torch.autograd.profiler
-    where = known.DeviceType.CUDA if has_gpu else known.DeviceType.CPU
-    events = [e for e in seen.events() or () if e.device_type == where]
-    return sorted(
-        (Kernel(e.name[:80], e.time_range.start, e.time_range.end) for e in events),
-        key=lambda kernel: kernel.start,
-    )
-
-
-def gaps(kernels: list[Kernel], steps: int) -> dict[str, Any]:
-    """How busy the device was, where it idled, and before which kernel; milliseconds a step."""
-    busy: dict[str, float] = defaultdict(float)
-    idle: dict[str, float] = defaultdict(float)
-    end = kernels[0].start
-    for kernel in kernels:
-        busy[kernel.name] += kernel.end - kernel.start
-        idle[kernel.name] += max(0.0, kernel.start - end)
-        end = max(end, kernel.end)
-
-    def ms(microseconds: float) -> float:
-        return round(microseconds / 1e3 / steps, 4)
-
-    def longest(by_name: dict[str, float]) -> dict[str, float]:
-        ordered = sorted(by_name.items(), key=lambda item: -item[1])
-        return {name: ms(t) for name, t in ordered[:12]}
-
-    return {
-        "launches": len(kernels) / steps,
-        "busy ms": ms(sum(busy.values())),
-        "idle ms": ms(sum(idle.values())),
-        "busy ms by kernel": longest(busy),
-        "idle ms before kernel": longest(idle),
-    }
-
-
-def summary(figures: dict[str, Any]) -> list[str]:
-    """The most important figures, a line each, with their targets."""
-    lines = [f"copy {figures.get('copy GB/s', 0):.0f} GB/s"]
-    for model in FULL.models:
-        one, tree = (
-            figures.get(f"{model} step: {rows} rows x 1 requests, context 512") for rows in (1, 32)
-        )
-        if one and tree and "ms" in one and "ms" in tree:
-            ratio = tree["ms"][0] / one["ms"][0]
-            busy = [
-                figures.get(f"{model} gaps: {rows} rows", {}).get("busy ms") for rows in (1, 32)
-            ]
-            lines.append(
-                f"{model}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
-                f"that (asked of 8B: {PLAIN_TARGET}); 32 rows {ratio:.3f} x (asked: "
-                f"{VERIFY_TARGET}), kernels alone in ms: {busy}"
-            )
-        ttft = figures.get(f"{model} TTFT of {PROMPT} tokens")
-        if ttft and "ms" in ttft:
-            lines.append(f"{model}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
-    return lines
+    pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
+    return Engine(batches.runner, Scheduler(budget, pool))
 
 
 if __name__ == "__main__":

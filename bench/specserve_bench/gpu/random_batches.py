@@ -8,12 +8,13 @@ from specserve.engine.step_input import RowGroup, build_step_input, greedy_draws
 from specserve.memory import Arena, BlockPool, BlockTable
 from specserve.memory.arena import used_bytes
 from specserve.models.decoder import Decoder
+from specserve.models.eagle_head import EagleHead
 from specserve_drafters import Draft
 
 BLOCK_SIZE = 16
 
 
-def token_bytes(decoder: Decoder) -> int:
+def token_bytes(decoder: Decoder | EagleHead) -> int:
     """Bytes of a token's KV in all layers."""
     return used_bytes(decoder.kv_layouts(), BLOCK_SIZE) // BLOCK_SIZE
 
@@ -21,7 +22,7 @@ def token_bytes(decoder: Decoder) -> int:
 class RandomBatches:
     """Batches of requests that have room for `num_tokens` in all."""
 
-    def __init__(self, decoder: Decoder, num_tokens: int) -> None:
+    def __init__(self, decoder: Decoder | EagleHead, num_tokens: int) -> None:
         self.decoder, size = decoder, used_bytes(decoder.kv_layouts(), BLOCK_SIZE)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         self.arena = Arena(decoder.ops.allocate(num_blocks * size), size)

@@ -1,14 +1,21 @@
-"""A stage's JSON: written after every figure, and continued by the next run."""
+"""A stage's figures: a line of JSON each, written when it is known, continued by the next run."""
 
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 UNFINISHED = 3  # the exit status of a stage that ran out of time and can be continued
 ROOT = Path(__file__).parents[3]
-SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench")
+SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests")
+
+
+class Kept(NamedTuple):
+    """What a file has: figures by name, and whether its stage is done."""
+
+    figures: dict[str, Any]
+    done: bool
 
 
 def source_digest() -> str:
@@ -20,33 +27,45 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def load(file: Path) -> dict[str, Any] | None:
-    """The file's content if it was measured with this source, else None."""
+def load(file: Path) -> Kept | None:
+    """The file's content if it was measured with this source, else None. A last line that was cut
+    is left out.
+    """
     try:
-        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+        head, *others = map(json.loads, lines)
     except (OSError, ValueError):
         return None
-    return data if data.get("source") == source_digest() else None
+    if head.get("source") != source_digest():
+        return None
+    figures = {line["name"]: line["figure"] for line in others if "name" in line}
+    return Kept(figures, any(line.get("done", False) for line in others))
 
 
 class Record:
-    """Figures by name, with the machine that they are of."""
+    """Figures by name, after a line about the machine that they are of. A name that is put again
+    has its last figure.
+    """
 
     def __init__(self, file: Path, machine: Mapping[str, Any]) -> None:
         self.file = file
-        known = load(file) or {}
-        self.figures: dict[str, Any] = known.get("figures", {})
-        self.head = {"machine": machine, "source": source_digest()}
+        known = load(file)
+        self.figures: dict[str, Any] = {} if known is None else known.figures
+        if known is None:
+            file.unlink(missing_ok=True)
+            self.write({"machine": machine, "source": source_digest()})
 
     def __contains__(self, name: str) -> bool:
         return name in self.figures
 
     def put(self, name: str, figure: Any) -> None:
         self.figures[name] = figure
-        self.save(done=False)
+        self.write({"name": name, "figure": figure})
+        print(f"{name}: {json.dumps(figure)[:300]}", flush=True)
 
-    def save(self, done: bool) -> None:
-        data = {**self.head, "done": done, "figures": self.figures}
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.file)
+    def finish(self, done: bool) -> None:
+        self.write({"done": done})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self.file.open("a", encoding="utf-8") as file:  # closing flushes it
+            file.write(json.dumps(line) + "\n")

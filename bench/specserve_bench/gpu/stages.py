@@ -1,8 +1,8 @@
 """The stages of `make gpu-check`: processes of their own, with limits, under one deadline.
 
-Needs a checkout, the machine's Python, and a folder of the wheels that this Python lacks; only the
-standard library until those are installed. A stage that is done for this source is not run again,
-and one that was stopped is continued.
+Without names of stages those of one run of 540 seconds. Needs a checkout, the machine's Python, and
+a folder of the wheels that this Python lacks; only the standard library until those are installed.
+A stage that is done for this source is not run again, and one that was stopped is continued.
 """
 
 import argparse
@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specserve_bench.gpu import processes
-from specserve_bench.gpu.record import UNFINISHED, load, source_digest
+from specserve_bench.gpu.record import UNFINISHED, Kept, load, source_digest
 from specserve_bench.gpu.toolchain import toolchain
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 570  # seconds for all stages together
+DEADLINE = 540  # seconds for all stages together
 ENDING = 10  # seconds between a stage's own limit and the one at which it is killed
 LEAST = 15  # seconds without which no stage is begun
 MODULE = "specserve_bench.gpu."
-AT_ONCE = "-n 8 --dist worksteal"  # as most of a test's time is Triton's compiler, on one core
-GPU_TESTS = "tests/kernels/test_gpu.py -m gpu"
+AT_ONCE = "-n 12 --dist worksteal"  # most of a test's time is Triton's compiler, on one core
+BOTH = "tests/kernels tests/engine/test_cuda.py tests/models/test_logits.py "
+BOTH += "tests/models/test_eagle_head.py tests/models/test_mtp_head.py -m 'cuda and not slow'"
+ALONE = "tests/kernels/test_gpu.py -m gpu"
+# What a rehearsal runs of the tests.
+REHEARSED = "tests/kernels/test_layers.py -m cuda -k 'norm or linear' -n 2"
 
 
 class Stage(NamedTuple):
@@ -34,38 +38,42 @@ class Stage(NamedTuple):
     command: list[str]  # a module and its arguments
 
 
-# In this order: the later stages' results are only worth having if the first ones pass.
-STAGES = {
-    "attends": Stage(150, [f"{MODULE}attends"]),
-    "text": Stage(120, [f"{MODULE}text"]),
-    "steps": Stage(120, [f"{MODULE}figures", "--size", "first"]),
-    "kernels": Stage(
-        300,
+STAGES = {  # in this order
+    "ceilings": Stage(30, [f"{MODULE}ceilings"]),
+    "tests": Stage(100, [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"]),
+    "text": Stage(60, [f"{MODULE}text"]),
+    "figures": Stage(140, [f"{MODULE}figures"]),
+    "serve": Stage(110, [f"{MODULE}serve"]),
+    "bits": Stage(70, [f"{MODULE}bits"]),
+}
+MORE = {  # only if they are named
+    "sizes": Stage(
+        540,
         [
             f"{MODULE}checks",
-            f"{GPU_TESTS} -k flashinfer {AT_ONCE}",
-            f"{GPU_TESTS} -k 'not flashinfer and not memory and not allocat' {AT_ONCE}",
-            f"{GPU_TESTS} -k 'memory or allocat'",
-            f"tests/kernels/test_triton_sampling.py {AT_ONCE}",
+            f"{ALONE} -k 'not memory and not allocat' {AT_ONCE}",
+            f"{ALONE} -k 'memory or allocat'",
         ],
     ),
     "parity": Stage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
-    "figures": Stage(540, [f"{MODULE}figures"]),
-    "compile": Stage(300, [f"{MODULE}compiling"]),
+    "sweep": Stage(540, [f"{MODULE}sweep"]),
     "demo": Stage(540, [f"{MODULE}demo"]),
     "structured": Stage(300, [f"{MODULE}structured"]),
 }
+KNOWN = STAGES | MORE
+NOTHING = Kept({}, False)
 
 
 PYTEST = ("pytest", "xdist", "hypothesis")
-NEEDED = ("torch", "triton", "flashinfer", "msgspec", "transformers", *PYTEST)
+SERVER = ("httptools", "jinja2", "llguidance", "msgspec", "starlette", "uvicorn")
+NEEDED = ("torch", "triton", "transformers", *SERVER, *PYTEST, "pytest_rerunfailures")
 MACHINE = """
 import importlib.util, sys
 missing = [name for name in {needed} if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"{{sys.executable}} lacks {{', '.join(missing)}}: name another GPU_PYTHON, or WHEELS")
 import torch
-if not torch.cuda.is_available():
+if not {rehearse} and not torch.cuda.is_available():
     sys.exit(f"torch {{torch.__version__}} sees no NVIDIA GPU: nothing can be checked here")
 """
 
@@ -73,15 +81,17 @@ if not torch.cuda.is_available():
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     deadline = time.monotonic() + args.seconds
-    unknown = [stage for stage in args.stages if stage not in STAGES]
+    unknown = [stage for stage in args.stages if stage not in KNOWN]
     if unknown:
-        raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(STAGES)}")
+        raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(KNOWN)}")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally`
     with tempfile.TemporaryDirectory(prefix="specserve-gpu-") as scratch:
         environment = prepare(args.wheels, Path(scratch))
-        check_machine(environment)
+        if args.rehearse:
+            environment["TRITON_INTERPRET"] = "1"
+        check_machine(environment, args.rehearse)
         states = []
         for name in args.stages or STAGES:
             line = attempt(name, args, environment, deadline)
@@ -94,11 +104,12 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="make gpu-check", description=__doc__)
-    p.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; all")
+    p.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(KNOWN)}")
     p.add_argument("--out", type=Path, default=ROOT / "bench/results", help="folder of the JSON")
     p.add_argument("--wheels", type=Path, help="folder of wheels to install, for this run alone")
     p.add_argument("--again", action="store_true", help="run also what is done for this source")
     p.add_argument("--seconds", type=float, default=DEADLINE, help="for all stages together")
+    p.add_argument("--rehearse", action="store_true", help="on a CPU, with small shapes")
     return p
 
 
@@ -118,9 +129,9 @@ def prepare(wheels: Path | None, scratch: Path) -> dict[str, str]:
     return os.environ | toolchain(scratch) | own | {"PYTHONUNBUFFERED": "1"}
 
 
-def check_machine(environment: dict[str, str]) -> None:
+def check_machine(environment: dict[str, str], rehearse: bool = False) -> None:
     """Refuse a Python that lacks what the stages import, or that sees no GPU."""
-    command = [sys.executable, "-c", MACHINE.format(needed=NEEDED)]
+    command = [sys.executable, "-c", MACHINE.format(needed=NEEDED, rehearse=rehearse)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit((done.stdout + done.stderr).strip().splitlines()[-1])
@@ -134,30 +145,35 @@ def attempt(
     state  done, or kept from an earlier run; failed; unfinished: at its limit, or at the deadline;
            not begun: too little time was left
     """
-    file, start = args.out / f"gpu-{name}.json", time.monotonic()
-    stage, known = STAGES[name], load(file)
-    seconds = min(float(stage.seconds), deadline - start)
-    if known is not None and known["done"] and not args.again:
+    file, start = args.out / f"gpu-{name}.jsonl", time.monotonic()
+    stage, known = KNOWN[name], load(file)
+    left = deadline - start
+    seconds = left if args.rehearse else min(float(stage.seconds), left)
+    if known is not None and known.done and not args.again:
         state = "kept"
     elif seconds < min(LEAST, stage.seconds):
         state = "not begun"
     else:
         print(f"\n== {name}, {seconds:.0f} s at most ==", flush=True)
-        state = run(stage, file, environment, seconds)
+        if args.again:
+            file.unlink(missing_ok=True)
+        state = run(stage, file, environment, seconds, args.rehearse)
     return {
         "stage": name,
         "state": state,
         "seconds": round(time.monotonic() - start, 1),
         "source": source_digest(),
-        "summary": (load(file) or {}).get("figures", {}).get("summary"),
+        "summary": (load(file) or NOTHING).figures.get("summary"),
     }
 
 
-def run(stage: Stage, file: Path, environment: dict[str, str], seconds: float) -> str:
+def run(
+    stage: Stage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
+) -> str:
     options = ["--out", str(file), "--seconds", str(max(1, int(seconds) - ENDING))]
+    options += ["--rehearse"] if rehearse else []
     command = [sys.executable, "-m", *stage.command, *options]
     code = processes.run(command, seconds, environment, ROOT)
     if code in (None, UNFINISHED):
         return "unfinished"
-    data = load(file)
-    return "done" if code == 0 and data is not None and data["done"] else "failed"
+    return "done" if code == 0 and (load(file) or NOTHING).done else "failed"

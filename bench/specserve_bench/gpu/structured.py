@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     )
     figures = structured.speed_figures(pair, chosen, ROUNDS, DEVICE)
     record.put("result", {"schemas": len(chosen), **figures})
-    record.save(done=True)
+    record.finish(done=True)
     return 0
 
 

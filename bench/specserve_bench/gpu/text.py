@@ -1,88 +1,144 @@
-"""The demo's text on the GPU against the CPU's own: equal in float32, alike in bfloat16."""
+"""Text in float32 on the GPU against the CPU's: drafters, adapters, a mixture, KV of 8 bits."""
 
-import argparse
 import sys
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
-from specserve_bench.gpu.record import Record
-from specserve_bench.suite import machine
+from specserve.config import DEMO_TARGET
+from specserve.engine import loading
+from specserve.models.decoder_config import load_config
+from specserve_bench.adapters import random_adapter
+from specserve_bench.gpu.record import UNFINISHED
+from specserve_bench.gpu.stage import Options, interpreted, options, record_of
+from specserve_bench.mixtures import SHAPE
+from specserve_bench.pairs import shape_folder
+from specserve_bench.scale import scale_model
 from specserve_bench.workloads import workload
+from specserve_kernels import load
 
+DRAFTERS: dict[str, dict[str, Any]] = {  # setting -> as of LLM.change_speculation
+    "off": {"drafter": "none"},
+    "ngram": {"drafter": "ngram"},
+    "draft model": {"drafter": "model"},
+    "eagle": {"drafter": "eagle"},
+    "auto": {"drafter": "auto", "sources": ["ngram", "model", "eagle", "grammar", "prediction"]},
+}
+MIXTURE = SHAPE | {  # room for the demo's layers, at little cost
+    "head_dim": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 2048,
+    "moe_intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+}
 REQUESTS, MAX_TOKENS = 4, 48  # of either workload
-DRAFTERS = ("none", "ngram", "model", "auto")
-# Rounding bfloat16 otherwise makes texts differ after a near-tie, every few dozen tokens; rows that
-# attend to wrong slots make them differ at once.
-ALIKE = 0.25  # of a text: the common beginning that at least half of them must have
+FEW, SHORT = 1, 3  # of a rehearsal
+RANK = 8
+ADAPTER = "adapter"
+
+
+class Asked(NamedTuple):
+    prompts: list[list[int]]
+    params: list[SamplingParams]
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=int, default=90)
-    p.add_argument("--device", default="cuda", help="what is compared with the CPU")
-    args = p.parse_args(argv)
-    record = Record(args.out, machine("python -m specserve_bench.gpu text"))
-    is_right = True
-    for dtype in ("fp32", "bf16"):
-        want, _ = texts("cpu", dtype, "none")
-        for drafter in DRAFTERS:
-            got, attends = texts(args.device, dtype, drafter)
-            figure = compared(want, got) | {"attends": attends}
-            is_right = is_right and is_alike(figure, dtype)
-            record.put(f"{dtype}, {drafter}", figure)
-            print(f"{dtype}, {drafter}: {figure}", flush=True)
-    record.put("summary", {name: f["same"] for name, f in record.figures.items() if "same" in f})
-    record.save(done=is_right)
-    return 0 if is_right else 1
+    args = options(argv)
+    deadline, record = perf_counter() + args.seconds, record_of("text", args)
+    with TemporaryDirectory() as home:
+        for model in models(Path(home)):
+            want = model.texts(args, "cpu", ["off"])["off"]
+            if perf_counter() > deadline:
+                return UNFINISHED
+            for name, got in model.texts(args, "cuda", [*model.drafters]).items():
+                record.put(f"{model.name}, {name}", compared(want, got))
+    is_equal = all(f["same"] == f["requests"] for f in record.figures.values())
+    record.finish(is_equal)
+    return 0 if is_equal else 1
 
 
-def texts(device: str, dtype: str, drafter: str) -> tuple[list[list[int]], dict[str, int]]:
-    """Half of them greedy, half drawn; and forwards by what attends, where there is a choice."""
-    settings: dict[str, Any] = {"model.device": device, "memory.kv_bytes": 1 << 28}
-    llm = LLM(drafter=drafter, dtype=dtype, set=settings, progress=False)
-    with llm:
-        before = dict(getattr(llm.engine.target.ops, "num_planned", {}))
-        asks = [a for w in ("questions", "completion") for a in workload(w, REQUESTS, 0).asks]
-        params = [
-            SamplingParams(max_tokens=MAX_TOKENS, temperature=float(i % 2), seed=ask.seed)
-            for i, ask in enumerate(asks)
-        ]
-        processor = llm.input_processor
-        prompts = [
-            processor.encode(p) if isinstance(p, str) else processor.render(p)
-            for p in (ask.prompt for ask in asks)
-        ]
-        outputs = llm.generate(prompts, params)
-        after = getattr(llm.engine.target.ops, "num_planned", {})
-        attends = {name: n - before.get(name, 0) for name, n in after.items()}
-        return [o.token_ids for o in outputs], attends
+class Served(NamedTuple):
+    """A model, the settings that it is loaded with, and what drafts."""
+
+    name: str
+    settings: dict[str, Any]
+    drafters: Mapping[str, Mapping[str, Any]]
+    adapter: Path | None = None
+
+    def texts(self, args: Options, device: str, drafters: list[str]) -> dict[str, list[list[int]]]:
+        """Half of them greedy, half drawn, by what drafts."""
+        settings = {"model.device": "cpu" if args.rehearse else device, "memory.kv_bytes": 1 << 28}
+        settings |= {"model.dtype": "fp32"} | self.settings
+        if args.rehearse:
+            settings["scheduler.max_batched_tokens"] = settings["scheduler.prefill_chunk"] = 16
+            ops = interpreted() if device == "cuda" else load("cpu")
+            loading.load = lambda *_: ops  # type: ignore[attr-defined]
+        given: dict[str, Any] = {}
+        if self.adapter is not None:
+            given["lora_modules"] = {ADAPTER: self.adapter}
+            settings |= {"lora.max_loras": 1, "lora.max_rank": RANK}
+        with LLM(set=settings, progress=False, **given) as llm:
+            asked = asked_of(llm, args)
+            found = {}
+            for name in drafters:
+                if len(self.drafters) > 1:
+                    llm.change_speculation(**self.drafters[name])
+                lora = None if self.adapter is None else ADAPTER
+                found[name] = [o.token_ids for o in llm.generate(*asked, lora=lora)]
+        return found
 
 
-def compared(want: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """How many texts are the same, and the share that each has in common from the beginning."""
-    shares = [in_common(a, b) for a, b in zip(want, got, strict=True)]
+def models(home: Path) -> Iterator[Served]:
+    off = {"drafter.name": "none"}
+    every = {"drafter.name": "auto", "drafter.options": {"sources": DRAFTERS["auto"]["sources"]}}
+    yield Served("demo", every, DRAFTERS)
+    adapter = random_adapter(home / "adapter", load_config(DEMO_TARGET), RANK, 0)
+    yield Served("demo with LoRA", off, {"off": {}}, adapter)
+    yield Served("demo, int8 KV", off | {"memory.kv_dtype": "int8"}, {"off": {}})
+    mixture = home / "mixture"
+    scale_model(DEMO_TARGET, mixture, shape_folder("gpu-mixture", MIXTURE))
+    yield Served("mixture", off | {"model.path": str(mixture)}, {"off": {}})
+
+
+def asked_of(llm: LLM, args: Options) -> Asked:
+    number, most = (FEW, SHORT) if args.rehearse else (REQUESTS, MAX_TOKENS)
+    asks = [a for w in ("questions", "completion") for a in workload(w, number, 0).asks]
+    processor = llm.input_processor
+    prompts = [
+        processor.encode(p) if isinstance(p, str) else processor.render(p)
+        for p in (ask.prompt for ask in asks)
+    ]
+    if args.rehearse:
+        prompts = [prompt[:20] for prompt in prompts]
+    params = [
+        SamplingParams(max_tokens=most, temperature=float(i % 2), seed=ask.seed)
+        for i, ask in enumerate(asks)
+    ]
+    return Asked(prompts, params)
+
+
+def compared(want: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
+    """How many texts are the same, and where the others part."""
+    pairs = [*zip(want, got, strict=True)]
     return {
         "requests": len(want),
-        "same": sum(a == b for a, b in zip(want, got, strict=True)),
-        "median in common": round(median(shares), 3),
-        "in common": [round(share, 3) for share in shares],
+        "same": sum(a == b for a, b in pairs),
+        "tokens": sum(map(len, want)),
+        "first differences": [first_difference(a, b) for a, b in pairs if a != b],
     }
 
 
-def is_alike(figure: dict[str, Any], dtype: str) -> bool:
-    if dtype == "fp32":
-        return bool(figure["same"] == figure["requests"])
-    return bool(figure["median in common"] >= ALIKE)
-
-
-def in_common(a: Sequence[int], b: Sequence[int]) -> float:
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return sum(1 for _ in same) / max(len(a), len(b), 1)
+def first_difference(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,17 +15,47 @@ class Timed(NamedTuple):
     p10: float
     p90: float
 
+    @property
+    def ms(self) -> list[float]:
+        return [round(1e3 * seconds, 4) for seconds in self]
+
 
 def timed(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Timed:
     """Seconds by the host's clock of something that waits for the device."""
     for _ in range(warm_up):
         run()
-    seconds = []
-    for _ in range(repeats):
-        start = perf_counter()
+    return spread([seconds_of(run) for _ in range(repeats)])
+
+
+def step_seconds(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Timed:
+    """Seconds by CUDA events around something that waits for the device; without a GPU by the
+    host's clock.
+    """
+    if not torch.cuda.is_available():
+        return timed(run, min(repeats, 3), 1)
+    for _ in range(warm_up):
         run()
-        seconds.append(perf_counter() - start)
-    seconds.sort()
+    return spread([seconds_by_events(run) for _ in range(repeats)])
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def seconds_by_events(run: Callable[[], object]) -> float:
+    event: Any = torch.cuda.Event
+    start, end = (event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def spread(seconds: list[float]) -> Timed:
+    seconds = sorted(seconds)
     return Timed(median(seconds), seconds[len(seconds) // 10], seconds[-1 - len(seconds) // 10])
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from specserve.engine.plain_steps import LATEST, PlainSteps
 from specserve.exchange.speculation_state import PlainStep
-from specserve.scheduling.cost import Step
+from specserve.scheduling.cost import LATEST, PlainSteps, Step
 
 
 def plain(context):

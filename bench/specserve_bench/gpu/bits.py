@@ -1,0 +1,98 @@
+"""Whether a row's logits have the same bits in steps of 1 to 64 rows, padded for a graph or not."""
+
+import sys
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve_bench.gpu.figures import FULL, REHEARSAL, SHAPE
+from specserve_bench.gpu.random_batches import RandomBatches
+from specserve_bench.gpu.random_model import random_decoder
+from specserve_bench.gpu.record import UNFINISHED
+from specserve_bench.gpu.stage import failed, ops_of, options, record_of, take
+from specserve_kernels.cuda.graphs import GraphProgram
+from specserve_kernels.program import EagerProgram
+
+MOST, CONTEXT = 64, 300
+REHEARSED = 1, 2, 4
+
+
+def main(argv: list[str]) -> int:
+    args = options(argv)
+    deadline, record = perf_counter() + args.seconds, record_of("bits", args)
+    size, ops = REHEARSAL if args.rehearse else FULL, ops_of(args)
+    with torch.inference_mode():
+        decoder = random_decoder(SHAPE, ops, CONTEXT + 200, **size.changes)
+        rows = Rows(RandomBatches(decoder, MOST * (CONTEXT + 20)))
+        for n in REHEARSED if args.rehearse else range(1, MOST + 1):
+            name = f"{n} rows"
+            if perf_counter() > deadline or (
+                name not in record and take(record, name, partial(rows.compared, n))
+            ):
+                return UNFINISHED
+    record.put("summary", summary(record.figures))
+    is_done = not failed(record)
+    record.finish(is_done)
+    return 0 if is_done else 1
+
+
+class Rows:
+    """Steps of requests with one row each; the first is always the same."""
+
+    def __init__(self, batches: RandomBatches) -> None:
+        self.batches, self.groups = batches, batches.groups(MOST, 1, CONTEXT)
+        runner = batches.runner
+        self.programs: dict[str, Any] = {"unpadded": EagerProgram(runner.decoder, runner.kv)}
+        capture = Rerun() if runner.ops.place(torch.empty(0)).device.type == "cpu" else None
+        graphs = GraphProgram(runner.ops, runner.decoder, runner.kv, (), capture)  # type: ignore[arg-type]
+        self.programs["padded"] = graphs
+        self.wanted = {name: self.logits(name, self.groups[:1]) for name in self.programs}
+
+    def logits(self, name: str, groups: list[RowGroup]) -> Tensor:
+        """Of the first request."""
+        runner = self.batches.runner
+        runner.program = self.programs[name]
+        launched = runner.launch(build_step_input(groups, self.batches.pool.updates))
+        return launched.logits[0].float().cpu()
+
+    def compared(self, n: int) -> dict[str, Any]:
+        """With the step of one row."""
+        figure = {}
+        for name, want in self.wanted.items():
+            got = self.logits(name, self.groups[:n])
+            off = (got - want).abs().max().item()
+            figure[name] = {"same bits": torch.equal(got, want), "largest difference": off}
+        return figure
+
+
+class Rerun:
+    """Stands in for a recording without a GPU: a replay runs the forward again."""
+
+    def __call__(self, forward: Any) -> Any:
+        kept = forward()
+
+        def replay() -> None:
+            residual, _, logits = forward()
+            kept[0].copy_(residual)
+            kept[2].copy_(logits)
+
+        return kept, replay
+
+
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of rows whose steps have other bits, and the largest difference."""
+    rows = {name: f for name, f in figures.items() if name.endswith(" rows") and "error" not in f}
+    found = {}
+    for kind in ("unpadded", "padded"):
+        others = [int(n.split()[0]) for n, f in rows.items() if not f[kind]["same bits"]]
+        largest = max((f[kind]["largest difference"] for f in rows.values()), default=0.0)
+        found[kind] = {"other bits": others, "largest difference": largest}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""What all stages have in common: their options, the ops that they measure, one figure's errors."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specserve_bench.gpu.record import Record
+from specserve_bench.suite import machine
+from specserve_kernels import Ops, load
+
+REHEARSED = 1, 4  # rows of recorded steps: each of them takes seconds in the interpreter
+
+
+class Options(argparse.Namespace):
+    """Of every stage.
+
+    rehearse  small shapes on a CPU, Triton's kernels in its interpreter: figures mean nothing
+    """
+
+    out: Path
+    seconds: int
+    rehearse: bool
+
+
+def options(argv: list[str]) -> Options:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=int, default=540)
+    p.add_argument("--rehearse", action="store_true")
+    return p.parse_args(argv, Options())
+
+
+def record_of(stage: str, args: Options) -> Record:
+    return Record(args.out, machine(f"python -m specserve_bench.gpu {stage}"))
+
+
+def ops_of(args: Options) -> Ops:
+    return interpreted() if args.rehearse else load("cuda")
+
+
+def interpreted() -> Ops:
+    """The build for GPUs on the CPU, for a process that has TRITON_INTERPRET=1."""
+    from specserve_kernels.cuda import graphs, ops
+
+    for module in (graphs, ops):
+        module.SIZES = REHEARSED  # type: ignore[attr-defined]
+    built: Ops = ops.CudaOps(torch.device("cpu"), None)
+    return built
+
+
+def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:
+    """Record one figure, or its error; whether that error left the device unusable."""
+    try:
+        record.put(name, figure())
+    except Exception as e:  # a failed figure must not prevent the others
+        record.put(name, {"error": f"{type(e).__name__}: {e}"[:500]})
+        return isinstance(e, torch.AcceleratorError)
+    return False
+
+
+def failed(record: Record) -> list[str]:
+    """Names of figures that are errors."""
+    return [name for name, figure in record.figures.items() if "error" in str(figure)[:20]]

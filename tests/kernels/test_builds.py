@@ -1,0 +1,120 @@
+"""The op tests find a broken op of the build for GPUs, and their copies change nothing."""
+
+import pytest
+import torch
+
+from specserve_kernels import KVLayer
+from tests.kernels import (
+    test_adapters,
+    test_attention,
+    test_experts,
+    test_layers,
+    test_logprobs,
+    test_quantize,
+    test_sampling,
+)
+from tests.kernels.builds import DEVICE, ON_GPU, cuda, placed
+from tests.kernels.placed import OPS, Placed
+
+FP32, BF16 = torch.float32, torch.bfloat16
+CPU = torch.device("cpu")
+CURVES = (test_layers.test_curves_bend_in_place,)
+COPIES = test_layers.test_embedding_and_row_selection_copy_whole_rows, FP32
+CHECKS = {  # op -> a test of it, and the arguments after the build
+    "adapted": (test_adapters.test_a_rows_adapter_is_as_if_it_were_merged_into_the_weight,
+        FP32, "plain"),
+    "add_gated": (test_experts.test_rows_are_added_with_a_gate_for_each, FP32),
+    "attention": (test_attention.test_query_heads_share_kv_heads_in_order,),
+    "copy_blocks": (test_layers.test_blocks_are_copied_whole_and_in_order,),
+    "embed": COPIES,
+    "experts": (test_experts.test_experts_may_have_all_rows_or_none, 16, None),
+    "layer_norm": (test_layers.test_layer_norm,
+        *test_layers.LAYER_NORMS["the mean is taken off"]),
+    "linear": (test_layers.test_linear_is_torchs, 17, 4096, True, FP32),
+    "linear_add": (test_layers.test_linear_add_writes_into_the_residual, None),
+    "linear_gated": (test_layers.test_a_gated_map_multiplies_halves_of_odd_width, FP32),
+    "lm_head": (test_layers.test_logits_are_not_rounded, BF16),
+    "logprobs": (test_logprobs.test_a_model_says, *test_logprobs.SAID["the likeliest"]),
+    "move_kv": (test_attention.test_moves_copy_tokens_in_every_layer_in_order,
+        *test_attention.MOVES["a path closes up"], FP32),
+    "quantize": (test_quantize.test_of_8_bits_a_row_has_one_scale_whatever_its_width,),
+    "rms_norm": (test_layers.test_rms_norm, *test_layers.NORMS["mean, not sum"]),
+    "rms_norm_add": (test_layers.test_a_norm_is_added_to_the_residual_stream_in_place,),
+    "rms_norm_columns": (test_layers.test_a_norm_of_columns_leaves_the_others_as_they_are,),
+    "rope_write_kv": (test_attention.test_queries_and_keys_are_rotated_and_values_are_not,
+        *test_attention.ROTATIONS["no angle"]),
+    "route": (test_experts.test_a_row_has_its_k_likeliest_experts, FP32,
+        *test_experts.ROUTES["the largest first"]),
+    "sample": (test_sampling.test_the_choice_is, *test_sampling.CHOICES["T = 0 is argmax"]),
+    "scale": CURVES,
+    "soft_cap": CURVES,
+    "take_rows": COPIES,
+    "top_children": (test_sampling.test_the_likeliest_children_are,
+        *next(iter(test_sampling.CHILDREN.values()))),
+}  # fmt: skip
+UNCHECKED = {"adapter_slots", "allocate", "copy", "place", "plan", "prepack", "prepack_experts"}
+
+
+class Broken:
+    """The build for GPUs with one wrong op."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getattr__(self, name):
+        op = getattr(cuda, name)
+        return (lambda *args, **kwargs: spoilt(op, args, kwargs)) if name == self.name else op
+
+
+def spoilt(op, args, kwargs):
+    """The op's result, of which the first tensor is wrong; an op without a result does nothing."""
+    if op.__name__ in ("copy_blocks", "move_kv"):
+        return None
+    result = op(*args, **kwargs)
+    tensor = result if isinstance(result, torch.Tensor) else next(iter(result))
+    tensor.add_(1)
+    return result
+
+
+@ON_GPU
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_broken_op_fails_its_test(name):
+    check, *args = CHECKS[name]
+    check(placed, *args)
+    with pytest.raises(AssertionError):
+        check(Placed(Broken(name), DEVICE), *args)
+
+
+def test_every_op_has_a_test():
+    assert CHECKS.keys() | UNCHECKED == OPS
+
+
+class InPlace:
+    """Ops on the tensors that they get."""
+
+    def scale(self, x, factor):
+        self.seen = x
+        return x.mul_(factor)
+
+    def attention(self, kv, sinks):
+        kv.k.add_(1)
+        kv.v.add_(sinks.sum())
+        return kv.v[1:]
+
+
+def test_an_op_writes_into_the_tensors_of_its_test():
+    ops = InPlace()
+    arena = torch.arange(24.0).view(6, 4)
+    x = arena[1::2, 1:]
+    assert Placed(ops, CPU).scale(x, 2.0) is x
+    assert ops.seen.data_ptr() != x.data_ptr() and ops.seen.stride() == x.stride()
+    want = torch.arange(24.0).view(6, 4)
+    want[1::2, 1:] *= 2
+    assert torch.equal(arena, want)
+
+
+def test_views_of_one_storage_stay_views_of_one_storage():
+    arena, sinks = torch.zeros(2, 3, dtype=BF16), torch.ones(4)
+    got = Placed(InPlace(), CPU).attention(KVLayer(arena[0], arena[1]), sinks)
+    assert arena.tolist() == [[1] * 3, [4] * 3] and sinks.tolist() == [1] * 4
+    assert got.data_ptr() == arena[1, 1:].data_ptr()
