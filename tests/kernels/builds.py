@@ -27,6 +27,7 @@ def parametrized(*on_gpu):
     return pytest.mark.parametrize("ops", each)
 
 
+CPU_BUILDS = parametrized()  # for tests that take minutes in the interpreter
 BUILDS = parametrized(placed)  # for tests of ops
 MODEL_BUILDS = parametrized(cuda)  # for tests that load a model, which places its own tensors
 

@@ -1,5 +1,7 @@
 """The op tests find a broken op of the build for GPUs, and their copies change nothing."""
 
+from functools import wraps
+
 import pytest
 import torch
 
@@ -63,17 +65,23 @@ class Broken:
 
     def __getattr__(self, name):
         op = getattr(cuda, name)
-        return (lambda *args, **kwargs: spoilt(op, args, kwargs)) if name == self.name else op
+        return spoilt(op) if name == self.name else op
 
 
-def spoilt(op, args, kwargs):
-    """The op's result, of which the first tensor is wrong; an op without a result does nothing."""
-    if op.__name__ in ("copy_blocks", "move_kv"):
-        return None
-    result = op(*args, **kwargs)
-    tensor = result if isinstance(result, torch.Tensor) else next(iter(result))
-    tensor.add_(1)
-    return result
+def spoilt(op):
+    """Its first tensor is wrong; an op without a result does nothing."""
+
+    @wraps(op)
+    def spoilt_op(*args, **kwargs):
+        if op.__name__ in ("copy_blocks", "move_kv"):
+            return None
+        result = op(*args, **kwargs)
+        is_tensor = isinstance(result, torch.Tensor)
+        tensor = result if is_tensor else next(x for x in result if isinstance(x, torch.Tensor))
+        tensor.add_(1)
+        return result
+
+    return spoilt_op
 
 
 @ON_GPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from tests.kernels.builds import BUILDS
+from tests.kernels.builds import BUILDS, CPU_BUILDS
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
 
@@ -60,7 +60,7 @@ def test_the_build_says_what_the_reference_says(V, k, spread):
     torch.testing.assert_close(got.top, want.top, rtol=1e-6, atol=1e-6)
 
 
-@BUILDS
+@CPU_BUILDS
 def test_they_are_torchs_for_a_whole_vocabulary(ops):
     logits, (_, tokens) = 3 * random_tensor(1, 151_936), asked(20, 151_936)
     got = ops.logprobs(logits, torch.zeros(20).long(), tokens, 20)

@@ -7,7 +7,7 @@ import torch
 
 from specserve_kernels import NO_TOKEN, NOT_FINITE, SampleParams, cpu, reference
 from specserve_kernels.reference.sampling import transform
-from tests.kernels.builds import BUILDS
+from tests.kernels.builds import BUILDS, CPU_BUILDS
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.random_steps import random_tensor
 
@@ -59,7 +59,7 @@ def test_filters_leave(p, params, left):
     torch.testing.assert_close(kept[list(left)], (z / given["temperature"])[list(left)])
 
 
-@BUILDS
+@CPU_BUILDS
 @pytest.mark.parametrize(("p", "params", "left"), FILTERS.values(), ids=FILTERS)
 def test_what_is_left_is_drawn_and_nothing_else(ops, p, params, left):
     n = 96
