@@ -10,9 +10,8 @@ import msgspec
 from specserve.memory import BlockPool
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import allowed_seconds, prompt_rows
-from specserve.scheduling.queue import Places, Queue
+from specserve.scheduling.queue import Places, Queue, prefill_rows, share
 from specserve.scheduling.request import Request, ScheduledRequest
-from specserve.scheduling.share import prefill_rows, share
 
 FADE = 0.9  # a step, of what making guesses took
 PRESSED = 3.0  # times what its prompt takes: a request with no more time left may miss its target

@@ -147,7 +147,6 @@ REMEDIES = {  # hints for fields whose values are often wrong
     "prediction": 'send a text, or {"type": "content", "content": "..."}, whose parts are text',
     "prompt_logprobs": "up to 20 likeliest tokens",
     "repetition_penalty": "1 is off",
-    "role": "it is system, developer, user, assistant or tool",
     "seed": "it has 64 bits, with a sign; leave it out, and one is drawn",
     "timeout_ms": "milliseconds, 0.001 or more",
     "top_k": "0 is off",
@@ -533,7 +532,8 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         param = path + inner
         whole, leaf = re.split(r"[.\[]", param)[0], param.rpartition(".")[2]
         choices = choices_of(kind, inner) if reason.startswith("Invalid enum") else ""
-        hint = choices or REMEDIES.get(leaf, REMEDIES.get(whole))
+        remedy = REMEDIES.get(leaf, REMEDIES.get(whole, ""))
+        hint = "; ".join(filter(None, [choices, remedy]))
         raise RequestError(f"{param}: {cut(reason)}{f'; {hint}' if hint else ''}", param) from e
 
 

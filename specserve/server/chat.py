@@ -15,7 +15,7 @@ from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.grammars.asked import StructuredOutputsParams, json_form
 from specserve.grammars.compiled import GrammarError
 from specserve.grammars.tools import CallGrammar, special_tokens
-from specserve.models.chat_template import ChatOptions
+from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.server.body import (
     REFUSED,
     Body,
@@ -207,16 +207,21 @@ async def fit_to_template(
     template does not read are among the fields without effect.
     """
     template, (name, effort) = service.input_processor.tokenizer.chat_template, asked.effort
-    if template is None or (effort is None and not tools.tools):
+    if effort is None and not tools.tools:
         return asked
     given, past, in_thread = kwargs or {}, list[str](), service.in_thread
-    if effort is not None and EFFORT not in given and await in_thread(template.reads, EFFORT):
+    is_free = template is not None and effort is not None and EFFORT not in given
+    if template is not None and is_free and await in_thread(template.reads, EFFORT):
         asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
     elif effort not in (None, "none"):
         past.append(name)
-    if tools.tools and not await in_thread(lambda: template.reads_tools):
+    if template is not None and tools.tools and not await in_thread(shows_tools, template):
         past.append("tools")
     return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    return template.reads_tools
 
 
 async def begin(

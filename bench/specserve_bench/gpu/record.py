@@ -54,6 +54,9 @@ class Record:
         if known is None:
             file.unlink(missing_ok=True)
             self.write({"machine": machine, "source": source_digest()})
+        else:  # without a last line that was cut
+            text = file.read_text(encoding="utf-8")
+            file.write_text(text[: text.rindex("\n") + 1], encoding="utf-8")
 
     def __contains__(self, name: str) -> bool:
         return name in self.figures

@@ -45,6 +45,7 @@ def interpreted() -> Ops:
     """The build for GPUs on the CPU, for a process that has TRITON_INTERPRET=1."""
     from specserve_kernels.cuda import graphs, ops
 
+    torch.cuda.get_device_name = lambda device=None: "no GPU"
     for module in (graphs, ops):
         module.SIZES = REHEARSED  # type: ignore[attr-defined]
     built: Ops = ops.CudaOps(torch.device("cpu"), None)

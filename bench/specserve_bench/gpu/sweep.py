@@ -22,9 +22,9 @@ from specserve_bench.gpu.maps import map_times
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
 from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
 from specserve_bench.gpu.record import UNFINISHED, Record
-from specserve_bench.gpu.stage import failed, ops_of, options, record_of, take
+from specserve_bench.gpu.stage import failed, options, record_of, take
 from specserve_bench.gpu.timing import device_seconds, timed
-from specserve_kernels import Ops, Rows, SampleParams
+from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
 from specserve_kernels.cuda.masks import sight
@@ -76,7 +76,8 @@ TRIAL = Size(
 
 def main(argv: list[str]) -> int:
     args = options(argv)
-    size, ops, record = TRIAL if args.rehearse else FULL, ops_of(args), record_of("sweep", args)
+    size, record = TRIAL if args.rehearse else FULL, record_of("sweep", args)
+    ops = load("cpu" if args.rehearse else "cuda")
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(args) / 1e9)
     with torch.inference_mode():

@@ -41,7 +41,7 @@ MIXTURE = SHAPE | {  # room for the demo's layers, at little cost
     "vocab_size": 8192,
 }
 REQUESTS, MAX_TOKENS = 4, 48  # of either workload
-FEW, SHORT = 1, 3  # of a rehearsal
+FEW, SHORT = 1, 2  # of a rehearsal
 RANK = 8
 ADAPTER = "adapter"
 
@@ -79,7 +79,8 @@ class Served(NamedTuple):
         settings = {"model.device": "cpu" if args.rehearse else device, "memory.kv_bytes": 1 << 28}
         settings |= {"model.dtype": "fp32"} | self.settings
         if args.rehearse:
-            settings["scheduler.max_batched_tokens"] = settings["scheduler.prefill_chunk"] = 16
+            settings |= {"scheduler.max_batched_tokens": 16, "scheduler.prefill_chunk": 12}
+            settings["scheduler.max_running"] = 2
             ops = interpreted() if device == "cuda" else load("cpu")
             loading.load = lambda *_: ops  # type: ignore[attr-defined]
         given: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def asked_of(llm: LLM, args: Options) -> Asked:
         for p in (ask.prompt for ask in asks)
     ]
     if args.rehearse:
-        prompts = [prompt[:20] for prompt in prompts]
+        prompts = [prompt[:12] for prompt in prompts]
     params = [
         SamplingParams(max_tokens=most, temperature=float(i % 2), seed=ask.seed)
         for i, ask in enumerate(asks)
