@@ -43,7 +43,7 @@ def run(folder, monkeypatch):
                 start = partial(engines.enter_context, engine_thread(config))
                 return SimpleNamespace(start=start, begin_with=None)
 
-            monkeypatch.setattr("specserve.async_llm.ForkServer", fork_server)
+            monkeypatch.setattr("specserve.api.async_llm.ForkServer", fork_server)
 
             async def with_llm():
                 async with AsyncLLM(folder, set=SETTINGS) as llm:

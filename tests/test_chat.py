@@ -16,10 +16,11 @@ import time
 
 import pytest
 
-from specserve import LLM, SamplingParams, cli
-from specserve.chat import Chat, Local, Statistics
+from specserve import LLM, SamplingParams
+from specserve.cli import command as cli
+from specserve.cli.chat import Chat, Local, Statistics
+from specserve.cli.remote import CUT, events
 from specserve.errors import PromptTooLong, RequestError
-from specserve.remote import CUT, events
 from tests.checkpoints import tiny_checkpoint
 from tests.server.server_process import SETTINGS, ServerProcess, eventually
 
@@ -447,13 +448,14 @@ def read_until(terminal, text):
 
 
 def test_with_a_server_nobody_pays_for_torch():
-    code = "import sys; from specserve.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    code = "import sys; from specserve.cli import command; command.main(sys.argv[1:])"
+    code += "; print(*sys.modules)"
     with Wire(says("Hi.")) as wire:
         command = [sys.executable, "-c", code, "chat", "--url", wire.url]
         done = subprocess.run(command, input="Hello\n", capture_output=True, text=True)
     answer, modules = done.stdout.splitlines()
     assert answer == "Hi."
-    assert not {"torch", "numpy", "rich", "specserve.llm"} & set(modules.split())
+    assert not {"torch", "numpy", "rich", "specserve.api.llm"} & set(modules.split())
 
 
 def test_a_model_in_this_process_answers_through_its_template(llm, folder, talk):

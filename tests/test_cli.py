@@ -6,8 +6,9 @@ import sys
 import pytest
 
 import specserve
-from specserve import cli, preflight
+from specserve.cli import command as cli
 from specserve.errors import RequestError
+from specserve.models import preflight
 from specserve.version import VERSION
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
@@ -288,7 +289,8 @@ def test_a_reader_that_leaves_is_no_traceback():
 
 
 def test_help_does_not_pay_for_torch():
-    code = "import sys, specserve.cli; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, specserve.cli.command as _; print(*(n in sys.modules for n in %r))"
+    code %= (("torch", "numpy"),)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

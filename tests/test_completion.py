@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specserve import cli
+from specserve.cli import command as cli
 
 ASK = """
 source <(specserve completion bash)

@@ -4,11 +4,11 @@ import gc
 
 import pytest
 
+from specserve.api.generation import Generation
+from specserve.api.logprobs import Logprob, prompt_tables
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepOutput, TokenLogprobs
-from specserve.generation import Generation
-from specserve.logprobs import Logprob, prompt_tables
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
 
 TOKENIZER = Tokenizer(tiny_tokenizer().backend_tokenizer)

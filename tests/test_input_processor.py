@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from specserve import LLM, SamplingParams, SpeculationParams
+from specserve.api.input_processor import TextFiles, load_text_files, make_input_processor
 from specserve.errors import PromptTooLong, RequestError
-from specserve.input_processor import TextFiles, load_text_files, make_input_processor
-from specserve.models.chat_template import ChatTemplate
-from specserve.models.defaults import GenerationDefaults
+from specserve.text.chat_template import ChatTemplate
+from specserve.text.defaults import GenerationDefaults
 from tests.checkpoints import EOS, add_token_beyond, tiny_checkpoint
 
 V, LENGTH = 320, 32

@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from specserve.interrupts import interrupts_held
+from specserve.api.interrupts import interrupts_held
 
 HELD = """
 import signal

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams, Slo, SpeculationParams, StructuredOutputsParams
+from specserve.api.generation import Generation
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
-from specserve.generation import Generation
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -519,7 +519,7 @@ def test_a_stream_loses_nothing_to_a_step_of_another_thread(llm, monkeypatch):
             llm.step()
             llm.lock.release()
 
-    monkeypatch.setattr("specserve.llm.Generation", SteppedOnRead)
+    monkeypatch.setattr("specserve.api.llm.Generation", SteppedOnRead)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
     pieces = list(llm.stream("the cat", params))
     (want,) = llm.generate("the cat", params)

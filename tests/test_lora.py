@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from specserve import LLM, AsyncLLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from specserve.api.lora import AdapterNames
 from specserve.config import load_config
-from specserve.lora import AdapterNames
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 

@@ -283,13 +283,13 @@ def test_a_key_file_that_is_of_no_use_is_told_before_torch_is_imported(
 
 def test_a_command_that_would_import_torch_is_seen():
     """So the tests above do fail if torch is imported."""
-    code = COMMAND.replace("from specserve.cli import main", "import torch")
+    code = COMMAND.replace("from specserve.cli.command import main", "import torch")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "torch is imported" in done.stderr
 
 
 LIGHT = [
-    "specserve.cli",
+    "specserve.cli.command",
     "specserve.server.serve",
     *(f"specserve.exchange.{path.stem}" for path in EXCHANGE.glob("[a-z]*.py")),
     "specserve_drafters.ngram",

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.models import writing
 from specserve.models.loader import load_decoder
 from specserve.models.rounding import AS_STORED, Rounding

@@ -17,8 +17,8 @@ from specserve import (
     TextPrompt,
     TokensPrompt,
 )
-from specserve.input_processor import load_text_files, make_input_processor
-from specserve.vllm_arguments import seeds_from
+from specserve.api.input_processor import load_text_files, make_input_processor
+from specserve.api.vllm_arguments import seeds_from
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}

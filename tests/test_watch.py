@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve import LLM, SamplingParams, cli, watch
+from specserve import LLM, SamplingParams
+from specserve.api import watch
+from specserve.api.watch import Colored, harmless, legend, step_words, tree_lines
+from specserve.cli import command as cli
 from specserve.exchange.step_output import StepDetails, Tree
-from specserve.watch import Colored, harmless, legend, step_words, tree_lines
 
 NO_TREE = Tree([], [], [], [])
 COLOR = {1: "32", 2: "34", 3: "32;4"}

@@ -15,15 +15,15 @@ from specserve.engine.build import (
     kv_names,
     step_budget,
 )
-from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError
-from specserve.guessing import NO_HEAD
-from specserve.phases import Phases
-from specserve.selection import check_drafter, head_sources
+from specserve.exchange.guessing import NO_HEAD
+from specserve.exchange.phases import Phases
+from specserve.models.selection import check_drafter, head_sources
+from specserve.speculation.draft_model import DraftModel
 from specserve_drafters.auto import EAGLE
 from specserve_kernels import is_out_of_memory
 

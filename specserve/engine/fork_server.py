@@ -24,8 +24,8 @@ from specserve.engine.process import NOTHING, Shared
 from specserve.errors import ConfigError
 from specserve.exchange.frames import Link
 from specserve.exchange.messages import Begin, Failed
+from specserve.exchange.phases import Phases
 from specserve.exchange.spawn import NUMBER
-from specserve.phases import Phases
 from specserve.process import (
     die_with_parent,
     ignore_signals,

@@ -24,10 +24,10 @@ from specserve.exchange.messages import (
     Report,
     decode_commands,
 )
+from specserve.exchange.phases import Phases
 from specserve.exchange.step_output import StepOutput
 from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
-from specserve.phases import Phases
 from specserve.process import keep_objects
 
 MOMENT = 0.01  # seconds that an idle engine waits for a change before it looks for requests

@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from specserve.block_keys import Keys
 from specserve.config import Config
 from specserve.errors import (
     ConfigError,
@@ -43,6 +42,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Engine, Spawned
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import StepOutput
+from specserve.memory.block_keys import Keys
 
 log = logging.getLogger("specserve")
 

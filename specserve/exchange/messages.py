@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from specserve.block_keys import Keys, KVFormat
 from specserve.config import Config
 from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
@@ -13,6 +12,7 @@ from specserve.exchange.frames import pack
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import Stats, StepOutput
+from specserve.memory.block_keys import Keys, KVFormat
 from specserve.models.weight_forms import WeightForms
 
 

@@ -1,7 +1,7 @@
 """The paged KV pool: its memory, its blocks, block tables, and the prefix cache."""
 
-from specserve.block_keys import BlockHasher, root_key
 from specserve.memory.arena import Arena, KVLayout
+from specserve.memory.block_keys import BlockHasher, root_key
 from specserve.memory.block_table import BlockTable
 from specserve.memory.pool import BlockPool, KVUpdates, PendingUpdates
 

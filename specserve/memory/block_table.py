@@ -2,7 +2,7 @@
 
 from array import array
 
-from specserve.block_keys import BlockHasher
+from specserve.memory.block_keys import BlockHasher
 from specserve.memory.pool import BlockPool
 
 

@@ -3,9 +3,9 @@
 parser's name -> [(text, events with calls' ids left out)]
 """
 
-from specserve.answer.events import CallArguments, CallBegin, Content, Reasoning, joined
-from specserve.answer.formats import AnswerReader, Formats, Wanted
-from specserve.answer.response_template import read_template
+from specserve.text.answer.events import CallArguments, CallBegin, Content, Reasoning, joined
+from specserve.text.answer.formats import AnswerReader, Formats, Wanted
+from specserve.text.answer.response_template import read_template
 
 WEATHER = '{"city": "Paris", "days": [{"}": "\\"]\\\\"}]}'
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from specserve.answer.events import CallBegin, Content, Reasoning, answer_of
-from specserve.answer.formats import AnswerReader, Formats, Wanted
-from specserve.answer.hermes import HermesParser
+from specserve.text.answer.events import CallBegin, Content, Reasoning, answer_of
+from specserve.text.answer.formats import AnswerReader, Formats, Wanted
+from specserve.text.answer.hermes import HermesParser
 from tests.answer.outputs import (
     CASES,
     EACH,

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from specserve.engine.draft_model import split
 from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
+from specserve.speculation.draft_model import split
 from specserve_drafters import Draft, DraftItem, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.engine import planned_guesses
-from specserve.engine.learned import LAST_TRIAL, Learned
-from specserve.engine.levels import Levels
-from specserve.engine.planned_guesses import Asked, in_order
 from specserve.models.eagle_loader import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.growth import Growth
 from specserve.scheduling.trials import Turn
+from specserve.speculation import planned_guesses
+from specserve.speculation.learned import LAST_TRIAL, Learned
+from specserve.speculation.levels import Levels
+from specserve.speculation.planned_guesses import Asked, in_order
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import FINDS, Candidate, Trie
 from specserve_drafters.tree import ROOT

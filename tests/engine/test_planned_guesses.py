@@ -5,13 +5,13 @@ from collections import Counter
 import msgspec
 import pytest
 
-from specserve.engine import source as sources_of_guesses
-from specserve.engine.ledger import DraftSources
-from specserve.engine.source import UserSource
+from specserve.api.generation import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
-from specserve.generation import Generation
-from specserve.models.tokenizer import Tokenizer
-from specserve.scheduling import trials
+from specserve.speculation import source as sources_of_guesses
+from specserve.speculation import trials
+from specserve.speculation.ledger import DraftSources
+from specserve.speculation.source import UserSource
+from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source

@@ -4,9 +4,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from specserve.engine import harvest
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
+from specserve.speculation import harvest
 from specserve_drafters.recycle import NUM_SUCCESSORS, ONE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specserve.engine.tap_watch import LEAST, TOKENS, TapWatch, tap_words
 from specserve.models.eagle_loader import load_eagle_head
+from specserve.speculation.tap_watch import LEAST, TOKENS, TapWatch, tap_words
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, Watch, engine_for, load_small
 from tests.engine.test_head_model import PROMPT, sampling

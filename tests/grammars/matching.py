@@ -4,8 +4,8 @@ from functools import cache
 
 import numpy as np
 
-from specserve.grammars.compiled import vocabulary_of
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.grammars.compiled import vocabulary_of
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
 
 END = tiny_tokenizer().convert_tokens_to_ids(EOS)

@@ -6,10 +6,10 @@ import pytest
 
 from specserve import RequestError, SamplingParams
 from specserve.exchange.sampling_params import resolve
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.grammars.compiled import GrammarError, compile_grammar
-from specserve.grammars.forms import MAX_BYTES
-from specserve.models.defaults import GenerationDefaults
+from specserve.text.defaults import GenerationDefaults
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.compiled import GrammarError, compile_grammar
+from specserve.text.grammars.forms import MAX_BYTES
 from tests.grammars.hostile import BEGINNINGS, deep, tags
 from tests.grammars.matching import takes, tiny_vocabulary
 

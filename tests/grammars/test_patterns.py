@@ -16,10 +16,10 @@ from openai.lib._parsing._completions import type_to_response_format_param
 from pydantic import BaseModel, Field
 
 from specserve import RequestError
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.grammars.compiled import GrammarError, compile_grammar
-from specserve.grammars.patterns import string_form, without_look_around
 from specserve.server.body import ResponseFormat
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.compiled import GrammarError, compile_grammar
+from specserve.text.grammars.patterns import string_form, without_look_around
 from tests.grammars.matching import END, draw, takes, tiny_vocabulary
 from tests.grammars.test_random_schemas import Chance
 

@@ -5,8 +5,8 @@ from random import Random
 
 import jsonschema
 
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.grammars.compiled import GrammarError, compile_grammar
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from tests.checkpoints import tiny_tokenizer
 from tests.grammars.matching import END, draw, tiny_vocabulary
 from tests.grammars.random_schemas import closed, random_schema, shares_names

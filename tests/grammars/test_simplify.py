@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from specserve import RequestError
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.grammars.compiled import GrammarError, compile_grammar
-from specserve.grammars.simplify import simplified
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.compiled import GrammarError, compile_grammar
+from specserve.text.grammars.simplify import simplified
 from tests.grammars.matching import END, draw, tiny_vocabulary
 
 NUMBER = {"type": "integer", "maximum": 99}

@@ -7,13 +7,13 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken
 
-from specserve.answer.events import answer_of
-from specserve.answer.formats import AnswerReader, Formats, Wanted
-from specserve.answer.response_template import read_template
-from specserve.grammars.asked import StructuredOutputsParams, json_form
-from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
-from specserve.grammars.tools import CallGrammar, special_tokens
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.answer.events import answer_of
+from specserve.text.answer.formats import AnswerReader, Formats, Wanted
+from specserve.text.answer.response_template import read_template
+from specserve.text.grammars.asked import StructuredOutputsParams, json_form
+from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
+from specserve.text.grammars.tools import CallGrammar, special_tokens
+from specserve.text.tokenizer import Tokenizer
 from tests.answer.outputs import JSON_TEMPLATE
 from tests.checkpoints import EOS, tiny_tokenizer
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from specserve.errors import ConfigError, RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.tokenizer import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": ' be\n"brief" <b>&amp;</b> é🙂 '},
@@ -344,7 +344,7 @@ def test_a_model_that_is_only_loaded_needs_no_jinja(tmp_path):
     write(tmp_path, {"chat_template": "x"})
     code = (
         "import sys; from pathlib import Path; sys.modules['jinja2'] = None;"
-        "from specserve.models.tokenizer import load_tokenizer;"
+        "from specserve.text.tokenizer import load_tokenizer;"
         f"assert load_tokenizer(Path({str(tmp_path)!r})).chat_template.source == 'x'"
     )
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

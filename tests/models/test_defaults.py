@@ -3,7 +3,7 @@ import json
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.defaults import GenerationDefaults, load_defaults, load_ends
+from specserve.text.defaults import GenerationDefaults, load_defaults, load_ends
 
 CASES = {  # config.json, generation_config.json -> the defaults
     "nothing said": ({}, None, {}),

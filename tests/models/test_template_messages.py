@@ -5,9 +5,9 @@ import json
 import pytest
 
 from specserve.errors import RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate
-from specserve.models.template_messages import Needs
-from specserve.models.template_sandbox import needs_of
+from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.template_messages import Needs
+from specserve.text.template_sandbox import needs_of
 
 # What the templates of families do with calls, in a shorter form.
 HERMES = """
@@ -158,7 +158,7 @@ def test_ids_of_other_servers_become_nine_letters_and_digits():
 def test_each_id_has_one_short_form_and_no_two_share_one(monkeypatch):
     fitting = "abcdefghi"
     forms = {"0 x": "same00000", "0 y": "same00000", "1 y": fitting, "2 y": "yyyyyyyyy"}
-    monkeypatch.setattr("specserve.models.template_messages.short_id", forms.__getitem__)
+    monkeypatch.setattr("specserve.text.template_messages.short_id", forms.__getitem__)
     messages = [m for id in ("x", "y", fitting) for m in conversation({}, id=id)]
     text = rendered(MISTRAL_7, messages)
     for id in ("same00000", "yyyyyyyyy", fitting):

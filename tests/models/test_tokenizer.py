@@ -3,7 +3,7 @@ import json
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.tokenizer import check_same_vocabulary, load_tokenizer
+from specserve.text.tokenizer import check_same_vocabulary, load_tokenizer
 from tests.checkpoints import tiny_checkpoint
 
 

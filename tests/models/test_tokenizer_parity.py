@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from specserve.errors import ConfigError
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.tokenizer import load_tokenizer
 
 CORPUS = [
     "the cat sat on the mat",
@@ -356,7 +356,7 @@ def test_a_folder_with_tokenizer_json_needs_no_transformers(tmp_path, saved):
     write(tmp_path, saved["llama_3"], FILES["older added tokens"])
     code = (
         "import sys; from pathlib import Path; sys.modules['transformers'] = None;"
-        "sys.modules['torch'] = None; from specserve.input_processor import load_text_files;"
+        "sys.modules['torch'] = None; from specserve.api.input_processor import load_text_files;"
         f"files = load_text_files(Path({str(tmp_path)!r})); assert files.tokenizer.encode('the')"
     )
     (tmp_path / "config.json").write_text("{}")

@@ -14,7 +14,6 @@ from specserve import SamplingParams
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import mix64
 from specserve.exchange.step_output import TokenLogprobs
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.completions import check_told
 from specserve.server.logprobs import (
     Namer,
@@ -24,6 +23,7 @@ from specserve.server.logprobs import (
     prompt_form,
     prompt_starts,
 )
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.models.test_tokenizer_parity import metaspace
 from tests.server.asking import CHAT, COMPLETIONS, MESSAGES, chat_body, completion_body, said

@@ -10,8 +10,8 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from specserve.grammars.compiled import compile_grammar, vocabulary_of
 from specserve.server import chat
+from specserve.text.grammars.compiled import compile_grammar, vocabulary_of
 from tests.answer.outputs import JSON_TEMPLATE, TOOLS
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body
