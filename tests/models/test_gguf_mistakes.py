@@ -12,7 +12,7 @@ from gguf import GGUFEndian, GGUFWriter, TokenType
 from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
 from tests.models.gguf_files import put_tokenizer, write
-from tests.test_preflight import refusal
+from tests.models.test_preflight import refusal
 
 
 def put(**values):

@@ -14,7 +14,7 @@ from specserve.server.grammar_process import SECONDS, Tokens
 from specserve.server.processes import GrammarProcesses
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.grammars.hostile import ENDLESS, EVERY
+from tests.text.grammars.hostile import ENDLESS, EVERY
 
 FIELD = "structured_outputs.json"
 

@@ -25,8 +25,8 @@ from specserve.server.logprobs import (
 )
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.models.test_tokenizer_parity import metaspace
 from tests.server.asking import CHAT, COMPLETIONS, MESSAGES, chat_body, completion_body, said
+from tests.text.test_tokenizer_parity import metaspace
 
 PROMPT = "the cat sat on é 🙂 mat"
 WARM = {"temperature": 1.5, "seed": 1, "max_tokens": 60, "ignore_eos": True}

@@ -43,9 +43,9 @@ def limits(room: int = 1) -> "LLParserLimits":
     followed no text yet needs more `room`, as it has nothing of the text's looks any more.
 
     llguidance's own limits let a step of an ambiguous grammar take a second, and the automaton of a
-    regex like (x{1000}){1000} much memory: tests/grammars/hostile.py has such grammars. With these
-    an object may have 240 optional properties. What still takes long ends its own request, see
-    engine/grammar_state.py.
+    regex like (x{1000}){1000} much memory: tests/text/grammars/hostile.py has such grammars. With
+    these an object may have 240 optional properties. What still takes long ends its own request,
+    see engine/grammar_state.py.
     """
     from llguidance import LLParserLimits
 

@@ -5,7 +5,7 @@ import pytest
 from specserve.errors import ConfigError
 from specserve.text.answer.formats import DEFAULT, AnswerReader, Formats, Wanted, find_formats
 from specserve.text.answer.response_template import TemplateError, read_template
-from tests.answer.outputs import JSON_TEMPLATE, LAX_TEMPLATE, TOOLS, XML_TEMPLATE
+from tests.text.answer.outputs import JSON_TEMPLATE, LAX_TEMPLATE, TOOLS, XML_TEMPLATE
 
 QWEN = "{% if tools %}<tool_call>{% endif %}"
 SOURCES = {  # what chat templates of model families have in them

@@ -10,8 +10,8 @@ from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from specserve.text.grammars.forms import MAX_BYTES
-from tests.grammars.hostile import BEGINNINGS, deep, tags
-from tests.grammars.matching import takes, tiny_vocabulary
+from tests.text.grammars.hostile import BEGINNINGS, deep, tags
+from tests.text.grammars.matching import takes, tiny_vocabulary
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ALONE = A | {"additionalProperties": False}

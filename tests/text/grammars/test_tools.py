@@ -14,8 +14,8 @@ from specserve.text.grammars.asked import StructuredOutputsParams, json_form
 from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
 from specserve.text.grammars.tools import CallGrammar, special_tokens
 from specserve.text.tokenizer import Tokenizer
-from tests.answer.outputs import JSON_TEMPLATE
 from tests.checkpoints import EOS, tiny_tokenizer
+from tests.text.answer.outputs import JSON_TEMPLATE
 
 SIZE = 340
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")

@@ -22,8 +22,8 @@ from specserve_drafters.tree import ROOT
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small
-from tests.engine.test_head_model import PROMPT, sampling
 from tests.models.eagle_heads import write_head
+from tests.speculation.test_head_model import PROMPT, sampling
 
 ROOTS, TARGET, FIRST, LEVEL = 2, 0.05, 0.009, 0.004  # requests, and seconds
 

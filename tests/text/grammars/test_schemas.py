@@ -9,7 +9,7 @@ import pytest
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import compile_grammar
 from specserve_bench.schemas import KINDS, SCHEMAS
-from tests.grammars.matching import END, draw, tiny_vocabulary
+from tests.text.grammars.matching import END, draw, tiny_vocabulary
 
 MOST = 4000  # tokens of a text; all but a few have fewer than 500
 

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.speculation_state import SpeculationState
+from specserve.scheduling import trials
 from specserve.speculation import source as sources_of_guesses
-from specserve.speculation import trials
 from specserve_bench.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source

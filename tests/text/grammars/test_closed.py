@@ -6,7 +6,7 @@ from specserve import RequestError
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from specserve.text.grammars.simplify import TOO_MUCH
-from tests.grammars.matching import takes, tiny_vocabulary
+from tests.text.grammars.matching import takes, tiny_vocabulary
 
 NUMBER = {"type": "integer"}
 STRINGS = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": NUMBER}

@@ -8,8 +8,8 @@ import jsonschema
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from tests.checkpoints import tiny_tokenizer
-from tests.grammars.matching import END, draw, tiny_vocabulary
-from tests.grammars.random_schemas import closed, random_schema, shares_names
+from tests.text.grammars.matching import END, draw, tiny_vocabulary
+from tests.text.grammars.random_schemas import closed, random_schema, shares_names
 
 ENDS = {*tiny_tokenizer().convert_tokens_to_ids(['"', "}", "]"]), END}
 

@@ -11,7 +11,7 @@ from specserve.text.detokenizer import TextStream
 from specserve.text.tokenizer import Tokenizer as TextTokenizer
 from tests.checkpoints import EOS, PAD
 from tests.checkpoints import tiny_tokenizer as made_by_transformers
-from tests.models.test_tokenizer_parity import KINDS
+from tests.text.test_tokenizer_parity import KINDS
 
 UNFINISHED = "\ufffd"
 # Characters of one to four bytes; what the tokenizer has no merge for comes byte by byte.

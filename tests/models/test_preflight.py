@@ -15,7 +15,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 from tests.models.gguf_files import write
 
-EXCHANGE = Path(__file__).parents[1] / "specserve" / "exchange"
+EXCHANGE = Path(__file__).parents[2] / "specserve" / "exchange"
 HEAVY = "torch", "transformers"
 # The command, in a process that cannot import torch and start no other.
 COMMAND = f"""

@@ -20,8 +20,8 @@ from specserve.server.body import ResponseFormat
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from specserve.text.grammars.patterns import string_form, without_look_around
-from tests.grammars.matching import END, draw, takes, tiny_vocabulary
-from tests.grammars.test_random_schemas import Chance
+from tests.text.grammars.matching import END, draw, takes, tiny_vocabulary
+from tests.text.grammars.test_random_schemas import Chance
 
 EMAIL = (
     r"^(?!\.)(?!.*\.\.)([a-zA-Z0-9_'+\-\.]*)[a-zA-Z0-9_+-]"

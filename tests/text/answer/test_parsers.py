@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 from specserve.text.answer.events import CallBegin, Content, Reasoning, answer_of
 from specserve.text.answer.formats import AnswerReader, Formats, Wanted
 from specserve.text.answer.hermes import HermesParser
-from tests.answer.outputs import (
+from tests.text.answer.outputs import (
     CASES,
     EACH,
     HERMES,

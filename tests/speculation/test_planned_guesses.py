@@ -7,8 +7,8 @@ import pytest
 
 from specserve.api.generation import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
+from specserve.scheduling import trials
 from specserve.speculation import source as sources_of_guesses
-from specserve.speculation import trials
 from specserve.speculation.ledger import DraftSources
 from specserve.speculation.source import UserSource
 from specserve.text.tokenizer import Tokenizer

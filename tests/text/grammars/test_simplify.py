@@ -12,7 +12,7 @@ from specserve import RequestError
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from specserve.text.grammars.simplify import simplified
-from tests.grammars.matching import END, draw, tiny_vocabulary
+from tests.text.grammars.matching import END, draw, tiny_vocabulary
 
 NUMBER = {"type": "integer", "maximum": 99}
 

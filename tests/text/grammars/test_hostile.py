@@ -12,8 +12,8 @@ from specserve.errors import RequestError
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import Compiled, GrammarError
 from specserve.text.grammars.forms import MAX_BYTES
-from tests.grammars.hostile import ENDLESS, EVERY, WRITTEN
-from tests.grammars.matching import END, SIZE, tiny_vocabulary
+from tests.text.grammars.hostile import ENDLESS, EVERY, WRITTEN
+from tests.text.grammars.matching import END, SIZE, tiny_vocabulary
 
 COMPILE_SECONDS = 1.5  # three times what the slowest takes
 WRITE_SECONDS = 0.3  # four times what the slowest takes

@@ -6,8 +6,8 @@ from specserve.models.eagle_loader import load_eagle_head
 from specserve.speculation.tap_watch import LEAST, TOKENS, TapWatch, tap_words
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, Watch, engine_for, load_small
-from tests.engine.test_head_model import PROMPT, sampling
 from tests.models.eagle_heads import write_head
+from tests.speculation.test_head_model import PROMPT, sampling
 
 
 @pytest.fixture(scope="module")
