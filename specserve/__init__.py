@@ -11,9 +11,8 @@ from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.api.async_llm import AsyncLLM
-    from specserve.api.generation import CompletionOutput, Output, RequestOutput
+    from specserve.api.generation import CompletionOutput, Logprob, Output, RequestOutput
     from specserve.api.llm import LLM
-    from specserve.api.logprobs import Logprob
     from specserve.api.lora import LoRARequest
     from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
@@ -51,7 +50,7 @@ MODULES = {
     "EngineArgs": "specserve.api.vllm_arguments",
     "LLM": "specserve.api.llm",
     "LoRARequest": "specserve.api.lora",
-    "Logprob": "specserve.api.logprobs",
+    "Logprob": "specserve.api.generation",
     "Output": "specserve.api.generation",
     "RequestError": "specserve.errors",
     "RequestOutput": "specserve.api.generation",

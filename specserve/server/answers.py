@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from specserve.api.logprobs import Logprob
+from specserve.api.generation import Logprob
 from specserve.exchange.messages import DraftHeadCard
 from specserve.exchange.speculation_state import CostState, GuessKind, PlainStep, PlanState
 from specserve.exchange.step_output import SourceCounts, StepDetails

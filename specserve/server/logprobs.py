@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from specserve.api.logprobs import Logprob, prompt_tables
+from specserve.api.generation import Logprob, prompt_tables
 from specserve.exchange.step_output import TokenLogprobs
 from specserve.text.tokenizer import Tokenizer
 

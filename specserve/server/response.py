@@ -22,8 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specserve.api.generation import Generation
-from specserve.api.logprobs import best
+from specserve.api.generation import Generation, best
 from specserve.exchange.step_output import StepDetails
 from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody

@@ -4,8 +4,7 @@ import gc
 
 import pytest
 
-from specserve.api.generation import Generation
-from specserve.api.logprobs import Logprob, prompt_tables
+from specserve.api.generation import Generation, Logprob, prompt_tables
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import StepOutput, TokenLogprobs
 from specserve.text.tokenizer import Tokenizer
