@@ -11,7 +11,7 @@ from specserve.api.interrupts import interrupts_held
 
 HELD = """
 import signal
-from specserve.interrupts import interrupts_held
+from specserve.api.interrupts import interrupts_held
 
 try:
     {before}
