@@ -33,8 +33,9 @@ from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.exchange.speculation_state import SpeculationState
 from specserve.exchange.step_output import SourceStats, Stats, StepOutput
-from specserve.memory import BlockPool, BlockTable
 from specserve.memory.block_keys import Keys, KVFormat, prompt_keys
+from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockPool
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import PlainSteps
 from specserve.speculation.draft_model import DraftModel

@@ -9,7 +9,7 @@ from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.caller import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.step_output import TokenLogprobs
-from specserve.memory import BlockTable
+from specserve.memory.block_table import BlockTable
 from specserve_drafters import Draft
 
 

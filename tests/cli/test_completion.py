@@ -89,6 +89,6 @@ def test_other_shells_have_a_script(capsys, shell, line):
 
 
 def test_only_a_shell_that_asks_pays_for_completion():
-    code = "import sys; from specserve import cli; cli.main(['config', 'check']); "
+    code = "import sys; from specserve.cli import command; command.main(['config', 'check']); "
     code += "sys.exit('argcomplete' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.memory import Arena, KVLayout
+from specserve.memory.arena import Arena, KVLayout
 from specserve_kernels import DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
 from specserve_kernels.cuda import attention, gated, paged
 from specserve_kernels.cuda import ops as cuda_ops

@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory import BlockHasher, BlockPool, BlockTable
+from specserve.memory.block_keys import BlockHasher
+from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockPool
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)
