@@ -13,8 +13,7 @@ from specserve.config import Config
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.loaded import LoadedModel
 from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT
 from specserve.memory.block_keys import Keys
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.speculation.draft_model import DraftModel
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import source_tokens

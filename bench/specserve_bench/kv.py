@@ -7,8 +7,7 @@ import torch
 
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.memory.arena import Arena, KVLayout, used_bytes
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import KV_DTYPES
 from specserve.models.shapes import shape_config

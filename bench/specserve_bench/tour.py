@@ -15,9 +15,8 @@ import msgspec
 
 from specserve import LLM, SamplingParams
 from specserve.api.generation import Output
+from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.exchange.speculation_state import CostState, PlanState, RowCost, SpeculationState
-from specserve.exchange.step_output import StepDetails
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import ranked
 from specserve.speculation.planned_guesses import PlannedGuesses, Root

@@ -30,14 +30,11 @@ from specserve.api.lora import (
 from specserve.api.vllm_arguments import EngineArgs, check_call, known_arguments, seeds_from
 from specserve.config import Config, python_config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
-from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
 from specserve.exchange.guessing import Guessing, change_of
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.spawn import ForkServer
-from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import StepOutput
 from specserve.memory.block_keys import Keys, prompt_keys
 from specserve.models import preflight
 from specserve.models.folder import resolve

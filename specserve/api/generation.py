@@ -5,14 +5,14 @@ from time import perf_counter
 
 import msgspec
 
-from specserve.exchange.sampling_params import Sampling, SamplingParams
-from specserve.exchange.step_output import (
+from specserve.exchange.messages import (
     SourceCounts,
     StepDetails,
     StepOutput,
     TokenLogprobs,
     Tree,
 )
+from specserve.exchange.sampling_params import Sampling, SamplingParams
 from specserve.text.detokenizer import TextStream
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters.prediction import Alignment

@@ -30,17 +30,14 @@ from specserve.api.progress import LoadProgress, show_phases, track
 from specserve.api.vllm_arguments import check_call, known_arguments, seeds_from
 from specserve.config import Config, python_config
 from specserve.engine.build import build
-from specserve.engine.control import Control
 from specserve.engine.loading import Model, Weights, check_device
+from specserve.engine.process import Control
 from specserve.engine.processors import LogitsProcessor
 from specserve.errors import RequestError, of_failure
-from specserve.exchange.adapter import AdapterRef
-from specserve.exchange.caller import Caller
 from specserve.exchange.guessing import Guessing, change_of
+from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
-from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import StepDetails
 from specserve.models import preflight
 from specserve.models.folder import resolve
 from specserve.models.selection import served_name

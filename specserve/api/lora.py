@@ -8,7 +8,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.errors import ConfigError, RequestError
-from specserve.exchange.adapter import AdapterRef
+from specserve.exchange.messages import AdapterRef
 from specserve.models.folder import resolve
 
 MAX_NAME = 256  # characters

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from specserve.exchange.step_output import StepDetails
+from specserve.exchange.messages import StepDetails
 
 if TYPE_CHECKING:
     from specserve.api.generation import Output

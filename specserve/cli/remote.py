@@ -13,7 +13,7 @@ import msgspec
 from specserve.api.watch import Colored
 from specserve.cli.chat import Message, Statistics
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.exchange.step_output import StepDetails
+from specserve.exchange.messages import StepDetails
 from specserve.models.folder import Scaled
 
 CONNECT_SECONDS = 10.0

@@ -15,8 +15,8 @@ from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
+from specserve.exchange.messages import SourceStats
 from specserve.exchange.phases import Phases
-from specserve.exchange.step_output import SourceStats
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder
 from specserve.models.end_tokens import find_end_tokens

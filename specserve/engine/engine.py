@@ -27,15 +27,19 @@ from specserve.engine.step_input import (
 )
 from specserve.engine.text_state import TextState
 from specserve.errors import WEIGHTS, RequestError
-from specserve.exchange.adapter import AdapterRef
-from specserve.exchange.caller import Caller
-from specserve.exchange.messages import NOT_BEGUN, Begun
+from specserve.exchange.messages import (
+    NOT_BEGUN,
+    AdapterRef,
+    Begun,
+    Caller,
+    SourceStats,
+    SpeculationState,
+    Stats,
+    StepOutput,
+)
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import SourceStats, Stats, StepOutput
 from specserve.memory.block_keys import Keys, KVFormat, prompt_keys
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import PlainSteps
 from specserve.speculation.draft_model import DraftModel

@@ -15,10 +15,9 @@ from starlette.types import Scope
 from specserve.api.generation import Generation, proposing, sums_of
 from specserve.api.lora import NamedAdapter
 from specserve.errors import SpecserveError, of_failure
-from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Caller, StepDetails, StepOutput
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepDetails, StepOutput
 from specserve.logs import request_id
 from specserve.memory.block_keys import Keys
 from specserve.server.deadline import Deadline

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.frames import Frames, pack
+from specserve.exchange.messages import Frames, pack
 from specserve.exchange.spawn import start_process
 from specserve.scheduling.fair_queue import Turns, current_tenant, owner
 from specserve.server import grammar_process, template_process

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specserve.api.generation import Generation, best
-from specserve.exchange.step_output import StepDetails
+from specserve.exchange.messages import StepDetails
 from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody
 from specserve.server.connection import CONNECTION, Connection

@@ -24,9 +24,8 @@ from specserve.api.lora import modules_of
 from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
-from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import AdapterRef, Ready
 from specserve.exchange.phases import Phases
 from specserve.exchange.spawn import ForkServer, Spawned
 from specserve.models.preflight import Folders

@@ -16,10 +16,9 @@ from specserve.api.input_processor import InputProcessor, last
 from specserve.api.lora import AdapterNames, NamedAdapter
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
 from specserve.exchange.guessing import Guesses, Guessing, guesses_of
-from specserve.exchange.messages import DraftHeadCard, Ready
+from specserve.exchange.messages import AdapterRef, DraftHeadCard, Ready
 from specserve.exchange.sampling_params import (
     Sampling,
     SamplingParams,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
-from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.engine.runner import Runner
-from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, Nodes

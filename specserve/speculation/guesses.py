@@ -5,7 +5,7 @@ from time import perf_counter
 from typing import Protocol
 
 from specserve.engine.runner import Answers, KVLost
-from specserve.exchange.speculation_state import SpeculationState
+from specserve.exchange.messages import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.ledger import DraftSources, Ledger, Told

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
-from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.exchange.step_output import SourceCounts, SourceStats, Stats, Tree
+from specserve.exchange.messages import SourceCounts, SourceStats, Stats, Tree
 from specserve_drafters import Draft
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.engine.runner import Answers, KVLost
-from specserve.exchange.speculation_state import SpeculationState
+from specserve.exchange.messages import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
 from specserve.scheduling.growth import Growth

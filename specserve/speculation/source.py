@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-from specserve.exchange.step_output import Stats
+from specserve.exchange.messages import Stats
 from specserve.scheduling import ScheduledRequest
 from specserve_drafters import Draft, DraftItem
 from specserve_drafters.candidates import MOST, Candidate, checked, of_draft

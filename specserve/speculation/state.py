@@ -2,7 +2,7 @@
 
 import msgspec
 
-from specserve.exchange.speculation_state import CostState, GuessKind, PlanState, RowCost
+from specserve.exchange.messages import CostState, GuessKind, PlanState, RowCost
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Plan
 from specserve_drafters.calibration import Calibration

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from specserve.exchange.step_output import TokenLogprobs
+from specserve.exchange.messages import TokenLogprobs
 from specserve_drafters import ROOT, Draft
 
 Node = tuple[int, int]  # a request's number in the step, and a node of its tree

@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from specserve.api.generation import Generation, Logprob, prompt_tables
+from specserve.exchange.messages import StepOutput, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepOutput, TokenLogprobs
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from specserve import LLM, SamplingParams
 from specserve.api import watch
 from specserve.api.watch import Colored, harmless, legend, step_words, tree_lines
 from specserve.cli import command as cli
-from specserve.exchange.step_output import StepDetails, Tree
+from specserve.exchange.messages import StepDetails, Tree
 
 NO_TREE = Tree([], [], [], [])
 COLOR = {1: "32", 2: "34", 3: "32;4"}

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.text.grammars import compiled
 from specserve.text.tokenizer import load_tokenizer

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Begun
+from specserve.exchange.messages import Begun, Caller
 from specserve.exchange.sampling_params import Sampling, mix64
 from specserve.memory.block_keys import BlockHasher, KVFormat
 from specserve_drafters import Draft, Nodes

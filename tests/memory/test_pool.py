@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from specserve.memory.block_keys import BlockHasher
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)

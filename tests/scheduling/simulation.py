@@ -2,11 +2,10 @@
 
 from array import array
 
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.block_keys import BlockHasher
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_drafters import Draft

@@ -11,8 +11,7 @@ import uvloop
 from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, load_config
 from specserve.errors import RequestError
-from specserve.exchange.messages import Ready
-from specserve.exchange.step_output import StepOutput, TokenLogprobs
+from specserve.exchange.messages import Ready, StepOutput, TokenLogprobs
 from specserve.server.listen import listen
 from specserve.server.serve import Server, formats_of
 from specserve.server.service import ServedModel, Service

@@ -10,9 +10,8 @@ from starlette.requests import Request
 
 from specserve.api.input_processor import InputProcessor
 from specserve.config import Config
-from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import Caller, Ready
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.memory.block_keys import KVFormat, prompt_keys
 from specserve.server import service as service_module

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from specserve import SamplingParams
 from specserve.errors import RequestError
+from specserve.exchange.messages import TokenLogprobs
 from specserve.exchange.sampling_params import mix64
-from specserve.exchange.step_output import TokenLogprobs
 from specserve.server.completions import check_told
 from specserve.server.logprobs import (
     Namer,

@@ -3,9 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller, SpeculationState
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.speculation_state import SpeculationState
 from specserve.scheduling import trials
 from specserve.speculation import source as sources_of_guesses
 from specserve_bench.merged import RowCosts

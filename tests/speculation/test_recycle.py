@@ -4,7 +4,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.speculation import harvest
 from specserve_drafters.recycle import NUM_SUCCESSORS, ONE

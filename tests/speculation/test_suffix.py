@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock

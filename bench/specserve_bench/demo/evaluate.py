@@ -21,7 +21,7 @@ from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.block_table import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve_bench.demo.card import JSON, Figures, read_card
 from specserve_bench.demo.held_out import Question, questions, source_files
 

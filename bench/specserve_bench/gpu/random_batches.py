@@ -6,8 +6,7 @@ from collections.abc import Callable
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input, greedy_draws
 from specserve.memory.arena import Arena, used_bytes
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
 from specserve_drafters import Draft
