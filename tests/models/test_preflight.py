@@ -31,7 +31,7 @@ def spawned(config):
 sys.meta_path.insert(0, Spared())
 from specserve.exchange import spawn
 spawn.ForkServer.start = spawned
-from specserve.cli import main
+from specserve.cli.command import main
 sys.exit(main())
 """
 SECONDS = 5  # ten times what it may take on a quiet machine
