@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import RequestError, SpecserveError
-from specserve.scheduling.fair_queue import owner
+from specserve.exchange.fair_queue import owner
 from specserve.server.access_log import AccessLog, Ended, Observed
 from specserve.server.connection import canonical
 from specserve.server.key_limits import KeyLimits

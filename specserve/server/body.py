@@ -25,8 +25,8 @@ from starlette.requests import Request
 
 from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
+from specserve.exchange.fair_queue import has_room, owner
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
-from specserve.scheduling.fair_queue import has_room, owner
 from specserve.server.refusal import TimedOut, TooLarge, cut
 from specserve.text.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
+from specserve.exchange.fair_queue import Turns, current_tenant, owner
 from specserve.exchange.messages import Frames, pack
 from specserve.exchange.spawn import start_process
-from specserve.scheduling.fair_queue import Turns, current_tenant, owner
 from specserve.server import grammar_process, template_process
 from specserve.server.body import LARGE, BodyKind
 from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started

@@ -17,6 +17,7 @@ from specserve.api.lora import AdapterNames, NamedAdapter
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.client import EngineClient
+from specserve.exchange.fair_queue import FairThreads, current_tenant, has_room, owner
 from specserve.exchange.guessing import Guesses, Guessing, guesses_of
 from specserve.exchange.messages import AdapterRef, DraftHeadCard, Ready
 from specserve.exchange.sampling_params import (
@@ -37,7 +38,6 @@ from specserve.models.selection import (
 )
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
-from specserve.scheduling.fair_queue import FairThreads, current_tenant, has_room, owner
 from specserve.server.adapter_metrics import AdapterMetrics
 from specserve.server.body import BodyKind, BodyReader, is_short
 from specserve.server.deadline import Deadline

@@ -19,9 +19,8 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # FlashInfer takes minutes to compile for all head sizes; `triton` leaves it out.
 ATTENTION = os.environ.get("SPECSERVE_TEST_ATTENTION", "auto")
-cuda = (
-    load("cuda", ATTENTION) if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)
-)  # its tensors are on DEVICE
+# Its tensors are on DEVICE.
+cuda = load("cuda", ATTENTION) if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)
 placed = Placed(cuda, DEVICE)  # its tensors are on the host
 ON_GPU = pytest.mark.cuda  # these tests run on a GPU if there is one
 FLASHINFER = pytest.mark.skipif(ATTENTION == "triton", reason="SPECSERVE_TEST_ATTENTION=triton")

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from specserve.errors import Overloaded, RequestError
-from specserve.scheduling.fair_queue import owner
+from specserve.exchange.fair_queue import owner
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import SECONDS, Tokens
 from specserve.server.processes import GrammarProcesses

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specserve.errors import Overloaded, RequestError
-from specserve.scheduling.fair_queue import owner
+from specserve.exchange.fair_queue import owner
 from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
 from specserve.text.chat_template import ChatTemplate
 from tests.server.test_leaving import resident_bytes

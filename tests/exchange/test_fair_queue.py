@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from specserve.scheduling.fair_queue import MAX_IDLE, FairQueue, FairThreads, Turns, has_room, owner
+from specserve.exchange.fair_queue import MAX_IDLE, FairQueue, FairThreads, Turns, has_room, owner
 
 
 class Clock:
