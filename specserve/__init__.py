@@ -10,15 +10,14 @@ from specserve import process
 from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from specserve.async_llm import AsyncLLM
+    from specserve.api.async_llm import AsyncLLM
+    from specserve.api.generation import CompletionOutput, Logprob, Output, RequestOutput
+    from specserve.api.llm import LLM
+    from specserve.api.lora import LoRARequest
+    from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
-    from specserve.generation import CompletionOutput, Output, RequestOutput
-    from specserve.grammars.asked import StructuredOutputsParams
-    from specserve.llm import LLM
-    from specserve.logprobs import Logprob
-    from specserve.lora import LoRARequest
-    from specserve.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
+    from specserve.text.grammars.asked import StructuredOutputsParams
 
 process.prepare()  # before any module of this package imports torch
 
@@ -44,23 +43,23 @@ __all__ = [
 ]
 
 MODULES = {
-    "AsyncEngineArgs": "specserve.vllm_arguments",
-    "AsyncLLM": "specserve.async_llm",
-    "CompletionOutput": "specserve.generation",
+    "AsyncEngineArgs": "specserve.api.vllm_arguments",
+    "AsyncLLM": "specserve.api.async_llm",
+    "CompletionOutput": "specserve.api.generation",
     "ConfigError": "specserve.errors",
-    "EngineArgs": "specserve.vllm_arguments",
-    "LLM": "specserve.llm",
-    "LoRARequest": "specserve.lora",
-    "Logprob": "specserve.logprobs",
-    "Output": "specserve.generation",
+    "EngineArgs": "specserve.api.vllm_arguments",
+    "LLM": "specserve.api.llm",
+    "LoRARequest": "specserve.api.lora",
+    "Logprob": "specserve.api.generation",
+    "Output": "specserve.api.generation",
     "RequestError": "specserve.errors",
-    "RequestOutput": "specserve.generation",
+    "RequestOutput": "specserve.api.generation",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
-    "StructuredOutputsParams": "specserve.grammars.asked",
-    "TextPrompt": "specserve.vllm_arguments",
-    "TokensPrompt": "specserve.vllm_arguments",
+    "StructuredOutputsParams": "specserve.text.grammars.asked",
+    "TextPrompt": "specserve.api.vllm_arguments",
+    "TokensPrompt": "specserve.api.vllm_arguments",
 }
 
 

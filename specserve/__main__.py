@@ -2,7 +2,7 @@
 
 import sys
 
-from specserve.cli import main
+from specserve.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from specserve.exchange.speculation_state import SpeculationState
+from specserve.exchange.messages import SpeculationState
 
 
 class FakeParams(msgspec.Struct, frozen=True):

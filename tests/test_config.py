@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import (
     KNOBS,
     Config,

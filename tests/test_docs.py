@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 import specserve
-from specserve import LLM, SamplingParams, cli
+from specserve import LLM, SamplingParams
+from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.models.families import FAMILIES
 from specserve.models.shapes import SHAPES
@@ -120,9 +121,9 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
     remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"], scaled=[]))
-    monkeypatch.setattr("specserve.remote.Remote", lambda *args: remote)
-    monkeypatch.setattr("specserve.chat.Local", lambda *args: None)
-    monkeypatch.setattr("specserve.chat.converse", lambda chat: None)
+    monkeypatch.setattr("specserve.cli.remote.Remote", lambda *args: remote)
+    monkeypatch.setattr("specserve.cli.chat.Local", lambda *args: None)
+    monkeypatch.setattr("specserve.cli.chat.converse", lambda chat: None)
     for name, folder in folders.items():
         command = command.replace(name, folder)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err

@@ -6,12 +6,14 @@ import pytest
 
 ROOT = Path(__file__).parent
 FILES = {  # by folder; each took ten seconds or more of two cores' time
-    "": "async_llm completion guards parity preflight quantize start",
+    "": "guards parity start",
+    "api": "async_llm",
     "bench": "commands gpu scale",
+    "cli": "completion quantize",
     "engine": "adapters cuda fork_server",
     "equivalence": "matrix",
     "kernels": "coded cuda experts kv triton_sampling",
-    "models": "adapters gguf_mistakes mtp_head",
+    "models": "adapters gguf_mistakes mtp_head preflight",
     "scheduling": "speculation",
     "server": (
         "access_log adapters answers bodies canaries control deadlines ending heads responses "

@@ -18,7 +18,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.pool_plan import Models
 from specserve.engine.tuning import tune
-from specserve.exchange.adapter import AdapterRef
+from specserve.exchange.messages import AdapterRef
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.adapters import fused_maps
 from specserve.models.decoder_config import DecoderConfig

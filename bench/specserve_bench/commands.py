@@ -13,7 +13,7 @@ import msgspec
 
 from specserve.config import Config, Setting, load_config, parse_overrides
 from specserve.errors import ConfigError
-from specserve.keys import read_keys
+from specserve.server.keys import read_keys
 from specserve_bench import outputs, perplexity, results, scale, scripted, suite
 from specserve_bench.local import Local
 from specserve_bench.once import Once

@@ -13,12 +13,12 @@ from specserve.config import Config
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.machine import cpu_name
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.loaded import LoadedModel
 from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_bench.commands import at_least_1
+from specserve_bench.machine import cpu_name
 from specserve_bench.steps import Cost, Size, cost, kv_token_bytes, typical
 from specserve_drafters.auto import EAGLE
 from specserve_kernels.cpu.compiler import BuildError

@@ -10,10 +10,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
-from specserve.block_keys import Keys
 from specserve.config import DEMO_DRAFT
-from specserve.engine.draft_model import DraftModel
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory.block_keys import Keys
+from specserve.memory.pool import BlockPool, BlockTable
+from specserve.speculation.draft_model import DraftModel
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import source_tokens
 

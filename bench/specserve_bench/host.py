@@ -13,14 +13,13 @@ import msgspec
 
 from specserve import LLM
 from specserve.engine import process
-from specserve.engine.control import Control
 from specserve.engine.engine import Engine
-from specserve.engine.levels import Levels
 from specserve.engine.loading import Model
-from specserve.engine.planned_guesses import PlannedGuesses
-from specserve.exchange.frames import Link
-from specserve.exchange.messages import Add, EngineCommands, Report, encode, packed
+from specserve.engine.process import Control
+from specserve.exchange.messages import Add, EngineCommands, Link, Report, encode, packed
 from specserve.exchange.sampling_params import Sampling
+from specserve.speculation.levels import Levels
+from specserve.speculation.planned_guesses import PlannedGuesses
 from specserve_bench.pairs import PAIRS
 from specserve_bench.workloads import source_tokens
 from specserve_drafters.candidates import Trie

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 
+from specserve.cli.remote import Remote, events
 from specserve.errors import ConfigError, SpecserveError
-from specserve.remote import Remote, events
 from specserve_bench.arrivals import due_times
 from specserve_bench.results import (
     Load,

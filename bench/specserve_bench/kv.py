@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from specserve.engine.step_input import RowGroup, build_step_input
-from specserve.memory import Arena, BlockPool, BlockTable, KVLayout
-from specserve.memory.arena import used_bytes
+from specserve.memory.arena import Arena, KVLayout, used_bytes
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import KV_DTYPES
 from specserve.models.shapes import shape_config

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
-from specserve.generation import Generation
+from specserve.api.generation import Generation
 from specserve_bench.arrivals import due_times, limit
 from specserve_bench.results import (
     Load,

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
-from specserve.engine.learned import Learned
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.trials import Turns
+from specserve.speculation.learned import Learned
+from specserve.speculation.planned_guesses import PlannedGuesses
 from specserve_bench.local import Local
 from specserve_bench.report import ratio_words
 from specserve_bench.results import Load, Ratio, ratio

@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from specserve.disk import not_written
 from specserve.errors import ConfigError
+from specserve.models.disk import not_written
 
 
 def check_file(flag: str, file: Path) -> None:

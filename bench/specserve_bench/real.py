@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve import LLM, SamplingParams
+from specserve.api.generation import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve.generation import Output
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1
 from specserve_bench.demo.held_out import source_files

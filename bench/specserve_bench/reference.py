@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 import specserve
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import KNOBS, SECTIONS, Config, description, toml_value
 from specserve.server import docs_page
 from specserve.server.routes import described

@@ -13,8 +13,8 @@ from rich.progress import track
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from specserve.disk import not_written
 from specserve.errors import ConfigError
+from specserve.models.disk import not_written
 from specserve.models.folder import name_of, resolve
 from specserve.models.loader import DTYPES
 from specserve.models.scaled_shape import sizes

@@ -17,12 +17,13 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Served:
     """`specserve serve` with these arguments, at any free port; ended when the block ends."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, is_quiet: bool = True) -> None:
+        """`is_quiet` drops the server's log."""
         started_at = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specserve", "serve", *map(str, args), "--port=0"],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if is_quiet else None,
             text=True,
         )
         assert self.process.stdout is not None

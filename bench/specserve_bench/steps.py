@@ -15,7 +15,7 @@ from specserve.engine.loading import Model, ModelKey
 from specserve.engine.pool_plan import Models
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.engine.tuning import tune
-from specserve.memory import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.shape import Shape

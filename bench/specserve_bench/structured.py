@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams, StructuredOutputsParams
+from specserve.api.generation import Output
 from specserve.config import load_config
 from specserve.engine.grammar_state import GrammarState
-from specserve.generation import Output
-from specserve.grammars.asked import grammar_of
-from specserve.grammars.compiled import Compiled, vocabulary_of
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.grammars.asked import grammar_of
+from specserve.text.grammars.compiled import Compiled, vocabulary_of
+from specserve.text.tokenizer import Tokenizer
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1
 from specserve_bench.pairs import PAIRS, Pair

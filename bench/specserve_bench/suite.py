@@ -20,13 +20,13 @@ from specserve import LLM
 from specserve.config import Config
 from specserve.engine.loading import Model
 from specserve.errors import ConfigError
-from specserve.machine import cpu_name
 from specserve.models.folder import name_of
-from specserve.selection import needs_draft_model, scaled_models
+from specserve.models.selection import needs_draft_model, scaled_models
 from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local
+from specserve_bench.machine import cpu_name
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams
+from specserve.api.generation import Generation
 from specserve.engine.engine import Engine
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.exchange.sampling_params import Slo
-from specserve.generation import Generation
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import prompt_rows
+from specserve.speculation.planned_guesses import PlannedGuesses
 from specserve_bench.pairs import large_pair
 from specserve_bench.report import ratio_words
 from specserve_bench.results import Ratio, gaps, ratio

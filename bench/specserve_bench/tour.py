@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 from specserve import LLM, SamplingParams
-from specserve.engine.planned_guesses import PlannedGuesses, Root
+from specserve.api.generation import Output
+from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.exchange.speculation_state import CostState, PlanState, RowCost, SpeculationState
-from specserve.exchange.step_output import StepDetails
-from specserve.generation import Output
-from specserve.models.chat_template import ChatOptions, Message
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import ranked
+from specserve.speculation.planned_guesses import PlannedGuesses, Root
+from specserve.text.chat_template import ChatOptions
+from specserve.text.template_messages import Message
 from specserve_bench.demo.held_out import questions
 
 RECORD = Path("bench/results/tour.json")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specserve.api.watch import VISIBLE
 from specserve.errors import ConfigError
-from specserve.watch import VISIBLE
 from specserve_bench.tour import Node, Recorded, Run, Tour, cost, rates
 
 try:

@@ -5,9 +5,9 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine
 from specserve.engine.runner import Runner
+from specserve.speculation.draft_model import DraftModel
 
 OPS_AROUND_A_FORWARD = ("sample", "top_children", "move_kv")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from specserve.errors import ConfigError
-from specserve.exchange.adapter import AdapterRef
+from specserve.exchange.messages import AdapterRef
 from specserve.logs import escaped
 from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.scheduling import Request

@@ -7,32 +7,32 @@ from typing import Any, NamedTuple
 
 from specserve.config import Config
 from specserve.engine.adapters import Adapters
-from specserve.engine.draft_model import DraftModel
 from specserve.engine.engine import Engine, seconds
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.engine.grower import Grower
-from specserve.engine.guesses import FixedGuesses, Guesses
-from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
-from specserve.engine.planned_guesses import PlannedGuesses
 from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
-from specserve.engine.source import Source, UserCode, UserSource
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
-from specserve.exchange.step_output import SourceStats
-from specserve.grammars.compiled import vocabulary_of
+from specserve.exchange.messages import SourceStats
+from specserve.exchange.phases import Phases
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder
 from specserve.models.end_tokens import find_end_tokens
 from specserve.models.loaded import LoadedModel
+from specserve.models.selection import check_drafter, context_length, resolve_model
 from specserve.models.source import open_source
-from specserve.phases import Phases
 from specserve.scheduling import Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.scheduler import StepBudget
-from specserve.selection import check_drafter, context_length, resolve_model
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.grower import Grower
+from specserve.speculation.guesses import FixedGuesses, Guesses
+from specserve.speculation.head_model import HeadModel
+from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.speculation.source import Source, UserCode, UserSource
+from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import drafter_options

@@ -10,21 +10,13 @@ from time import perf_counter
 import torch
 from msgspec.structs import replace
 
-from specserve.block_keys import Keys, KVFormat, prompt_keys
 from specserve.engine.adapters import Adapters
-from specserve.engine.draft_model import DraftModel
-from specserve.engine.executor import ModelExecutor
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars
-from specserve.engine.guesses import Guesses
-from specserve.engine.head_model import HeadModel
 from specserve.engine.kept_costs import KeptCosts
-from specserve.engine.ledger import Told
 from specserve.engine.logprobs import asked_logprobs, tell_drawn, tell_prompts
 from specserve.engine.processors import LogitsProcessor, LogitsProcessors
 from specserve.engine.runner import Answers, KVLost, Runner
-from specserve.engine.source import UserCode
-from specserve.engine.state import cost_state
 from specserve.engine.step_input import (
     AskedLogprobs,
     Processor,
@@ -34,17 +26,30 @@ from specserve.engine.step_input import (
     draws_of,
 )
 from specserve.engine.text_state import TextState
-from specserve.engine.verify import Node, Path, walk
 from specserve.errors import WEIGHTS, RequestError
-from specserve.exchange.adapter import AdapterRef
-from specserve.exchange.caller import Caller
-from specserve.exchange.messages import NOT_BEGUN, Begun
+from specserve.exchange.messages import (
+    NOT_BEGUN,
+    AdapterRef,
+    Begun,
+    Caller,
+    SourceStats,
+    SpeculationState,
+    Stats,
+    StepOutput,
+)
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import SourceStats, Stats, StepOutput
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory.block_keys import Keys, KVFormat, prompt_keys
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import PlainSteps
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.guesses import Guesses
+from specserve.speculation.head_model import HeadModel
+from specserve.speculation.ledger import Told
+from specserve.speculation.source import UserCode
+from specserve.speculation.state import cost_state
+from specserve.speculation.verify import Node, Path, walk
 from specserve_drafters.auto import EAGLE
 from specserve_kernels import NOT_FINITE, is_out_of_memory
 

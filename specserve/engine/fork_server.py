@@ -22,10 +22,9 @@ from specserve.engine.build import read_vocabulary
 from specserve.engine.loading import Progress, load_weights
 from specserve.engine.process import NOTHING, Shared
 from specserve.errors import ConfigError
-from specserve.exchange.frames import Link
-from specserve.exchange.messages import Begin, Failed
+from specserve.exchange.messages import Begin, Failed, Link
+from specserve.exchange.phases import Phases
 from specserve.exchange.spawn import NUMBER
-from specserve.phases import Phases
 from specserve.process import (
     die_with_parent,
     ignore_signals,

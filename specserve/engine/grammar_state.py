@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.grammars.compiled import in_words
+from specserve.text.grammars.compiled import in_words
 
 if TYPE_CHECKING:  # its import takes time, and most engines need none
     from llguidance import LLMatcher
 
-    from specserve.grammars.compiled import Compiled
+    from specserve.text.grammars.compiled import Compiled
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 from specserve.engine.grammar_state import GrammarState
-from specserve.fair_queue import FairThreads
-from specserve.grammars.compiled import Compiled, GrammarError
+from specserve.exchange.fair_queue import FairThreads
 from specserve.scheduling import Request
+from specserve.text.grammars.compiled import Compiled, GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from specserve.config import Config
-from specserve.engine.tap_watch import tap_words
 from specserve.errors import ConfigError
+from specserve.exchange.phases import Phases
 from specserve.models.decoder import Decoder
 from specserve.models.draft_head import DraftHead
 from specserve.models.eagle_config import is_head
@@ -22,11 +22,7 @@ from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.mtp_loader import load_mtp_head
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import differing_rows
-from specserve.models.shape import Shape
-from specserve.models.source import open_source
-from specserve.models.tokenizer import check_same_vocabulary
-from specserve.phases import Phases
-from specserve.selection import (
+from specserve.models.selection import (
     check_lost_head,
     context_length,
     has_to_run_head,
@@ -36,6 +32,10 @@ from specserve.selection import (
     resolve_head,
     resolve_model,
 )
+from specserve.models.shape import Shape
+from specserve.models.source import open_source
+from specserve.speculation.tap_watch import tap_words
+from specserve.text.tokenizer import check_same_vocabulary
 from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")

@@ -7,9 +7,9 @@ import numpy as np
 
 from specserve.engine.runner import Answers
 from specserve.engine.step_input import AskedLogprobs
-from specserve.engine.verify import Path
-from specserve.exchange.step_output import TokenLogprobs
+from specserve.exchange.messages import TokenLogprobs
 from specserve.scheduling import Request, ScheduledRequest
+from specserve.speculation.verify import Path
 from specserve_drafters import ROOT
 from specserve_kernels import Logprobs
 

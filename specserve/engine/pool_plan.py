@@ -8,8 +8,8 @@ from specserve.config import Config
 from specserve.engine.loading import asked_for
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
-from specserve.memory import Arena, BlockPool
-from specserve.memory.arena import block_bytes, tokens_that_fit
+from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
+from specserve.memory.pool import BlockPool
 from specserve.models.draft_head import DraftHead
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import KV_DTYPES

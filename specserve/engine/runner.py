@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
-from specserve.memory import Arena, KVUpdates
+from specserve.memory.arena import Arena
+from specserve.memory.pool import KVUpdates
 from specserve.models.loaded import LoadedModel
 from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
 from specserve_kernels.program import Outputs

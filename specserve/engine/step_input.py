@@ -18,7 +18,7 @@ from specserve.engine.text_state import (
     node_masks_of,
 )
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory import BlockTable, KVUpdates, PendingUpdates
+from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
 from specserve_kernels import AdapterRows, Edits, Masks, Rows, SampleParams
 

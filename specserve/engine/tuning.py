@@ -8,7 +8,7 @@ from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.version import VERSION
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads

@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from specserve.block_keys import Keys
 from specserve.config import Config
 from specserve.errors import (
     ConfigError,
@@ -22,27 +21,28 @@ from specserve.errors import (
     Overloaded,
     SpecserveError,
 )
-from specserve.exchange.adapter import AdapterRef
-from specserve.exchange.caller import Caller
-from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
     AdapterLoaded,
+    AdapterRef,
     Add,
     Begun,
+    Caller,
     Changed,
     EngineCommands,
     Failed,
+    Frames,
     Loading,
     Ready,
     Report,
+    SpeculationState,
+    StepOutput,
     frame,
     packed,
 )
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Engine, Spawned
-from specserve.exchange.speculation_state import SpeculationState
-from specserve.exchange.step_output import StepOutput
+from specserve.memory.block_keys import Keys
 
 log = logging.getLogger("specserve")
 

@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import RequestError
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
-from specserve.models.defaults import (
+from specserve.text.defaults import (
     GenerationDefaults,
     MinP,
     RepetitionPenalty,
@@ -20,6 +19,7 @@ from specserve.models.defaults import (
     TopP,
     check_temperature,
 )
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 
 T = TypeVar("T")
 MAX_CHOICES = 128

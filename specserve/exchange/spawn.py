@@ -13,8 +13,7 @@ import msgspec
 
 from specserve import logs
 from specserve.config import Config
-from specserve.exchange.frames import pack
-from specserve.exchange.messages import Begin
+from specserve.exchange.messages import Begin, pack
 
 NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
 

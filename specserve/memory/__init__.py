@@ -1,17 +1,1 @@
-"""The paged KV pool: its memory, its blocks, block tables, and the prefix cache."""
-
-from specserve.block_keys import BlockHasher, root_key
-from specserve.memory.arena import Arena, KVLayout
-from specserve.memory.block_table import BlockTable
-from specserve.memory.pool import BlockPool, KVUpdates, PendingUpdates
-
-__all__ = [
-    "Arena",
-    "BlockHasher",
-    "BlockPool",
-    "BlockTable",
-    "KVLayout",
-    "KVUpdates",
-    "PendingUpdates",
-    "root_key",
-]
+"""Blocks of KV: the pool, block tables, keys of blocks, and the arena that holds them."""

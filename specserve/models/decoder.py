@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve.memory import KVLayout
+from specserve.memory.arena import KVLayout
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms

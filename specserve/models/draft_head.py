@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specserve.memory import KVLayout
+from specserve.memory.arena import KVLayout
 from specserve.models.decoder import Decoder
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loaded import LoadedModel

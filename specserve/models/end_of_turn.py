@@ -11,8 +11,8 @@ from functools import lru_cache
 import msgspec
 
 from specserve.errors import RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.process import die_with_parent
+from specserve.text.chat_template import ChatOptions, ChatTemplate
 
 MAX_MEMORY = 1 << 29  # bytes of address space
 MAX_CPU = 1  # seconds of CPU

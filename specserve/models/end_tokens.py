@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from specserve.models.defaults import CONFIG
 from specserve.models.end_of_turn import text_after_answer
 from specserve.models.source import Source
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.defaults import CONFIG
+from specserve.text.tokenizer import Tokenizer
 
 BRACKETS = re.compile(r"<.+>|\[.+\]")
 EndTokens = dict[int, list[str]]  # id -> what names it: a file, a key or the chat template

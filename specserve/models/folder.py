@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from specserve.config import DEMO_COST
-from specserve.disk import is_full
 from specserve.errors import ConfigError
+from specserve.models.disk import is_full
 
 SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.

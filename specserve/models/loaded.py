@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specserve.memory import KVLayout
+from specserve.memory.arena import KVLayout
 from specserve.models.shape import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Program, Rows

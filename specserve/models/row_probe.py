@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from specserve.memory import Arena
-from specserve.memory.arena import used_bytes
+from specserve.memory.arena import Arena, used_bytes
 from specserve.models.loaded import LoadedModel
 from specserve_kernels import Program, Rows
 

@@ -11,11 +11,11 @@ import msgspec
 
 from specserve.config import DEMO, DEMO_COST
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.defaults import GenerationDefaults
 from specserve.models.eagle_config import names_head
 from specserve.models.folder import Scaled, read_json
 from specserve.models.scaled_shape import NOTE, HeadSizes, Sizes, head_sizes, sizes
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.defaults import GenerationDefaults
+from specserve.text.tokenizer import Tokenizer
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,6 @@ from typing import Protocol
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import DecoderConfig, load_config, read_config
-from specserve.models.defaults import GenerationDefaults, load_defaults, load_ends
 from specserve.models.folder import (
     Scaled,
     check_pointer,
@@ -21,9 +20,10 @@ from specserve.models.folder import (
     scaled_from,
 )
 from specserve.models.shape import Shape
-from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.transformers_config import parse_any
 from specserve.models.weight_files import check_is_at_home, find_weights
+from specserve.text.defaults import GenerationDefaults, load_defaults, load_ends
+from specserve.text.tokenizer import Tokenizer, load_tokenizer
 
 # The files of a folder that decide the text, beside its weights.
 WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from specserve.memory import KVLayout
+from specserve.memory.arena import KVLayout
 from specserve.models.shape import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rotary, Rows

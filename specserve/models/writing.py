@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specserve.disk import not_written
 from specserve.errors import ConfigError
+from specserve.models.disk import not_written
 from specserve.models.weight_files import INDEX, PICKLES, SINGLE
 
 SHARD_BYTES = 1 << 30

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from specserve.exchange.speculation_state import PlainStep
+from specserve.exchange.messages import PlainStep
 
 # Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
 # first steps are often slow.

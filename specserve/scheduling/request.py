@@ -5,11 +5,9 @@ from bisect import bisect_left
 
 import msgspec
 
-from specserve.exchange.adapter import AdapterRef
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import AdapterRef, Caller, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import TokenLogprobs
-from specserve.memory import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve_drafters import Draft
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import msgspec
 
-from specserve.memory import BlockPool
+from specserve.memory.pool import BlockPool
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.queue import Places, Queue, prefill_rows, share

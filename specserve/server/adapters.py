@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from specserve.config import LoraConfig
 from specserve.errors import ConfigError, RequestError
-from specserve.exchange.adapter import AdapterRef
+from specserve.exchange.messages import AdapterRef
 from specserve.logs import escaped
 from specserve.models.folder import download, name_of
 from specserve.server.body import read_fields

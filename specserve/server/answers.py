@@ -7,10 +7,16 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from specserve.exchange.messages import DraftHeadCard
-from specserve.exchange.speculation_state import CostState, GuessKind, PlainStep, PlanState
-from specserve.exchange.step_output import SourceCounts, StepDetails
-from specserve.logprobs import Logprob
+from specserve.api.generation import Logprob
+from specserve.exchange.messages import (
+    CostState,
+    DraftHeadCard,
+    GuessKind,
+    PlainStep,
+    PlanState,
+    SourceCounts,
+    StepDetails,
+)
 from specserve.models.folder import Scaled
 from specserve.models.weight_forms import WeightForms
 

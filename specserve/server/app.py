@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.errors import RequestError, SpecserveError
-from specserve.fair_queue import owner
-from specserve.keys import read_admin_keys, read_keys
+from specserve.exchange.fair_queue import owner
 from specserve.server.access_log import AccessLog, Ended, Observed
 from specserve.server.connection import canonical
 from specserve.server.key_limits import KeyLimits
+from specserve.server.keys import read_admin_keys, read_keys
 from specserve.server.live_completion import set_tenant
 from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import (

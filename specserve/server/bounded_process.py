@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from specserve import logs
-from specserve.exchange.frames import Link
+from specserve.exchange.messages import Link
 from specserve.process import die_with_parent, ignore_signals, return_freed_memory
 
 

@@ -8,14 +8,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
-from specserve.answer.formats import AnswerReader, Wanted
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.grammars.asked import StructuredOutputsParams, json_form
-from specserve.grammars.compiled import GrammarError
-from specserve.grammars.tools import CallGrammar, special_tokens
-from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.server.body import (
     REFUSED,
     Body,
@@ -33,6 +27,12 @@ from specserve.server.refusal import cut
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service, blaming
 from specserve.server.tools import NO_TOOLS, ToolsAsked, check_keys, read_calls, read_tools
+from specserve.text.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
+from specserve.text.answer.formats import AnswerReader, Wanted
+from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.grammars.asked import StructuredOutputsParams, json_form
+from specserve.text.grammars.compiled import GrammarError
+from specserve.text.grammars.tools import CallGrammar, special_tokens
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they
 # are accepted.

@@ -8,7 +8,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.answer.events import Content
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, BodyKind, FormattedBody, convert, read
@@ -16,6 +15,7 @@ from specserve.server.live_completion import Arrival, LiveCompletion, arrival
 from specserve.server.logprobs import completion_form
 from specserve.server.response import RouteSchema, respond, while_connected
 from specserve.server.service import Service
+from specserve.text.answer.events import Content
 
 Prompt = str | list[int]
 MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most

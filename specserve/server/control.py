@@ -9,11 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve import preflight
 from specserve.config import Config
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.guessing import Change, Guesses, Guessing, differences
+from specserve.exchange.guessing import Change, Guesses, Guessing, differences
 from specserve.logs import escaped
+from specserve.models import preflight
 from specserve.models.folder import name_of
 from specserve.server.body import read_fields
 from specserve.server.live_completion import tenant_of

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from specserve.grammars.compiled import GrammarError, compile_grammar, on_deep_stack, vocabulary_of
 from specserve.models.source import open_source
 from specserve.server.bounded_process import (
     Do,
@@ -17,6 +16,12 @@ from specserve.server.bounded_process import (
     bound_memory,
     bounded_time,
     main,
+)
+from specserve.text.grammars.compiled import (
+    GrammarError,
+    compile_grammar,
+    on_deep_stack,
+    vocabulary_of,
 )
 
 SECONDS = 0.8  # of CPU time to compile one, of the second within which it is refused

@@ -12,15 +12,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from specserve.block_keys import Keys
+from specserve.api.generation import Generation, proposing, sums_of
+from specserve.api.lora import NamedAdapter
 from specserve.errors import SpecserveError, of_failure
-from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
+from specserve.exchange.messages import Caller, StepDetails, StepOutput
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.step_output import StepDetails, StepOutput
-from specserve.generation import Generation, proposing, sums_of
 from specserve.logs import request_id
-from specserve.lora import NamedAdapter
+from specserve.memory.block_keys import Keys
 from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import DeadlineExceeded

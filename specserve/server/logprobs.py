@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from specserve.exchange.step_output import TokenLogprobs
-from specserve.logprobs import Logprob, prompt_tables
-from specserve.models.tokenizer import Tokenizer
+from specserve.api.generation import Logprob, prompt_tables
+from specserve.exchange.messages import TokenLogprobs
+from specserve.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM's number
 encode = msgspec.json.Encoder().encode

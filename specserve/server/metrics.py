@@ -18,9 +18,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from specserve.exchange.messages import Ready, Report
-from specserve.exchange.step_output import Stats
-from specserve.generation import Generation
+from specserve.api.generation import Generation
+from specserve.exchange.messages import Ready, Report, Stats
 from specserve.server.source_metrics import SourceMetrics
 
 # From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.

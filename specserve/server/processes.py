@@ -14,15 +14,16 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.frames import Frames, pack
+from specserve.exchange.fair_queue import Turns, current_tenant, owner
+from specserve.exchange.messages import Frames, pack
 from specserve.exchange.spawn import start_process
-from specserve.fair_queue import Turns, current_tenant, owner
-from specserve.grammars.verdicts import Verdicts
-from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
 from specserve.server import grammar_process, template_process
 from specserve.server.body import LARGE, BodyKind
 from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started
 from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
+from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.grammars.verdicts import Verdicts
+from specserve.text.template_messages import Message
 
 READER = "specserve.server.body_process"  # it imports the routes, and these this module
 T = TypeVar("T")

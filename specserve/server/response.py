@@ -22,11 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specserve.answer.events import Answer, AnswerParser, CallBegin, Content, Event, answer_of
-from specserve.answer.formats import AnswerReader
-from specserve.exchange.step_output import StepDetails
-from specserve.generation import Generation
-from specserve.logprobs import best
+from specserve.api.generation import Generation, best
+from specserve.exchange.messages import StepDetails
 from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody
 from specserve.server.connection import CONNECTION, Connection
@@ -35,6 +32,8 @@ from specserve.server.live_completion import ENDS, ChoiceDelta, LiveCompletion, 
 from specserve.server.logprobs import Namer, Told, prompt_form, prompt_starts, sealed
 from specserve.server.refusal import error_body, error_response
 from specserve.server.service import ServedModel, Service
+from specserve.text.answer.events import Answer, AnswerParser, CallBegin, Content, Event, answer_of
+from specserve.text.answer.formats import AnswerReader
 
 T = TypeVar("T")
 HEADERS = [

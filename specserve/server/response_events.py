@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specserve.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
-from specserve.answer.formats import AnswerReader, PlainParser
 from specserve.server.flush import COMMENT
 from specserve.server.live_completion import ChoiceDelta, LiveCompletion
 from specserve.server.logprobs import Namer, Told, chat_form, sealed
 from specserve.server.refusal import error_body
 from specserve.server.response import event
 from specserve.server.service import ServedModel
+from specserve.text.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
+from specserve.text.answer.formats import AnswerReader, PlainParser
 
 if TYPE_CHECKING:
     from specserve.server.responses import ResponsesBody

@@ -10,8 +10,6 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.grammars.asked import StructuredOutputsParams
-from specserve.models.chat_template import ChatOptions
 from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
 from specserve.server.chat import begin, fit_to_template, read_message, read_options
 from specserve.server.live_completion import arrival
@@ -21,6 +19,8 @@ from specserve.server.response_items import AnyItem, read_input
 from specserve.server.response_tools import AnyTool, read_flat_tools
 from specserve.server.service import Service
 from specserve.server.tools import ToolsAsked
+from specserve.text.chat_template import ChatOptions
+from specserve.text.grammars.asked import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
 STORED = "responses are not stored: send the whole conversation as input"

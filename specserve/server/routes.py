@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.guessing import Change
+from specserve.exchange.guessing import Change
 from specserve.server import answers
 from specserve.server.adapters import (
     LoadAdapterBody,

@@ -19,18 +19,17 @@ import uvicorn
 import uvloop
 
 from specserve import logs
-from specserve.answer.formats import Formats, find_formats
+from specserve.api.input_processor import load_text_files, make_input_processor
+from specserve.api.lora import modules_of
+from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
-from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import AdapterRef, Ready
+from specserve.exchange.phases import Phases
 from specserve.exchange.spawn import ForkServer, Spawned
-from specserve.input_processor import load_text_files, make_input_processor
-from specserve.lora import modules_of
-from specserve.models.tokenizer import Tokenizer
-from specserve.phases import Phases
-from specserve.preflight import Folders
+from specserve.models.preflight import Folders
+from specserve.models.selection import scaled_models
 from specserve.process import (
     AT_ONCE,
     ENDING,
@@ -40,8 +39,6 @@ from specserve.process import (
     switch_threads_often,
     tell,
 )
-from specserve.progress import LoadProgress, show_phases
-from specserve.selection import scaled_models
 from specserve.server.app import make_app
 from specserve.server.connection import SPARE, bounded
 from specserve.server.handshake import Handshakes
@@ -49,6 +46,8 @@ from specserve.server.handshake import log as handshakes_log
 from specserve.server.service import ServedModel, Service, fingerprint
 from specserve.server.tls import TLS
 from specserve.server.tracing import Tracer, start_tracing
+from specserve.text.answer.formats import Formats, find_formats
+from specserve.text.tokenizer import Tokenizer
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
 KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first

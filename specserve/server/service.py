@@ -12,13 +12,14 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from specserve.answer.formats import AnswerReader, Formats
-from specserve.block_keys import Keys, KVFormat, prompt_keys
+from specserve.api.input_processor import InputProcessor, last
+from specserve.api.lora import AdapterNames, NamedAdapter
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.adapter import AdapterRef
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import DraftHeadCard, Ready
+from specserve.exchange.fair_queue import FairThreads, current_tenant, has_room, owner
+from specserve.exchange.guessing import Guesses, Guessing, guesses_of
+from specserve.exchange.messages import AdapterRef, DraftHeadCard, Ready
 from specserve.exchange.sampling_params import (
     Sampling,
     SamplingParams,
@@ -26,21 +27,17 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
-from specserve.fair_queue import FairThreads, current_tenant, has_room, owner
-from specserve.guessing import Guesses, Guessing, guesses_of
-from specserve.input_processor import InputProcessor, last
-from specserve.lora import AdapterNames, NamedAdapter
-from specserve.models.chat_template import ChatOptions, ChatTemplate, Message
+from specserve.memory.block_keys import Keys, KVFormat, prompt_keys
 from specserve.models.folder import Scaled
-from specserve.models.source import open_source
-from specserve.models.weight_forms import WeightForms
-from specserve.selection import (
+from specserve.models.selection import (
     resolve_draft,
     resolve_head,
     resolve_model,
     scaled_models,
     served_name,
 )
+from specserve.models.source import open_source
+from specserve.models.weight_forms import WeightForms
 from specserve.server.adapter_metrics import AdapterMetrics
 from specserve.server.body import BodyKind, BodyReader, is_short
 from specserve.server.deadline import Deadline
@@ -54,6 +51,9 @@ from specserve.server.processes import (
     TemplateProcesses,
 )
 from specserve.server.refusal import DeadlineExceeded, NotFound, cut
+from specserve.text.answer.formats import AnswerReader, Formats
+from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.template_messages import Message
 from specserve.version import VERSION
 
 LONG = 1 << 12  # tokens of prompts from which hashing takes a good part of a millisecond

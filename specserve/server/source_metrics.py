@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specserve.exchange.step_output import SourceStats
+from specserve.exchange.messages import SourceStats
 
 LABELS = ["model_name", "engine", "source"]
 

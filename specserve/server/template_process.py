@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from specserve.errors import RequestError
-from specserve.models.chat_template import ChatOptions, ChatTemplate
 from specserve.server.bounded_process import Do, Done, Refused, bound_memory, main
+from specserve.text.chat_template import ChatOptions, ChatTemplate
 
 MAX_MEMORY = 1 << 29  # bytes of address space; Python and jinja2 take an eighth of it
 MAX_TEXT = 1 << 24  # characters; every prompt that fits a model is far shorter

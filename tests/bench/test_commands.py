@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from specserve.cli import main
+from specserve.cli.command import main
 from specserve.config import load_config
 from specserve.models.folder import SCALED, Scaled
 from specserve_bench import results, suite

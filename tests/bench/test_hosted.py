@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from specserve.cli import main
+from specserve.cli.command import main
 from specserve_bench import results
 from specserve_bench.hosted import Hosted
 from specserve_bench.results import Load

@@ -12,11 +12,11 @@ from time import monotonic, sleep
 
 import pytest
 
-from specserve.cli import main
+from specserve.cli.command import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.tokenizer import load_tokenizer
 from specserve_bench import bound
 from specserve_bench.bound import Rates
 from specserve_bench.peers import command, models, pythons

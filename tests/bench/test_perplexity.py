@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from specserve import LLM, cli
+from specserve import LLM
+from specserve.cli import command as cli
 from specserve.errors import ConfigError
 from specserve_bench import perplexity
 from tests.checkpoints import tiny_checkpoint

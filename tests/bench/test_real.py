@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.generation import Speculation, Timing
-from specserve.logprobs import Logprob
+from specserve.api.generation import Logprob, Speculation, Timing
 from specserve_bench import real
 from specserve_bench.real import (
     Kept,

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
+from specserve.cli.quantize import quantize
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import load_config, tensor_shapes
@@ -16,7 +17,6 @@ from specserve.models.folder import scaled_from
 from specserve.models.rounding import Rounding
 from specserve.models.shapes import SHAPES, shape_config
 from specserve.models.weight_files import INDEX, SINGLE
-from specserve.quantize import quantize
 from specserve_bench import scale
 from specserve_bench.scale import main, scale_model
 from tests.checkpoints import tiny_checkpoint

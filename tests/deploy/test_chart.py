@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import load_config
 from specserve.server.serve import FLUSH_SECONDS
 from specserve.version import VERSION

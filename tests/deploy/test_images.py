@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.version import VERSION
 from tests.deploy.tools import program
 from tests.server.server_process import ServerProcess

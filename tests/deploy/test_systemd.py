@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import ServerConfig
 from specserve.server.serve import ENGINE_DIED, FLUSH_SECONDS
 from tests.server.server_process import ServerProcess

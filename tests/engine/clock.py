@@ -2,9 +2,10 @@
 
 from time import perf_counter
 
-from specserve.engine import engine, guesses, harvest, kept_costs, levels, planned_guesses
+from specserve.engine import engine, kept_costs
 from specserve.engine.runner import Runner
 from specserve.scheduling import scheduler
+from specserve.speculation import guesses, harvest, levels, planned_guesses
 
 TIMED = (engine, guesses, harvest, levels, planned_guesses, scheduler)  # modules that read the time
 

@@ -17,8 +17,7 @@ from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.process import loaded_adapters, report
 from specserve.errors import ConfigError
-from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Begun, frame
+from specserve.exchange.messages import Begun, Caller, frame
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.adapters import PackedAdapter
 from tests.adapters import write_adapter

@@ -378,7 +378,7 @@ def test_a_draft_model_is_loaded_while_requests_step(folders, undisturbed, monke
         return load_models(*args)
 
     with load(folders) as llm:
-        monkeypatch.setattr("specserve.engine.control.load_models", slow)
+        monkeypatch.setattr("specserve.engine.process.load_models", slow)
         thread = threading.Thread(target=llm.load_draft_model, args=(Path(folders["same"]),))
         thread.start()
         assert loading.wait(30)

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from specserve.config import load_config
-from specserve.engine import build, head_model, loading
+from specserve.engine import build, loading
 from specserve.engine.step_input import RowGroup
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory import BlockPool, BlockTable
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.loader import load_decoder
+from specserve.speculation import head_model
 from specserve_kernels import DeviceError, cpu
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged

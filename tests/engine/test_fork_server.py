@@ -8,11 +8,11 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine import fork_server
-from specserve.exchange.frames import Frames
 from specserve.exchange.messages import (
     Add,
     EngineCommands,
     Failed,
+    Frames,
     Ready,
     Report,
     decode_reply,

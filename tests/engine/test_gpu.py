@@ -13,15 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
+from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.grammars import Grammars
 from specserve.engine.step_input import RowGroup
 from specserve.exchange.sampling_params import Sampling
-from specserve.input_processor import load_text_files, make_input_processor
-from specserve.memory import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.tokenizer import load_tokenizer
 from specserve_bench.workloads import workload
 from specserve_kernels import load
 from specserve_kernels.reference.sampling import gumbel, transform

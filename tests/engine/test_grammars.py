@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
 from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.exchange.caller import Caller
+from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
-from specserve.grammars import compiled
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.grammars import compiled
+from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import EOS, tiny_checkpoint
 from tests.engine.engines import (
     Case,
@@ -338,7 +338,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(engine_with, sampling, monkeypa
         go.wait(10)
         return compile_grammar(*args)
 
-    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
+    monkeypatch.setattr("specserve.text.grammars.compiled.compile_grammar", slow)
     late = engine.add(PROMPT, sampling(GRAMMARS["choice"]))
     good = engine.add(PROMPT, sampling("", max_tokens=5))
     while good.id in engine.requests:
@@ -363,7 +363,7 @@ def held_up(monkeypatch):
             go.wait(10)
         return compile_grammar(vocabulary, grammar)
 
-    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
+    monkeypatch.setattr("specserve.text.grammars.compiled.compile_grammar", slow)
     yield go
     go.set()
 
@@ -423,7 +423,7 @@ def test_requests_may_end_while_their_grammar_is_compiled(engine_with, sampling,
         go.wait(10)
         return compile_grammar(*args)
 
-    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", slow)
+    monkeypatch.setattr("specserve.text.grammars.compiled.compile_grammar", slow)
     gone = engine.add(PROMPT, sampling(GRAMMARS["json"]))
     asked = [sampling(GRAMMARS["choice"], seed=seed) for seed in range(3)]
     first, second, third = engine.add_choices(PROMPT, asked)
@@ -511,7 +511,7 @@ def test_whatever_goes_wrong_in_compiling_ends_its_request_alone(
     def failing(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("specserve.grammars.compiled.compile_grammar", failing)
+    monkeypatch.setattr("specserve.text.grammars.compiled.compile_grammar", failing)
     (tokens, failure), (good, none) = run(
         engine_with(), PROMPT, sampling(GRAMMARS["json"]), sampling("", max_tokens=4)
     )

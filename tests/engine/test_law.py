@@ -5,7 +5,7 @@ from math import log
 import pytest
 import torch
 
-from specserve.engine.verify import walk
+from specserve.speculation.verify import walk
 from specserve_drafters import ROOT, Draft
 from specserve_kernels.reference.sampling import allowed, edited, transform
 from tests.kernels.edits import BAN, edits_of, masks_of

@@ -8,10 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from specserve.block_keys import BlockHasher, KVFormat
-from specserve.exchange.caller import Caller
-from specserve.exchange.messages import Begun
+from specserve.exchange.messages import Begun, Caller
 from specserve.exchange.sampling_params import Sampling, mix64
+from specserve.memory.block_keys import BlockHasher, KVFormat
 from specserve_drafters import Draft, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (

@@ -8,14 +8,13 @@ from msgspec import structs
 from specserve.config import load_config
 from specserve.engine import process
 from specserve.engine.build import Loaded
-from specserve.engine.control import Control
 from specserve.engine.engine import Engine
-from specserve.engine.process import serve
-from specserve.exchange.caller import Caller
+from specserve.engine.process import Control, serve
 from specserve.exchange.messages import (
     Add,
     Begin,
     Begun,
+    Caller,
     EngineCommands,
     Loading,
     Ready,

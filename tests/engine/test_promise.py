@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from specserve.engine.source import UserSource
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.eagle_loader import load_eagle_head
-from specserve.models.tokenizer import load_tokenizer
+from specserve.speculation.source import UserSource
+from specserve.text.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource

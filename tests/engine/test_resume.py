@@ -5,7 +5,7 @@ import pytest
 from specserve.engine.grammars import Grammars
 from specserve.exchange.messages import NOT_BEGUN, Begun
 from specserve.exchange.sampling_params import Sampling
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_grammars import GRAMMARS, end_of, read_vocabulary

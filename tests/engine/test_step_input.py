@@ -9,7 +9,7 @@ import torch
 
 from specserve.engine.runner import KVLost
 from specserve.engine.step_input import RowGroup, StepInput, build_step_input, greedy_draws
-from specserve.memory import BlockPool, BlockTable, PendingUpdates
+from specserve.memory.pool import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small, logits_of

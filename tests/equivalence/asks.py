@@ -12,12 +12,12 @@ import jsonschema
 import msgspec
 from llguidance import LLMatcher
 
-from specserve.answer.events import answer_of
-from specserve.answer.formats import Formats
-from specserve.answer.hermes import HermesParser
 from specserve.exchange.sampling_params import SamplingParams, resolve
-from specserve.grammars.tools import CallGrammar
-from specserve.models.defaults import GenerationDefaults
+from specserve.text.answer.events import answer_of
+from specserve.text.answer.formats import Formats
+from specserve.text.answer.hermes import HermesParser
+from specserve.text.defaults import GenerationDefaults
+from specserve.text.grammars.tools import CallGrammar
 from tests.equivalence.columns import Asked
 from tests.equivalence.pair import END, VOCAB, spoken
 

@@ -5,11 +5,11 @@ from concurrent.futures import wait
 
 import msgspec
 
+from specserve.api.generation import Generation, Usage, output
 from specserve.engine.grammars import Grammars, Vocabulary
+from specserve.exchange.messages import TokenLogprobs
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of
-from specserve.exchange.step_output import TokenLogprobs
-from specserve.generation import Generation, Usage, output
-from specserve.grammars.compiled import vocabulary_of
+from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import ROOT
 from tests.engine.engines import ask_always, draft_of, engine_for
 from tests.equivalence.pair import END, VOCAB

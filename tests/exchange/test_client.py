@@ -9,11 +9,21 @@ import pytest
 
 from specserve.errors import EngineDied
 from specserve.exchange.client import EngineClient, ended
-from specserve.exchange.frames import Frames, pack
-from specserve.exchange.messages import Failed, Ready, Report, decode_commands, frame
+from specserve.exchange.messages import (
+    CostState,
+    Failed,
+    Frames,
+    Ready,
+    Report,
+    RowCost,
+    SpeculationState,
+    Stats,
+    StepOutput,
+    decode_commands,
+    frame,
+    pack,
+)
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.speculation_state import CostState, RowCost, SpeculationState
-from specserve.exchange.step_output import Stats, StepOutput
 
 READY = Ready({}, "none", 320, 512, "bf16", "bf16", "generic", 16, 100, {})
 

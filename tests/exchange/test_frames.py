@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.exchange.frames import HEADER, MAX_BYTES, VERSION, Frames, pack
+from specserve.exchange.messages import HEADER, MAX_BYTES, VERSION, Frames, pack
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.lists(st.integers(0, 300)))

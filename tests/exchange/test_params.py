@@ -10,7 +10,7 @@ from specserve.exchange.sampling_params import (
     in_room,
     resolve,
 )
-from specserve.models.defaults import GenerationDefaults
+from specserve.text.defaults import GenerationDefaults
 
 NAN, INF = float("nan"), float("inf")
 PLAIN = GenerationDefaults(eos_token_ids=(7,))

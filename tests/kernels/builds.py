@@ -3,6 +3,8 @@
 The build for GPUs computes on a GPU if there is one, else in Triton's interpreter on the CPU.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -15,9 +17,13 @@ from tests.kernels.rerun import Rerun
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-cuda = load("cuda") if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)  # its tensors are on DEVICE
+# FlashInfer takes minutes to compile for all head sizes; `triton` leaves it out.
+ATTENTION = os.environ.get("SPECSERVE_TEST_ATTENTION", "auto")
+# Its tensors are on DEVICE.
+cuda = load("cuda", ATTENTION) if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)
 placed = Placed(cuda, DEVICE)  # its tensors are on the host
 ON_GPU = pytest.mark.cuda  # these tests run on a GPU if there is one
+FLASHINFER = pytest.mark.skipif(ATTENTION == "triton", reason="SPECSERVE_TEST_ATTENTION=triton")
 INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")
 
 

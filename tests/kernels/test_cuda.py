@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.memory import Arena, KVLayout
+from specserve.memory.arena import Arena, KVLayout
 from specserve_kernels import DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
 from specserve_kernels.cuda import attention, gated, paged
 from specserve_kernels.cuda import ops as cuda_ops
@@ -24,7 +24,7 @@ from specserve_kernels.cuda.masks import Sight, kv_lengths, pack, sight
 from specserve_kernels.cuda.ops import CudaOps
 from specserve_kernels.cuda.staging import Staging
 from tests.kernels import fake_flashinfer
-from tests.kernels.builds import DEVICE, HAS_GPU, INTERPRETED, ON_GPU, placed
+from tests.kernels.builds import DEVICE, FLASHINFER, HAS_GPU, INTERPRETED, ON_GPU, placed
 from tests.kernels.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.kernels.random_steps import (
     RandomStep,
@@ -39,7 +39,7 @@ from tests.kernels.random_steps import (
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # the interpreter cuts bfloat16 off
-FLASHINFER = 2e-2 if HAS_GPU else 6e-3  # of a row; weights are rounded to bfloat16 on a GPU
+OFF_BY = 2e-2 if HAS_GPU else 6e-3  # of a row; weights are rounded to bfloat16 on a GPU
 WINDOWS = [None, 1000, 40, 31, 5, 1]
 
 
@@ -102,16 +102,18 @@ def test_sight_is_what_a_row_sees(window):
 
 
 @ON_GPU
+@FLASHINFER
 @pytest.mark.pairs
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 64), (8, 1, 128), (14, 2, 64), (4, 2, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 20, 64])
 def test_flashinfer_is_asked_for_what_rows_see(H, Hk, D, block_size, window):
     step = RandomStep(random_reqs(random.Random(D)), block_size, H, Hk, D, torch.bfloat16).filled()
+    assert placed.flashinfer is not None, "FlashInfer is missing, or could not be compiled"
     assert placed.flashinfer.fits(step.kv)
     q = queries(step, len(step.rows().positions))
     got, want = (step.attend(ops, q, window) for ops in (placed, reference))
-    assert row_errors(got, want).max() < FLASHINFER
+    assert row_errors(got, want).max() < OFF_BY
 
 
 @ON_GPU
@@ -122,7 +124,7 @@ def test_layers_of_several_windows_share_a_plan():
     for window in [5, None, 70, 5]:
         got = placed.attention(q, step.kv.layers[0], plan, 0.125, window)
         want = step.attend(reference, q, window)
-        assert row_errors(got, want).max() < FLASHINFER
+        assert row_errors(got, want).max() < OFF_BY
 
 
 @ON_GPU
@@ -157,7 +159,7 @@ SHAPES = [  # heads, KV heads, head size, block size, window, dtype: what FlashI
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window", "dtype"), SHAPES)
 def test_triton_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
     step = RandomStep(random_reqs(random.Random(D), 100), block_size, H, Hk, D, dtype).filled()
-    assert not placed.flashinfer.fits(step.kv)
+    assert placed.flashinfer is None or not placed.flashinfer.fits(step.kv)
     q = queries(step, len(step.rows().positions))
     got, want = (step.attend(ops, q, window) for ops in (placed, reference))
     assert row_errors(got, want).max() < TOLERANCE[dtype]

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from specserve.memory import Arena, KVLayout
-from specserve.memory.arena import block_bytes, tokens_that_fit, used_bytes
+from specserve.memory.arena import Arena, KVLayout, block_bytes, tokens_that_fit, used_bytes
 from specserve_kernels import KVCache, cpu
 
 WIDE = [KVLayout(num_kv_heads=2, head_dim=20, dtype=torch.float32)] * 3

@@ -5,10 +5,10 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from specserve.models.chat_template import ChatTemplate
 from specserve.models.end_of_turn import text_after_answer, written
 from specserve.models.end_tokens import find_end_tokens, report
 from specserve.models.source import open_source
+from specserve.text.chat_template import ChatTemplate
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|user|>", "<|im"]
 LOOP = "{% for m in messages %}BODY{% endfor %}"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFWriter, TokenType
 
+from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
-from specserve.input_processor import load_text_files
 from tests.models.gguf_files import put_tokenizer, write
-from tests.test_preflight import refusal
+from tests.models.test_preflight import refusal
 
 
 def put(**values):
@@ -247,7 +247,7 @@ def test_the_text_of_a_file_needs_neither_torch_nor_numpy(tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.modules['transformers'] = None;"
         "sys.modules['torch'] = None; sys.modules['numpy'] = None;"
-        "from specserve.input_processor import load_text_files;"
+        "from specserve.api.input_processor import load_text_files;"
         f"files = load_text_files(Path({str(file)!r})); assert files.tokenizer.encode('the')"
     )
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

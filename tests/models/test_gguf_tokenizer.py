@@ -29,7 +29,7 @@ from specserve.models.gguf.vocabulary import Kind, Vocabulary
 from specserve.models.source import open_source
 from tests.checkpoints import EOS
 from tests.models.gguf_files import put_tokenizer, write
-from tests.models.test_tokenizer_parity import TEXTS, check_bytes
+from tests.text.test_tokenizer_parity import TEXTS, check_bytes
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 CORPUS = [

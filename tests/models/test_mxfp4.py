@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, open_reader, weight_bytes

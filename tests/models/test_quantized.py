@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder

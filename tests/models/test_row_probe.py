@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve.memory import KVLayout
+from specserve.memory.arena import KVLayout
 from specserve.models.row_probe import CONTEXTS, differing_rows
 from specserve_kernels import reference
 from specserve_kernels.program import EagerProgram

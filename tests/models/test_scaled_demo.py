@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from specserve import LLM, SamplingParams, preflight
+from specserve import LLM, SamplingParams
 from specserve.config import DEMO_COST, DEMO_DRAFT, DEMO_HEAD, DEMO_TARGET, load_config
+from specserve.models import preflight
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.folder import name_of
 from specserve.models.shapes import SHAPES

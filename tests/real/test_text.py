@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from specserve.input_processor import load_text_files
+from specserve.api.input_processor import load_text_files
 
 TEXTS = (
     "",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.exchange.speculation_state import PlainStep
+from specserve.exchange.messages import PlainStep
 from specserve.scheduling.cost import LATEST, PlainSteps, Step
 
 

@@ -20,9 +20,9 @@ from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
 from specserve.server.responses import ResponsesBody
 from specserve.server.texts import DetokenizeBody, TokenizeBody
-from tests.grammars.hostile import EVERY, WRITTEN
 from tests.server.asking import CHAT, COMPLETIONS
 from tests.server.test_bodies import HOSTILE, MALFORMED, MAX_BODY, ORDINARY
+from tests.text.grammars.hostile import EVERY, WRITTEN
 
 RESPONSES = "/v1/responses"
 VOCABULARY = 320  # of the tiny models

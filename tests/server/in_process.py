@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import uvloop
 
-from specserve import preflight
 from specserve.config import load_config
 from specserve.engine import process
 from specserve.errors import EngineDied
 from specserve.exchange.messages import Begin
 from specserve.exchange.spawn import Spawned
+from specserve.models import preflight
 from specserve.server import serve
 from specserve.server.listen import listen
 from tests.server.server_process import SETTINGS, ServerProcess, eventually

@@ -8,18 +8,17 @@ from types import SimpleNamespace
 
 import uvloop
 
+from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, load_config
 from specserve.errors import RequestError
-from specserve.exchange.messages import Ready
-from specserve.exchange.step_output import StepOutput, TokenLogprobs
-from specserve.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
-from specserve.input_processor import TextFiles, make_input_processor
-from specserve.models.chat_template import ChatTemplate
-from specserve.models.defaults import GenerationDefaults
-from specserve.models.tokenizer import Tokenizer
+from specserve.exchange.messages import Ready, StepOutput, TokenLogprobs
 from specserve.server.listen import listen
 from specserve.server.serve import Server, formats_of
 from specserve.server.service import ServedModel, Service
+from specserve.text.chat_template import ChatTemplate
+from specserve.text.defaults import GenerationDefaults
+from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS
 from tests.server.server_process import ServerProcess, eventually
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import LoraConfig
 from specserve.errors import ConfigError
 from specserve.server import adapters

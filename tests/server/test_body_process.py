@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from specserve.errors import Overloaded, RequestError
-from specserve.fair_queue import owner
+from specserve.exchange.fair_queue import owner
 from specserve.server.body import LARGE, MANY, check_items, is_short
 from specserve.server.body_process import KINDS, read
 from specserve.server.bounded_process import Refused

@@ -8,18 +8,17 @@ import pytest
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from specserve.block_keys import KVFormat, prompt_keys
+from specserve.api.input_processor import InputProcessor
 from specserve.config import Config
-from specserve.exchange.caller import Caller
 from specserve.exchange.client import EngineClient
-from specserve.exchange.messages import Ready
+from specserve.exchange.messages import Caller, Ready
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.input_processor import InputProcessor
-from specserve.models.defaults import GenerationDefaults
+from specserve.memory.block_keys import KVFormat, prompt_keys
 from specserve.server import service as service_module
 from specserve.server.app import KeyGuard
 from specserve.server.live_completion import Arrival, arrival
 from specserve.server.service import Service
+from specserve.text.defaults import GenerationDefaults
 from tests.checkpoints import tiny_tokenizer
 
 FORMATS = {"target": KVFormat("target", 16), "draft": KVFormat("draft", 20)}

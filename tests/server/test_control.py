@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
-from specserve.keys import SCOPES, read_admin_keys
+from specserve.server.keys import SCOPES, read_admin_keys
 from tests.checkpoints import tiny_checkpoint, with_another_token
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed
 from tests.server.in_process import server_threads

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from tests.checkpoints import tiny_checkpoint
-from tests.grammars.hostile import ENDLESS, EVERY
 from tests.server.asking import CHAT, COMPLETIONS, saying, streaming
 from tests.server.in_process import server_threads
 from tests.server.server_process import eventually
+from tests.text.grammars.hostile import ENDLESS, EVERY
 
 RESPONSES = "/v1/responses"
 FOREVER = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"

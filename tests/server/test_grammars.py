@@ -8,13 +8,13 @@ import signal
 import pytest
 
 from specserve.errors import Overloaded, RequestError
-from specserve.fair_queue import owner
-from specserve.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.exchange.fair_queue import owner
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import SECONDS, Tokens
 from specserve.server.processes import GrammarProcesses
+from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.grammars.hostile import ENDLESS, EVERY
+from tests.text.grammars.hostile import ENDLESS, EVERY
 
 FIELD = "structured_outputs.json"
 

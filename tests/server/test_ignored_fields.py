@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve.models.chat_template import ChatTemplate
 from specserve.server.body import drop_ignored
 from specserve.server.chat import ChatBody, fit_to_template
 from specserve.server.responses import ReasoningOptions, ResponsesBody
 from specserve.server.tools import NO_TOOLS, ToolsAsked
+from specserve.text.chat_template import ChatTemplate
 
 READS = "{{ reasoning_effort }}{{ messages[0].content }}"
 NOTED = {"role": "user", "content": "a", "ts": 1}

@@ -9,7 +9,7 @@ import pytest
 
 from specserve.config import load_config
 from specserve.errors import ConfigError, Overloaded, RequestError
-from specserve.fair_queue import owner
+from specserve.exchange.fair_queue import owner
 from specserve.server.body import BodyReader
 from specserve.server.key_limits import Account
 from specserve.server.refusal import RateLimited

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import pytest
 
 from specserve.exchange.messages import Ready
-from specserve.models.chat_template import ChatTemplate
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve.server import serve
 from specserve.server.service import fingerprint
+from specserve.text.chat_template import ChatTemplate
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import COMPLETIONS, saying
 from tests.server.in_process import server_threads

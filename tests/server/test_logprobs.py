@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from specserve import SamplingParams
 from specserve.errors import RequestError
+from specserve.exchange.messages import TokenLogprobs
 from specserve.exchange.sampling_params import mix64
-from specserve.exchange.step_output import TokenLogprobs
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.completions import check_told
 from specserve.server.logprobs import (
     Namer,
@@ -24,9 +23,10 @@ from specserve.server.logprobs import (
     prompt_form,
     prompt_starts,
 )
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.models.test_tokenizer_parity import metaspace
 from tests.server.asking import CHAT, COMPLETIONS, MESSAGES, chat_body, completion_body, said
+from tests.text.test_tokenizer_parity import metaspace
 
 PROMPT = "the cat sat on é 🙂 mat"
 WARM = {"temperature": 1.5, "seed": 1, "max_tokens": 60, "ignore_eos": True}

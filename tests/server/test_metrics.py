@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
-from specserve.exchange.messages import Report
-from specserve.exchange.step_output import Stats, StepOutput
+from specserve.exchange.messages import Report, Stats, StepOutput
 from specserve.server.metrics import Histogram, Metrics
 
 BUCKETS = 0.001, 0.5, 1, 20

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 from specserve.server.listen import listen

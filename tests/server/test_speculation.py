@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from specserve.api.input_processor import load_text_files
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.exchange.step_output import SourceStats, Stats
-from specserve.input_processor import load_text_files
+from specserve.exchange.messages import SourceStats, Stats
 from specserve.server.metrics import Metrics
 from specserve_drafters import Draft
 from tests.engine.clock import Clock

@@ -11,9 +11,9 @@ import pytest
 
 from specserve import SamplingParams
 from specserve.server.grammar_process import SECONDS
-from tests.grammars.hostile import EVERY
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, in_process, saying, streamed, whole
 from tests.server.server_process import eventually
+from tests.text.grammars.hostile import EVERY
 
 SCHEMA = {
     "type": "object",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from specserve.errors import Overloaded, RequestError
-from specserve.fair_queue import owner
-from specserve.models.chat_template import ChatTemplate
+from specserve.exchange.fair_queue import owner
 from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
+from specserve.text.chat_template import ChatTemplate
 from tests.server.test_leaving import resident_bytes
 
 pytestmark = pytest.mark.timed  # of each process: the deadlines here are below half a second

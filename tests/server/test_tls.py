@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from specserve import cli
+from specserve.cli import command as cli
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
 from specserve.server.serve import raise_file_limit

@@ -14,13 +14,13 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, ServerConfig
 from specserve.errors import PromptTooLong
-from specserve.input_processor import TextFiles, make_input_processor
-from specserve.models.defaults import GenerationDefaults
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.processes import NUM_PROCESSES
 from specserve.server.service import Service
+from specserve.text.defaults import GenerationDefaults
+from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, saying
 from tests.server.server_process import ServerProcess, eventually

@@ -10,13 +10,13 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from specserve.grammars.compiled import compile_grammar, vocabulary_of
 from specserve.server import chat
-from tests.answer.outputs import JSON_TEMPLATE, TOOLS
+from specserve.text.grammars.compiled import compile_grammar, vocabulary_of
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body
 from tests.server.scripted import Grammars, scripted, with_template
 from tests.server.server_process import eventually
+from tests.text.answer.outputs import JSON_TEMPLATE, TOOLS
 
 QWEN = (
     "{% if tools %}tools: {{ tools | tojson }}\n<tool_call> {% endif %}"

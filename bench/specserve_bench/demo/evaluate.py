@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from specserve import LLM, SamplingParams
+from specserve.api.generation import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.generation import Output
-from specserve.memory import BlockTable
+from specserve.memory.pool import BlockTable
 from specserve_bench.demo.card import JSON, Figures, read_card
 from specserve_bench.demo.held_out import Question, questions, source_files
 

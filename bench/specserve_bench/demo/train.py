@@ -17,7 +17,6 @@ import msgspec  # isort: skip
 import torch  # isort: skip
 
 from specserve.errors import ConfigError
-from specserve.machine import cpu_name
 from specserve_bench.demo.batches import Corpus, encode, load_corpus, save_corpus
 from specserve_bench.demo.card import Card, write_card
 from specserve_bench.demo.corpus import library, read_source, source_files, symbols, turns
@@ -28,6 +27,7 @@ from specserve_bench.demo.models import begin_as, build, export, read
 from specserve_bench.demo.own_text import own_text
 from specserve_bench.demo.tokenizer import load, train_tokenizer
 from specserve_bench.demo.training_config import Course, TrainingConfig, check_config, read_config
+from specserve_bench.machine import cpu_name
 from specserve_kernels.threads import allowed_threads
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import resolve
-from specserve.preflight import check_model
+from specserve.models.preflight import check_model
 from specserve_bench.demo.batches import Corpus, Ids, encode, load_corpus, save_corpus
 from specserve_bench.demo.head_card import HeadCard, Training, write_head_card
 from specserve_bench.demo.head_config import HeadConfig

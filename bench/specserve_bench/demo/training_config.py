@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from specserve.disk import not_written
 from specserve.errors import ConfigError
+from specserve.models.disk import not_written
 
 OWN_LENGTH = 128  # tokens that the target continues a beginning with
 

@@ -14,6 +14,8 @@ from specserve_bench.gpu.record import UNFINISHED, Record
 from specserve_bench.gpu.stages import REHEARSED
 from specserve_bench.suite import machine
 
+FINE = {"passed", "skipped", "skipped early"}  # outcomes
+
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser()
@@ -31,12 +33,13 @@ def main(argv: list[str]) -> int:
         codes.append(code)
         tests += some
         for test in some:
-            if test["outcome"] != "passed":
+            if test["outcome"] not in FINE:
                 record.put(f"{test['name']}: {test['outcome']}", test.get("message", ""))
     record.put("worst", worst(tests))
     record.put("slowest, s", slowest(tests))
     record.put("summary", summary(tests, codes))
-    is_passed = bool(tests) and all(t["outcome"] == "passed" for t in tests)
+    outcomes = {t["outcome"] for t in tests}
+    is_passed = "passed" in outcomes and outcomes <= FINE
     record.finish(done=not any(codes) and None not in codes and is_passed)
     return UNFINISHED if None in codes else max(code or 0 for code in codes)
 
@@ -54,9 +57,11 @@ def run(part: str, deadline: float) -> tuple[int | None, list[dict[str, Any]]]:
 
 
 def summary(tests: list[dict[str, Any]], codes: list[int | None]) -> dict[str, Any]:
-    failed = [t["name"] for t in tests if t["outcome"] != "passed"]
+    failed = [t["name"] for t in tests if t["outcome"] not in FINE]
+    passed = [t["name"] for t in tests if t["outcome"] == "passed"]
     return {
-        "passed": len(tests) - len(failed),
+        "passed": len(passed),
+        "skipped": len(tests) - len(passed) - len(failed),
         "not passed": len(failed),
         "first of them": failed[:5],
         "codes": codes,

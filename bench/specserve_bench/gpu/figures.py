@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory import BlockPool
+from specserve.memory.pool import BlockPool
 from specserve.models.decoder import Decoder
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
@@ -204,7 +204,7 @@ class Figures:
         return children
 
     def adapters(self) -> dict[str, Any]:
-        """Steps of requests with an adapter each, and without."""
+        """Steps of requests with an adapter each, and without. Only the latter run as graphs."""
         decoder, n, rank = self.target(), self.size.adapted, self.size.rank
         model = Model(decoder, ModelKey("", "", "", "", self.longest))
         max_len = self.size.context + 300
@@ -212,12 +212,14 @@ class Figures:
             folders = [
                 random_adapter(Path(home, str(i)), decoder.config, rank, i) for i in range(4)
             ]
-            ms = {}
+            ms, attends = {}, {}
             for name, chosen in (("none", (-1,)), ("four adapters", (0, 1, 2, 3))):
                 engine = started(model, max_len, n, folders, chosen, rank, self.size.context)
+                before = self.planned()
                 ms[name] = step_seconds(engine.step).ms
+                attends[name] = sorted(self.planned() - before)
                 del engine
-        return {"requests": n, "rank": rank, "ms": ms}
+        return {"requests": n, "rank": rank, "ms": ms, "attends": attends}
 
     def prompt(self, decoder: Decoder, size: int) -> dict[str, Any]:
         """From the request to its first token, through the engine, without other requests."""

@@ -1,6 +1,5 @@
 """Compiles FlashInfer's kernels in another process: a head size takes about a minute."""
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -23,10 +22,10 @@ def begin(head_dim: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(["nice", *module], text=True, **pipes)
 
 
-def outcome(process: "subprocess.Popen[str]") -> str:
-    """`ready`, or how the compiler failed."""
+def outcome(process: "subprocess.Popen[str]") -> dict[str, str]:
+    """Whether they are compiled, or how the compiler failed."""
     said, _ = process.communicate()
-    return "ready" if process.returncode == 0 else json.dumps(said[-500:])
+    return {"state": "ready"} if process.returncode == 0 else {"error": said[-500:]}
 
 
 def compile_for(head_dim: int) -> None:
@@ -36,7 +35,7 @@ def compile_for(head_dim: int) -> None:
     kv = KVCache((KVLayer(k, v),))
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 4], [0, 1], [0], [4], [0, 1, 2, 3])]
     slots, prefix = torch.arange(4), torch.arange(1, 5, dtype=torch.int32)
-    rows = Rows._make((*ints, slots, prefix, torch.zeros(4, dtype=torch.int64)))
+    rows = Rows._make((*ints, slots, prefix, torch.zeros(4, dtype=torch.int64), None))
     flashinfer = FlashInfer(device, load_flashinfer(), "fa2")
     flashinfer.build(kv, [None])
     parts = flashinfer.plan(rows, rows.indices.to(device), kv, 4, [None], {})

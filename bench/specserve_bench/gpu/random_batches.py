@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input, greedy_draws
-from specserve.memory import Arena, BlockPool, BlockTable
-from specserve.memory.arena import used_bytes
+from specserve.memory.arena import Arena, used_bytes
+from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
 from specserve_drafters import Draft

@@ -11,6 +11,10 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests")
 
 
+def is_error(figure: Any) -> bool:
+    return isinstance(figure, dict) and "error" in figure
+
+
 class Kept(NamedTuple):
     """What a file has: figures by name, and whether its stage is done."""
 
@@ -50,7 +54,8 @@ class Record:
     def __init__(self, file: Path, machine: Mapping[str, Any]) -> None:
         self.file = file
         known = load(file)
-        self.figures: dict[str, Any] = {} if known is None else known.figures
+        figures = {} if known is None else known.figures
+        self.figures = {name: f for name, f in figures.items() if not is_error(f)}  # tried again
         if known is None:
             file.unlink(missing_ok=True)
             self.write({"machine": machine, "source": source_digest()})

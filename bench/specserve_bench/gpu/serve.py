@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     args = options(argv)
     deadline, record = perf_counter() + args.seconds, record_of("serve", args)
     clients, requests, tokens = REHEARSED if args.rehearse else (CLIENTS, REQUESTS, TOKENS)
-    with Served(*flags(args)) as served:
+    with Served(*flags(args), is_quiet=False) as served:
         record.put("ready, s", round(served.ready_seconds, 2))
         figures = {f"{n} clients": partial(measured, served, n, requests, tokens) for n in clients}
         figures |= {"cancel": partial(cancelled, served), "schema": partial(obeyed, served)}

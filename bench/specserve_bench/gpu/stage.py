@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specserve_bench.gpu.record import Record
+from specserve_bench.gpu.record import Record, is_error
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, load
 
@@ -64,4 +64,4 @@ def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:
 
 def failed(record: Record) -> list[str]:
     """Names of figures that are errors."""
-    return [name for name, figure in record.figures.items() if "error" in str(figure)[:20]]
+    return [name for name, figure in record.figures.items() if is_error(figure)]

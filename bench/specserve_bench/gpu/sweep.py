@@ -14,7 +14,7 @@ from torch import Tensor
 from specserve.engine.engine import Engine
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory import BlockPool
+from specserve.memory.pool import BlockPool
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_bench.gpu.ceilings import copy_bandwidth

@@ -56,14 +56,22 @@ def main(argv: list[str]) -> int:
     deadline, record = perf_counter() + args.seconds, record_of("text", args)
     with TemporaryDirectory() as home:
         for model in models(Path(home)):
+            if all(f"{model.name}, {name}" in record for name in model.drafters):
+                continue
             want = model.texts(args, "cpu", ["off"])["off"]
             if perf_counter() > deadline:
                 return UNFINISHED
             for name, got in model.texts(args, "cuda", [*model.drafters]).items():
                 record.put(f"{model.name}, {name}", compared(want, got))
-    is_equal = all(f["same"] == f["requests"] for f in record.figures.values())
+    figures = record.figures.items()
+    is_equal = all(f["same"] == f["requests"] for name, f in figures if not is_near(name))
     record.finish(is_equal)
     return 0 if is_equal else 1
+
+
+def is_near(name: str) -> bool:
+    """Whether a code or an expert may differ from the CPU's, so that texts may part."""
+    return "int8 KV" in name or "mixture" in name
 
 
 class Served(NamedTuple):

@@ -18,6 +18,7 @@ def toolchain(scratch: Path) -> dict[str, str]:
     if home is None:
         return {}
     links = scratch / "cuda"
+    shutil.rmtree(links, ignore_errors=True)
     (links / "include").mkdir(parents=True)
     for name, folders in (
         ("libcuda.so", ["lib64/stubs", "targets/x86_64-linux/lib/stubs"]),

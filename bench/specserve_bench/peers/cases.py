@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from specserve.models.tokenizer import load_tokenizer
+from specserve.text.tokenizer import load_tokenizer
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
 from specserve_bench.steps import Size

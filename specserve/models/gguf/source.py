@@ -9,9 +9,7 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.defaults import GenerationDefaults, read_defaults
 from specserve.models.folder import Scaled
 from specserve.models.gguf.blocks import QUANTIZED
 from specserve.models.gguf.config import read_config
@@ -21,8 +19,10 @@ from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
 from specserve.models.gguf.vocabulary import PREFIX, Vocabulary, find_model
 from specserve.models.quantized.config import Quantization
 from specserve.models.source import BEGINNING, refuse_transformers, samples
-from specserve.models.tokenizer import Tokenizer
 from specserve.models.weight_files import check_is_at_home
+from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
+from specserve.text.defaults import GenerationDefaults, read_defaults
+from specserve.text.tokenizer import Tokenizer
 
 SAMPLING = {  # general.sampling.* -> generation_config.json
     "min_p": "min_p",

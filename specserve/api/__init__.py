@@ -1,0 +1,1 @@
+"""Python callers: `LLM`, `AsyncLLM`, their outputs, and vLLM's names of arguments."""

@@ -1,0 +1,428 @@
+"""The API for an event loop: prompts in, outputs as they come; the engine is another process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from msgspec.structs import replace
+
+from specserve.api.generation import Generation, Output, output
+from specserve.api.input_processor import (
+    GrammarCheck,
+    InputProcessor,
+    load_text_files,
+    make_input_processor,
+    one_of,
+    unwrapped,
+)
+from specserve.api.lora import (
+    AdapterNames,
+    LoRARequest,
+    asked_adapters,
+    is_to_be_loaded,
+    modules_of,
+)
+from specserve.api.vllm_arguments import EngineArgs, check_call, known_arguments, seeds_from
+from specserve.config import Config, python_config
+from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
+from specserve.exchange.client import EngineClient
+from specserve.exchange.guessing import Guessing, change_of
+from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
+from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
+from specserve.exchange.spawn import ForkServer
+from specserve.memory.block_keys import Keys, prompt_keys
+from specserve.models import preflight
+from specserve.models.folder import resolve
+from specserve.models.selection import served_name
+from specserve.text.chat_template import ChatOptions
+from specserve.text.template_messages import Message
+from specserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Read = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
+Lora = str | LoRARequest | None
+
+
+class Engine:
+    """The engine process, once it is ready."""
+
+    def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
+        self.client, self.ready, self.input_processor = client, ready, processor
+        self.grammars = GrammarCheck(processor)
+
+    def take_change(self, ready: Ready) -> None:
+        """Others guess from now on."""
+        self.ready = ready
+        self.input_processor = replace(self.input_processor, sources=ready.sources)
+
+    def check(self, params: SamplingParams) -> None:
+        """RequestError for parameters that cannot be served."""
+        self.grammars.check(self.input_processor.resolve(params))
+
+    def read(
+        self, read: Read, params: SamplingParams, adapter: str
+    ) -> tuple[list[int], str | None, Keys]:
+        """A prompt's ids, its text, and the keys of its blocks with an adapter of this digest."""
+        ids, text = read(self.input_processor, self.input_processor.num_kept(params))
+        self.input_processor.check_length(ids)
+        return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt, adapter)
+
+
+class AsyncLLM:
+    """A model and a drafter in a process of their own, for one event loop.
+
+    It is loaded by `start`, `async with` or the first request. Close it, or use it as an async
+    context manager. Arguments and errors are those of `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        drafter: str | None = None,
+        dtype: str = "auto",
+        config: str | Path | Sequence[str | Path] | None = None,
+        set: Mapping[str, Any] | None = None,
+        quantize: str | None = None,
+        draft_quantize: str | None = None,
+        draft_head: str | Path | None = None,
+        *,
+        seed: int | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
+        **vllm: Any,
+    ) -> None:
+        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
+        given = {
+            **known_arguments("AsyncLLM", model, vllm),
+            "model": model,
+            "dtype": dtype,
+            "quantize": quantize,
+            "draft_model": draft_model,
+            "draft_head": draft_head,
+            "draft_quantize": draft_quantize,
+            "drafter": drafter,
+        }
+        self.config = python_config("AsyncLLM", given, config, set)
+        self.guessing = Guessing(self.config)
+        self.adapters = AdapterNames(self.config, served_name(self.config))
+        self.adapter_changes = asyncio.Lock()  # one at a time
+        self.seeds = seeds_from("AsyncLLM", seed)
+        self.starting: asyncio.Task[Engine] | None = None
+        self.live: dict[str, Answer] = {}
+        self.num_asked = 0
+        self.is_closed = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**vars(engine_args))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        lora: Lora = None,
+        lora_request: Lora = None,
+        **vllm: Any,
+    ) -> AsyncGenerator[Output, None]:
+        """Outputs as tokens come, each with all of the text so far; the last one is `finished`.
+
+        Who leaves the iteration aborts the request. `lora`, `lora_request` and `vllm` as for
+        `LLM.generate`.
+        """
+        check_call("AsyncLLM.generate", vllm)
+        plain, text = unwrapped(prompt)
+
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            return processor.read(plain, kept), text
+
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, one_of(params, sampling_params), request_id, chosen)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        lora: Lora = None,
+        lora_request: Lora = None,
+        **vllm: Any,
+    ) -> AsyncGenerator[Output, None]:
+        """The same for a conversation, through the model's chat template."""
+        check_call("AsyncLLM.chat", vllm)
+        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
+        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
+
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            text = processor.written(messages, options)
+            return processor.encode(text, False, kept), text
+
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, one_of(params, sampling_params), request_id, chosen)
+
+    async def answer(
+        self, read: Read, params: SamplingParams | None, request_id: str | None, lora: Lora
+    ) -> AsyncGenerator[Output, None]:
+        arrived = perf_counter()
+        engine = await self.start()
+        asked = SamplingParams() if params is None else params
+        is_long = isinstance(asked, SamplingParams) and asked.structured_outputs is not None
+        await asyncio.to_thread(engine.check, asked) if is_long else engine.check(asked)
+        if asked.is_ranked:
+            raise RequestError(
+                "best_of: outputs come before it is known which are best; leave it out, or call "
+                "LLM.generate",
+                "best_of",
+            )
+        asked = seeded(asked, self.seeds)
+        adapter = None if lora is None else await self.adapter_of(lora)
+        digest = "" if adapter is None else adapter.digest
+        ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest)
+        self.check_open(engine)
+        id = self.new_id(request_id)
+        answer = self.live[id] = Answer(engine, ids, keys, asked, arrived, adapter)
+        try:
+            is_finished = False
+            while not is_finished:
+                await answer.news()
+                told = output(answer.generations, engine.ready.drafter, asked, text, id)
+                is_finished = told.finished
+                yield told
+        finally:
+            del self.live[id]
+            answer.abort()
+
+    def new_id(self, asked: str | None) -> str:
+        if asked is not None and asked in self.live:
+            raise RequestError(f"request_id {asked!r:.100}: another request has it", "request_id")
+        while asked is None or asked in self.live:
+            asked, self.num_asked = str(self.num_asked), self.num_asked + 1
+        return asked
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, whose last output has what has come; nothing if it has ended already."""
+        if request_id in self.live:
+            self.live[request_id].abort()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return (await self.start()).input_processor.tokenizer
+
+    async def speculation(self) -> SpeculationState:
+        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        return await (await self.start()).client.speculation()
+
+    async def change_speculation(
+        self,
+        *,
+        drafter: str | None = None,
+        sources: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        max_nodes: int | None = None,
+        max_step_nodes: int | None = None,
+    ) -> None:
+        """As `LLM.change_speculation`."""
+        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
+        await self.change(lambda: self.guessing.changed(change))
+
+    async def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
+        """As `LLM.load_draft_model`; it is loaded beside the steps."""
+        await self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
+
+    async def unload_draft_model(self) -> None:
+        """As `LLM.unload_draft_model`."""
+        await self.change(self.guessing.without_draft_model)
+
+    async def change(self, find: Callable[[], Config]) -> None:
+        def checked() -> Config:
+            config = find()
+            preflight.check(config)
+            return config
+
+        await (await self.start()).client.change(partial(asyncio.to_thread, checked))
+
+    async def load_lora_adapter(
+        self, name: str, path: str | Path, *, load_inplace: bool = False
+    ) -> None:
+        """As `LLM.load_lora_adapter`; it is read beside the steps."""
+        await self.name_adapter(await self.start(), name, path, load_inplace)
+
+    async def name_adapter(
+        self, engine: Engine, name: str, path: str | Path, in_place: bool = False
+    ) -> None:
+        async with self.adapter_changes:
+            self.adapters.check_new(name, in_place)
+            folder = await asyncio.to_thread(resolve, str(path))
+            ref = await engine.client.load_adapter(str(folder))
+            unnamed = self.adapters.put(name, ref, str(path))
+            if unnamed is not None:
+                engine.client.forget_adapter(unnamed)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """As `LLM.unload_lora_adapter`."""
+        engine = await self.start()
+        async with self.adapter_changes:
+            self.adapters.find(name)
+            unnamed = self.adapters.remove(name)
+            if unnamed is not None:
+                engine.client.forget_adapter(unnamed)
+
+    async def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
+        if isinstance(asked, str):
+            return self.adapters.find(asked)
+        if is_to_be_loaded(asked, self.adapters):
+            await self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
+        return self.adapters.find(asked.lora_name)
+
+    async def reset_cache(self) -> None:
+        """Empty the prefix cache: later prompts are computed from their first token."""
+        await (await self.start()).client.reset_cache()
+
+    async def start(self) -> Engine:
+        """Load the models, unless that has been done or is being done."""
+        self.check_open()
+        if self.starting is None:
+            self.starting = asyncio.create_task(self.load())
+        return await asyncio.shield(self.starting)
+
+    async def load(self) -> Engine:
+        folders = await asyncio.to_thread(preflight.check, self.config)
+        modules = modules_of(self.config, self.adapters.model)
+        # In the loop's thread: the process ends with the thread that starts it.
+        engines = ForkServer(self.config)
+        client = EngineClient(engines.start(), engines.start)
+        try:
+            await client.connect()
+            paths = folders.target, folders.draft, self.config.model.chat_template
+            files = await asyncio.to_thread(load_text_files, *paths)
+            ready = await client.ready
+            limits = ready.vocab_size, ready.max_model_len
+            processor = make_input_processor(files, *limits, ready.sources)
+            engine = Engine(client, ready, processor)
+            for name, folder in modules.items():
+                await self.name_adapter(engine, name, folder)
+        except BaseException:
+            client.close()
+            raise
+
+        def take_change(config: Config | None, ready: Ready) -> None:
+            self.guessing.settle(self.config if config is None else config)
+            engine.take_change(ready)
+
+        client.on_change, client.begin_with = take_change, engines.begin_with
+        return engine
+
+    def check_open(self, engine: Engine | None = None) -> None:
+        if self.is_closed:
+            raise EngineDied("this AsyncLLM is closed: make another one")
+        if engine is not None and engine.client.died.is_set():
+            raise EngineDied("the engine process has ended: make another AsyncLLM")
+
+    async def close(self) -> None:
+        """Abort all requests that are running, and end the engine process."""
+        starting = self.stop()
+        if starting is not None:
+            with suppress(asyncio.CancelledError, SpecserveError):
+                engine = await starting
+                await engine.client.leave()
+
+    def shutdown(self) -> None:
+        """`close` for who cannot await it: blocks while the engine process ends."""
+        starting = self.stop()
+        if starting is not None and starting.done() and not starting.cancelled():
+            with suppress(SpecserveError):
+                starting.result().client.close()
+
+    def stop(self) -> asyncio.Task[Engine] | None:
+        """Abort all requests, and the start, which is returned if there has been one."""
+        self.is_closed = True
+        for answer in self.live.values():
+            answer.abort()
+        starting, self.starting = self.starting, None
+        if starting is not None:
+            starting.cancel()
+        return starting
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Answer:
+    """The choices of one prompt, while their tokens come."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ids: list[int],
+        keys: Keys,
+        params: SamplingParams,
+        arrived: float,
+        adapter: AdapterRef | None,
+    ) -> None:
+        self.client, self.changed = engine.client, asyncio.Event()
+        self.error: SpecserveError | None = None
+        sampling = engine.input_processor.resolve(params, len(ids))
+        samplings = choices_of(sampling, params.n)
+        listeners = [ChoiceListener(self, index) for index in range(params.n)]
+        tokenizer = engine.input_processor.tokenizer
+        numbers = self.client.add(ids, samplings, listeners, keys, adapter=adapter)
+        make = partial(Generation, prompt=ids, tokenizer=tokenizer)
+        both = zip(numbers, samplings, strict=True)
+        self.generations = [make(id=number, sampling=its) for number, its in both]
+        for generation in self.generations:
+            generation.arrived = arrived
+
+    async def news(self) -> None:
+        """Wait for tokens or an end, unless there are any that were not waited for."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        for generation in self.generations:
+            self.client.finish(generation.id)
+            generation.finish_reason = generation.finish_reason or "abort"
+        self.changed.set()
+
+
+class ChoiceListener:
+    """Takes the engine's outputs for one choice."""
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self.answer, self.index = answer, index
+
+    def push(self, output: StepOutput) -> None:
+        generation = self.answer.generations[self.index]
+        if output.failure:
+            self.fail(of_failure(output.failure, output.blamed))
+            return
+        generation.push(output)
+        if output.is_of_prompt:
+            generation.told_prompt_logprobs()
+            return
+        if generation.is_done:  # the engine does not look for stop strings
+            self.answer.client.finish(generation.id)
+        self.answer.changed.set()
+
+    def fail(self, error: SpecserveError) -> None:
+        self.answer.error = error
+        self.answer.changed.set()

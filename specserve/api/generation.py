@@ -1,0 +1,378 @@
+"""One request as its caller sees it: its text and tokens so far, counts and times."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+
+import msgspec
+
+from specserve.exchange.messages import (
+    SourceCounts,
+    StepDetails,
+    StepOutput,
+    TokenLogprobs,
+    Tree,
+)
+from specserve.exchange.sampling_params import Sampling, SamplingParams
+from specserve.text.detokenizer import TextStream
+from specserve.text.tokenizer import Tokenizer
+from specserve_drafters.prediction import Alignment
+
+NONE = SourceCounts(0, 0, 0)
+
+
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    logprob: float  # natural logarithm of the probability
+    rank: int  # 1 for the likeliest
+    decoded_token: str  # U+FFFD stands for bytes that are no text by themselves
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    accepted_prediction_tokens: int = 0  # of the predicted text, those that came
+    rejected_prediction_tokens: int = 0  # and those that did not
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Milliseconds since the request arrived, queueing included."""
+
+    ttft_ms: float  # 0 before the first token
+    tpot_ms: float | None  # mean over tokens after the first; None for a single token
+    total_ms: float
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    drafter: str
+    steps: int  # target steps that had a root
+    drafted: int
+    accepted: int
+    mean_acceptance_length: float | None  # tokens per step; None without steps
+    fallbacks: int  # drafts without the draft model, as it had not caught up
+    sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
+    details: list[StepDetails] = []  # of every step, where the request asked for them
+    disabled_by: str | None = None  # "logits_processors": its request has no guesses
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """vLLM's names, where it has the same."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
+    stop_reason: str | int | None  # the stop string or id of the request's; None: another end
+    seed: int
+    timing: Timing
+    speculation: Speculation
+    logprobs: list[dict[int, Logprob]] | None = None  # the token of each, and the likeliest ones
+    cumulative_logprob: float | None = None  # of all tokens; None, too, where nobody asked for it
+
+
+class Output(msgspec.Struct, frozen=True):
+    """The output of a prompt. `usage` counts all choices that ran; all else is of the first choice.
+
+    With vLLM's names beside ours: its `outputs` are our `choices`.
+    """
+
+    request_id: str
+    prompt: str | None  # of a chat as the template writes it; None where it was given as ids
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None
+    seed: int
+    usage: Usage
+    timing: Timing
+    speculation: Speculation
+    choices: list[Choice]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None of the first token
+
+    @property
+    def outputs(self) -> list[Choice]:
+        return self.choices
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def metrics(self) -> None:
+        """vLLM's, which has None where it keeps no statistics; ours are `timing`."""
+        return None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.usage.cached_tokens
+
+
+# vLLM's names
+CompletionOutput = Choice
+RequestOutput = Output
+
+
+class Generation:
+    """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
+
+    Stop strings are looked for here, not in the engine: call `finish` there once `is_done`. Of
+    `max_tokens` = 0, which an engine cannot have, no token is kept.
+    """
+
+    def __init__(
+        self, id: int, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer
+    ) -> None:
+        self.id, self.prompt, self.sampling = id, prompt, sampling
+        self.stream = TextStream(
+            tokenizer,
+            prompt,
+            sampling.stop,
+            sampling.include_stop_str_in_output,
+            sampling.skip_special_tokens,
+            sampling.min_tokens,
+        )
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.failure = self.blamed = ""
+        self.disabled_by: str | None = None  # what takes a request's guesses away
+        self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
+        self.num_step_tokens = 0  # emitted by those steps
+        self.num_cached = self.num_fallbacks = 0
+        self.sources: dict[str, SourceCounts] = {}
+        self.details: list[StepDetails] = []
+        self.ends: list[int] = []  # of the latest step's tokens, in its text
+        self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
+        self.has_starts = sampling.logprobs is not None
+        self.starts: list[int] = []  # of tokens in the text, before a stop string is cut off
+        self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
+        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were told
+        self.alignment = Alignment(sampling.prediction) if sampling.prediction else None
+        self.arrived = perf_counter()
+        self.admitted_at = self.first_token_at = self.last_token_at = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens of the predicted text that came: the same whatever was guessed."""
+        return 0 if self.alignment is None else self.alignment.num_came
+
+    def push(self, output: StepOutput) -> str:
+        """Add a step's output; returns the text that it adds."""
+        self.failure, self.blamed = output.failure, output.blamed
+        self.prompt_logprobs += output.prompt_logprobs
+        if output.is_of_prompt:
+            return ""
+        if not self.sampling.max_tokens:
+            output = without_tokens(output)
+        now = perf_counter()
+        if not self.token_ids:  # else it may have gone on in another engine
+            self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
+        self.num_fallbacks += output.is_fallback
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        text, num_tokens, ends = self.take(output)
+        self.ends = ends
+        if self.sampling.return_speculation_details:
+            ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
+            self.details.append(details(output, [len(self.text) + end for end in ends]))
+        self.token_ids += output.tokens[:num_tokens]
+        if self.alignment is not None:
+            self.alignment.follow_all(output.tokens[:num_tokens])
+        self.logprobs += output.logprobs[:num_tokens]
+        self.text += text
+        if output.is_verified:
+            self.steps.append((output.num_drafted, output.num_accepted))
+            self.num_step_tokens += num_tokens
+        if output.sources:
+            self.sources = sums_of([self.sources, output.sources])
+        return text
+
+    def take(self, output: StepOutput) -> tuple[str, int, list[int]]:
+        """The text of a step's tokens, how many of them count, and where each of these ends in it.
+
+        A stop token has no text, unless stop strings are to be included.
+        """
+        is_stop = output.finish_reason == "stop"
+        is_silent = is_stop and not self.sampling.include_stop_str_in_output
+        given = output.tokens[:-1] if is_silent else output.tokens
+        text, num_tokens, stop, ends, starts = self.stream.push(given)
+        if self.has_starts:
+            self.starts += starts
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            return text, num_tokens, ends
+        self.finish_reason = output.finish_reason
+        if is_stop and output.tokens[-1] not in self.sampling.eos_ids:
+            self.stop_reason = output.tokens[-1]
+        if self.is_done:
+            rest, stop = self.stream.finish(output.tokens[-1] if is_silent else None)
+            text += rest
+            if stop is not None and self.finish_reason != "error":
+                self.finish_reason, self.stop_reason = "stop", stop
+        if is_silent and self.has_starts:
+            self.starts.append(self.stream.num_taken)
+        return text, len(output.tokens), [*ends, len(text)] if is_silent else ends
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(accepted for _, accepted in self.steps)
+
+    def timing(self) -> Timing:
+        n = len(self.token_ids)
+        spread = 1e3 * (self.last_token_at - self.first_token_at)
+        return Timing(
+            ttft_ms=1e3 * (self.first_token_at - self.arrived) if n else 0.0,
+            tpot_ms=spread / (n - 1) if n > 1 else None,
+            total_ms=1e3 * (self.last_token_at - self.arrived) if n else 0.0,
+        )
+
+    def speculation(self, drafter: str) -> Speculation:
+        drafted = self.num_drafted
+        return Speculation(
+            drafter=drafter,
+            steps=len(self.steps),
+            drafted=drafted,
+            accepted=self.num_accepted,
+            mean_acceptance_length=self.num_step_tokens / len(self.steps) if self.steps else None,
+            fallbacks=self.num_fallbacks,
+            sources=proposing(self.sources),
+            details=[*self.details],
+            disabled_by=self.disabled_by,
+        )
+
+    def told_logprobs(self) -> list[dict[int, Logprob]]:
+        begin = len(self.tables)
+        new = self.token_ids[begin:], self.logprobs[begin:]
+        self.tables += tables(*new, self.stream.tokenizer)
+        return [*self.tables]
+
+    def told_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None until the prompt has been computed; a call before that leaves less to the last."""
+        if self.sampling.prompt_logprobs is None:
+            return None
+        begin, end = len(self.prompt_tables), 1 + len(self.prompt_logprobs)
+        new = self.prompt[begin:end], self.prompt_logprobs[begin - 1 :]
+        self.prompt_tables += tables(*new, self.stream.tokenizer)
+        return self.prompt_tables if self.first_token_at else None
+
+    def said(self, index: int, drafter: str, has_logprobs: bool = False) -> Choice:
+        """What has come so far, by itself: more tokens do not change it."""
+        return Choice(
+            index=index,
+            token_ids=[*self.token_ids],
+            text=self.text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            seed=self.sampling.seed,
+            timing=self.timing(),
+            speculation=self.speculation(drafter),
+            logprobs=self.told_logprobs() if has_logprobs else None,
+            cumulative_logprob=sum(t.logprob for t in self.logprobs) if has_logprobs else None,
+        )
+
+
+def without_tokens(output: StepOutput) -> StepOutput:
+    """The output that has computed a prompt, of a request that is to have nothing else."""
+    return msgspec.structs.replace(output, tokens=[], logprobs=[], finish_reason="length")
+
+
+def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    sums = dict[str, SourceCounts]()
+    for sources in each:
+        for name, counts in sources.items():
+            s = sums.get(name, NONE)
+            sums[name] = SourceCounts(
+                s.proposed + counts.proposed,
+                s.verified + counts.verified,
+                s.accepted + counts.accepted,
+            )
+    return sums
+
+
+def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
+    """Those that proposed anything."""
+    return {name: counts for name, counts in sources.items() if counts.proposed}
+
+
+def details(output: StepOutput, ends: list[int]) -> StepDetails:
+    """Of the step's tokens up to the one that completed a stop string: one for each end."""
+    tree = output.tree or Tree([], [], [], [])
+    bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # the bonus token was no guess
+    return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
+
+
+def output(
+    choices: Sequence[Generation],
+    drafter: str,
+    params: SamplingParams,
+    prompt: str | None = None,
+    request_id: str | None = None,
+) -> Output:
+    """The output of a prompt from its choices, as far as they have come."""
+    given = best(choices, params.n) if params.is_ranked else choices
+    has_logprobs = params.num_top is not None
+    said = [g.said(index, drafter, has_logprobs) for index, g in enumerate(given)]
+    first, num_prompt = choices[0], len(choices[0].prompt)
+    num_said = sum(len(g.token_ids) for g in choices)
+    came = sum(g.num_predicted for g in choices)
+    missed = sum(len(g.sampling.prediction) for g in choices) - came
+    counts = num_prompt, num_said, num_prompt + num_said, first.num_cached
+    usage = Usage(*counts, came, missed)
+    own = msgspec.structs.asdict(said[0])
+    del own["index"]
+    return Output(
+        request_id=str(first.id) if request_id is None else request_id,
+        prompt=prompt,
+        prompt_token_ids=list(first.prompt),
+        usage=usage,
+        choices=said,
+        prompt_logprobs=first.told_prompt_logprobs(),
+        **own,
+    )
+
+
+def tables(
+    tokens: Iterable[int], logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob]]:
+    """A table of each token and the likeliest ones in its place; it comes first."""
+
+    def entry(token: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, tokenizer.token_bytes(token).decode(errors="replace"))
+
+    told = list[dict[int, Logprob]]()
+    for token, its in zip(tokens, logprobs, strict=True):
+        table = {token: entry(token, its.logprob, its.rank)}
+        for rank, (id, logprob) in enumerate(zip(its.ids, its.top, strict=True), 1):
+            table.setdefault(id, entry(id, logprob, rank))
+        told.append(table)
+    return told
+
+
+def prompt_tables(
+    prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None]:
+    """The same of a prompt, of whose first token nothing is known."""
+    return [None, *tables(prompt[1:], logprobs, tokenizer)]
+
+
+def best(choices: Sequence[Generation], number: int) -> list[Generation]:
+    """Those whose tokens have the largest mean logprob, the best first; the earlier of equals."""
+    return sorted(choices, key=mean_logprob, reverse=True)[:number]
+
+
+def mean_logprob(choice: Generation) -> float:
+    each = [its.logprob for its in choice.logprobs]
+    return sum(each) / len(each) if each else float("-inf")

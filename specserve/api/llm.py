@@ -1,0 +1,516 @@
+"""The offline API of the engine: prompts in, outputs or streams out, in this process."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from numbers import Integral
+from pathlib import Path
+from threading import Lock, RLock
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from msgspec.structs import replace
+
+from specserve.api.generation import Generation, Output, output
+from specserve.api.input_processor import (
+    GrammarCheck,
+    load_text_files,
+    make_input_processor,
+    one_of,
+    unwrapped,
+)
+from specserve.api.interrupts import interrupts_held
+from specserve.api.lora import (
+    AdapterNames,
+    LoRARequest,
+    asked_adapters,
+    is_to_be_loaded,
+    modules_of,
+)
+from specserve.api.progress import LoadProgress, show_phases, track
+from specserve.api.vllm_arguments import check_call, known_arguments, seeds_from
+from specserve.config import Config, python_config
+from specserve.engine.build import build
+from specserve.engine.loading import Model, Weights, check_device
+from specserve.engine.process import Control
+from specserve.engine.processors import LogitsProcessor
+from specserve.errors import RequestError, of_failure
+from specserve.exchange.guessing import Guessing, change_of
+from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
+from specserve.exchange.phases import Phases
+from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
+from specserve.models import preflight
+from specserve.models.folder import resolve
+from specserve.models.selection import served_name
+from specserve.text.chat_template import ChatOptions
+from specserve.text.template_messages import Message
+from specserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Lora = str | LoRARequest | Sequence[str | LoRARequest | None] | None
+
+
+class Checked(NamedTuple):
+    """A prompt that can be served."""
+
+    ids: list[int]
+    params: SamplingParams
+    text: str | None
+    adapter: AdapterRef | None
+
+
+class LLM:
+    """A model and a drafter, loaded once. Close it, or use it as a context manager.
+
+    drafter unset is "auto", which plans what all sources guess; "none" is off. `draft_model` may
+    be an EAGLE-3 head of the model, and `draft_head` is one beside a draft model. Arguments win
+    over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights` are
+    those of other LLMs: a model that is among them is not loaded again. `quantize` and
+    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
+    that give no seed have theirs from `seed`, in order. `lora_modules`, name -> folder or hub id,
+    are adapters that prompts may choose. `vllm` are arguments of vLLM's own, of which those are
+    taken that have an equal setting or no effect. Errors: ConfigError for anything wrong here,
+    RequestError for a prompt or its parameters.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        drafter: str | None = None,
+        dtype: str = "auto",
+        config: str | Path | Sequence[str | Path] | None = None,
+        set: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        weights: Iterable[Model | None] = (),
+        quantize: str | None = None,
+        draft_quantize: str | None = None,
+        draft_head: str | Path | None = None,
+        *,
+        seed: int | None = None,
+        lora_modules: Mapping[str, str | Path] | None = None,
+        **vllm: Any,
+    ) -> None:
+        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
+        given = {
+            **known_arguments("LLM", model, vllm),
+            "model": model,
+            "dtype": dtype,
+            "quantize": quantize,
+            "draft_model": draft_model,
+            "draft_head": draft_head,
+            "draft_quantize": draft_quantize,
+            "drafter": drafter,
+        }
+        self.config = python_config("LLM", given, config, set)
+        self.seeds = seeds_from("LLM", seed)
+        self.progress = progress
+        phases = Phases()
+        check_device(self.config)
+        self.folders = preflight.check(self.config)
+        modules = modules_of(self.config, served_name(self.config))
+        with phases.phase("tokenizer"):
+            paths = self.folders.target, self.folders.draft, self.config.model.chat_template
+            files = load_text_files(*paths)
+        with LoadProgress(progress) as bar:
+            self.loaded = build(self.config, bar, phases, weights)
+        self.input_processor = make_input_processor(
+            files,
+            self.loaded.vocab_size,
+            self.loaded.max_model_len,
+            self.loaded.engine.sources,
+        )
+        self.tokenizer = self.input_processor.tokenizer
+        self.grammars = GrammarCheck(self.input_processor)
+        if progress:
+            show_phases(self.loaded.phases)
+        self.engine = self.loaded.engine
+        self.guessing, self.control = Guessing(self.config), Control(self.loaded)
+        self.changes = Lock()  # one at a time
+        self.live: dict[int, Generation] = {}
+        self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
+        self.is_stepping = False  # a logits processor is called by a step
+        self.adapters = AdapterNames(self.config, served_name(self.config))
+        for name, folder in modules.items():
+            self.load_lora_adapter(name, folder)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: Lora = None,
+        lora_request: Lora = None,
+        **vllm: Any,
+    ) -> list[Output]:
+        """Run all prompts together; outputs are in order. All are checked before any runs.
+
+        `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
+        in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
+        the other; these prompts have no guesses, as their outputs' `speculation` tells. `lora` is
+        the name of an adapter that was loaded, or one for each prompt, or None; `lora_request` is
+        vLLM's name of it. `vllm` are arguments of vLLM's own, which are taken where they have no
+        effect.
+        """
+        check_call("LLM.generate", vllm)
+        processors = read_processors(logits_processors)
+        given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
+        asked = [unwrapped(prompt) for prompt in given]
+        each = self.check_each(one_of(params, sampling_params), len(asked))
+        refs = self.adapters_of(lora, lora_request, len(asked))
+        checked = [
+            Checked(*self.check(prompt, its), text, ref)
+            for (prompt, text), its, ref in zip(asked, each, refs, strict=True)
+        ]
+        return self.run(checked, use_tqdm, processors)
+
+    def run(
+        self,
+        checked: Sequence[Checked],
+        is_shown: bool,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> list[Output]:
+        """Run prompts together; outputs are in order."""
+        each_choices: list[list[Generation]] = []
+        generations: list[Generation] = []
+        try:
+            for asked in checked:
+                call = each_choices[0][0].id if each_choices else None
+                ids, its, _, adapter = asked
+                each_choices.append(self.start(ids, its, call, processors, adapter))
+                generations += each_choices[-1]
+            is_shown = is_shown and self.progress and len(generations) > 1
+            for _ in track(generations, enabled=is_shown):
+                self.step()
+        finally:
+            self.end(generations)
+        refuse_failed(generations)
+        each = zip(each_choices, checked, strict=True)
+        return [output(c, self.loaded.drafter, of.params, of.text) for c, of in each]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: str | LoRARequest | None = None,
+    ) -> Generator[tuple[str, list[int]], None, Output]:
+        """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
+        which also has the details of speculation, where they were asked for.
+
+        The prompt is checked at once, and starts to run when the first step is asked for.
+        """
+        return pairs(self.watch(prompt, one_of(params, sampling_params), logits_processors, lora))
+
+    def watch(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: str | LoRARequest | None = None,
+    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
+        """As `stream`, with the details of speculation of each step, where they are asked for."""
+        asked, text = unwrapped(prompt)
+        ids, params = self.check(asked, params)
+        if params.num_choices != 1:
+            name = "n" if params.n != 1 else "best_of"
+            message = f"{name}: a stream is one choice's; leave it out, or call generate"
+            raise RequestError(message, name)
+        [ref] = self.adapters_of(lora, None, 1)
+        checked = Checked(ids, params, text, ref)
+        return self.watch_checked(checked, read_processors(logits_processors))
+
+    def watch_checked(
+        self, checked: Checked, processors: Sequence[LogitsProcessor]
+    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
+        ids, params, text, adapter = checked
+        [generation] = self.start(ids, params, None, processors, adapter)
+        num_characters = num_tokens = num_steps = 0  # that have been yielded
+        is_done = False
+        try:
+            while not is_done:
+                with self.lock:  # another thread's step may have added tokens
+                    if not generation.is_done and num_tokens == len(generation.token_ids):
+                        self.step()
+                    text = generation.text[num_characters:]
+                    token_ids = generation.token_ids[num_tokens:]
+                    steps = generation.details[num_steps:]
+                    is_done = generation.is_done
+                num_characters += len(text)
+                num_tokens += len(token_ids)
+                num_steps += len(steps)
+                if token_ids:
+                    yield text, token_ids, steps
+        finally:
+            self.end([generation])
+        refuse_failed([generation])
+        return output([generation], self.loaded.drafter, params, text)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = (),
+        lora: Lora = None,
+        lora_request: Lora = None,
+        **vllm: Any,
+    ) -> list[Output]:
+        """The answers to one conversation, or to several, through the model's chat template.
+
+        An assistant's last message is continued if `continue_final_message` is set. The template
+        reads `chat_template_kwargs` by their names, and describes `tools` to the model; calls of
+        these are text here. `logits_processors`, `lora` and `vllm` as for `generate`.
+        """
+        check_call("LLM.chat", vllm)
+        processors = read_processors(logits_processors)
+        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
+        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
+        is_single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_single else messages
+        each = self.check_each(one_of(params, sampling_params), len(conversations))
+        refs = self.adapters_of(lora, lora_request, len(conversations))
+        checked = list[Checked]()
+        for conversation, its, ref in zip(conversations, each, refs, strict=True):
+            ids, text = self.render(conversation, options, its)
+            checked.append(Checked(ids, its, text, ref))
+        return self.run(checked, use_tqdm, processors)
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Let prompts choose an adapter in peft's format, a folder or a hub id, by this name;
+        `load_inplace`: instead of the one that has the name, which running prompts keep. Other
+        threads may step while it is read. ConfigError, with nothing changed, if it cannot be used.
+        """
+        self.adapters.check_new(name, load_inplace)
+        folder, adapters = resolve(str(path)), self.engine.adapters
+        assert adapters is not None, "names are refused where there are no slots"
+        adapter = adapters.read(folder)
+        with self.lock, interrupts_held():
+            unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter), str(path))
+            if unnamed is not None:
+                adapters.forget(unnamed)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Let no more prompts choose an adapter; the last one that has it frees its memory."""
+        with self.lock, interrupts_held():
+            self.adapters.find(name)
+            unnamed = self.adapters.remove(name)
+            if unnamed is not None and self.engine.adapters is not None:
+                self.engine.adapters.forget(unnamed)
+
+    def adapters_of(self, lora: Any, lora_request: Any, number: int) -> list[AdapterRef | None]:
+        """Those of so many prompts. RequestError for a name that is not known."""
+        asked = asked_adapters(lora, lora_request, number)
+        return [None if one is None else self.adapter_of(one) for one in asked]
+
+    def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
+        if isinstance(asked, str):
+            return self.adapters.find(asked)
+        if is_to_be_loaded(asked, self.adapters):
+            self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
+        return self.adapters.find(asked.lora_name)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """With `encode`, `decode`, `get_vocab` and `apply_chat_template`."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own, which also hold for what a SamplingParams leaves unset."""
+        return self.input_processor.default_params()
+
+    @property
+    def weights(self) -> Weights:
+        return self.loaded.weights
+
+    def memory(self) -> dict[str, int]:
+        """Blocks by holder; what several requests share counts once."""
+        return self.engine.memory()
+
+    def speculation(self) -> SpeculationState:
+        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        with self.lock:
+            return self.engine.speculation()
+
+    def change_speculation(
+        self,
+        *,
+        drafter: str | None = None,
+        sources: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        max_nodes: int | None = None,
+        max_step_nodes: int | None = None,
+    ) -> None:
+        """Have others guess, or within other limits, from the next step on; requests that run keep
+        their texts. What is unset stays as it is; of options None is the usual value. ConfigError,
+        with nothing changed, for what cannot be.
+        """
+        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
+        self.change(lambda: self.guessing.changed(change))
+
+    def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
+        """Have another draft model guess. Other threads may step while it is loaded. `quantize` as
+        of `LLM`. ConfigError, with nothing changed, for a model that cannot guess here.
+        """
+        self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
+
+    def unload_draft_model(self) -> None:
+        """Go on without a draft model, and give its memory back."""
+        self.change(self.guessing.without_draft_model)
+
+    def change(self, find: Callable[[], Config]) -> None:
+        with self.changes:
+            config = find()
+            preflight.check(config)
+            prepared = self.control.prepare(config)
+            with self.lock, interrupts_held():
+                self.control.put(prepared)
+                self.guessing.settle(config)
+                self.loaded = self.control.loaded
+                self.input_processor = replace(self.input_processor, sources=self.engine.sources)
+
+    def reset_cache(self) -> None:
+        """Empty the prefix cache: later prompts are computed from their first token."""
+        with self.lock, interrupts_held():
+            self.engine.reset_cache()
+
+    def close(self) -> None:
+        """Abort all requests that are running."""
+        self.end(list(self.live.values()))
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check_each(self, params: Params, number: int) -> list[SamplingParams]:
+        """The parameters of so many prompts; RequestError if any are wrong. Comes before
+        tokenizing, as it costs less.
+        """
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * number
+        if len(each) != number:
+            raise RequestError(f"{number} prompts and {len(each)} SamplingParams: give one each")
+        asked = [SamplingParams() if given is None else given for given in each]
+        for given in asked:
+            self.grammars.check(self.input_processor.resolve(given))
+        return asked
+
+    def check(
+        self, prompt: Prompt, params: SamplingParams | None
+    ) -> tuple[list[int], SamplingParams]:
+        """The prompt's ids and the parameters; RequestError if they cannot be served."""
+        [asked] = self.check_each(params, 1)
+        return self.input_processor.read(prompt, self.input_processor.num_kept(asked)), asked
+
+    def render(
+        self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
+    ) -> tuple[list[int], str]:
+        """The ids of a conversation that can be served, and its text."""
+        text = self.input_processor.written(messages, options)
+        ids = self.input_processor.encode(text, False, self.input_processor.num_kept(params))
+        self.input_processor.check_length(ids)
+        return ids, text
+
+    def start(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        call: int | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        adapter: AdapterRef | None = None,
+    ) -> list[Generation]:
+        """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
+        params = seeded(params, self.seeds)
+        resolved = self.input_processor.resolve(params, len(ids))
+        samplings = choices_of(resolved, params.num_choices)
+        # Outside the lock, so that other threads may step meanwhile.
+        digest = "" if adapter is None else adapter.digest
+        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt, digest)
+        caller = None if call is None else Caller(call)
+        with self.lock, interrupts_held():
+            requests = self.engine.add_choices(
+                ids, samplings, keys=keys, caller=caller, processors=processors, adapter=adapter
+            )
+            choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
+            for generation in choices:
+                generation.disabled_by = "logits_processors" if processors else None
+            self.live.update({generation.id: generation for generation in choices})
+        return choices
+
+    def step(self) -> None:
+        """Run one step of the engine, and add its outputs to their generations."""
+        with self.lock, interrupts_held():
+            if self.is_stepping:
+                raise RuntimeError("what a step of this LLM calls can only use another LLM")
+            self.is_stepping = True
+            try:
+                outputs = self.engine.step()
+            finally:
+                self.is_stepping = False
+            for output in outputs:
+                generation = self.live[output.id]
+                generation.push(output)
+                if generation.is_done:  # the engine does not look for stop strings
+                    self.engine.finish(output.id)
+
+    def end(self, generations: Iterable[Generation]) -> None:
+        """Remove generations; running ones are aborted, and their blocks freed."""
+        with self.lock, interrupts_held():
+            for generation in generations:
+                self.engine.finish(generation.id)
+                generation.finish_reason = generation.finish_reason or "abort"
+                self.live.pop(generation.id, None)
+
+
+def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsProcessor]:
+    if given is not None and not isinstance(given, list | tuple):
+        raise RequestError(
+            f"logits_processors: {given!r:.50} is no list of functions; send [f]",
+            "logits_processors",
+        )
+    return given or ()
+
+
+def pairs(
+    steps: Generator[tuple[str, list[int], list[StepDetails]], None, Output],
+) -> Generator[tuple[str, list[int]], None, Output]:
+    """Of each step without its details; closing this closes the steps."""
+    with closing(steps):
+        while True:
+            try:
+                text, token_ids, _ = next(steps)
+            except StopIteration as end:
+                done: Output = end.value
+                return done
+            yield text, token_ids
+
+
+def refuse_failed(generations: Iterable[Generation]) -> None:
+    for generation in generations:
+        if generation.failure and generation.disabled_by:
+            raise RequestError(generation.failure, generation.disabled_by)
+        if generation.failure:
+            raise of_failure(generation.failure, generation.blamed)
+
+
+def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """A string, or one list of token ids."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], Integral)

@@ -1,0 +1,215 @@
+"""A conversation at a terminal, with a local model or with a server.
+
+Does not import torch, as a conversation with a server does not need it.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from importlib import import_module
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from specserve.api.watch import Colored, harmless
+from specserve.errors import PromptTooLong, RequestError, SpecserveError
+from specserve.models.folder import name_of
+
+if TYPE_CHECKING:
+    from specserve.api.generation import Output
+    from specserve.api.llm import LLM
+    from specserve.exchange.sampling_params import SamplingParams
+
+Message = Mapping[str, str]
+
+PROMPT = "> "
+HELP = (
+    "/help says this, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an "
+    "answer"
+)
+COMMAND = re.compile(r"/[a-z]+")
+
+
+class Statistics(NamedTuple):
+    """Measurements of an answer; None where there is none, or the server did not send it."""
+
+    finish_reason: str
+    num_tokens: int | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    acceptance_length: float | None = None
+    drafter: str | None = None
+
+    def footer(self) -> str:
+        parts: list[str] = []
+        if self.num_tokens is not None:
+            parts.append(f"{self.num_tokens} tokens")
+        if self.ttft_ms is not None:
+            parts.append(f"TTFT {self.ttft_ms:.0f} ms")
+        if self.num_tokens is not None and self.total_ms:
+            parts.append(f"{1000 * self.num_tokens / self.total_ms:.1f} tokens/s")
+        if self.acceptance_length is not None:
+            parts.append(f"acceptance length {self.acceptance_length:.2f}")
+        if self.drafter is not None:
+            parts.append(f"drafter {self.drafter}")
+        return f"[{' | '.join([*parts, f'ended by {self.finish_reason}'])}]"
+
+
+def measured(output: "Output") -> Statistics:
+    return Statistics(
+        output.finish_reason or "abort",
+        output.usage.completion_tokens,
+        output.timing.ttft_ms,
+        output.timing.total_ms,
+        output.speculation.mean_acceptance_length if output.speculation.drafted else None,
+        output.speculation.drafter,
+    )
+
+
+class Answerer(Protocol):
+    name: str  # what the model is called
+    colored: Colored | None  # where tokens are to be shown by who guessed them
+
+    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+        """The answer's text as it comes; closing the generator aborts the answer."""
+        ...
+
+
+class Chat:
+    """The messages so far. An answer that was aborted is kept as far as it came."""
+
+    def __init__(self, answerer: Answerer, system: str | None = None) -> None:
+        self.answerer = answerer
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[Message] = [*self.opening]
+
+    @property
+    def introduction(self) -> str:
+        return f"{harmless(self.answerer.name)} answers; {HELP}"
+
+    def ask(self, text: str) -> None:
+        """Print the answer, and a footer or what went wrong on stderr.
+
+        A message whose answer fails before its first text is dropped: many chat templates refuse
+        two user messages in a row.
+        """
+        asked, said = [*self.messages, {"role": "user", "content": text}], list[str]()
+        is_kept = True
+        try:
+            if self.answerer.colored is not None:
+                self.answerer.colored = Colored()  # of this answer
+            ending = self.show(self.answerer.say(asked), said).footer()
+        except KeyboardInterrupt:
+            ending, is_kept = "[stopped]", bool(said)
+        except SpecserveError as e:
+            ending, is_kept = self.complaint(e), bool(said)
+        if said:
+            print(flush=True)
+        print(harmless(ending), file=sys.stderr, flush=True)
+        if is_kept:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+    def show(self, pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
+        """Print the pieces, and note them in `said`."""
+        colored = self.answerer.colored
+        with closing(pieces):  # Ctrl-C may come while the generator is suspended
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    statistics: Statistics = end.value
+                    print("" if colored is None else colored.rest(), end="", flush=True)
+                    return statistics
+                shown = harmless(piece) if sys.stdout.isatty() else piece
+                shown = shown if colored is None else colored.shown(shown)
+                if piece:
+                    said.append(piece)
+                if shown:
+                    print(shown, end="", flush=True)
+
+    def complaint(self, error: SpecserveError) -> str:
+        """The error on one line, with a hint where /reset helps."""
+        is_too_long = isinstance(error, RequestError) and error.code == PromptTooLong.code
+        has_past = len(self.messages) > len(self.opening)
+        hint = "; /reset forgets what was said before" if is_too_long and has_past else ""
+        return f"error: {' '.join(str(error).split())}{hint}"
+
+
+def converse(chat: Chat) -> None:
+    """Answer lines until the input ends, /exit, or Ctrl-C while no answer runs."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    lines: Iterable[str] = typed(chat.introduction) if is_terminal else sys.stdin
+    try:
+        for line in lines:
+            match line.strip():
+                case "":
+                    pass
+                case "/exit" | "/quit":
+                    return
+                case "/reset":
+                    chat.reset()
+                case "/help":
+                    print(HELP)
+                case command if COMMAND.fullmatch(command):
+                    print(f"{command}: no command; {HELP}", file=sys.stderr)
+                case message:
+                    chat.ask(message)
+    except KeyboardInterrupt:
+        pass
+
+
+def typed(introduction: str) -> Iterator[str]:
+    """Lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
+    print(introduction)
+    line_buffer = line_editing()
+    while True:
+        try:
+            line = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if not line_buffer():
+                return
+            continue
+        yield line
+
+
+def line_editing() -> Callable[[], str]:
+    """Give `input` line editing and a history; returns a getter for the unfinished line."""
+    try:
+        line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
+    except ImportError:
+        return str
+    return line_buffer
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(
+        self, llm: "LLM", params: "SamplingParams", colored: Colored | None = None
+    ) -> None:
+        """`colored`: the parameters have to ask for the details of speculation."""
+        self.llm, self.params, self.colored = llm, params, colored
+        self.name = name_of(llm.config.target)
+        # Errors that no message can avoid, as a missing template, are raised before the first.
+        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
+
+    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+        ids = self.llm.input_processor.render(messages)
+        with closing(self.llm.watch(ids, self.params)) as steps:
+            while True:
+                try:
+                    text, _, told = next(steps)
+                except StopIteration as end:
+                    return measured(end.value)
+                if self.colored is not None:
+                    self.colored.told(told)
+                yield text

@@ -1,0 +1,570 @@
+"""The command `specserve`. It imports the engine only for subcommands that need it."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from specserve.config import (
+    TLS_FILES,
+    USUAL_LORAS,
+    Config,
+    Setting,
+    load_config,
+    parse_overrides,
+    to_toml,
+)
+from specserve.errors import ConfigError, RequestError, SpecserveError
+from specserve.models.disk import is_full
+from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
+from specserve.version import VERSION
+
+if TYPE_CHECKING:
+    from specserve.api.generation import Output
+    from specserve.models.folder import Scaled
+
+INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
+BROKEN_PIPE = 141  # .. and one whose output pipe was closed
+COMPLETING = "_ARGCOMPLETE"  # set where a shell asks what may follow
+DETAILS = "return_speculation_details"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        ensure_streams()
+        keep_stderr_from_failing()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+        return run(argv)
+    except SpecserveError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout again at exit: send that to /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as e:  # safetensors has an error of its own for a full disk
+        if not is_full(e):
+            raise
+        place = getattr(e, "filename", None) or "the output"
+        print(f"error: {place}: a disk is full; free space", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(argv: list[str]) -> int:
+    others = {e.name: e for e in entry_points(group="specserve.commands")}
+    if COMPLETING in os.environ:
+        from specserve.cli.completion import complete
+
+        complete(parser(others), others)
+    if argv and argv[0] in others:
+        command: Callable[[list[str]], int] = others[argv[0]].load()
+        return command(argv[1:])
+    args, unknown = parser(others).parse_known_args(argv)
+    if unknown:
+        from specserve.api.vllm_arguments import flag_words
+
+        words = f"unrecognized arguments: {' '.join(unknown)}{flag_words(unknown)}"
+        args.command.error(words)  # with its own usage
+    action: Callable[[argparse.Namespace], int | None] = args.action
+    code = action(args)
+    sys.stdout.flush()  # here, where a broken pipe is still caught
+    return code or 0
+
+
+def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="specserve",
+        description="An LLM inference engine whose one obsession is latency.",
+        epilog=f"more commands: {', '.join(sorted(others))}" if others else None,
+    )
+    top.add_argument("--version", action="version", version=f"specserve {VERSION}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    add_generate(commands.add_parser("generate", help="generate text from prompts"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
+    add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
+    add_quantize(commands.add_parser("quantize", help="write a model with 8- or 4-bit weights"))
+    add_config(commands.add_parser("config", help="show or check the resolved configuration"))
+    add_completion(commands.add_parser("completion", help="print a completion script"))
+    for name in others if COMPLETING in os.environ else ():
+        commands.add_parser(name)  # its name is completed; its arguments are its own
+    return top
+
+
+def add_generate(p: argparse.ArgumentParser) -> None:
+    p.add_argument("prompts", nargs="+", metavar="PROMPT")
+    p.add_argument(
+        "--model", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+    )
+    add_drafting(p)
+    add_sampling(p)
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
+    how.add_argument(
+        "--watch", action="store_true", help="draw the guesses of each step, and what came of them"
+    )
+    add_settings(p)
+    p.set_defaults(action=generate, command=p)
+
+
+def add_serve(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "model", nargs="?", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+    )
+    add_drafting(p)
+    p.add_argument("--served-model-name", help="what clients call it; default: its own name")
+    p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
+    p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
+    p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
+    p.add_argument(
+        "--admin-key-file", help="a file with the keys that may change who guesses, one a line"
+    )
+    p.add_argument(
+        "--allow-no-keys",
+        action="store_const",
+        const=True,
+        help="listen at a --host that other machines reach, though no API key is needed",
+    )
+    p.add_argument(
+        "--tls-certificate-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="serve HTTPS with this certificate, in PEM",
+    )
+    p.add_argument(
+        "--tls-key-file", "--ssl-keyfile", metavar="FILE", help="the certificate's key, in PEM"
+    )
+    p.add_argument(
+        "--tool-parser",
+        "--tool-call-parser",
+        metavar="NAME",
+        help="auto (the default), hermes, llama3_json, mistral, command_r, template or none",
+    )
+    p.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="vLLM's switch; it is on in any case, unless --tool-parser is none",
+    )
+    p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
+    add_template(p)
+    add_adapters(p)
+    add_settings(p)
+    p.set_defaults(action=serve, command=p)
+
+
+def add_chat(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--url", help="the server to chat with; default: a model in this process")
+    p.add_argument(
+        "--model",
+        help="a local folder, a .gguf file or a hub id; default: the demo pair; with --url, its "
+        "name there",
+    )
+    p.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with --url: a file with the API key"
+    )
+    add_template(p)
+    add_drafting(p)
+    p.add_argument("--system", metavar="TEXT", help="the system message")
+    p.add_argument(
+        "--show-guesses", action="store_true", help="show each token by who had guessed it"
+    )
+    add_sampling(p)
+    add_settings(p)
+    p.set_defaults(action=chat, command=p)
+
+
+def add_adapters(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--enable-lora",
+        action="store_true",
+        help="take LoRA adapters; --lora-modules and --max-loras do so, too",
+    )
+    p.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        metavar="NAME=PATH",
+        help="adapters, as requests name them, and their folders or hub ids",
+    )
+    p.add_argument(
+        "--max-loras", type=int, help="adapters whose requests run at once; default: 4, or all"
+    )
+    p.add_argument("--max-lora-rank", type=int, help="the largest rank; default: 16")
+
+
+def add_sampling(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
+    p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
+    p.add_argument("--seed", type=int, help="the same seed gives the same text; default: drawn")
+
+
+def add_drafting(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--demo-cost",
+        metavar="qwen3-0.6b|llama-3.1-8b",
+        help="the demo pair's words in the time of a model of that shape",
+    )
+    p.add_argument(
+        "--quantize",
+        metavar="w8a8|w8|w4",
+        help="round the weights to 8 or 4 bits; w8a8: to 8 bits, and activations, too",
+    )
+    p.add_argument(
+        "--draft-model", help="a small draft model with the same vocabulary, or an EAGLE-3 head"
+    )
+    p.add_argument(
+        "--draft-head", help="an EAGLE-3 head of the model; a draft model beside it has to be named"
+    )
+    p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
+    p.add_argument(
+        "--drafter",
+        help="auto (the default), none, ngram, model, eagle or package.module:Class",
+    )
+
+
+def add_template(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="the chat template, in jinja; default: the model's own",
+    )
+
+
+def add_config(p: argparse.ArgumentParser) -> None:
+    p.add_argument("what", choices=["show", "check"])
+    add_settings(p)
+    p.set_defaults(action=show_config, command=p)
+
+
+def add_completion(p: argparse.ArgumentParser) -> None:
+    p.add_argument("shell", choices=["bash", "zsh", "fish"])
+    p.set_defaults(action=print_completion, command=p)
+
+
+def add_quantize(p: argparse.ArgumentParser) -> None:
+    p.add_argument("source", help="a local folder or a hub id")
+    p.add_argument("target", type=Path, help="a folder, which must not exist")
+    p.add_argument(
+        "--to", choices=["w8a8", "w8", "w4"], required=True, help="the weights of the layers"
+    )
+    p.add_argument(
+        "--head", choices=["none", "w8", "w4"], default="w8", help="those of the head; default: w8"
+    )
+    p.set_defaults(action=quantize, command=p)
+
+
+def add_settings(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="settings in TOML; of several files a later one wins",
+    )
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="one setting, which overrides the file's; without VALUE, the default; mappings of one "
+        "key are merged; `specserve config show` lists the keys",
+    )
+
+
+def show_config(args: argparse.Namespace) -> None:
+    config = load_config(args.config, parse_overrides(args.set))
+    if args.what == "show":
+        print(to_toml(config), end="")
+        return
+    from specserve.models.selection import check_drafter
+    from specserve.server.tls import tls_of
+
+    check_drafter(config)
+    tls_of(config.server)
+    print("OK: the settings, the drafter's name and its options are valid; no model was checked")
+
+
+def print_completion(args: argparse.Namespace) -> None:
+    from specserve.cli.completion import script
+
+    print(script(args.shell), end="")
+
+
+def quantize(args: argparse.Namespace) -> None:
+    from specserve.models import preflight
+    from specserve.models.folder import GGUF, resolve
+
+    source = resolve(args.source)
+    if source.is_file():
+        raise ConfigError(f"{source}: a file; take the folder that it was made of")
+    if args.target.suffix.lower() == GGUF:
+        raise ConfigError(f"{args.target}: a folder is written, no GGUF file; name a folder")
+    if source.resolve() in Path(os.path.realpath(args.target)).parents:
+        raise ConfigError(f"{args.target}: is in the folder that is read; name another folder")
+    if (told := preflight.check_model(source).quantization) is not None:
+        raise ConfigError(
+            f"{source}: quantized already ({told.words}); take the model that is not quantized"
+        )
+    from specserve.api.progress import LoadProgress
+    from specserve.cli.quantize import quantize
+    from specserve.models.rounding import Rounding
+
+    with raising_signals(), LoadProgress(sys.stderr.isatty()) as bar:
+        rounding = Rounding.named(args.to, args.head)
+        num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))
+    odd = f", {num_odd} maps with 8 bits, as 64 does not divide their width" if num_odd else ""
+    print(f"{args.target}: {num_bytes / 2**20:.0f} MiB of weights: {rounding.words}{odd}")
+
+
+def generate(args: argparse.Namespace) -> None:
+    sampled, settings = checked_sampling(args), checked(args)
+    start = perf_counter()
+    from specserve import LLM, SamplingParams
+    from specserve.api.watch import draw_stream
+    from specserve.models.selection import scaled_models
+
+    if not args.json:
+        print(f"imports took {perf_counter() - start:.2f} s", file=sys.stderr)
+    params = SamplingParams(**sampled | ({DETAILS: True} if args.watch else {}))
+    with LLM(config=args.config, progress=not args.json, **settings) as llm:
+        if args.json:
+            print_json(llm.generate(args.prompts, params))
+            return
+        steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
+        streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
+        say_scaled(scaled_models(llm.folders))
+        if args.watch:
+            show_legend(llm.speculation().known_sources)
+        for number, stream in enumerate(streams, 1):
+            if len(streams) > 1:
+                print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
+            draw = partial(draw_stream, text_of=lambda token: llm.tokenizer.decode([token]))
+            print_footer(draw(stream) if args.watch else print_stream(stream))
+
+
+def serve(args: argparse.Namespace) -> int:
+    started_at = perf_counter()
+    config = configured(args)
+    if args.enable_auto_tool_choice and config.server.tool_parser == "none":
+        raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
+    from specserve import logs
+    from specserve.api.lora import modules_of
+    from specserve.exchange.spawn import ForkServer
+    from specserve.models import preflight
+    from specserve.models.selection import served_name
+    from specserve.server.keys import read_admin_keys, read_keys
+    from specserve.server.listen import listen
+    from specserve.server.tls import tls_of
+
+    logs.configure(config.server.log_format)
+    if config.server.api_key_file is not None:
+        read_keys(Path(config.server.api_key_file))
+    if config.server.admin_key_file is not None:
+        read_admin_keys(Path(config.server.admin_key_file))
+    tls = tls_of(config.server)
+    folders = preflight.check(config)
+    modules_of(config, served_name(config))
+    with listen(config.server) as listener:
+        engines = ForkServer(config)
+        spawned = engines.start()  # it imports and loads while this process does
+        from specserve.server.serve import Start, serve
+
+        return serve(Start(config, folders, engines, spawned, listener, started_at, tls))
+
+
+def chat(args: argparse.Namespace) -> None:
+    from specserve.api.watch import Colored
+    from specserve.cli.chat import Chat, Local, converse
+
+    if args.url is not None:
+        from specserve.cli.remote import Remote
+        from specserve.server.keys import read_keys
+
+        refuse_with_url(args)
+        key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
+        asked = {"model": args.model, **sampling(args)}
+        remote = Remote(args.url, key, asked, Colored() if args.show_guesses else None)
+        say_scaled(remote.card.scaled)
+        if args.show_guesses:
+            show_legend(remote.card.sources)
+        converse(Chat(remote, args.system))
+        return
+    if args.api_key_file is not None:
+        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
+    sampled, settings = checked_sampling(args), checked(args)
+    if sys.stderr.isatty():  # importing torch takes seconds, in which nothing else is said
+        print("loading the model", file=sys.stderr)
+    from specserve import LLM, SamplingParams
+    from specserve.models.selection import scaled_models
+
+    params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
+    with LLM(config=args.config, **settings) as llm:
+        local = Local(llm, params, Colored() if args.show_guesses else None)
+        say_scaled(scaled_models(llm.folders))
+        if args.show_guesses:
+            show_legend(llm.speculation().known_sources)
+        converse(Chat(local, args.system))
+
+
+def say_scaled(models: "Sequence[Scaled]") -> None:
+    for model in models:
+        print(f"a demo: {model.source} at the cost of {model.like}", file=sys.stderr)
+
+
+def show_legend(sources: Sequence[str]) -> None:
+    from specserve.api.watch import legend
+
+    print(legend(sources) if sources else "nobody makes guesses here", file=sys.stderr)
+
+
+def refuse_with_url(args: argparse.Namespace) -> None:
+    for flag in (
+        "demo_cost",
+        "quantize",
+        "chat_template",
+        "draft_model",
+        "draft_head",
+        "draft_quantize",
+        "drafter",
+        "config",
+        "set",
+    ):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = "max_tokens", "temperature", "seed"
+    return {name: getattr(args, name) for name in names}
+
+
+def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters for a model in this process; ConfigError if one is refused."""
+    from specserve.exchange.sampling_params import SamplingParams, check
+
+    given = sampling(args)
+    ranges = {
+        "max_tokens": "1 or more",
+        "temperature": "0, or 0.0001 to 10000",
+        "seed": "-2^63 to 2^63 - 1",
+    }
+    for name, value in given.items():
+        try:
+            check(SamplingParams(**{name: value}))
+        except RequestError as e:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: {value} is refused; give {ranges[name]}") from e
+    return given
+
+
+def checked(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for `LLM`, checked before torch is imported."""
+    from specserve.models import preflight
+
+    config = configured(args)
+    preflight.check(config)
+    flags = {
+        "model.demo_cost": args.demo_cost,
+        "model.chat_template": getattr(args, "chat_template", None),
+    }
+    own = {key: value for key, value in flags.items() if value is not None}
+    return {
+        "model": config.model.path,
+        "quantize": args.quantize,
+        "draft_model": args.draft_model,
+        "draft_head": args.draft_head,
+        "draft_quantize": args.draft_quantize,
+        "drafter": args.drafter,
+        "set": parse_overrides(args.set) | own,
+    }
+
+
+def configured(args: argparse.Namespace) -> Config:
+    """The config: the file, overridden by --set, overridden by the other flags."""
+    flags = {
+        "MODEL" if args.action is serve else "--model": ("model.path", args.model),
+        "--demo-cost": ("model.demo_cost", args.demo_cost),
+        "--quantize": ("model.quantize", args.quantize),
+        "--chat-template": ("model.chat_template", getattr(args, "chat_template", None)),
+        "--draft-model": ("drafter.model", args.draft_model),
+        "--draft-head": ("drafter.head", args.draft_head),
+        "--draft-quantize": ("drafter.quantize", args.draft_quantize),
+        "--drafter": ("drafter.name", args.drafter),
+    }
+    if args.action is serve:
+        names = "host", "port", "served_model_name", "allow_no_keys"
+        for key in (
+            *names,
+            "api_key_file",
+            "admin_key_file",
+            *TLS_FILES,
+            "tool_parser",
+            "reasoning_parser",
+        ):
+            flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
+        flags |= {
+            "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
+            "--max-loras": ("lora.max_loras", args.max_loras),
+            "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
+        }
+    given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
+    config = load_config(args.config, parse_overrides(args.set), given)
+    if args.action is serve and args.enable_lora and config.lora.max_loras == 0:
+        raise ConfigError("--enable-lora: lora.max_loras = 0: leave out one of them")
+    if args.action is serve and args.enable_lora and config.lora.num_slots == 0:
+        given.append(Setting("--enable-lora", "lora.max_loras", USUAL_LORAS))
+        config = load_config(args.config, parse_overrides(args.set), given)
+    return config
+
+
+def named_paths(given: Sequence[str] | None) -> dict[str, str] | None:
+    """From NAME=PATH, each name once."""
+    if given is None:
+        return None
+    found = dict[str, str]()
+    for text in given:
+        name, _, path = text.partition("=")
+        if not (name and path) or text.startswith("{"):
+            raise ConfigError(
+                f"--lora-modules {text}: write NAME=PATH; the model comes before this flag"
+            )
+        if name in found:
+            raise ConfigError(f"--lora-modules {text}: the name {name!r} is there twice")
+        found[name] = path
+    return found
+
+
+def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Output":
+    while True:
+        try:
+            text, _ = next(steps)
+        except StopIteration as end:
+            print(flush=True)
+            output: Output = end.value
+            return output
+        print(text, end="", flush=True)
+
+
+def print_footer(output: "Output") -> None:
+    """On stderr, so that a pipe gets the text alone."""
+    from specserve.cli.chat import measured
+
+    print(measured(output).footer(), file=sys.stderr)
+
+
+def print_json(outputs: "Sequence[Output]") -> None:
+    for output in outputs:
+        print(msgspec.json.encode(output).decode())

@@ -1,0 +1,242 @@
+"""Who guesses, changed while requests run: the config that a change leads to."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
+from specserve.errors import ConfigError
+from specserve.models.eagle_config import is_head
+from specserve.models.folder import resolve
+from specserve.models.selection import check_drafter, names_head, needs_head, runs_draft_model
+from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
+from specserve_drafters.base import BUILTIN, HEADS, DrafterError
+from specserve_drafters.tree import MAX_NODES
+
+MODEL = "model"  # the source that is a draft model
+AT_START = (
+    "a head's KV lies in the target's blocks, so that it has to be there from the start "
+    "(--draft-head)"
+)
+NO_HEAD = f"no head of the target was loaded at the start, and none can be added: {AT_START}"
+WITHOUT_MODEL = "none", "ngram", EAGLE  # drafters
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be different; None stays as it is.
+
+    drafter         auto, none, ngram, model, eagle, or the package.module:Class of the start;
+                    another one begins with its usual options
+    sources         of auto
+    options         other options of the drafter, by name; null: the usual value
+    max_nodes       guesses of a request and step; 0 is no speculation
+    max_step_nodes  guesses of a step
+    """
+
+    drafter: str | None = None
+    sources: list[str] | None = None
+    options: dict[str, Any] | None = None
+    max_nodes: Annotated[int, Meta(ge=0, le=MAX_NODES)] | None = None
+    max_step_nodes: Natural | None = None
+
+
+def change_of(
+    drafter: str | None,
+    sources: Sequence[str] | None,
+    options: Mapping[str, Any] | None,
+    max_nodes: int | None,
+    max_step_nodes: int | None,
+) -> Change:
+    """From arguments of Python's; ConfigError for one of another type."""
+    named = [*sources] if isinstance(sources, list | tuple) else sources
+    knobs = {**options} if isinstance(options, Mapping) else options
+    given = dict(
+        zip(
+            Change.__struct_fields__,
+            (drafter, named, knobs, max_nodes, max_step_nodes),
+            strict=True,
+        )
+    )
+    try:
+        return msgspec.convert(given, Change)
+    except msgspec.ValidationError as e:
+        raise ConfigError(str(e)) from e
+
+
+class Guessing:
+    """The config that an engine guesses by. The draft model is kept in mind while no drafter uses
+    it, until it is removed. Its methods may read files.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = self.first = config
+        named = [config.drafter.name, *config.drafter.options.get("sources", ())]
+        self.foreign = frozenset(named) - {*BUILTIN, *BUILT_IN, "none"}  # users' own code
+        self.draft = config.drafter.model, config.drafter.quantize
+        self.head = config.drafter.head  # that the engine has had from the start on
+        if names_head(config):
+            self.head, self.draft = config.drafter.model, (None, None)
+
+    def settle(self, config: Config) -> None:
+        """The engine goes by this config now."""
+        self.config = config
+        if config.drafter.model not in (None, self.head):
+            self.draft = config.drafter.model, config.drafter.quantize
+
+    def changed(self, change: Change) -> Config:
+        """ConfigError for what does not fit; the caller checks files and drafters."""
+        drafter, speculation = self.config.drafter, self.config.speculation
+        options = dict(drafter.options)
+        if change.drafter is not None and change.drafter != drafter.name:
+            drafter, options = msgspec.structs.replace(drafter, name=change.drafter), {}
+        if "sources" in (change.options or {}):
+            raise ConfigError("options: the sources are a field of their own: send sources")
+        options = merged(options, change.options or {})
+        if change.sources is not None:
+            if drafter.name != "auto":
+                raise ConfigError(
+                    f"sources: only drafter auto has sources, and this is {drafter.name}: send "
+                    "drafter = auto, too"
+                )
+            options["sources"] = change.sources
+        self.refuse_code([drafter.name, *(change.sources or ())])
+        limits = {"max_nodes": change.max_nodes, "max_step_nodes": change.max_step_nodes}
+        limits = {name: value for name, value in limits.items() if value is not None}
+        config = self.with_parts(plain(drafter, options=options), plain(speculation, **limits))
+        if MODEL in (change.sources or ()) and config.draft is None:
+            raise ConfigError(
+                f"sources: there is no draft model for {MODEL!r}: load one first "
+                "(POST /v1/speculation/draft-model)"
+            )
+        is_run = drafter.name == EAGLE or EAGLE in (change.sources or ())
+        if is_run and not needs_head(self.first):
+            raise ConfigError(NO_HEAD)
+        check_options(config)
+        return config
+
+    def refuse_code(self, names: list[str]) -> None:
+        """Code is loaded at the start only: what a request names may be built in, or known."""
+        for name in names:
+            if name in HEADS:
+                raise ConfigError(f"no drafter or source {name!r}: {HEADS[name]}")
+            if name not in {*BUILTIN, *BUILT_IN, "none", *self.foreign}:
+                raise ConfigError(
+                    f"{name!r:.100} is neither built in nor was it there at the start: a change "
+                    "loads no code"
+                )
+
+    def with_draft_model(self, model: str, quantize: str | None) -> Config:
+        """With another draft model, which guesses from then on."""
+        drafter = self.config.drafter
+        self.check_takes_model()
+        if is_head(resolve(model)):
+            raise ConfigError(
+                f"model: {model!r} is a head of a target, and no draft model: {AT_START}"
+            )
+        options = dict(drafter.options)
+        if drafter.name == "auto" and MODEL not in options.get("sources", USUAL):
+            options["sources"] = [*options["sources"], MODEL]
+        asked = plain(drafter, options=options, model=model, quantize=quantize)
+        return self.with_parts(asked, plain(self.config.speculation))
+
+    def check_takes_model(self) -> None:
+        name = self.config.drafter.name
+        if name in WITHOUT_MODEL:
+            raise ConfigError(
+                f"drafter {name!r} has no use for a draft model: change to auto first "
+                "(PATCH /v1/speculation)"
+            )
+
+    def without_draft_model(self) -> Config:
+        drafter = self.config.drafter
+        if drafter.name in WITHOUT_MODEL:
+            self.draft = None, None
+            return self.config
+        sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
+        if drafter.name != "auto" or not sources or runs_draft_model(sources):
+            raise ConfigError(
+                f"drafter {drafter.name!r} cannot do without its draft model as it is: change the "
+                "drafter or its sources first (PATCH /v1/speculation)"
+            )
+        options = {**drafter.options, "sources": sources}
+        asked = plain(drafter, options=options, model=None, quantize=None)
+        self.draft = None, None
+        return self.with_parts(asked, plain(self.config.speculation))
+
+    def with_parts(self, drafter: dict[str, Any], speculation: dict[str, Any]) -> Config:
+        """The config with these sections, and with a draft model where the drafter runs one."""
+        name, sources = drafter["name"], drafter["options"].get("sources", USUAL)
+        try:
+            runs = runs_draft_model(sources) if name == "auto" else name not in WITHOUT_MODEL
+        except DrafterError as e:
+            raise ConfigError(str(e)) from e
+        is_head_run = name == EAGLE or (name == "auto" and EAGLE in sources)
+        drafter["head"] = self.head if is_head_run else None
+        if drafter["model"] == self.head or not runs:
+            drafter |= {"model": None, "quantize": None}
+        if runs and drafter["model"] is None:
+            drafter["model"], drafter["quantize"] = self.draft
+        try:
+            sections = {
+                "drafter": msgspec.convert(drafter, DrafterConfig),
+                "speculation": msgspec.convert(speculation, SpeculationConfig),
+            }
+            return msgspec.structs.replace(self.config, **sections)
+        except (msgspec.ValidationError, ValueError) as e:
+            raise ConfigError(str(e)) from e
+
+
+class Guesses(msgspec.Struct, frozen=True, kw_only=True):
+    """By what guesses are made, as the log tells it. The fields are in the order of a line."""
+
+    drafter: str
+    draft_model: str | None
+    quantize: str | None  # of the draft model
+    sources: tuple[str, ...]
+    options: dict[str, Any]  # but for sources
+    max_nodes: int
+    max_step_nodes: int
+
+
+def guesses_of(config: Config, sources: tuple[str, ...], has_draft_model: bool) -> Guesses:
+    return Guesses(
+        drafter=config.drafter.name,
+        draft_model=config.draft if has_draft_model else None,
+        quantize=config.drafter.quantize,
+        sources=sources,
+        options={k: v for k, v in config.drafter.options.items() if k != "sources"},
+        max_nodes=config.max_nodes,
+        max_step_nodes=config.max_step_nodes,
+    )
+
+
+def differences(before: Guesses, after: Guesses) -> str:
+    """What another one differs in, in words on one line: "max_nodes 63 -> 8"."""
+    pairs = zip(plain(before).items(), plain(after).values(), strict=True)
+    told = [f"{name} {worded(a)} -> {worded(b)}" for (name, a), b in pairs if a != b]
+    return "; ".join(told) or "nothing differs"
+
+
+def worded(value: Any) -> str:
+    """null, a number, or a value in JSON; what cannot be shown is escaped."""
+    return json.dumps(value, default=repr)
+
+
+def check_options(config: Config) -> None:
+    """ConfigError for options that the drafter does not take, also where the limits are 0."""
+    if config.drafter.name == "none" and config.drafter.options:
+        raise ConfigError("options: drafter none has none")
+    check_drafter(msgspec.structs.replace(config, speculation=SpeculationConfig()))
+
+
+def plain(section: msgspec.Struct, **other: Any) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(section), **other}
+
+
+def merged(options: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """With other values of some; None takes one back."""
+    every = {**options, **other}
+    return {name: value for name, value in every.items() if value is not None}

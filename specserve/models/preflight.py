@@ -1,0 +1,102 @@
+"""Checks of a config and its models' files, before anything heavy is imported."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from specserve.config import Config
+from specserve.errors import ConfigError
+from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
+from specserve.models.folder import check_regular
+from specserve.models.selection import (
+    check_drafter_name,
+    context_length,
+    may_need_draft_model,
+    names_head,
+    needs_head,
+    resolve_draft,
+    resolve_head,
+    resolve_model,
+)
+from specserve.models.shape import Shape
+from specserve.models.source import open_source
+from specserve.models.weight_files import find_weights
+from specserve.text.chat_template import read_template
+
+
+class Folders(NamedTuple):
+    """The folders of a config's models, or their GGUF files."""
+
+    target: Path
+    draft: Path | None  # None where no drafter could use one
+    head: Path | None = None
+
+
+def check(config: Config) -> Folders:
+    """ConfigError for the first mistake. A model that a hub id names is downloaded."""
+    check_drafter_name(config)
+    target, draft = resolve_model(config), None
+    check_template(config.model.chat_template)
+    shape = check_model(target, config.model.implementation)
+    context_length(config, shape)
+    check_quantize("model.quantize", config.model.quantize, target, shape)
+    head, is_needed = resolve_head(config), may_need_draft_model(config)
+    if head is not None and head != target:
+        check_head(config, head, shape)
+    # It may be named beside speculation.max_nodes = 0.
+    if is_needed or (config.drafter.model is not None and not names_head(config)):
+        draft = resolve_draft(config)
+        if (inner := head_inside(draft)) is not None:
+            raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
+        check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
+    return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
+
+
+def check_template(path: str | None) -> None:
+    """ConfigError for a chat template that cannot be read."""
+    if path is not None:
+        check_regular(file := Path(path).expanduser())
+        read_template(file)
+
+
+def check_head(config: Config, folder: Path, target: Shape) -> None:
+    """ConfigError for a head that cannot be read, or that is none of the target. No weights are
+    read.
+    """
+    if names_head(config) and config.drafter.quantize is not None:
+        raise ConfigError(
+            f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
+        )
+    check_regular(folder)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        inner = head_inside(folder)
+        remedy = "check the path" if inner is None else f"name {inner}, which is one"
+        raise ConfigError(
+            f"{folder}: no head, whose folder has config.json and model.safetensors: {remedy}"
+        )
+    check_target(folder, load_eagle_config(folder), target)
+    if folder.is_dir():
+        find_weights(folder)
+
+
+def check_model(path: Path, implementation: str = "auto") -> Shape:
+    """The model's shape; ConfigError if files are missing. No weights are read."""
+    if is_head(path):
+        raise ConfigError(
+            f"{path}: a draft head, which guesses for a model and is none: name it as "
+            "--draft-model or --draft-head, and the model that it was trained for as the model"
+        )
+    source = open_source(path)
+    shape = source.shape(implementation)
+    source.scaled()
+    source.check()
+    return shape
+
+
+def check_quantize(key: str, asked: str | None, path: Path, shape: Shape) -> None:
+    """ConfigError if a model is to be quantized that is quantized already."""
+    if asked and shape.quantization is not None:
+        flag = "--quantize" if key == "model.quantize" else "--draft-quantize"
+        raise ConfigError(
+            f"{key} = {asked!r} ({flag}): {path} is quantized already "
+            f"({shape.quantization.words}): leave it out, or take the model that is not quantized"
+        )

@@ -1,0 +1,186 @@
+"""The draft model as drafters use it: catching up with known tokens, running guesses."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.memory.pool import BlockTable
+from specserve.scheduling import Request, Scheduler
+from specserve.speculation.executor import ModelExecutor
+from specserve_drafters import ROOT, Draft, DraftItem, Nodes
+
+# Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
+# guess if the draft model had not run it.
+USUAL_LAG = 2
+
+
+class DraftModel(ModelExecutor):
+    """An Executor: gives a drafter access to the draft model for the requests of a step.
+
+    Slots [0, T) of a request's draft table hold the KV of its known tokens; node e of the step has
+    slot T + e - 1.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, num_ids: int) -> None:
+        """`num_ids`: ids below it are the same tokens as the target's, and are in its embedding."""
+        super().__init__(runner, scheduler)
+        self.vocab_size, self.num_ids = self.num_ids, num_ids
+        self.max_len = min(runner.decoder.config.max_positions, self.max_len)
+
+    def table(self, request: Request) -> BlockTable:
+        return request.draft_table
+
+    def usual_rows(self, request: Request) -> int:
+        return min(request.draft_gap, USUAL_LAG)
+
+    def missing(self, request: Request) -> int:
+        return max(0, request.draft_gap - USUAL_LAG)
+
+    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+        """Executor.extend. A request is left out until its first token is known: nothing of the
+        draft model delays that. Shorter gaps come first, and a gap may take several steps.
+        """
+        lent = [self.requests[item.id] for item in items]
+        if len({r.id for r in lent}) < len(lent):
+            raise ValueError("a request was given twice: its KV would be counted twice")
+        lent = [r for r in lent if r.num_output > 0]
+        self.asked |= {r.id for r in lent}
+        for request in lent:
+            self.begin(request)
+        groups, rows = [], self.scheduler.catch_up_rows
+        ahead: list[Request] = []
+        for request in sorted(lent, key=lambda r: r.draft_gap):
+            if self.waits(request) or self.is_shared(request, ahead):
+                continue
+            group = self.known_rows(request, rows)
+            if group is None:
+                continue
+            groups.append(group)
+            ahead.append(request)
+            rows -= len(group.token_ids) if request.draft_gap > USUAL_LAG else 0
+        logits = self.forward(split(groups, self.scheduler.budget.max_batched_tokens))
+        for group in groups:
+            group.table.num_computed += len(group.token_ids)
+        ready = [r.id for r in ahead if r.draft_gap == 0]
+        self.begin_nodes(ready)
+        place = {item.id: i for i, item in enumerate(items)}
+        return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
+
+    def known_rows(self, request: Request, rows: int) -> RowGroup | None:
+        """Rows of the known tokens that the draft model lacks; no more than `rows` of them, unless
+        they are the usual ones. The last one is read. None where there are none, or no blocks. The
+        rows end before a token that the draft model's embedding lacks: it proposes nothing then.
+        """
+        table, gap, known = request.draft_table, request.draft_gap, len(request.token_ids)
+        start, size = table.num_computed, gap if gap <= USUAL_LAG else min(gap, rows)
+        tokens = request.token_ids[start : start + size]
+        if tokens and max(tokens) >= self.vocab_size:
+            size = next(i for i, token in enumerate(tokens) if token >= self.vocab_size)
+            tokens = tokens[:size]
+        if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
+            return None
+        return RowGroup(table, tokens, start, num_read=int(size == gap))
+
+    def begin(self, request: Request) -> None:
+        """Take the cached draft KV of the request's known tokens, within the spare blocks."""
+        if request.draft_gap > USUAL_LAG and not self.waits(request):
+            request.find_draft_prefix(self.spare)
+
+    def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
+        fit, groups, rows_of = self.number(nodes), list[RowGroup](), list[tuple[int, int]]()
+        for i, before in fit:
+            id, tokens, _ = nodes[i]
+            table, size = self.requests[id].draft_table, len(tokens)
+            known, masks = table.num_computed, self.masks[id][before : before + size]
+            groups.append(RowGroup(table, tokens, known + before, size, known, masks))
+            rows_of += [(id, before + k) for k in range(1, size + 1)]
+        return [i for i, _ in fit], self.masked(self.forward([groups]), rows_of)
+
+    def forward(self, launches: list[list[RowGroup]]) -> Tensor:
+        """The logits of the rows that are read, in order; all of them are in the last launch. An
+        error ends executor access: after it the slots of further nodes would not be those that were
+        written.
+        """
+        logits = torch.empty(0, 0)
+        try:
+            for groups in filter(None, launches):
+                step = build_step_input(groups, self.scheduler.pool.updates)
+                logits = self.runner.launch(step).logits
+                self.num_rows += len(step.token_ids)
+        except BaseException:
+            self.take_back()
+            raise
+        return logits
+
+    def waits(self, request: Request) -> bool:
+        """Whether the leader, lent as well, is still computing the draft KV of their prompt."""
+        leader = request.leader
+        if leader is None or leader.id not in self.requests:
+            return False
+        if request.draft_table.num_computed > 0 or len(leader.token_ids) > self.max_len:
+            return False  # it has draft KV itself, or the leader exceeds the draft model's length
+        return leader.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
+
+    def is_shared(self, request: Request, ahead: Sequence[Request]) -> bool:
+        """Whether a request `ahead` in this forward computes the block that this one needs next."""
+        table = request.draft_table
+        place, offset = divmod(table.num_computed, table.block_size)
+        key = table.key(request.token_ids, place)
+        if offset or key is None or request.draft_gap <= USUAL_LAG:
+            return False
+        return any(
+            r.draft_table.is_publishing
+            and r.draft_table.num_computed // table.block_size <= place
+            and r.draft_table.key(r.token_ids, place) == key
+            for r in ahead
+        )
+
+    def keep(self, request: Request, draft: Draft, nodes: Sequence[int]) -> None:
+        """Keep the draft KV of the accepted nodes that the draft model has run; the next launch
+        moves it.
+
+        Stops at the first node whose `expanded` number belongs to another token or parent: the
+        draft model computes the rest again, and no block gets a key that its KV does not match.
+        """
+        table, kept, slots, parent = request.draft_table, 0, [], ROOT
+        run = self.nodes.get(request.id, [])
+        for k in nodes:
+            e = draft.expanded[k - 1]
+            if not kept < e <= len(run) or run[e - 1] != (draft.tokens[k - 1], parent):
+                break
+            parent = e
+            kept += 1
+            if e != kept:
+                known = table.num_computed
+                slots.append((table.slot(known + e - 1), table.slot(known + kept - 1)))
+        table.num_computed += kept
+        if slots:
+            self.scheduler.pool.updates.move("draft", slots)
+
+
+def split(groups: Sequence[RowGroup], most: int) -> list[list[RowGroup]]:
+    """Launches of at most `most` rows for causal rows. All that are read, at most one a group and
+    fewer than `most`, are in the last launch, as a launch writes over the logits of the one before.
+    """
+    excess = sum(len(g.token_ids) for g in groups) - most
+    launches: list[list[RowGroup]] = []
+    last: list[RowGroup] = []
+    for group in reversed(groups):
+        cut = max(0, min(excess, len(group.token_ids) - group.num_read))
+        excess -= cut
+        launches += [[part(group, i, min(i + most, cut))] for i in range(0, cut, most)]
+        if cut < len(group.token_ids):
+            last.insert(0, part(group, cut, len(group.token_ids)))
+    return [*launches, last]
+
+
+def part(group: RowGroup, begin: int, end: int) -> RowGroup:
+    """The rows [begin, end) of a group of causal rows; the last of the group may be read."""
+    return group._replace(
+        token_ids=group.token_ids[begin:end],
+        start=group.start + begin,
+        num_read=group.num_read if end == len(group.token_ids) else 0,
+    )

@@ -1,0 +1,409 @@
+"""A draft head as drafters use it: it follows the target's steps, and runs guesses between them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from specserve.engine.runner import Runner
+from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.memory.pool import BlockTable
+from specserve.models.draft_head import DraftHead
+from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.scheduling.cost import StepCosts
+from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.tap_watch import TapWatch, tap_words
+from specserve.speculation.verify import Path
+from specserve_drafters import ROOT, DraftItem, Nodes
+
+MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
+WATCHED = 64  # rows of a launch at most whose logits are compared: they take memory
+KEPT, PIECE = 512, 128  # rows of a request alone that may wait, and that are written if more do
+
+
+class Seen(NamedTuple):
+    """Rows of a request in the target's last step.
+
+    table  that their KV is in, as it was then: the request may have ended since
+    start  position of the first row
+    rows   theirs in the step, in order of position
+    """
+
+    request: Request
+    table: BlockTable
+    start: int
+    rows: list[int]
+
+
+class Backlog(msgspec.Struct):
+    """Rows of a request that the head has yet to run: their positions, and the target's taps."""
+
+    request: Request
+    start: int
+    taps: list[Tensor]
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+Rest = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
+
+
+class Last(NamedTuple):
+    """What the head has left behind the last token of so many known ones, [1, hidden]."""
+
+    num_tokens: int
+    hidden: Tensor
+
+
+class HeadModel(ModelExecutor):
+    """An Executor whose model is a head of the target.
+
+    The head's layers lie in the target's own blocks, behind the target's. Its row at position i
+    has what the target's layers had of token i and the id of token i + 1: so of T known tokens it
+    has KV in the slots [0, T - 1), and node e of a step is in slot T + e - 2. The target cannot be
+    asked for its taps again: so they are kept until the head has run their rows. It runs those of
+    prompts, and all others once a block is full, before the next step is planned; else when it is
+    to guess. What a request alone has left may wait until it has ended or another one has begun.
+    That writes over the KV of guesses, which was made of the head's own rows. The last slot of a
+    block that is found in the cache may have been made with another next token, which costs
+    guesses.
+    """
+
+    def __init__(
+        self, runner: Runner, head: DraftHead, target: Runner, scheduler: Scheduler
+    ) -> None:
+        super().__init__(runner, scheduler)
+        self.head, self.target = head, target
+        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # of known tokens
+        words = tap_words(head.taps, target.decoder.config.num_layers)
+        self.watch: TapWatch | None = TapWatch(words)
+        self.seen: list[Seen] = []
+        self.backlogs: dict[int, Backlog] = {}  # by request
+        self.last: dict[int, Last] = {}  # likewise
+        self.ended: dict[int, BlockTable] = {}  # requests, since the last step
+        # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.
+        self.features = torch.empty(0, 0)
+        self.rows: dict[int, dict[int, int]] = {}  # by request and node; the root is one
+        # Where the head knows some of the target's tokens only, all others are impossible.
+        self.is_whole = head.draft_vocab_size == target.decoder.config.vocab_size
+        self.targets = head.target_ids(torch.arange(head.draft_vocab_size))
+        self.wide = torch.empty(0, 0)
+
+    def table(self, request: Request) -> BlockTable:
+        return request.table
+
+    def usual_rows(self, request: Request) -> int:
+        return min(max(self.num_late(request), 1), MANY)
+
+    def missing(self, request: Request) -> int:
+        return max(0, self.num_late(request) - MANY)
+
+    def num_late(self, request: Request) -> int:
+        backlog = self.backlogs.get(request.id)
+        return 0 if backlog is None else backlog.size
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `follow` is to be called before the next step is planned."""
+        return bool(self.seen or self.ended)
+
+    def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, Path]) -> None:
+        """Note a step's rows of known tokens and, by request, of the paths. Before blocks are given
+        back or shared.
+        """
+        sizes = [s.end - s.start + len(s.draft) for s in scheduled]
+        for item, begin in zip(scheduled, accumulate(sizes, initial=0), strict=False):
+            request, end = item.request, begin + item.end - item.start
+            path = paths.get(request.id)
+            nodes = [] if path is None else path.nodes
+            table = copy_of(request.table)
+            rows = [*range(begin, end), *(end - 1 + node for node in nodes)]
+            self.seen.append(Seen(request, table, item.start, rows))
+            if self.watch is not None and path is not None and path.tokens:
+                self.watch.see(request.id, path.tokens[0])
+
+    def drop(self) -> None:
+        """Forget all that was not run: a step has failed. Nobody shall find blocks that lack it."""
+        lost = [(each.table, each.start, each.start + len(each.rows)) for each in self.seen]
+        for id, backlog in self.backlogs.items():
+            table = self.ended.get(id, backlog.request.table)
+            lost.append((table, backlog.start, backlog.end))
+        for table, start, end in lost:
+            size = table.block_size
+            self.scheduler.pool.unpublish(table.blocks[start // size : -(-end // size)])
+        self.seen, self.backlogs, self.last = [], {}, {}
+        self.ended.clear()
+        if self.watch is not None:
+            self.watch.expect([], [])
+
+    def follow(self) -> None:
+        """Keep the taps of the target's last step, and run the rows that cannot wait: before blocks
+        are given to others. After an error `drop` has to be called.
+        """
+        seen = self.seen
+        if seen:
+            self.keep_taps(seen)
+        self.seen = []
+        every = [*self.backlogs.values()]
+        if self.is_alone:
+            for backlog in every:
+                if backlog.size > KEPT:
+                    self.write(backlog, backlog.request.table, max(backlog.size - KEPT, PIECE))
+        elif any(map(self.is_due, every)):
+            tables = {each.request.id: each.table for each in seen} | self.ended
+            self.run(every, tables, self.watch)
+        for id in self.ended:  # its last block is not full, so that nobody will find it
+            self.backlogs.pop(id, None)
+            self.last.pop(id, None)
+        self.ended.clear()
+        if self.watch is not None and self.watch.is_over:
+            self.watch = None
+
+    def keep_taps(self, seen: Sequence[Seen]) -> None:
+        kept = [
+            (each, min(len(each.rows), len(each.request.token_ids) - each.start - 1))
+            for each in seen
+        ]
+        taps = self.taps([row for each, size in kept for row in each.rows[:size]])
+        for (request, _, start, _), size in kept:
+            own, taps = taps[:size], taps[size:]
+            backlog = self.backlogs.get(request.id)
+            if backlog is None or backlog.end != start:  # it was preempted
+                backlog = self.backlogs[request.id] = Backlog(request, start, [], start)
+            backlog.taps.append(own)
+            backlog.end += size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other request can be given the blocks of the one that runs before the next
+        call, or has some of them. Those that come after it may find them: no row of theirs is run
+        before its own.
+        """
+        if len(self.scheduler.running) != 1 or self.ended:
+            return False
+        [request] = self.scheduler.running
+        waiting = self.scheduler.waiting
+        return all(r.rank > request.rank and not r.table.blocks for r in waiting)
+
+    def is_due(self, backlog: Backlog) -> bool:
+        """Whether a block with rows of it is full, or others wait for the prompt's."""
+        size, request = self.runner.kv.block_size, backlog.request
+        is_full = backlog.start // size < backlog.end // size
+        return is_full or backlog.start < request.num_prompt
+
+    def taps(self, rows: Sequence[int]) -> Tensor:
+        """What the target's layers had in some rows of its last step, side by side."""
+        outputs = self.target.outputs
+        assert outputs is not None, "no step has been run"
+        at = torch.tensor(rows, dtype=torch.int64, device=outputs.residual.device)
+        every = (outputs.taps.get(layer, outputs.residual) for layer in self.head.taps)
+        return torch.cat([tap[at] for tap in every], dim=1)
+
+    def run(
+        self,
+        backlogs: Sequence[Backlog],
+        tables: Mapping[int, BlockTable],
+        watch: TapWatch | None = None,
+    ) -> None:
+        """Run rows of backlogs, in launches of no more rows than a step has. `tables` are those of
+        requests that may have ended. `watch` compares what comes after the rows.
+        """
+        most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
+        for backlog in backlogs:
+            request, end = backlog.request, backlog.end
+            table = tables.get(request.id, request.table)
+            if backlog.size == 0 or table.num_computed < end:  # it has failed, or was preempted
+                del self.backlogs[request.id]
+                continue
+            # Only of the last row is more read than the KV, and of those that are compared.
+            first = end - 1
+            if watch is not None:
+                first = min(first, max(request.num_prompt - 2, end - min(WATCHED, most)))
+            if first - backlog.start >= min(MANY, most):
+                self.write(backlog, table, first - backlog.start)
+            if part and rows + backlog.size > most:
+                self.run_together(part, watch)
+                part, rows = [], 0
+            start = backlog.start
+            group = RowGroup(table, request.token_ids[start + 1 : end + 1], start, 0)
+            part.append((request, group, backlog.taps))
+            rows += backlog.size
+        if part:
+            self.run_together(part, watch)
+
+    def run_together(self, rest: Sequence[Rest], watch: TapWatch | None) -> None:
+        requests, groups, taps = zip(*rest, strict=True)
+        features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
+        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        self.runner.launch(step, features)
+        assert self.runner.outputs is not None, "rows were run"
+        self.num_rows += len(step.token_ids)
+        ends = torch.from_numpy(step.qo_indptr[1:] - 1).long()
+        hidden = self.runner.outputs.residual[ends.to(self.runner.outputs.residual.device)]
+        for request in requests:
+            del self.backlogs[request.id]
+        for row, (request, group) in enumerate(zip(requests, groups, strict=True)):
+            num_known = group.start + len(group.token_ids) + 1
+            self.last[request.id] = Last(num_known, hidden[row : row + 1])
+        if watch is not None:
+            self.compare(watch, requests, groups, self.runner.outputs.residual)
+
+    def write(self, backlog: Backlog, table: BlockTable, size: int) -> None:
+        """Write the KV of its first rows, of which nothing else is read."""
+        taps, most = torch.cat(backlog.taps), self.scheduler.budget.max_batched_tokens
+        for at in range(0, size, most):
+            n, start = min(most, size - at), backlog.start
+            ids = backlog.request.token_ids[start + 1 : start + n + 1]
+            self.write_rows(RowGroup(table, ids, start, 0), self.head.fuse(taps[at : at + n]))
+            backlog.start, backlog.taps = start + n, [taps[at + n :]]
+
+    def write_rows(self, group: RowGroup, features: Tensor) -> None:
+        step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
+        if step.updates:
+            self.runner.update(step.updates)
+        with self.runner.using_threads(len(features)):
+            plan = self.head.plan(step.rows(), kv, [torch.from_numpy(step.token_ids)])
+            self.head.write(features, kv, plan)
+        self.num_rows += len(features)
+
+    def compare(
+        self,
+        watch: TapWatch,
+        requests: Sequence[Request],
+        groups: Sequence[RowGroup],
+        residual: Tensor,
+    ) -> None:
+        """Compare with what the target has said after rows that were just run."""
+        rows, tokens, before = list[int](), list[int](), 0
+        for request, (_, ids, start, *_) in zip(requests, groups, strict=True):
+            first = max(start, request.num_prompt - 2)
+            said = request.token_ids[first + 2 : start + len(ids) + 2]
+            if is_foreseeable(request):
+                tokens += said
+                rows += range(before + first - start, before + first - start + len(said))
+            before += len(ids)
+        if rows:
+            rows, tokens = rows[:WATCHED], tokens[:WATCHED]
+            likeliest = self.likeliest(self.logits(residual[torch.tensor(rows)]))
+            watch.compare(likeliest, tokens)
+
+    def likeliest(self, logits: Tensor) -> list[int]:
+        """The target's ids of the likeliest tokens, by [n, draft V]."""
+        found: list[int] = self.head.target_ids(logits.argmax(dim=1)).tolist()
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """After what rows have left, [n, draft V]."""
+        return self.head.logits(hidden, torch.arange(len(hidden), device=hidden.device))
+
+    def forget(self, request: Request) -> None:
+        super().forget(request)
+        self.ended[request.id] = copy_of(request.table)
+
+    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+        """Executor.extend. A request is left out where the target's last step had none of it, or
+        nothing that the head could go on from.
+        """
+        lent = [self.requests[item.id] for item in items]
+        asked = [request for request in lent if request.num_output > 0]
+        self.asked |= {request.id for request in asked}
+        self.run([self.backlogs[r.id] for r in asked if r.id in self.backlogs], {})
+        known = {r.id: self.last[r.id] for r in asked if r.id in self.last}
+        lengths = {request.id: len(request.token_ids) for request in asked}
+        ready = [id for id, last in known.items() if last.num_tokens == lengths[id]]
+        if not ready:
+            return [], torch.empty(0, 0)
+        self.begin_nodes(ready)
+        self.features = torch.cat([known[id].hidden for id in ready])
+        self.rows = {id: {ROOT: row} for row, id in enumerate(ready)}
+        logits = self.logits(self.features)
+        if self.watch is not None:
+            likeliest = zip(ready, self.likeliest(logits), strict=True)
+            watched = {id: token for id, token in likeliest if is_foreseeable(self.requests[id])}
+            self.watch.expect(watched, watched.values())
+        logits = self.of_target(logits)
+        place = {item.id: i for i, item in enumerate(items)}
+        return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
+
+    def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
+        """Executor.expand. A node below another one of the same call is run after it."""
+        places, every = [], list[tuple[int, int]]()
+        for i, before in self.number(nodes):
+            places.append(i)
+            every += [(nodes[i].id, before + k) for k in range(1, len(nodes[i].tokens) + 1)]
+        pieces, order, left = list[Tensor](), list[tuple[int, int]](), every
+        try:
+            while left:
+                ready = [each for each in left if self.parent(*each) in self.rows[each[0]]]
+                logits = self.launch(ready)
+                left = [each for each in left if each[1] not in self.rows[each[0]]]
+                pieces.append(logits.clone() if left or pieces else logits)
+                order += ready
+        except BaseException:  # the nodes that follow would lack what those have left
+            self.take_back()
+            raise
+        if len(pieces) > 1:
+            number = {each: row for row, each in enumerate(order)}
+            logits = torch.cat(pieces)[[number[each] for each in every]]
+        return places, self.masked(logits, every) if every else torch.empty(0, 0)
+
+    def parent(self, id: int, node: int) -> int:
+        return self.nodes[id][node - 1][1]
+
+    def launch(self, nodes: Sequence[tuple[int, int]]) -> Tensor:
+        """Run nodes whose parents have been run, in order of request and number; [n, V]."""
+        groups, parents = list[RowGroup](), list[int]()
+        for id, run in runs(nodes):
+            table, first = self.requests[id].table, run[0]
+            known, size = table.num_computed, len(run)
+            tokens, above = zip(*self.nodes[id][first - 1 : first - 1 + size], strict=True)
+            masks = self.masks[id][first - 1 : first - 1 + size]
+            groups.append(RowGroup(table, [*tokens], known + first - 1, size, known, masks))
+            parents += [self.rows[id][parent] for parent in above]
+        features = self.features[torch.tensor(parents, device=self.features.device)]
+        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        launched = self.runner.launch(step, features)
+        for row, (id, node) in enumerate(nodes, len(self.features)):
+            self.rows[id][node] = row
+        assert self.runner.outputs is not None, "rows were run"
+        self.features = torch.cat([self.features, self.runner.outputs.residual])
+        self.num_rows += len(nodes)
+        return self.of_target(launched.logits)
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        """Logits of all of the target's tokens, until the next call; impossible ones are -inf."""
+        if self.is_whole:
+            return logits
+        n = len(logits)
+        if len(self.wide) < n:
+            size = n, self.target.decoder.config.vocab_size
+            self.wide = torch.full(size, float("-inf"), dtype=logits.dtype, device=logits.device)
+        return self.wide[:n].index_copy_(1, self.targets, logits)
+
+
+def copy_of(table: BlockTable) -> BlockTable:
+    """As it is now."""
+    found = copy(table)
+    found.blocks = table.blocks[:]
+    return found
+
+
+def is_foreseeable(request: Request) -> bool:
+    """Whether a head may be expected to be right about its text."""
+    return request.sampling.temperature <= 1
+
+
+def runs(nodes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+    """Nodes of one request whose numbers follow each other, together."""
+    begin = 0
+    for end, (id, node) in enumerate(nodes, 1):
+        if end == len(nodes) or nodes[end] != (id, node + 1):
+            yield id, [number for _, number in nodes[begin:end]]
+            begin = end

@@ -1,0 +1,104 @@
+"""What the requests of one owner have shown of guesses. No other owner's guesses go by it."""
+
+from collections import defaultdict
+
+from specserve.scheduling import Request
+from specserve.scheduling.cost import Step
+from specserve.scheduling.planner import Plan
+from specserve.scheduling.trials import Trials, Turns
+from specserve.speculation.source import Pace
+from specserve_drafters.calibration import Calibration
+from specserve_drafters.candidates import CHILDREN_BY
+from specserve_drafters.owners import Owner
+
+LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
+RATE = 1 / 16  # of a step in what planning usually takes, and what promises are worth
+DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
+
+
+def owner_of(request: Request) -> Owner:
+    digest = "" if request.adapter is None else request.adapter.digest
+    return request.caller.tenant, request.sampling.cache_salt, digest
+
+
+class Learned:
+    """By what its requests' texts have shown, and so by acceptance. What holds for the machine, as
+    what steps cost, is not here. Seconds are the owner's part of those of a step.
+    """
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.turns = Turns()  # of planning what sources say
+        self.level_turns: dict[str, Turns] = defaultdict(Turns)  # of levels, by the model's source
+        self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of models
+        self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
+        self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
+        # Usual seconds of a request's guesses, without those of models. Which sources are asked,
+        # and how many guesses there are to plan, depends on what texts have shown.
+        self.planning = 0.0
+        self.is_warm = False  # the first guesses take far longer
+        self.left = 0.0  # seconds that taking successors over from logits may take, see harvest.py
+        self.last: tuple[Plan, Step] | None = None  # of its latest step alone that had a plan
+        # Of the step:
+        self.num_roots = 0
+        self.passed = 1  # steps since the one before in which any request was asked
+        self.taken: dict[str, float] = defaultdict(float)  # seconds of each source that was asked
+        self.saved: dict[str, float] = defaultdict(float)  # seconds, by source
+        self.might_save: dict[str, float] = defaultdict(float)  # if first guesses were verified
+        self.tried: set[str] = set()  # sources that were asked although they are late
+
+    def next_step(self) -> None:
+        self.num_roots = 0
+        self.turns.next_step()
+        for turns in self.level_turns.values():
+            turns.next_step()
+        self.share += (1 - self.share) * DOUBT
+
+    def is_promising(self, seconds: float) -> bool:
+        """Whether guesses that promise to save so many seconds are worth the time of planning."""
+        return seconds * self.share > self.planning
+
+    def note_planning(self, seconds: float) -> None:
+        """Learn what planning took for a request where only sources that promise were asked."""
+        if self.planning:
+            self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
+        elif self.is_warm:
+            self.planning = seconds
+        self.is_warm = True
+
+    def note_share(self, share: float) -> None:
+        """Learn which share of the seconds that were promised guesses have saved."""
+        self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
+
+    def may_ask(self, name: str, step_seconds: float) -> bool:
+        """Whether a source is asked: one that takes more than it saves only as a trial."""
+        if not self.paces[name].is_late(step_seconds):
+            return True
+        if is_due := self.trials.is_due(name, self.passed):
+            self.tried.add(name)
+        return is_due
+
+    def settle(self) -> None:
+        """Note what a step has shown of the sources' pace."""
+        for name, taken in self.taken.items():
+            self.paces[name].add(taken, self.saved[name])
+            if name in self.tried and self.might_save[name] > taken:
+                self.trials.worked(name)
+                self.paces[name] = Pace()
+        for each in (self.taken, self.saved, self.might_save, self.tried):
+            each.clear()
+
+    def forget_model(self, name: str) -> None:
+        """Drop what was learnt of a model: another one takes its place."""
+        self.level_turns.pop(name, None)
+        for trial in (name, (name, "first")):
+            self.trials.worked(trial)
+        for judged in (name, CHILDREN_BY + name):
+            self.calibration.drop(judged)
+
+    def forget(self, id: int) -> None:
+        """Drop what was learnt for a request alone."""
+        self.calibration.forget(id)
+        self.turns.forget(id)
+        for turns in self.level_turns.values():
+            turns.forget(id)

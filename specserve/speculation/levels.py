@@ -1,0 +1,127 @@
+"""How far a model that guesses runs in a step."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from time import perf_counter
+
+from specserve.scheduling import Request
+from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.growth import Growth
+from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.learned import Learned
+
+HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
+# Tokens of a request over which the time of catching up is spread, at least: it pays over them.
+LEAST_USE = 8
+# Levels of a trial: one alone, after a pause, takes up to three times as long as the next ones.
+TRIED = 3
+
+
+class Levels:
+    """Runs the levels that are worth their time, and now and then one that seemed not to be."""
+
+    def __init__(
+        self,
+        growth: Growth,
+        learned: Sequence[Learned],
+        name: str,
+        model: ModelExecutor,
+        requests: Sequence[Request],
+        max_depth: int,
+    ) -> None:
+        """`name` is the model's as a source; `learned` is by request."""
+        self.growth, self.name, self.model, self.learned = growth, name, model, learned
+        self.requests, self.max_depth = requests, max_depth
+        self.context = sum(len(r.token_ids) for r in requests)
+        self.tried: list[int] = []  # ids of requests that it was run for only as a trial
+        self.is_trial_alone = False  # no other was run
+        self.num_levels = 0
+        self.started, self.before, self.usual = 0.0, 0, 0
+        self.catching_up_took = 0.0  # seconds that are not charged to the step
+
+    def first(self, reach: Sequence[float]) -> list[int]:
+        order = sorted(range(len(reach)), key=lambda i: reach[i], reverse=True)
+        rows = [0, *accumulate(self.model.usual_rows(self.requests[i]) for i in order)]
+        behind = sum(self.catching_up(self.requests[i]) for i in order)
+
+        def seconds(n: int) -> float:
+            return behind + self.first_seconds(rows[n], n)
+
+        gains = [reach[i] for i in order]
+        size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
+        left = order[size:]
+        tried = self.due(left)
+        self.tried = [self.requests[i].id for i in tried]
+        self.is_trial_alone = size == 0 and len(tried) > 0
+        usual = sum(self.model.usual_rows(self.requests[i]) for i in tried)
+        return self.begin(order[:size] + tried, rows[size] + usual)
+
+    def rate(self, chances: Sequence[Sequence[float]]) -> float:
+        """The highest that is expected with some number of levels, given how likely those find the
+        next tokens of each request, one after the other.
+        """
+        gains = [0.0] * self.max_depth
+        for each in chances:
+            for i, gain in enumerate(accumulate(each, mul)):
+                gains[i] += gain
+        n = len(self.requests)
+        level, rows = self.level_seconds(n, n), sum(map(self.model.usual_rows, self.requests))
+        first = sum(map(self.catching_up, self.requests)) + self.first_seconds(rows, n)
+        return self.growth.best_rate(gains, first - level, level)
+
+    def due(self, left: Sequence[int]) -> list[int]:
+        """Of each owner's places that are left out the first, where its trial is due."""
+        first: dict[Learned, int] = {}
+        for place in left:
+            first.setdefault(self.learned[place], place)
+        # One request of an owner: what it shows holds for the others, too.
+        each = first.items()
+        return [i for learned, i in each if learned.trials.is_due(self.name, learned.passed)]
+
+    def catching_up(self, request: Request) -> float:
+        """Seconds of a request's missing rows, spread over the tokens that they are of use for."""
+        missing = self.model.missing(request)
+        if missing == 0:
+            return 0.0
+        seconds = self.first_seconds(missing, 1)
+        return seconds / max(LEAST_USE, request.num_left)
+
+    def next(self, reach: Sequence[float]) -> int:
+        left = self.max_depth - self.num_levels
+        size = self.growth.size(reach, HOLD, left, lambda n: self.level_seconds(n, 1))
+        if self.tried and self.num_levels < TRIED:
+            size = max(size, min(1, len(reach)))
+        self.begin([*range(size)], size)
+        return size
+
+    def begin(self, chosen: list[int], usual: int) -> list[int]:
+        self.num_levels += 1
+        self.started, self.before = perf_counter(), self.model.num_rows
+        self.usual = usual
+        return chosen
+
+    def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
+        """What catching up took is not charged to this step: it was weighed beforehand."""
+        seconds, rows = perf_counter() - self.started, self.model.num_rows - self.before
+        is_first = self.num_levels == 1
+        costs = self.model.first_costs if is_first else self.model.costs
+        if 0 < rows <= costs.edges[-1]:
+            costs.observe(rows, self.context, len(self.requests), seconds)
+        if rows > self.usual:
+            usual = min(seconds, self.seconds(costs, self.usual, 1))
+            self.catching_up_took += seconds - usual
+            seconds = usual
+        self.growth.add(values, seconds, before)
+
+    def level_seconds(self, rows: int, requests: int) -> float:
+        return self.seconds(self.model.costs, rows, requests)
+
+    def first_seconds(self, rows: int, requests: int) -> float:
+        return self.seconds(self.model.first_costs, rows, requests)
+
+    def seconds(self, costs: StepCosts, rows: int, requests: int) -> float:
+        """Nothing until one was run: what a model takes can only be seen by running it."""
+        if not costs.has_steps:
+            return 0.0
+        return costs.seconds(rows, self.context, requests, is_hopeful=True)

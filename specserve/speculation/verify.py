@@ -1,0 +1,55 @@
+"""The walk: following the target's tokens down trees of guesses."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from specserve.exchange.messages import TokenLogprobs
+from specserve_drafters import ROOT, Draft
+
+Node = tuple[int, int]  # a request's number in the step, and a node of its tree
+# The target's token after each node; called only for nodes that the walk has reached.
+TokensAfter = Callable[[list[Node]], list[int]]
+IsLast = Callable[[int, list[int]], bool]
+
+
+class Path(msgspec.Struct, eq=False):
+    """A request's new tokens in a step, and the nodes that proposed them, from the root down.
+
+    failure  NO_TOKEN or NOT_FINITE if the last row that was reached gave no token; else 0
+    """
+
+    tokens: list[int]
+    nodes: list[int]
+    failure: int = 0
+    logprobs: list[TokenLogprobs] = []  # of these tokens, where the request asked for them
+
+    def cut_failure(self) -> None:
+        """Take out what is no token. The request fails if that comes first, so in the next step
+        after tokens: where it fails depends on no draft.
+        """
+        if self.tokens[-1] < 0:
+            self.failure = self.tokens.pop()
+            del self.nodes[len(self.tokens) - 1 :]
+
+
+def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:
+    """Follow the target's tokens down each tree for as long as a child has guessed them.
+
+    All requests go down a level at once. is_last(request, tokens) ends a request's output. The
+    last token of a path, which no node has guessed, is the bonus token. A draft decides how many
+    tokens a path has, never which.
+    """
+    paths = [Path([], []) for _ in drafts]
+    at = [(i, ROOT) for i in range(len(drafts))]
+    while at:
+        below = []
+        for (i, node), token in zip(at, tokens_after(at), strict=True):
+            path, draft = paths[i], drafts[i]
+            path.tokens.append(token)
+            child = draft.child(node, token) if draft.tokens else None
+            if child is not None and not is_last(i, path.tokens):
+                path.nodes.append(child)
+                below.append((i, child))
+        at = below
+    return paths

@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizer, chat templates, formats of answers, grammars. No torch."""

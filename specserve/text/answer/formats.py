@@ -1,0 +1,256 @@
+"""How a model writes tool calls and reasoning, and the parser of one answer."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from specserve.errors import ConfigError
+from specserve.text.answer import command_r, hermes, llama3, mistral, reasoning
+from specserve.text.answer.command_r import CommandRParser
+from specserve.text.answer.events import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    answer_of,
+)
+from specserve.text.answer.hermes import HermesParser
+from specserve.text.answer.llama3 import Llama3Parser
+from specserve.text.answer.mistral import MistralParser
+from specserve.text.answer.reasoning import ThinkParser
+from specserve.text.answer.response_template import (
+    KINDS,
+    ResponseTemplate,
+    TemplateError,
+    TemplateParser,
+    read_template,
+)
+
+DEFAULT = "hermes"  # of calls that a grammar enforces, where the model's own format is not known
+MARKERS = {  # those that may be special tokens, which a text leaves out
+    "command_r": (command_r.BEGIN, command_r.END),
+    "hermes": (hermes.BEGIN, hermes.END),
+    "llama3_json": (llama3.TAG,),
+    "mistral": (mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+    "none": (),
+    "think": (reasoning.BEGIN, reasoning.END),
+}
+CHANNELS = {"<|channel|>", "<|message|>"}  # tokens of gpt-oss
+CHANNELS_SHOWN = (
+    "the channels of this model (analysis, commentary, final) arrive as content, because their "
+    "format is not parsed"
+)
+OTHERS = ("<function=", "<arg_key>")  # of formats that begin as Hermes', and are no JSON
+
+
+class Formats(msgspec.Struct, frozen=True):
+    """How a model writes: tool calls as "hermes", "llama3_json", "mistral", "command_r", "template"
+    or "none", reasoning as "think", "template" or "none".
+    """
+
+    tools: str = "none"
+    reasoning: str = "none"
+    template: ResponseTemplate | None = None
+    has_args: bool = False  # "mistral": with [ARGS]
+    has_actions: bool = False  # "command_r": with <|START_ACTION|>
+    has_channels: bool = False  # gpt-oss's, which are not parsed
+
+    @property
+    def enforced(self) -> str:
+        """The format of calls that a grammar enforces."""
+        is_framed = self.tools != "template" or self.frame is not None
+        return self.tools if is_framed and self.tools not in ("none", "command_r") else DEFAULT
+
+    @property
+    def frame(self) -> tuple[str, str] | None:
+        """What stands around the JSON of a call, where a call is that; None where it is not."""
+        if self.template is None:
+            return hermes.FRAME if self.tools != "template" else None
+        return frame_of(self.template)
+
+    @property
+    def words(self) -> str:
+        words = f"tool calls {self.tools}, reasoning {self.reasoning}"
+        is_shown = self.has_channels and self.reasoning != "template"
+        return f"{words}; {CHANNELS_SHOWN}" if is_shown else words
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a request wants of its answers.
+
+    tools          calls of these are found; without any, text that looks like a call is content
+    is_enforced    a grammar makes the calls
+    is_named       and the caller has named the function
+    has_reasoning  reasoning is told
+    most_calls     those after so many are left out; None is all
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    is_enforced: bool = False
+    is_named: bool = False
+    has_reasoning: bool = True
+    most_calls: int | None = None
+
+
+class AnswerReader:
+    """Makes the parsers of a request's answers, one of each choice."""
+
+    def __init__(self, formats: Formats, wanted: Wanted, prompt: str) -> None:
+        """`prompt` as text: templates may write the beginning of an answer."""
+        self.formats, self.wanted = formats, wanted
+        self.is_inside = prompt.rstrip().endswith(reasoning.BEGIN)
+        self.tools = "none"
+        if wanted.tools:
+            self.tools = formats.enforced if wanted.is_enforced else formats.tools
+        self.reasoning = formats.reasoning
+        if self.tools not in ("none", "template") and self.reasoning == "template":
+            self.reasoning = "none"  # the grammar leaves no room for it
+        self.template, self.prompt = formats.template, ""
+        if "template" in (self.tools, self.reasoning) and formats.template is not None:
+            self.prompt = formats.template.prefilled(prompt)
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self.reasoning != "none"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content, so that there is nothing to parse."""
+        return self.tools == self.reasoning == "none"
+
+    @property
+    def markers(self) -> Collection[str] | None:
+        """The texts of special tokens that a parser needs; None is all."""
+        if "template" in (self.tools, self.reasoning):
+            return None
+        return [*MARKERS[self.tools], *MARKERS[self.reasoning]]
+
+    def parser(self) -> AnswerParser:
+        parser = self.call_parser()
+        if self.reasoning == "think":
+            parser = ThinkParser(parser, self.is_inside)
+        wanted = self.wanted
+        is_all = wanted.has_reasoning and wanted.most_calls is None and not wanted.is_enforced
+        return parser if is_all else Part(parser, wanted)
+
+    def call_parser(self) -> AnswerParser:
+        tools = self.wanted.tools
+        match self.tools:
+            case "hermes":
+                return HermesParser()
+            case "llama3_json":
+                return Llama3Parser({tool["function"]["name"] for tool in tools})
+            case "mistral":
+                return MistralParser()
+            case "command_r":
+                return CommandRParser(self.formats.has_actions)
+        if "template" not in (self.tools, self.reasoning) or self.template is None:
+            return PlainParser()
+        return TemplateParser(self.template.of_kinds(self.kinds), self.prompt, tools)
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """Of a response template's fields, those that are not just content."""
+        tools = ["tool_calls"] if self.tools == "template" else []
+        return [*tools, *(["reasoning"] if self.reasoning == "template" else [])]
+
+
+class PlainParser:
+    """All text is content."""
+
+    num_reasoning = 0
+
+    def push(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class Part:
+    """Leaves out what is not wanted of another parser's events."""
+
+    def __init__(self, parser: AnswerParser, wanted: Wanted) -> None:
+        self.parser, self.wanted = parser, wanted
+
+    @property
+    def num_reasoning(self) -> int:
+        return self.parser.num_reasoning
+
+    def push(self, text: str) -> list[Event]:
+        return [*filter(self.is_wanted, self.parser.push(text))]
+
+    def finish(self) -> list[Event]:
+        return [*filter(self.is_wanted, self.parser.finish())]
+
+    def is_wanted(self, event: Event) -> bool:
+        most = self.wanted.most_calls
+        match event:
+            case Reasoning():
+                return self.wanted.has_reasoning
+            case CallBegin(index) | CallArguments(index):
+                return most is None or index < most
+        return not self.wanted.is_enforced  # else it is of a call that was cut
+
+
+def frame_of(template: ResponseTemplate) -> tuple[str, str] | None:
+    field = next((f for n, f in template.fields.items() if KINDS[n] == "tool_calls"), None)
+    if field is None or not isinstance(field.open, str) or not isinstance(field.close, str):
+        return None
+    parser = TemplateParser(template)
+    events = parser.push(f'{field.open}{{"name": "f", "arguments": {{"a": 1}}}}{field.close}')
+    calls = answer_of([*events, *parser.finish()]).calls
+    is_same = [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
+    return (field.open, field.close) if is_same else None
+
+
+def find_formats(
+    tool_parser: str,
+    reasoning_parser: str,
+    source: str,
+    tokens: Collection[str],
+    response_template: Any = None,
+) -> Formats:
+    """The formats of a model, by its chat template's source, its tokens and its response template,
+    unless the config names them; ConfigError if it names a template that cannot be used.
+    """
+    template = None
+    if response_template is not None and tool_parser in ("auto", "template"):
+        try:
+            template = read_template(response_template)
+        except TemplateError as e:
+            if tool_parser == "template":
+                raise unusable(str(e)) from e
+    if tool_parser == "template" and template is None:
+        raise unusable("it has none in tokenizer_config.json")
+    tools = tool_parser
+    if tools == "auto":
+        tools = "template" if template is not None else tool_format(source, tokens)
+    think = reasoning_parser
+    if think == "auto":
+        has_tag = reasoning.BEGIN in tokens or reasoning.END in source
+        think = "template" if template is not None else "think" if has_tag else "none"
+    has = mistral.ARGS in source, command_r.BEGIN in source, {*tokens} >= CHANNELS
+    return Formats(tools, think, template, *has)
+
+
+def unusable(reason: str) -> ConfigError:
+    return ConfigError(
+        f"server.tool_parser = 'template': the model's response template cannot be used: {reason}; "
+        "name another parser, or none"
+    )
+
+
+def tool_format(source: str, tokens: Collection[str]) -> str:
+    if hermes.BEGIN in source and not any(other in source for other in OTHERS):
+        return "hermes"
+    if mistral.BEGIN in source:
+        return "mistral"
+    if "tool_name" in source and (command_r.BEGIN in source or command_r.ACTION in source):
+        return "command_r"
+    if "tools" in source and (llama3.TAG in source or llama3.TAG in tokens):
+        return "llama3_json"
+    return "none"

@@ -1,0 +1,296 @@
+"""A tokenizer's own response template, as transformers defines it: which delimiters begin and end
+which fields of a message.
+
+Texts are streamed; a tool call is known at its end, as a template may rewrite it. See
+https://huggingface.co/docs/transformers/main/chat_response_parsing
+"""
+
+import json
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import regex  # it finds partial matches, which the standard library's module does not
+
+from specserve.text.answer.events import Content, Event, Reasoning
+from specserve.text.answer.reading import CallParser, End, NoCall, Steps, is_name
+from specserve.text.answer.template_values import PARSERS, of_type, parsed, transformed
+
+Kind = Literal["content", "reasoning", "tool_calls"]
+KINDS: dict[str, Kind] = {
+    "content": "content",
+    "reasoning": "reasoning",
+    "reasoning_content": "reasoning",
+    "thinking": "reasoning",
+    "tool_calls": "tool_calls",
+}
+SLICE = 4096  # characters that are searched at once, so that the time is linear
+MAX_HELD = 4096  # characters of what may be a delimiter; what goes on for longer is none
+SPACE = " \t\r\n"
+
+
+class TemplateError(ValueError):
+    """A response template that cannot be used; the message says why."""
+
+
+class Delimiter(NamedTuple):
+    field: str
+    pattern: Any
+    is_literal: bool  # and no other one of the field begins with it: a match does not grow
+
+
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A field of a message; its delimiters are literals or regular expressions."""
+
+    open: str | list[str] | None = None
+    open_pattern: str | None = None
+    close: str | list[str] | None = None
+    close_pattern: str | None = None
+    content: str = "text"
+    content_args: dict[str, Any] = {}
+    repeats: bool = False
+    join: str | None = None
+    optional: bool = True
+    transform: Any = None
+    transform_each: bool = False
+
+
+class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    fields: dict[str, Field]
+    version: Literal[1] = 1
+    defaults: dict[str, Any] = {}
+    start_anchor: str | list[str] | None = None
+    start_anchor_pattern: str | None = None
+
+    @cached_property
+    def opening(self) -> dict[str, Delimiter]:
+        found = {name: delimiter(name, f.open, f.open_pattern) for name, f in self.fields.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    @cached_property
+    def closing(self) -> dict[str, Delimiter]:
+        found = {name: delimiter(name, f.close, f.close_pattern) for name, f in self.fields.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    @cached_property
+    def default_field(self) -> str | None:
+        """The field that text outside of delimiters belongs to."""
+        return next((name for name in self.fields if name not in self.opening), None)
+
+    @cached_property
+    def anchor(self) -> Delimiter | None:
+        return delimiter("", self.start_anchor, self.start_anchor_pattern)
+
+    def of_kinds(self, kinds: Collection[str]) -> "ResponseTemplate":
+        """Without other fields than content and these: their text is content."""
+        fields = {n: f for n, f in self.fields.items() if KINDS[n] in ("content", *kinds)}
+        return (
+            self
+            if len(fields) == len(self.fields)
+            else msgspec.structs.replace(self, fields=fields)
+        )
+
+    def prefilled(self, prompt: str) -> str:
+        """What a prompt has of the answer already."""
+        assert self.anchor is not None, "checked by read_template"
+        ends = [match.end() for match in self.anchor.pattern.finditer(prompt)]
+        return prompt[ends[-1] :] if ends else ""
+
+
+def delimiter(
+    field: str, literals: str | list[str] | None, pattern: str | None
+) -> Delimiter | None:
+    """None where there is none; TemplateError if it is wrong."""
+    if not literals and not pattern:
+        return None
+    given = sorted([literals] if isinstance(literals, str) else literals or (), key=len)
+    has_longer = any(b.startswith(a) for i, a in enumerate(given) for b in given[i + 1 :])
+    written = pattern or "|".join(map(regex.escape, reversed(given)))
+    try:
+        compiled = regex.compile(written, regex.DOTALL)
+    except regex.error as e:
+        raise TemplateError(f"the expression {pattern!r:.100} is wrong: {e}") from e
+    return Delimiter(field, compiled, bool(given) and not has_longer)
+
+
+def read_template(written: Any) -> ResponseTemplate:
+    """The template, checked; TemplateError if it is wrong, or has what is not supported."""
+    try:
+        template = msgspec.convert(written, ResponseTemplate)
+    except msgspec.ValidationError as e:
+        raise TemplateError(str(e)) from e
+    for name, field in template.fields.items():
+        if name not in KINDS:
+            raise TemplateError(f"a message has no field {name!r:.50} here")
+        if field.content not in PARSERS:
+            raise TemplateError(f"field {name}: content {field.content!r:.50} is unknown")
+        if KINDS[name] != "tool_calls" and field.content != "text":
+            raise TemplateError(f"field {name}: it can only be text, not {field.content!r:.50}")
+    if len(template.fields) - len(template.opening) > 1:
+        raise TemplateError("two fields have no opening delimiter")
+    if KINDS.get(template.default_field or "") == "tool_calls":
+        raise TemplateError("tool_calls has no opening delimiter")
+    if template.anchor is None:
+        raise TemplateError("it has neither start_anchor nor start_anchor_pattern")
+    return template
+
+
+class TemplateParser(CallParser):
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        prefilled: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`prefilled` is what the prompt has of the answer already; `tools`, as in a request, tell
+        the types of arguments that are written without.
+        """
+        super().__init__()
+        self.template = template
+        self.schemas = {tool["function"]["name"]: properties(tool) for tool in tools}
+        self.said = set[str]()  # fields that have text
+        self.is_reasoning, self.num_read, self.reasoned_to = False, 0, 0
+        super().push(prefilled)
+        self.num_calls = self.num_read = self.reasoned_to = 0  # the answer begins here
+
+    @property
+    def num_reasoning(self) -> int:
+        return self.num_read if self.is_reasoning else self.reasoned_to
+
+    def push(self, text: str) -> list[Event]:
+        events = list[Event]()
+        for start in range(0, max(1, len(text)), SLICE):
+            events += super().push(text[start : start + SLICE])
+        return events
+
+    def take(self, size: int) -> str:
+        self.num_read += size
+        return super().take(size)
+
+    def read_part(self) -> Steps:
+        """Text of no field, or of the default one, and then another field."""
+        template, default = self.template, self.template.default_field
+        closing = [template.closing[default]] if default in template.closing else []
+        found = yield from self.said_until(default, [*template.opening.values(), *closing])
+        name, opening = found
+        if name == default:
+            return
+        closing = [template.closing[name]] if name in template.closing else []
+        if KINDS[name] == "tool_calls":
+            yield from self.tool_calls(name, opening, closing)
+        else:
+            yield from self.said_until(name, closing)
+
+    def said_until(
+        self, name: str | None, delimiters: list[Delimiter]
+    ) -> Generator[None, None, tuple[str, Any]]:
+        """A field's text up to a delimiter, which is returned; text of no field is dropped."""
+        sink = ignored if name is None else self.sink(name)
+        self.is_reasoning = name is not None and KINDS[name] == "reasoning"
+        found = yield from self.up_to(delimiters, sink)
+        if self.is_reasoning:
+            self.is_reasoning, self.reasoned_to = False, self.num_read
+        if found is None:
+            raise End
+        return found
+
+    def sink(self, name: str) -> Callable[[str], None]:
+        """Makes events of a field's text, without the white space around it."""
+        field, kind = self.template.fields[name], KINDS[name]
+        strips, spaces, has_begun = field.content_args.get("strip", True), list[str](), False
+
+        def sink(piece: str) -> None:
+            nonlocal has_begun
+            bare = piece.rstrip(SPACE) if strips else piece
+            if bare and not has_begun:
+                bare = bare.lstrip(SPACE) if strips else bare
+                spaces[:] = [field.join or ""] if name in self.said else []
+                self.said.add(name)
+                has_begun = True
+                text = "".join([*spaces, bare])
+            elif bare:
+                text = "".join([*spaces, bare])
+            else:
+                spaces.append(piece)
+                return
+            self.events.append(Reasoning(text) if kind == "reasoning" else Content(text))
+            spaces[:] = [piece[len(piece.rstrip(SPACE)) :]] if strips else []
+
+        return sink
+
+    def tool_calls(self, name: str, opening: Any, delimiters: list[Delimiter]) -> Steps:
+        body = list[str]()
+        end = yield from self.up_to(delimiters, body.append)
+        try:
+            field = self.template.fields[name]
+            for called, arguments in [*self.calls(field, "".join(body), opening.groupdict())]:
+                self.begin(called)
+                self.argue(arguments)
+        except (ValueError, KeyError, TypeError, RecursionError, TimeoutError, NoCall):
+            written = opening[0], *body, "" if end is None else end[1][0]
+            self.events.append(Content("".join(written)))
+        if end is None:
+            raise End
+
+    def up_to(
+        self, delimiters: list[Delimiter], sink: Callable[[str], None]
+    ) -> Generator[None, None, tuple[str, Any] | None]:
+        """Pass text on up to the first delimiter, which is read and returned; None where the text
+        ends before one.
+        """
+        while True:
+            found, end = self.first(delimiters)
+            sink(self.take(end - self.at))
+            if found is not None:
+                self.take(len(found[1][0]))
+                return found
+            if self.is_over:
+                return None
+            yield
+
+    def first(self, delimiters: list[Delimiter]) -> tuple[tuple[str, Any] | None, int]:
+        """The first delimiter and where it begins; where none is sure, where one may begin."""
+        end, matches = len(self.text), []
+        for name, pattern, is_literal in delimiters:
+            match = pattern.search(self.text, self.at, partial=not self.is_over)
+            if match is None or match.start() == match.end():
+                continue
+            is_at_end = not self.is_over and match.end() == len(self.text)
+            if match.partial or (is_at_end and not is_literal):
+                if match.end() - match.start() <= MAX_HELD:
+                    end = min(end, match.start())
+            else:
+                matches.append((match.start(), -match.end(), name, match))
+        if matches:
+            start, _, name, match = min(matches, key=lambda found: found[:3])
+            if start < end:
+                return (name, match), start
+        return None, end
+
+    def calls(
+        self, field: Field, body: str, captures: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Names and arguments of the calls that a field's text is; errors if it is none."""
+        value = parsed(body, field.content, field.content_args)
+        if field.transform_each:
+            value = [transformed(field.transform, {**captures, **item}) for item in value]
+        elif field.transform is not None:
+            value = transformed(field.transform, {**captures, "content": value})
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call)
+            name, arguments = function["name"], function.get("arguments", {})
+            if not is_name(name) or not isinstance(arguments, dict):
+                raise NoCall
+            known = self.schemas.get(name, {})
+            typed = {key: of_type(item, known.get(key)) for key, item in arguments.items()}
+            yield name, json.dumps(typed, ensure_ascii=False)
+
+
+def properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (tool["function"].get("parameters") or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def ignored(text: str) -> None:
+    pass

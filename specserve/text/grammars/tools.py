@@ -1,0 +1,185 @@
+"""Grammars of tool calls, in the format in which a model writes them."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from specserve.text.answer import llama3, mistral, reasoning
+from specserve.text.answer.formats import MARKERS, Formats
+from specserve.text.grammars.compiled import GrammarError
+from specserve.text.grammars.forms import json_part, lark, quoted
+from specserve.text.tokenizer import Tokenizer
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+TERMINALS = r"""
+TEXT: /(.|\n)*/
+OTHER: /[^{ \t\r\n](.|\n)*/
+GAP: /\n{0,2}/
+"""
+
+
+class CallGrammar(msgspec.Struct, frozen=True):
+    """How calls of some tools are written, as rules of Lark.
+
+    strict       names of tools whose schemas are strict
+    special      ids of tokens that are no text to llguidance, by their texts
+    thinks       there may be reasoning before the answer
+    is_inside    the prompt has begun it
+    """
+
+    formats: Formats
+    tools: Sequence[Mapping[str, Any]]
+    special: Mapping[str, int]
+    thinks: bool = False
+    is_inside: bool = False
+    strict: frozenset[str] = frozenset()
+
+    def enforced(self, is_parallel: bool = True) -> str:
+        """A grammar of one call, or of one or more, and nothing else but reasoning before them.
+        GrammarError where schemas are too large or too deep.
+        """
+        return self.lark(f"start: {self.thought} {self.only_calls(is_parallel)}", *self.calls())
+
+    def or_form(self, form: str, is_parallel: bool = True) -> str:
+        """The same, or a text of a form, which is a part of a rule. Arguments of others than the
+        strict tools are any object.
+        """
+        start = f"start: {self.thought} ({self.only_calls(is_parallel)} | form)"
+        return self.lark(start, f"form: {form}", *self.calls(is_free=True))
+
+    def form_alone(self, form: str) -> str:
+        """A grammar of a text of a form alone."""
+        return self.lark(f"start: {self.thought} form", f"form: {form}")
+
+    def only_calls(self, is_parallel: bool) -> str:
+        """One call, or one or more, as a part of a rule."""
+        begin, separator, end = self.around
+        more = f"({self.literal(separator)} call)*" if is_parallel else ""
+        return f"{begin} call {more} {end}"
+
+    def triggered(self) -> str:
+        """A grammar of any text, whose calls are of these tools; arguments of the strict ones obey
+        their schemas. Errors: as above.
+        """
+        begin, separator, end = self.around
+        more = f"({self.literal(separator)} call)*"
+        match self.formats.enforced:
+            case "llama3_json":
+                has_tag = llama3.TAG in self.special
+                tagged = f"({self.literal(llama3.TAG)} calls)?" if has_tag else ""
+                start = f"start: {self.thought} (calls | OTHER? {tagged})"
+                return self.lark(start, f"calls: call {more}", *self.calls(is_free=True))
+            case "mistral" if not self.formats.has_args:
+                trigger = mistral.BEGIN
+                calls = f"{begin.removeprefix(self.literal(trigger))} call {more} {end}"
+            case "mistral":
+                trigger, calls = mistral.BEGIN, "call"
+            case _:
+                trigger, calls = self.pieces(self.frame[0])[0].rstrip(), "call"
+        start = f"start: {self.thought} (triggered {calls})* TEXT"
+        return self.lark(start, *self.up_to("triggered", trigger), *self.calls(True, trigger))
+
+    def lark(self, *rules: str) -> str:
+        thoughts = self.up_to("thought", reasoning.END) if self.thinks else ()
+        return lark("\n".join([*rules, *thoughts, TERMINALS]))
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        found = self.formats.frame
+        assert found is not None, "a format without a frame is not enforced"
+        return found
+
+    @property
+    def around(self) -> tuple[str, str, str]:
+        """Rules before the first call and after the last one, and the text between two."""
+        match self.formats.enforced:
+            case "llama3_json":
+                return "", "; ", ""
+            case "mistral" if self.formats.has_args:
+                return "", "", ""
+            case "mistral":
+                return f"{self.literal(mistral.BEGIN)} / ?\\[/", ", ", '"]"'
+        return "", "\n", ""
+
+    def calls(self, is_free: bool = False, trigger: str = "") -> Iterator[str]:
+        """The rule of a call, and each tool's, without the trigger, which has been written.
+        `is_free`: the arguments of tools that are not strict are any object.
+        """
+        names = [f"call_{i}" for i in range(len(self.tools))]
+        yield f"call: {' | '.join(names)}"
+        for rule, tool in zip(names, self.tools, strict=True):
+            function = tool["function"]
+            is_strict = function["name"] in self.strict
+            arguments = self.arguments(function, is_strict or not is_free, is_strict)
+            before, after = self.written(function["name"])
+            before = self.literal(before.removeprefix(trigger))
+            yield f"{rule}: {before} {arguments} {self.literal(after)}"
+
+    def arguments(self, function: Mapping[str, Any], is_held: bool, is_strict: bool) -> str:
+        """Any object, or one that obeys the function's schema."""
+        schema = parameters_of(function) if is_held else {"type": "object"}
+        try:
+            return json_part(schema, is_strict=is_strict)
+        except GrammarError as e:
+            raise GrammarError(f"parameters of {function['name']}: {e}") from e
+
+    def written(self, name: str) -> tuple[str, str]:
+        """What stands before and after a call's arguments."""
+        match self.formats.enforced:
+            case "llama3_json":
+                return f'{{"name": "{name}", "parameters": ', "}"
+            case "mistral" if self.formats.has_args:
+                return f"{mistral.BEGIN}{name}{mistral.ARGS}", ""
+            case "mistral":
+                return f'{{"name": "{name}", "arguments": ', "}"
+        begin, end = self.frame
+        return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
+
+    @property
+    def thought(self) -> str:
+        """The rules of reasoning before the answer."""
+        if not self.thinks:
+            return ""
+        if self.is_inside:
+            return "thought GAP"
+        return f"({self.literal(reasoning.BEGIN)} thought GAP)?"
+
+    def up_to(self, rule: str, marker: str) -> Iterator[str]:
+        """A rule of any text up to a marker, and with it."""
+        if marker in self.special:
+            yield f"{rule}: TEXT {self.literal(marker)}"
+        else:
+            yield f"{rule}[lazy]: TEXT {quoted(marker)}"
+
+    def literal(self, text: str) -> str:
+        """Parts of a rule that are a text, in which there may be special tokens."""
+        parts = (
+            f"<[{self.special[p]}]>" if p in self.special else quoted(p) for p in self.pieces(text)
+        )
+        return " ".join(parts)
+
+    def pieces(self, text: str) -> list[str]:
+        """The text, cut at special tokens."""
+        found = [re.escape(special) for special in self.special if special in text]
+        return [*filter(None, re.split(f"({'|'.join(found)})", text))] if found else [text]
+
+
+def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = function.get("parameters")
+    return {"type": "object", **given} if given else NO_ARGUMENTS
+
+
+def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:
+    """Those tokens in the model's markers that are no text to llguidance: special tokens, and other
+    added tokens in angle brackets.
+    """
+    markers = [*(m for each in MARKERS.values() for m in each), *(formats.frame or ())]
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        token.content: id
+        for id, token in added.items()
+        if (token.special or (token.content.startswith("<") and token.content.endswith(">")))
+        and any(token.content in marker for marker in markers)
+    }

@@ -1,0 +1,277 @@
+"""Text and token ids: a folder's tokenizer, and whether two models share one."""
+
+import copy
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from specserve.errors import ConfigError, RequestError
+from specserve.models.folder import check_tokenizer, read_json
+from specserve.text.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    chat_template_of,
+    find_chat_template,
+    read_template,
+)
+from specserve.text.special_tokens import read_special_tokens
+from specserve.text.template_messages import Message
+
+UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """A pipeline of the `tokenizers` library, and the chat template that goes with it.
+
+    Any number of threads may use it at once: encoding releases the GIL.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        name: str = "",
+        chat_template: ChatTemplate | None = None,
+        response_template: Any = None,
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        """`variables` are special tokens by their names, for a chat template that comes later."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.name, self.chat_template = backend, name, chat_template
+        self.response_template = response_template  # as it is written, unchecked
+        self.variables = variables or {}
+        self.kept_ids: frozenset[int] = frozenset()
+
+    def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
+        """The same, but `decode` does not skip special tokens of these texts; None is all."""
+        ids = self.special_ids if texts is None else {self.backend.token_to_id(t) for t in texts}
+        kept = copy.copy(self)
+        kept.__dict__.pop("skipped_ids", None)
+        kept.kept_ids = self.special_ids & ids
+        return kept if kept.kept_ids else self
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's tokens; TypeError or UnicodeError for anything but valid text."""
+        # A batch of one: this method releases the GIL, and computes no offsets, which are not used.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text, spaces unchanged; an id without a token gives no text."""
+        if skip_special_tokens and self.kept_ids:
+            token_ids = [token for token in token_ids if token not in self.skipped_ids]
+            skip_special_tokens = False
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> str | list[int]:
+        """The conversation as tokens or text, as by transformers; RequestError if it is refused."""
+        if self.chat_template is None:
+            raise RequestError("the model has no chat template")
+        asked = add_generation_prompt, continue_final_message, chat_template_kwargs
+        options = ChatOptions(*asked, None if tools is None else [dict(tool) for tool in tools])
+        text = self.chat_template.render(conversation, options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def templated(self, path: str | None) -> "Tokenizer":
+        """The same with the chat template in a file; None changes nothing."""
+        if path is None:
+            return self
+        changed = copy.copy(self)
+        source = read_template(Path(path).expanduser())
+        changed.chat_template = ChatTemplate(source, self.variables)
+        return changed
+
+    @property
+    def eos_token_id(self) -> int | None:
+        text = self.variables.get("eos_token")
+        return None if text is None else self.backend.token_to_id(text)
+
+    def id_to_token(self, token: int) -> str | None:
+        return self.backend.id_to_token(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend.get_vocab()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token, special or not, adds to the text of those before it: UTF-8, or a part of a
+        character's. Empty for an id without a token.
+        """
+        known = self.known_bytes.get(token)
+        if known is None:
+            known = self.known_bytes[token] = self.find_bytes(token)
+        return known
+
+    def find_bytes(self, token: int) -> bytes:
+        written = self.backend.id_to_token(token)
+        if written is None:
+            return b""
+        if "ByteLevel" in self.decoders:
+            codes = [BYTE_OF.get(c) for c in written]
+            return written.encode() if None in codes else bytes(c for c in codes if c is not None)
+        if "ByteFallback" in self.decoders and (byte := BYTE.fullmatch(written)):
+            return bytes.fromhex(byte[1])
+        before = "a"  # any text: decoders leave out a space at a text's beginning
+        if self.backend.decoder is None:
+            return f" {written}".encode()
+        text: str = self.backend.decoder.decode([before, written])
+        return text.removeprefix(before).encode()
+
+    def whole_text(self, token: int) -> str:
+        """What a token adds to any text that ends with a character: the same by itself and beside
+        others. Empty where that may differ, as of special tokens and parts of characters.
+        """
+        known = self.known_texts.get(token)
+        if known is None:
+            known = self.known_texts[token] = self.find_text(token)
+        return known
+
+    def find_text(self, token: int) -> str:
+        if self.decoders != {"ByteLevel"} or token in self.special_ids:
+            return ""
+        text = self.token_bytes(token).decode(errors="replace")
+        return "" if UNFINISHED in text else text
+
+    @cached_property
+    def known_texts(self) -> dict[int, str]:
+        return {}
+
+    @cached_property
+    def known_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    @cached_property
+    def decoders(self) -> frozenset[str]:
+        """The types of the decoder's steps."""
+        decoder: Any = self.backend.decoder
+        return frozenset() if decoder is None else frozenset(types(decoder.__getstate__()))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Those whose text `decode` skips, unless it is kept."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    @cached_property
+    def skipped_ids(self) -> frozenset[int]:
+        return self.special_ids - self.kept_ids
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        return frozenset(filter(None, map(self.id_to_token, self.special_ids)))
+
+    @cached_property
+    def special_sizes(self) -> dict[str, set[int]]:
+        """Lengths of special tokens by their first characters."""
+        sizes = dict[str, set[int]]()
+        for text in self.special_texts:
+            sizes.setdefault(text[0], set()).add(len(text))
+        return sizes
+
+    def has_special(self, text: str) -> bool:
+        """Whether the text contains a special token's."""
+        sizes, texts = self.special_sizes, self.special_texts
+        starts = ((i, sizes[c]) for i, c in enumerate(text) if c in sizes)
+        return any(text[i : i + size] in texts for i, of_c in starts for size in of_c)
+
+
+def types(state: bytes) -> Iterator[str]:
+    """The types of a decoder that the library has written, of those in it, too."""
+    decoder: Mapping[str, Any] = json.loads(state)
+    for part in decoder.get("decoders", [decoder]):
+        yield part["type"]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's characters: bytes that are printable in Latin-1 stand for themselves, and
+    the others, in order, are the characters from U+0100 on (GPT-2, Radford et al. 2019).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {byte: byte for byte in printable} | {b: 0x100 + i for i, b in enumerate(others)}
+    return {chr(code): byte for byte, code in codes.items()}
+
+
+BYTE_OF = byte_alphabet()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer, its chat template included; code in the folder is never run."""
+    check_tokenizer(folder)
+    try:
+        if (folder / "tokenizer.json").exists():
+            return read_tokenizer(folder)
+        return convert_tokenizer(folder)
+    except ConfigError:
+        raise
+    except Exception as e:  # the libraries raise errors of many types, and of several lines
+        reason = " ".join(str(e).split())
+        raise ConfigError(
+            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {reason}); download "
+            "its files again; one that needs code of its own is not supported"
+        ) from e
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json as it stands, with the tokens that the files beside it add.
+
+    transformers does the same, but for a few classes (LlamaTokenizer, Qwen2Tokenizer,
+    GPT2Tokenizer, ...) that rebuild the pipeline in code and take only vocabulary and merges from
+    the file: where the two differ, the model was trained with the file's.
+    """
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    known = backend.get_added_tokens_decoder()
+    special = read_special_tokens(folder, config, known)
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    backend.add_tokens(special.to_add(known))
+    template = find_chat_template(folder, config, special.variables)
+    written = config.get("response_template")
+    return Tokenizer(backend, str(folder), template, written, special.variables)
+
+
+def convert_tokenizer(folder: Path) -> Tokenizer:
+    """Convert older files by transformers, which only they need: its import takes seconds."""
+    from transformers import AutoTokenizer
+
+    made: Any = AutoTokenizer.from_pretrained(
+        folder, use_fast=True, trust_remote_code=False, local_files_only=True
+    )
+    if not made.is_fast:
+        raise ConfigError(
+            f"{folder}: {type(made).__name__} cannot be written as tokenizer.json; take a model "
+            "that comes with this file"
+        )
+    variables = made.special_tokens_map
+    template = chat_template_of(made.chat_template, variables)
+    written = getattr(made, "response_template", None)
+    return Tokenizer(made.backend_tokenizer, str(folder), template, written, variables)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:
+    """The number of ids that both tokenizers have. ConfigError unless each id is the same token in
+    both; rows of the embedding tables beyond these ids are padding, and may differ in number.
+    """
+    ids, draft_ids = target.get_vocab(), draft.get_vocab()
+    if draft_ids != ids:
+        token, _ = min(ids.items() ^ draft_ids.items(), key=lambda item: (item[1], item[0]))
+        raise ConfigError(
+            f"draft model {draft.name}: its tokenizer differs from the target's, first at the "
+            f"token {token!r} ({draft_ids.get(token)} there, {ids.get(token)} in the target); "
+            "take a draft model of the target's own family"
+        )
+    return 1 + max(ids.values(), default=-1)

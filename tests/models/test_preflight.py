@@ -1,0 +1,304 @@
+"""Mistakes that are reported before any model is loaded, and modules that do not import torch."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from specserve.models.eagle_config import TAPS
+from tests.checkpoints import tiny_checkpoint
+from tests.models.eagle_heads import write_head
+from tests.models.gguf_files import write
+
+EXCHANGE = Path(__file__).parents[2] / "specserve" / "exchange"
+HEAVY = "torch", "transformers"
+# The command, in a process that cannot import torch and start no other.
+COMMAND = f"""
+import sys
+
+class Spared:
+    def find_spec(self, name, path=None, target=None):
+        assert name not in {HEAVY}, f"{{name}} is imported"
+
+def spawned(config):
+    raise AssertionError("a process is started")
+
+sys.meta_path.insert(0, Spared())
+from specserve.exchange import spawn
+spawn.ForkServer.start = spawned
+from specserve.cli.command import main
+sys.exit(main())
+"""
+SECONDS = 5  # ten times what it may take on a quiet machine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with `whole`, a model, and with copies of it that each have a mistake."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_checkpoint(folder / "whole")
+    tiny_checkpoint(folder / "other_ids", vocab_size=321)
+    tiny_checkpoint(folder / "deep", num_hidden_layers=4)
+    write_head(folder / "head")
+    write_head(folder / "no_taps")
+    rewrite(**{TAPS: None})(folder / "no_taps")
+    write_head(folder / "wide_head", target_hidden_size=96)
+    write_head(folder / "empty_head")
+    (folder / "empty_head" / "model.safetensors").unlink()
+    for name in "empty", "out":
+        (folder / name).mkdir()
+    write_head(folder / "out" / "deep-head")
+    write(folder / "q8")
+    for name, spoil in SPOILT.items():
+        shutil.copytree(folder / "whole", folder / name)
+        spoil(folder / name)
+    return folder
+
+
+def rewrite(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+SPOILT = {
+    "no_config": remove("config.json"),
+    "broken_config": lambda folder: (folder / "config.json").write_text("{"),
+    "other_family": rewrite(architectures=["GemmaForCausalLM"]),
+    "own_code": rewrite(architectures=["NewForCausalLM"], auto_map={"AutoConfig": "new.New"}),
+    "mamba": rewrite(architectures=["MambaForCausalLM"], model_type="mamba"),
+    "quantized": rewrite(quantization_config={"bits": 4}),
+    "gptq": rewrite(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "no_weights": remove("model.safetensors"),
+    "pickles": lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
+    "no_tokenizer": remove("tokenizer.json"),
+}
+DEEP = ["--model=./deep"]
+MISTAKES = {  # arguments after the command -> words of the complaint
+    "no folder": (["--model=./nowhere"], "no such folder"),
+    "a file": (["--model=whole/config.json"], "name the folder that holds config.json"),
+    "no config.json": (["--model=./no_config"], "config.json: missing"),
+    "no chat template": (
+        ["--model=./whole", "--chat-template=nowhere.jinja"],
+        "nowhere.jinja: the chat template cannot be read",
+    ),
+    "a broken config.json": (["--model=./broken_config"], "no valid JSON"),
+    "another architecture": (["--model=./other_family"], "'GemmaForCausalLM'"),
+    "code of its own": (["--model=./own_code"], "comes with the checkpoint, is never run"),
+    "a state beside KV": (["--model=./mamba"], "layers with a state beside KV"),
+    "a GGUF file for transformers": (
+        ["--model=./q8/model.gguf", "--set=model.implementation=transformers"],
+        "reads folders in the Hugging Face layout alone",
+    ),
+    "quantized": (["--model=./quantized"], "quant_method = None is not supported"),
+    "quantized already": (
+        ["--model=./gptq", "--quantize=w4"],
+        "model.quantize = 'w4' (--quantize): gptq is quantized already (gptq, 4 bits in groups of "
+        "128): leave it out",
+    ),
+    "a GGUF file that is quantized already": (
+        ["--model=./q8/model.gguf", "--quantize=w4"],
+        "model.quantize = 'w4' (--quantize): q8/model.gguf is quantized already (gguf): leave",
+    ),
+    "a draft model that is quantized already": (
+        ["--model=./whole", "--draft-model=./gptq", "--draft-quantize=w8"],
+        "drafter.quantize = 'w8' (--draft-quantize): gptq is quantized already",
+    ),
+    "other bits": (["--model=./whole", "--quantize=w3"], "--quantize: model.quantize = 'w3'"),
+    "no weights": (["--model=./no_weights"], "no weights; there must be"),
+    "pickles": (["--model=./pickles"], "convert them to safetensors"),
+    "no tokenizer": (["--model=./no_tokenizer"], "no tokenizer"),
+    "an unknown drafter": (["--model=./whole", "--drafter=ngarm"], "no drafter 'ngarm'"),
+    "no such package": (["--model=./whole", "--drafter=nosuch.module:Class"], "nosuch"),
+    "a drafter without a name": (["--model=./whole", "--drafter=:Class"], "no drafter ':Class'"),
+    "an unknown option": (["--model=./whole", "--set=drafter.options.max_gram=3"], "max_gram"),
+    "a wrong option": (["--model=./whole", "--set=drafter.options.max_ngram=0"], "max_ngram"),
+    "a wrong option of the model's drafter": (
+        ["--model=./whole", "--draft-model=./whole", "--set=drafter.options.width=99"],
+        "width",
+    ),
+    "no draft model": (["--model=./whole", "--draft-model=./nowhere"], "no such folder"),
+    "no draft model where none guesses": (
+        ["--model=./whole", "--draft-model=./nowhere", "--set=speculation.max_nodes=0"],
+        "no such folder",
+    ),
+    "a draft model without weights": (
+        ["--model=./whole", "--draft-model=./no_weights"],
+        "no weights",
+    ),
+    "no head's folder": ([*DEEP, "--draft-head=./nowhere"], "./nowhere: no such folder"),
+    "no head": (
+        [*DEEP, "--draft-head=./whole"],
+        "whole/config.json: architectures = ['Qwen3ForCausalLM'] names no EAGLE-3 head",
+    ),
+    "a folder with a head in it": (
+        [*DEEP, "--draft-head=./out"],
+        "out: no head, whose folder has config.json and model.safetensors: name out/deep-head",
+    ),
+    "a folder with a head in it for a draft model": (
+        [*DEEP, "--draft-model=./out"],
+        "out: no draft model; name out/deep-head, which is a head",
+    ),
+    "a folder with nothing in it for a head": (
+        [*DEEP, "--draft-head=./empty"],
+        "empty: no head, whose folder has config.json and model.safetensors: check the path",
+    ),
+    "a head without taps": ([*DEEP, "--draft-head=./no_taps"], f"no_taps/config.json: {TAPS} is"),
+    "a head without weights": ([*DEEP, "--draft-model=./empty_head"], "no weights; there must be"),
+    "a head of a deeper target": (
+        ["--model=./whole", "--draft-head=./head"],
+        f"head/config.json: {TAPS} = [1, 2, 3], and the target has the layers 0 to 1; take a head "
+        "that was trained for this target",
+    ),
+    "a head of a wider target": (
+        [*DEEP, "--draft-model=./wide_head"],
+        "wide_head/config.json: target_hidden_size = 96, and the target's hidden_size is 64; take",
+    ),
+    "a head of other ids": (
+        ["--model=./other_ids", "--draft-head=./head"],
+        "head/config.json: vocab_size = 320, and the target's vocab_size is 321; take a head",
+    ),
+    "a head for a target of other code": (
+        [*DEEP, "--draft-head=./head", "--set=model.implementation=transformers"],
+        "head: a head reads the layers of a target that native code computes, and transformers "
+        "computes this one; leave the head out",
+    ),
+    "a head in the place of a draft model": (
+        [*DEEP, "--drafter=model", "--draft-model=./head"],
+        "drafter 'model' needs a draft model, and drafter.model = './head' is a head: take "
+        "drafter.name = 'eagle', or name the head as drafter.head (--draft-head)",
+    ),
+    "a drafter without its head": (
+        [*DEEP, "--drafter=eagle"],
+        "drafter 'eagle', or auto with that source alone, needs a head of the target: set "
+        "drafter.head (--draft-head)",
+    ),
+    "a source without its head": (
+        [*DEEP, '--set=drafter.options.sources=["eagle"]'],
+        "needs a head of the target: set drafter.head (--draft-head)",
+    ),
+    "a draft model in the place of a head": (
+        [*DEEP, "--drafter=eagle", "--draft-model=./whole"],
+        "drafter 'eagle' has no use for drafter.model = './whole', which is no head: take "
+        "drafter.name = 'auto', which runs both, or name the head there (--draft-model)",
+    ),
+    "a draft model beside a head that guesses alone": (
+        [*DEEP, "--drafter=eagle", "--draft-model=./whole", "--draft-head=./head"],
+        "'auto', which runs both, or drop drafter.model (--draft-model)",
+    ),
+    "two heads": (
+        [*DEEP, "--draft-model=./head", "--draft-head=./head"],
+        "drafter.model = './head' is a head, and so is drafter.head = './head': name one of them",
+    ),
+    "a head that is to be rounded": (
+        [*DEEP, "--draft-model=./head", "--draft-quantize=w8"],
+        "drafter.quantize = 'w8': a head is not rounded; leave it out",
+    ),
+    "a head that no source runs": (
+        [*DEEP, "--draft-head=./head", '--set=drafter.options.sources=["ngram"]'],
+        "drafter.head = './head' is of no use: drafter.options.sources has no source that runs it, "
+        "as eagle does",
+    ),
+    "a head in the place of a draft model that no source runs": (
+        [*DEEP, "--draft-model=./head", '--set=drafter.options.sources=["ngram", "model"]'],
+        "drafter.model = './head' is of no use: drafter.options.sources has no source that runs "
+        "it, as eagle does",
+    ),
+    "a draft model that no source runs beside a head": (
+        [
+            *(*DEEP, "--draft-model=./whole", "--draft-head=./head"),
+            '--set=drafter.options.sources=["eagle"]',
+        ],
+        "drafter.model = './whole' is of no use: drafter.options.sources has no source that runs "
+        "it, as model does",
+    ),
+    "a head beside a drafter that has no use for it": (
+        [*DEEP, "--draft-head=./head", "--drafter=none"],
+        "drafter.name = 'none' has no use for drafter.head = './head': drop one of them",
+    ),
+    "a head beside somebody's own drafter": (
+        [*DEEP, "--draft-head=./head", "--drafter=json:JSONDecoder"],
+        "drafter.name = 'json:JSONDecoder' has no use for drafter.head = './head': drop one",
+    ),
+    "a context that is too long": (
+        ["--model=./whole", "--set=scheduler.max_model_len=513"],
+        "more than the model's 512 positions",
+    ),
+    "an unknown key": (["--model=./whole", "--set=memory.blocksize=1"], "memory.block_size?"),
+    "a value out of range": (["--model=./whole", "--set=memory.kv_fraction=2"], "kv_fraction"),
+    "no config file": (["--model=./whole", "--config=gone.toml"], "gone.toml"),
+}
+COMMANDS = {"serve": [], "generate": ["a prompt"], "chat": []}
+FOR_ALL = "no folder", "no tokenizer", "an unknown drafter"
+TABLE = [("serve", *mistake) for mistake in MISTAKES.values()]
+TABLE += [(command, *MISTAKES[name]) for command in ("generate", "chat") for name in FOR_ALL]
+
+
+def refusal(cwd, command, *args):
+    """The one line on stderr; in time, without torch."""
+    args = [a.removeprefix("--model=") if command == "serve" else a for a in args]
+    start = perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, command, *COMMANDS[command], *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert perf_counter() - start < SECONDS
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(("command", "args", "complaint"), TABLE)
+def test_a_mistake_is_told_before_torch_is_imported(models, command, args, complaint):
+    assert complaint in refusal(models, command, *args)
+
+
+def test_a_port_that_is_taken_is_told_before_torch_is_imported(models):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "cannot listen" in refusal(models, "serve", "./whole", f"--port={port}")
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("# none", "no API key")])
+def test_a_key_file_that_is_of_no_use_is_told_before_torch_is_imported(
+    models, tmp_path, text, words
+):
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    assert words in refusal(models, "serve", "./whole", f"--api-key-file={tmp_path / 'keys'}")
+
+
+def test_a_command_that_would_import_torch_is_seen():
+    """So the tests above do fail if torch is imported."""
+    code = COMMAND.replace("from specserve.cli.command import main", "import torch")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch is imported" in done.stderr
+
+
+LIGHT = [
+    "specserve.cli.command",
+    "specserve.server.serve",
+    *(f"specserve.exchange.{path.stem}" for path in EXCHANGE.glob("[a-z]*.py")),
+    "specserve_drafters.ngram",
+    "specserve_drafters.model",
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_the_http_process_imports_is_light(module):
+    code = f"import sys, {module}; print(*({{*{HEAVY}, 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("\n", "")

@@ -1,0 +1,180 @@
+"""Of several models the most promising guesses first, and has the merit of what both guess."""
+
+from collections import Counter
+from itertools import accumulate
+from operator import mul
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from specserve.models.eagle_loader import load_eagle_head
+from specserve.scheduling.cost import Step, StepCosts
+from specserve.scheduling.growth import Growth
+from specserve.scheduling.trials import Turn
+from specserve.speculation import planned_guesses
+from specserve.speculation.learned import LAST_TRIAL, Learned
+from specserve.speculation.levels import Levels
+from specserve.speculation.planned_guesses import Asked, in_order
+from specserve_drafters.calibration import Calibration
+from specserve_drafters.candidates import FINDS, Candidate, Trie
+from specserve_drafters.tree import ROOT
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
+from tests.engine.engines import Case, Watch, engine_for, load_small
+from tests.models.eagle_heads import write_head
+from tests.speculation.test_head_model import PROMPT, sampling
+
+ROOTS, TARGET, FIRST, LEVEL = 2, 0.05, 0.009, 0.004  # requests, and seconds
+
+
+def asked(name, rate, by_costs=0.0):
+    grower = SimpleNamespace(name=name)
+    return SimpleNamespace(grower=grower, rate=lambda texts: rate if texts else by_costs)
+
+
+def names(order):
+    return [one.grower.name for one in order]
+
+
+def test_the_most_promising_is_first_and_the_others_now_and_then():
+    learned, firsts = Learned(), []
+    for _ in range(4 * LAST_TRIAL):
+        order = in_order([asked("a", 40.0), asked("b", 60.0)], learned)
+        assert sorted(names(order)) == ["a", "b"]
+        firsts += names(order)[:1]
+    at = [i for i, name in enumerate(firsts) if name == "a"]
+    assert at[:3] == [15, 47, 111] and len(at) == 6, "ever more rarely"
+    assert names(in_order([asked("a", 40.0)], learned)) == ["a"]
+
+
+def test_beside_others_no_texts_decide_who_is_first():
+    for _ in range(4 * LAST_TRIAL):
+        growing = [asked("a", 40.0, by_costs=2.0), asked("b", 60.0, by_costs=1.0)]
+        assert names(in_order(growing, None)) == ["a", "b"]
+
+
+def costs_of(seconds):
+    costs = StepCosts(64)
+    for rows in (1, 2, 3, 4):
+        for _ in range(4):
+            costs.observe(rows, 0, ROOTS, seconds)
+    return costs
+
+
+class Model:
+    """Takes the same time for any number of rows."""
+
+    def __init__(self, level):
+        self.first_costs, self.costs, self.num_rows = costs_of(FIRST), costs_of(level), 0
+
+    def usual_rows(self, request):
+        return 1
+
+    def missing(self, request):
+        return 0
+
+
+@pytest.mark.parametrize("level", [LEVEL, 0.04])
+@pytest.mark.parametrize("chances", [(0.9, 0.9), (0.9, 0.1), (0.2, 0.9)])
+def test_a_model_promises_what_its_best_number_of_levels_brings(level, chances):
+    step = Step(rows=ROOTS, context=0, requests=ROOTS, num_roots=ROOTS)
+    growth = Growth(costs_of(TARGET), step, [])
+    requests, depth = [SimpleNamespace(token_ids=[], num_left=9)] * ROOTS, 6
+    levels = Levels(growth, [Learned()] * ROOTS, "a", Model(level), requests, depth)
+    own = [[p, *[p * 0.8] * (depth - 1)] for p in chances]
+    want = 0.0
+    for number in range(1, depth + 1):
+        found = sum(sum(accumulate(each[:number], mul)) for each in own)
+        seconds = TARGET + FIRST + (number - 1) * level
+        want = max(want, (ROOTS + found) / seconds)
+    assert levels.rate(own) == pytest.approx(want, rel=0.02)
+
+
+def test_what_a_model_finds_is_learnt_by_depth():
+    """A candidate that is there leaves less to be found."""
+    calibration = Calibration()
+    for _ in range(60):
+        trie = Trie(calibration, 1)
+        trie.ask(ROOT, "a")
+        node = trie.put(ROOT, 5, trie.judges["a"].weigh(0.6, 1))
+        trie.ask(node, "a")
+        trie.put(node, 6, trie.judges["a"].weigh(0.6, 2))
+        trie.observe([5, 9])
+    calibration.forget(1)
+    trie = Trie(calibration, 2)
+    first, second, third = trie.chances("a", 3)
+    assert first > 0.9 and second < 0.1 and third == pytest.approx(FINDS)
+    assert trie.chances("b", 2) == pytest.approx([FINDS, FINDS])
+    trie.merge([Candidate(5, ROOT, 0.9, "n-grams")])
+    assert trie.chances("b", 2)[0] < 0.2
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """The draft model is the target itself, and the head is never right."""
+    Clock(monkeypatch)
+    target = load_small(tiny_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=4))
+    write_head(tmp_path / "head")
+    head = load_eagle_head(tmp_path / "head", target)
+    return engine_for(target, target, "auto", head=head)
+
+
+def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, monkeypatch):
+    firsts, rows = [], []
+
+    def ordered(growing, alone):
+        order = in_order(growing, alone)
+        if len(order) > 1:
+            firsts.append(order[0].grower.name)
+            rows.append(engine.head.num_rows)
+        return order
+
+    monkeypatch.setattr(planned_guesses, "in_order", ordered)
+    Watch(engine).run([Case(PROMPT[i:], sampling(160, seed=i)) for i in range(3)])
+    assert len(firsts) > 20
+    assert Counter(firsts[8:])["eagle"] <= 3, firsts
+    counts = {name: sums.verified for name, sums in engine.stats.sources.items()}
+    assert counts["model"] > 9 * counts["eagle"], counts
+
+
+def test_what_another_owner_has_shown_changes_nobodys_order(engine, monkeypatch):
+    """The first of them is alone; once the others are there, only what levels take decides."""
+    seen = {True: Counter(), False: Counter()}
+
+    def ordered(growing, alone):
+        order = in_order(growing, alone)
+        if len(order) > 1:
+            seen[alone is not None][order[0].grower.name] += 1
+        return order
+
+    monkeypatch.setattr(planned_guesses, "in_order", ordered)
+    engine.head.first_costs.seconds = engine.head.costs.seconds = lambda *_, **__: 1e-6
+    mine = Case(PROMPT, sampling(160))
+    others = [Case(PROMPT[i:], salted(sampling(60), "others"), arrives=5) for i in (1, 2)]
+    Watch(engine).run([mine, *others])
+    assert seen[True]["model"] > 3 and seen[False]["model"] == 0 < seen[False]["eagle"]
+
+
+def salted(sampling, salt):
+    return msgspec.structs.replace(sampling, cache_salt=salt)
+
+
+@pytest.mark.parametrize(("first", "other"), [("eagle", "model"), ("model", "eagle")])
+def test_what_both_guess_is_the_merit_of_the_one_that_was_run_first(engine, first, other):
+    guesses = engine.guesses
+    guesses.saved_by_guess, guesses.row_seconds = 1.0, 0.25
+    trie = Trie(Calibration(), 1)
+    both = trie.put(ROOT, 5, trie.judges[first].weigh(0.6, 1))
+    trie.agree(both, trie.judges[other].weigh(0.9, 1))
+    own = trie.put(both, 6, trie.judges[other].weigh(0.9, 2))
+    wrong = trie.put(own, 7, trie.judges[other].weigh(0.9, 3))
+    sources = [trie.sources(node) for node in (both, own, wrong)]
+    turns = {"eagle": Turn(), "model": Turn()}
+    request = SimpleNamespace(id=1)
+    root = SimpleNamespace(
+        asked=Asked(False, None, turns), scheduled=SimpleNamespace(request=request)
+    )
+    guesses.note_savings(root, sources, [1, 2])
+    assert root.saved_by == {first: 0.75, other: 0.75 - 0.25}
+    assert root.saved == 0.0

@@ -1,0 +1,570 @@
+"""The engine with several sources and the planner: what the promise cannot see."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from specserve.api.generation import Generation
+from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
+from specserve.scheduling import trials
+from specserve.speculation import source as sources_of_guesses
+from specserve.speculation.ledger import DraftSources
+from specserve.speculation.source import UserSource
+from specserve.text.tokenizer import Tokenizer
+from specserve_drafters import Draft
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.native_lookup import NativeSource, ngram_source
+from specserve_drafters.owners import NO_OWNER
+from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.engine.clock import Clock
+from tests.engine.engines import (
+    Case,
+    Watch,
+    ask_always,
+    engine_for,
+    load_small,
+    plain,
+    planned,
+    row_counts,
+)
+
+PROMPT = [5, 17, 42, 5, 17, 99, 3]
+STEP = 0.01  # seconds of a step, whatever its rows
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=3))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    return Clock(monkeypatch, target=lambda rows: STEP)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A model that says something else."""
+    return load_small(tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=4))
+
+
+def greedy(max_tokens, **kw):
+    return Sampling(
+        max_tokens=max_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, **kw
+    )
+
+
+class Oracle:
+    """Knows the target's text, and says a chain of it with a score; `wrong` turns it into a lie."""
+
+    def __init__(self, name, truth, p=0.9, wrong=0):
+        self.name, self.truth, self.p, self.wrong = name, truth, p, wrong
+
+    def candidates(self, items):
+        return [self.chain(self.truth[len(i.known) :][: i.limit]) for i in items]
+
+    def chain(self, tokens):
+        return [Candidate(t ^ self.wrong, k, self.p, self.name) for k, t in enumerate(tokens)]
+
+
+class Next(Oracle):
+    """Knows the next token only."""
+
+    def chain(self, tokens):
+        return super().chain(tokens[:1])
+
+
+class Raising(Oracle):
+    def candidates(self, items):
+        raise RuntimeError("a source with a bug")
+
+
+def run(target, sources, max_tokens=60, **sampling):
+    """An engine after a request with such sources, which are made from the target's text."""
+    case = Case(PROMPT, greedy(max_tokens, **sampling))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    engine.scheduler.timed = lambda rows, seconds: None  # rows cost what they do at first
+    engine.guesses = planned(engine, *sources(truth))
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    return engine
+
+
+class Late(Oracle):
+    """Proposes nothing at first."""
+
+    def candidates(self, items):
+        return super().candidates(items) if len(items[0].known) > 20 else [[] for _ in items]
+
+
+def test_sources_are_told_in_one_order_whoever_proposes_first(target):
+    case = Case(PROMPT, greedy(60))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    engine.guesses = planned(engine, Late("late", truth), Oracle("soon", truth))
+    generation = Generation(
+        engine.add(PROMPT, case.sampling).id,
+        PROMPT,
+        case.sampling,
+        Tokenizer(tiny_tokenizer().backend_tokenizer),
+    )
+    while not engine.is_idle:
+        for output in engine.step():
+            generation.push(output)
+    told = msgspec.to_builtins(generation.speculation("auto"))["sources"]
+    assert [*told] == ["late", "soon"]
+    assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
+    soon_alone = DraftSources(Draft(), [], {"soon": 1})
+    assert [*engine.guesses.ledger.enter(soon_alone, [], False).sources] == ["late", "soon"]
+
+
+def test_sources_are_told_in_the_order_of_their_option(target):
+    engine = engine_for(target, target, "auto", options={"sources": ["model", "ngram"]})
+    assert engine.sources == ("model", "ngram")
+
+
+def test_a_source_that_raises_costs_its_own_guesses_only(target):
+    engine = run(target, lambda truth: [Raising("bad", truth), Oracle("good", truth)])
+    sums = engine.stats.sources
+    assert engine.stats.drafter_errors > 0
+    assert sums["bad"].proposed == 0 and sum(sums["good"].accepted) > 30
+
+
+@pytest.mark.parametrize("what", ["extend", "expand"])
+def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
+    case = Case(PROMPT, greedy(60))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, target, "auto", max_nodes=16)
+    engine.guesses = planned(engine, Next("good", truth, 0.3), growers=engine.guesses.growers)
+
+    def fail(nodes):
+        raise MemoryError
+
+    setattr(engine.draft_model, what, fail)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.drafter_errors > 0 and sum(engine.stats.sources["good"].accepted) > 10
+
+
+def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
+    case = Case(PROMPT, greedy(200))
+    (truth,) = plain(target, [case])
+    engine, asked = engine_for(target, other, "auto", max_nodes=16), Counter()
+    growers = engine.guesses.growers
+    model = growers[0].source
+    engine.guesses = planned(engine, source := Next("good", truth), growers=growers)
+    grow, candidates = model.grow, source.candidates
+
+    def slow(grown, levels, grammar):
+        asked["model"] += 1
+        clock.now += 3 * STEP
+        grow(grown, levels)
+
+    def counted(items):
+        asked["good"] += 1
+        return candidates(items)
+
+    model.grow, source.candidates = slow, counted
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.num_steps < 120
+    assert (
+        asked["model"] < 0.2 * engine.stats.num_steps < 0.9 * engine.stats.num_steps < asked["good"]
+    )
+
+
+def test_a_source_that_takes_long_to_raise_is_dropped(target, clock, every_turn):
+    class SlowToRaise(Raising):
+        def candidates(self, items):
+            clock.now += 100 * STEP
+            super().candidates(items)
+
+    engine = run(target, lambda truth: [SlowToRaise("bad", truth)], max_tokens=200)
+    assert engine.stats.num_steps == 200 and engine.stats.drafter_errors < 14
+
+
+def test_a_source_that_lies_about_its_scores_is_soon_not_verified(target):
+    def sources(truth):
+        return [Oracle("liar", truth, p=0.99, wrong=1)]
+
+    engine = run(target, sources, max_tokens=200)
+    assert engine.stats.num_steps == 200 and engine.stats.num_drafted < 200
+
+
+class Paced(Oracle):
+    """Right while the text's length is in a range, else wrong; a question to it takes so many
+    steps' time, or `after_pause` where none was asked in the step before.
+    """
+
+    def __init__(self, clock, truth, right, takes, after_pause=None):
+        super().__init__("paced", truth)
+        self.clock, self.right = clock, right
+        self.takes, self.after_pause = takes, takes if after_pause is None else after_pause
+        self.asked, self.left_at = [], clock.now
+
+    def candidates(self, items):
+        (item,) = items
+        is_paused = self.clock.now > self.left_at + 1.5 * STEP
+        self.clock.now += STEP * (self.after_pause if is_paused else self.takes)
+        self.left_at = self.clock.now
+        self.asked.append(len(item.known))
+        self.wrong = int(len(item.known) not in self.right)
+        return super().candidates(items)
+
+
+class Foretelling(Paced):
+    """Also promises so many right guesses for a text of a length."""
+
+    def __init__(self, clock, truth, right, takes, promises):
+        super().__init__(clock, truth, right, takes)
+        self.promises = promises
+
+    def promise(self, id, text):
+        return self.promises(len(text))
+
+    def reset(self):
+        self.promises = None
+
+
+def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
+    """An engine after a request with a `Paced` source, and the source."""
+    case = Case(PROMPT, greedy(270))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=max_nodes)
+    source = cls(clock, truth, right, *takes)
+    engine.guesses = planned(engine, source)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    return engine, source
+
+
+NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
+
+
+@pytest.fixture
+def every_turn(monkeypatch):
+    """All requests have their turn in every step, whatever it costs."""
+    monkeypatch.setattr(trials, "FREE", 1e6)
+
+
+@pytest.fixture
+def no_source_is_late(monkeypatch):
+    monkeypatch.setattr(sources_of_guesses, "FREE", 1e6)
+
+
+def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
+    target, clock, every_turn
+):
+    engine, source = run_paced(target, clock, NEVER, 100)
+    assert engine.stats.num_steps == 270 and len(source.asked) < 14
+    assert engine.stats.sources["paced"].saved_seconds == pytest.approx(-STEP * 100 * 13, rel=0.2)
+
+
+def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_its_worth(
+    target, clock, every_turn
+):
+    _, source = run_paced(target, clock, LATER, 0.8, max_nodes=1)
+    asked = [known in LATER for known in source.asked]
+    assert asked.count(False) < 14, "it was late"
+    assert asked.count(True) > 50
+
+
+def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
+    target, clock, every_turn
+):
+    _, source = run_paced(target, clock, range(100, 160), 0.8, max_nodes=1)
+    last = [known for known in source.asked if known > 180]
+    assert 1 <= len(last) < 5
+
+
+@pytest.mark.parametrize(("after_pause", "is_back"), [(1.3, True), (1.8, False)])
+def test_a_turn_after_a_pause_takes_longer_than_one_in_every_step_will(
+    target, clock, no_source_is_late, after_pause, is_back
+):
+    """A right guess saves one step's time: to make it takes more than that after a pause, and less
+    in every step. What it takes in every step is not known after a pause, so it may be too much.
+    """
+    _, source = run_paced(target, clock, LATER, 0.8, after_pause, max_nodes=1)
+    asked = [known in LATER for known in source.asked]
+    assert asked.count(False) < 20
+    assert (asked.count(True) > 50) == is_back
+
+
+def test_sources_are_told_apart_where_they_agree_and_where_they_do_not(target):
+    case = Case(PROMPT, greedy(40, return_speculation_details=True))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=16)
+    engine.guesses = planned(
+        engine, Oracle("a", truth), Oracle("b", truth), Oracle("c", truth, 0.9, 1)
+    )
+    assert engine.sources == ("a", "b", "c")
+    a_and_b = sum(1 << engine.known_sources.index(name) for name in "ab")
+    engine.add(case.prompt, case.sampling)
+    told = []
+    while not engine.is_idle:
+        told += [output for output in engine.step() if output.tree]
+    assert len(told) > 2
+    for output in told:
+        tree, sums = output.tree, output.sources
+        assert len(tree.tokens) == len(tree.parents) == len(tree.sources) == output.num_drafted
+        assert sums["a"] == sums["b"] and sums["a"].accepted == output.num_accepted
+        assert sums["c"].accepted == 0
+        assert {tree.sources[node - 1] for node in tree.accepted} <= {a_and_b}
+        assert [tree.tokens[node - 1] for node in tree.accepted] == output.tokens[:-1]
+    stats = engine.stats.sources
+    assert sum(stats["a"].accepted) == engine.stats.num_accepted
+    assert stats["a"].verified + stats["c"].verified == engine.stats.num_drafted
+
+
+ASKED = {  # what a request asks for -> the sources that guessed for it, guesses a step, depth
+    "nothing": ({}, {"a", "b"}, 16, 16),
+    "no guesses": ({"enabled": False}, set(), 0, 0),
+    "one source": ({"sources": ("b",)}, {"b"}, 16, 16),
+    "a source that is not there": ({"sources": ("model",)}, set(), 0, 0),
+    "no source": ({"sources": ()}, set(), 0, 0),
+    "few guesses": ({"max_nodes": 2}, {"a", "b"}, 2, 2),
+    "no more than the server allows": ({"max_nodes": 99}, {"a", "b"}, 16, 16),
+    "short paths": ({"max_depth": 1}, {"a", "b"}, 2, 1),
+}
+
+
+@pytest.mark.parametrize(("asked", "sources", "nodes", "depth"), ASKED.values(), ids=ASKED)
+def test_a_request_has_the_guesses_that_it_asks_for(target, asked, sources, nodes, depth):
+    drafts = []
+
+    class Watched(Oracle):
+        def candidates(self, items):  # more and deeper than it was asked for
+            return [self.chain(self.truth[len(i.known) :][:20]) for i in items]
+
+        def observe(self, id, draft, accepted):
+            drafts.append(draft)
+
+    params = SpeculationParams(**asked)
+    engine = run(
+        target,
+        lambda truth: [Watched("a", truth), Oracle("b", truth, wrong=1)],
+        speculation=params,
+    )
+    assert {name for name, sums in engine.stats.sources.items() if sums.proposed} == sources
+    assert max((len(draft) for draft in drafts), default=0) <= nodes
+    assert max((max(draft.depths()) for draft in drafts), default=0) <= depth
+
+
+class Unscored:
+    """A user's drafter of the simple kind."""
+
+    def __init__(self, truth):
+        self.truth, self.seen, self.ended = truth, [], []
+
+    def propose(self, items):
+        return [Draft.chain(self.truth[len(i.known) :][: i.limit]) for i in items]
+
+    def observe(self, id, draft, accepted):
+        self.seen.append((len(draft), len(accepted)))
+
+    def forget(self, id):
+        self.ended.append(id)
+
+
+def test_a_drafter_without_scores_is_a_source_like_others(target):
+    drafters = []
+
+    def sources(truth):
+        drafters.append(Unscored(truth))
+        return [UserSource("mine", drafters[0], 320), ngram_source()]
+
+    engine = run(target, sources)
+    (drafter,) = drafters
+    assert engine.stats.num_accepted > 30 and engine.stats.drafter_errors == 0
+    assert sum(n for _, n in drafter.seen) == engine.stats.num_accepted
+    assert drafter.ended == [0]
+
+
+@pytest.mark.parametrize("found", [None, 3, [[None]], [[Candidate("x", 0, 0.5, "mine")]], []])
+def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
+    class Confused:
+        def candidates(self, items):
+            return found
+
+    engine = run(target, lambda truth: [UserSource("mine", Confused(), 320)])
+    assert engine.stats.num_drafted == 0
+
+
+def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    ask_always(engine)
+    seen, choose = [], engine.guesses.planner.choose
+
+    def spy(asks, step, most):
+        seen.append(([ask.behind > 0 for ask in asks], step.allowed))
+        return choose(asks, step, most)
+
+    engine.guesses.planner.choose = spy
+    tight, loose = Slo(tpot_ms=1e-3), Slo(tpot_ms=1e6)
+    for slo, priority in ((tight, 1), (tight, 0), (loose, 0), (Slo(), 0)):
+        engine.add(PROMPT, greedy(9, slo=slo, priority=priority))
+    for _ in range(4):
+        engine.step()
+    behind, allowed = seen[-1]
+    assert behind == [True, False, False, False], "in order of rank, the second request is first"
+    assert allowed == pytest.approx(1e-6)
+
+
+def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
+    target, clock, no_source_is_late
+):
+    engine, source = run_paced(target, clock, NEVER, 0.1)
+    assert engine.stats.num_steps == 270
+    assert 0.1 * len(source.asked) <= trials.AT_FIRST + trials.TRIALS * 270
+
+
+@pytest.mark.parametrize("takes", [0.1, 0.3])
+def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
+    target, clock, no_source_is_late, takes
+):
+    engine, source = run_paced(target, clock, LATER, takes)
+    _, *early = [known for known in source.asked if known not in LATER]
+    assert takes * len(early) <= trials.AT_FIRST + trials.TRIALS * LATER.start
+    assert engine.stats.num_steps < 200
+
+
+def test_a_source_that_foresees_its_guesses_is_asked_where_it_promises_more_than_planning_takes(
+    target, clock, no_source_is_late
+):
+    def promises(length):
+        return 3.0 if length in LATER else 0.05
+
+    engine, source = run_paced(target, clock, LATER, 0.1, promises, cls=Foretelling)
+    _, _, *others = source.asked  # how long planning takes is only known now
+    assert set(others) <= set(LATER) and min(others) == LATER.start
+    assert engine.stats.num_steps < 150
+
+
+def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
+    target, clock, no_source_is_late
+):
+    case = Case(PROMPT, greedy(270))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    good = Foretelling(clock, truth, LATER, 0.05, lambda length: 3.0 if length in LATER else 0.0)
+    slow = Paced(clock, truth, NEVER, 0.3)
+    good.name, slow.name = "good", "slow"
+    engine.guesses = planned(engine, good, slow)
+    (request,) = Watch(engine).run([case])
+    assert request.token_ids.tolist() == truth
+    assert engine.stats.num_steps < 150
+    assert len(good.asked) > 30 > len(slow.asked)
+
+
+def was_planned(guesses):
+    return any(learned.last is not None for learned in guesses.learned.every)
+
+
+def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
+    case = Case(PROMPT, greedy(60, speculation=SpeculationParams(sources=["other"])))
+    (truth,) = plain(target, [case])
+    engine = engine_for(target, None, "auto", max_nodes=4)
+    engine.guesses = planned(engine, Foretelling(clock, truth, LATER, 0.1, lambda length: 3.0))
+    Watch(engine).run([case])
+    assert not was_planned(engine.guesses)
+
+
+def test_promises_that_are_not_kept_are_believed_ever_less(target, clock, no_source_is_late):
+    _, source = run_paced(target, clock, NEVER, 0.3, lambda length: 2.0, cls=Foretelling)
+    assert len([known for known in source.asked if known > 100]) < 10
+
+
+def test_promises_are_believed_again_some_time_after_they_were_not_kept(
+    target, clock, no_source_is_late
+):
+    engine, _ = run_paced(target, clock, LATER, 0.3, lambda length: 2.0, cls=Foretelling)
+    assert engine.stats.num_steps < 200
+
+
+def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
+    engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
+    engine.reset_learned()
+    assert source.promises is None
+    assert engine.guesses.learned.find(NO_OWNER) is None
+
+
+def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
+    source, *_ = engine_for(target, None, "auto").guesses.sources
+    assert source.name == "ngram" and isinstance(source.sources.make(), NativeSource)
+
+
+def test_nothing_learnt_outlives_a_reset(target, clock):
+    engine, _ = run_paced(target, clock, NEVER, 0.1)
+    engine.reset_learned()
+    guesses = engine.guesses
+    assert not guesses.learned.idle and not guesses.learned.live
+
+
+def num_requests_of(launches):
+    return max(map(len, launches))
+
+
+def run_draft(target, draft, max_tokens=250, num_requests=1, tell=num_requests_of):
+    """The steps in which the draft model ran, as the only source, and what its launches tell."""
+    engine = engine_for(target, draft, "auto", max_nodes=4)
+    engine.guesses = planned(engine, growers=engine.guesses.growers)
+    launches, found = row_counts(engine.draft_model.runner), {}
+    for id in range(num_requests):
+        engine.add([id + 1, *PROMPT], greedy(max_tokens))
+    while not engine.is_idle:
+        launches.clear()
+        engine.step()
+        if launches:
+            found[engine.stats.num_steps] = tell(launches)
+    return found
+
+
+def test_the_first_run_of_a_draft_model_is_free_as_nothing_else_shows_what_it_takes(target, clock):
+    clock.target, clock.draft = (lambda rows: 1e-6), (lambda rows: 1e-8)
+    assert min(run_draft(target, target)) == 2, "after the first token"
+    clock.draft = lambda rows: 1e-3
+    assert [*run_draft(target, target, max_tokens=16)] == [2]
+
+
+def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_them(
+    target, other, clock, every_turn
+):
+    clock.draft = lambda rows: 10 * STEP
+    for num_requests in (1, 8):
+        wrong = run_draft(target, other, num_requests=num_requests)
+        assert wrong == {2: num_requests, 18: 1, 50: 1, 114: 1, 242: 1}, "ever more rarely"
+        right = run_draft(target, target, num_requests=num_requests)
+        assert [*right][:14] == [*range(2, 226, 16)], "soon again, as it was right"
+        assert {*right.values()} == {num_requests, 1}
+
+
+def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(
+    target, clock, every_turn
+):
+    clock.draft = lambda rows: 10 * STEP
+    first, *trials = run_draft(target, target, tell=len).values()
+    assert first == 1 and len(trials) > 5
+    assert {*trials[:-1]} == {3}
+
+
+def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
+    target, clock, every_turn
+):
+    """Levels for four requests take as long as those for one, and would pay for all together."""
+    clock.draft = lambda rows: 10 * STEP
+    engine = engine_for(target, target, "auto", max_nodes=4)
+    guesses = engine.guesses = planned(engine, growers=engine.guesses.growers)
+    requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
+    turns, seen = guesses.learned.begin(99, NO_OWNER).level_turns["model"], []
+    while not engine.is_idle:
+        before = {r.id: turns.of(r.id).saved for r in requests}
+        is_alone = guesses.growers[0].is_trial_alone and len(guesses.roots) == 4
+        tried = [id for id, root in guesses.roots.items() if root.tried]
+        engine.step()
+        changed = [id for id, saved in before.items() if turns.of(id).saved != saved]
+        if is_alone and all(r.id in engine.requests for r in requests):
+            assert changed == tried and len(tried) == 1
+            seen.append(turns.of(tried[0]).saved)
+    assert seen and min(seen) > -20, "not all of three levels, which are 72 parts of a step"
