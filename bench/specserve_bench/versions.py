@@ -17,7 +17,7 @@ import torch
 
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.models.loader import load_decoder
-from specserve_bench import suite
+from specserve_bench import outputs, suite
 from specserve_bench.steps import (
     WARM_UP,
     Size,
@@ -40,10 +40,12 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--before", required=True, type=Path, metavar="FOLDER", help="other checkout")
     p.add_argument("--models", required=True, nargs="+", metavar="MODEL", help="folders or .gguf")
     p.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    p.add_argument("--out", type=Path, default=RESULT, help="file of the JSON; default: %(default)s")
     args = p.parse_args(argv)
+    outputs.check_file("--out", args.out)
     result = {"machine": suite.machine("figures versions"), "before": commit(args.before)}
     result |= {"models": {Path(m).name: compare(m, args.before, args.rounds) for m in args.models}}
-    RESULT.write_text(json.dumps(result) + "\n")
+    args.out.write_text(json.dumps(result) + "\n")
     return 0
 
 
