@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--before", required=True, type=Path, metavar="FOLDER", help="other checkout")
     p.add_argument("--models", required=True, nargs="+", metavar="MODEL", help="folders or .gguf")
     p.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
-    p.add_argument("--out", type=Path, default=RESULT, help="file of the JSON; default: %(default)s")
+    p.add_argument(
+        "--out", type=Path, default=RESULT, help="file of the JSON; default: %(default)s"
+    )
     args = p.parse_args(argv)
     outputs.check_file("--out", args.out)
     result = {"machine": suite.machine("figures versions"), "before": commit(args.before)}
