@@ -1,4 +1,4 @@
-"""The files whose tests take longest: CI runs them, and `make test` leaves them out."""
+"""Tests that take longest, by file, and all of the build for GPUs: CI runs them, `make test` not."""
 
 from pathlib import Path
 
@@ -27,5 +27,6 @@ PATHS = {
 
 def mark_thorough(items):
     for item in items:
-        if item.path in PATHS:
+        # Triton's interpreter takes seconds for what a GPU does in microseconds.
+        if item.path in PATHS or item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.thorough)
