@@ -65,7 +65,8 @@ def test_logits_of_a_model_in_bf16_are_fp32_and_near_those_of_transformers(llm, 
     for ids, want in zip(windows, wanted, strict=True):
         got = window_logits(llm, ids)
         assert got.dtype == torch.float32, "the logits are rounded"
-        assert (got - want).abs().mean() < 0.02 * want.std()
+        # On the second window of Gemma transformers' own logits in bf16 are off by 0.038.
+        assert (got - want).abs().mean() < 0.04 * want.std()
         assert (got.argmax(1) == want.argmax(1)).float().mean() > 0.95
 
 
