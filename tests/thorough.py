@@ -1,4 +1,4 @@
-"""Tests that take longest, by file, and all of the build for GPUs: CI runs them, `make test` not."""
+"""The tests that take longest: files, and all of the build for GPUs; `make test` has none."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ FILES = {  # by folder; each took ten seconds or more of two cores' time
     "models": "adapters gguf_mistakes mtp_head preflight",
     "scheduling": "speculation",
     "server": (
-        "access_log adapters answers bodies canaries control deadlines ending grammars heads hostile "
-        "responses restart structured tokens tools tracing"
+        "access_log adapters answers bodies canaries control deadlines ending grammars heads "
+        "hostile responses restart structured tokens tools tracing"
     ),
 }
 PATHS = {
