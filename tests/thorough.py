@@ -16,8 +16,8 @@ FILES = {  # by folder; each took ten seconds or more of two cores' time
     "models": "adapters gguf_mistakes mtp_head preflight",
     "scheduling": "speculation",
     "server": (
-        "access_log adapters answers bodies canaries control deadlines ending grammars heads "
-        "hostile responses restart structured tokens tools tracing"
+        "access_log adapters answers bodies canaries control deadlines ending heads "
+        "responses restart tokens tools tracing"
     ),
 }
 PATHS = {

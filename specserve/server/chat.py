@@ -29,7 +29,7 @@ from specserve.server.service import Service, blaming
 from specserve.server.tools import NO_TOOLS, ToolsAsked, check_keys, read_calls, read_tools
 from specserve.text.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
 from specserve.text.answer.formats import AnswerReader, Wanted
-from specserve.text.chat_template import ChatOptions, ChatTemplate
+from specserve.text.chat_template import ChatOptions
 from specserve.text.grammars.asked import StructuredOutputsParams, json_form
 from specserve.text.grammars.compiled import GrammarError
 from specserve.text.grammars.tools import CallGrammar, special_tokens
@@ -215,13 +215,9 @@ async def fit_to_template(
         asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
     elif effort not in (None, "none"):
         past.append(name)
-    if template is not None and tools.tools and not await in_thread(shows_tools, template):
+    if template is not None and tools.tools and not await in_thread(template.reads_tools):
         past.append("tools")
     return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
-
-
-def shows_tools(template: ChatTemplate) -> bool:
-    return template.reads_tools
 
 
 async def begin(

@@ -130,7 +130,6 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             return name not in known and any(name in names_read(s) for s in self.sources)
         return False
 
-    @property
     def reads_tools(self) -> bool:
         """Whether the template for requests with tools shows them to the model."""
         with suppress(Exception):

@@ -63,7 +63,7 @@ LAYER_NORMS = {  # x, weight, eps -> (x - mean) / deviation * weight
     "the mean is taken off": ([1.0, 3], [1.0, 1], 0.0, [-1, 1]),
     "the weight is a factor": ([1.0, 3], [2.0, -3], 0.0, [-2, -3]),
     "eps is inside the root": ([-3.0, 3], [1.0, 1], 16.0, [-0.6, 0.6]),
-    "equal numbers become zeros": ([5.0] * 4, [1.0] * 4, 1e-6, [0] * 4),
+    "equal numbers become zeros": ([5.0, 5, 5], [1.0, 1, 1], 1e-6, [0, 0, 0]),
 }
 
 
