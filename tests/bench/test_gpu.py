@@ -13,13 +13,26 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from specserve_bench.gpu import bits, checks, head, record, stage, stages, sweep, text, toolchain
+from specserve_bench.gpu import (
+    bits,
+    checks,
+    flashinfer,
+    head,
+    record,
+    stage,
+    stages,
+    sweep,
+    text,
+    toolchain,
+)
 from specserve_bench.gpu import wheels as wheels_module
 from specserve_bench.gpu.record import Record
 from specserve_bench.gpu.sweep import Kernel, gaps
 from tests.bench.hurry import hurried
 from tests.checkpoints import TEXT, tiny_checkpoint, tiny_tokenizer
 from tests.demo.test_train_head import CONFIG
+from tests.kernels import fake_flashinfer
+from tests.kernels.builds import INTERPRETED
 
 ROOT = stages.ROOT
 
@@ -428,6 +441,14 @@ def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):
     assert links.is_relative_to(tmp_path)
     assert (links / "libcudart.so").resolve() == home / "lib64/libcudart.so.13"
     assert (links / "libcuda.so").resolve() == home / "lib64/stubs/libcuda.so"
+
+
+@INTERPRETED
+def test_flashinfers_kernels_are_built_by_one_step(monkeypatch):
+    monkeypatch.setattr(flashinfer, "load_flashinfer", lambda: fake_flashinfer)
+    before = len(fake_flashinfer.built)
+    flashinfer.compile_for(64, torch.device("cpu"))
+    assert len(fake_flashinfer.built) > before
 
 
 def test_texts_are_compared_up_to_where_they_part():
