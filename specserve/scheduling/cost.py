@@ -12,6 +12,7 @@ requests add, and a stair's estimate goes through its own latest steps.
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from statistics import median
 from threading import Lock
 from typing import NamedTuple
@@ -383,8 +384,10 @@ class StepCosts:
         stair, key = self.stairs[self.edges[self.stair(rows)]], key_of(rows, sample)
         cell, before = stair.cells.get(key), stair.point(key)
         if cell is not None and cell.is_trusted:  # else it shows what context adds
-            expected = self.seconds(rows, sample.context, sample.requests, attended=sample.attended)
-            self.compare(sample.seconds * self.slowdown / expected)
+            # Slower steps of fewer rows may have raised the estimate: that shows nothing of load.
+            place = self.stair(rows)
+            expected = min(self.by_edge[place], stair.estimate) + sample.added(self.added)
+            self.compare(sample.seconds / expected)
         sample = sample._replace(seconds=sample.seconds / self.slowdown)
         has_changed = stair.add(key, sample, self.added, self.num_steps)
         self.is_fitted &= not has_changed
@@ -457,16 +460,17 @@ class StepCosts:
                 found[edge], last[edge], has_known = stair.estimate, stair.last, True
             elif not has_known and (least := stair.least(self.added)):
                 found[edge], last[edge] = least, self.num_steps
-        found = in_order(found, last)
+        lowest = {edge: self.stairs[edge].least(self.added) for edge in found}
+        found = in_order(found, lowest, last)
         known = [*found]
         if not known:
             found, known = {1: FIRST}, [1]
         self.by_edge = [self.between(edge, known, found) for edge in self.edges]
         self.least_by_edge = [self.least(edge, known, found) for edge in self.edges]
-        least = float("inf")
+        hoped = float("inf")
         for i in reversed(range(len(self.edges))):
-            least = min(least, self.least_by_edge[i], self.by_edge[i])
-            self.least_by_edge[i] = least
+            hoped = min(hoped, self.least_by_edge[i], self.by_edge[i])
+            self.least_by_edge[i] = hoped
 
     def between(self, edge: int, known: Sequence[int], found: dict[int, float]) -> float:
         place = bisect_left(known, edge)
@@ -568,10 +572,14 @@ def is_sound(sample: Sample) -> bool:
     return all(0 <= value < 1e15 for value in sample) and LEAST <= sample.seconds < 1e6
 
 
-def in_order(found: dict[int, float], last: dict[int, int]) -> dict[int, float]:
-    """Seconds by edge that never fall with rows. As other load makes nothing faster, an estimate
-    above that of more rows is too high, and one below that of fewer rows too low: where two differ,
-    that which was measured last is right.
+def in_order(
+    found: dict[int, float], lowest: dict[int, float], last: dict[int, int]
+) -> dict[int, float]:
+    """Seconds by edge that never fall with rows, and are never below the edge's `lowest`.
+
+    Other load makes no step faster. An estimate above that of more rows is too high, and one below
+    that of fewer rows is too low: if two differ, the one that was measured last is right. Steps
+    that were measured bound this: more rows cost as much as the fastest steps of fewer rows.
     """
     edges, right = list[int](), dict[int, float]()
     for edge in sorted(found, key=lambda edge: last[edge], reverse=True):
@@ -580,4 +588,5 @@ def in_order(found: dict[int, float], last: dict[int, int]) -> dict[int, float]:
         most = right[edges[place]] if place < len(edges) else float("inf")
         right[edge] = min(max(found[edge], least), most)
         edges.insert(place, edge)
-    return {edge: right[edge] for edge in edges}
+    bounded = accumulate((max(right[edge], lowest[edge]) for edge in edges), max)
+    return dict(zip(edges, bounded, strict=True))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specserve.scheduling.cost import (
     KNOWN,
     STALE,
+    WINDOW,
     KnownCosts,
     Sample,
     Step,
@@ -176,12 +177,36 @@ def test_an_edge_that_was_slow_by_chance_is_tried_again():
     assert full.is_known(4), "what many steps have shown is kept"
 
 
-def test_a_stale_estimate_above_that_of_more_rows_is_not_used():
+def test_a_stale_estimate_above_that_of_more_rows_is_lowered_to_its_fastest_step():
     costs = StepCosts(64)
-    for rows, seconds in ((8, 0.06), (16, 0.04)):
-        for _ in range(KNOWN):
+    for rows, each in ((8, [0.06, 0.06, 0.05, 0.06]), (16, [0.04] * KNOWN)):
+        for seconds in each:
             costs.observe(rows, 0, 1, seconds)
-    assert costs.seconds(8, 0, 1) == costs.seconds(16, 0, 1)
+    assert [costs.table()[rows] for rows in (8, 16)] == [0.05, 0.05]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_no_later_steps_of_more_rows_lower_a_bucket_below_its_fastest_step(rows):
+    costs = StepCosts(64)
+    for _ in range(WINDOW):
+        costs.observe(rows, 0, 1, 0.03)
+    for larger in (16, 32):
+        for _ in range(2 * WINDOW):
+            costs.observe(larger, 0, 1, 0.01)
+            assert costs.table()[rows] >= 0.03 * 0.999
+    assert costs.slowdown == 1
+
+
+def test_steps_that_take_as_long_as_they_did_lower_no_other_estimate():
+    """Though steps of fewer rows took longer, as on kernels that suit tiles only."""
+    costs = StepCosts(64)
+    for _ in range(WINDOW):
+        for rows, seconds in ((1, 0.01), (8, 0.06), (16, 0.04)):
+            costs.observe(rows, 0, 1, seconds)
+    for _ in range(4 * WINDOW):
+        costs.observe(16, 0, 1, 0.04)
+    assert costs.table()[1] == pytest.approx(0.01)
+    assert costs.table()[8] == costs.table()[16] == pytest.approx(0.06)
 
 
 def test_where_edges_contradict_each_other_the_one_measured_last_is_right():
