@@ -15,7 +15,7 @@ import numpy as np
 from specserve import LLM, SamplingParams, StructuredOutputsParams
 from specserve.api.generation import Output
 from specserve.config import load_config
-from specserve.engine.grammar_state import GrammarState
+from specserve.scheduling.grammar_state import GrammarState
 from specserve.text.grammars.asked import grammar_of
 from specserve.text.grammars.compiled import Compiled, vocabulary_of
 from specserve.text.tokenizer import Tokenizer

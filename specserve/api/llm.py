@@ -32,7 +32,6 @@ from specserve.config import Config, python_config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.process import Control
-from specserve.engine.processors import LogitsProcessor
 from specserve.errors import RequestError, of_failure
 from specserve.exchange.guessing import Guessing, change_of
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
@@ -41,6 +40,7 @@ from specserve.exchange.sampling_params import SamplingParams, choices_of, seede
 from specserve.models import preflight
 from specserve.models.folder import resolve
 from specserve.models.selection import served_name
+from specserve.scheduling.processors import LogitsProcessor
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer
@@ -337,7 +337,7 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Blocks by holder; what several requests share counts once."""
-        return self.engine.memory()
+        return self.engine.pool.holders()
 
     def speculation(self) -> SpeculationState:
         """What guesses and rows have cost and brought so far, and the limits on guesses."""
@@ -441,7 +441,7 @@ class LLM:
         samplings = choices_of(resolved, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
         digest = "" if adapter is None else adapter.digest
-        keys = self.engine.prompt_keys(ids, samplings[0].cache_salt, digest)
+        keys = self.engine.tables.prompt_keys(ids, samplings[0].cache_salt, digest)
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
             requests = self.engine.add_choices(

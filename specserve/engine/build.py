@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from specserve.config import Config
 from specserve.engine.adapters import Adapters
-from specserve.engine.engine import Engine, seconds
+from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
@@ -15,8 +15,9 @@ from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
-from specserve.exchange.messages import SourceStats
+from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
+from specserve.memory.pool import BlockPool, KVTables
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder
 from specserve.models.end_tokens import find_end_tokens
@@ -25,7 +26,7 @@ from specserve.models.selection import check_drafter, context_length, resolve_mo
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.scheduler import StepBudget
+from specserve.scheduling.scheduler import StepBudget, seconds
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.grower import Grower
 from specserve.speculation.guesses import FixedGuesses, Guesses
@@ -88,9 +89,8 @@ def build(
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
         models = Models(*decoders, weights.draft_head, weights.num_ids)
-        engine = assemble(config, models, max_len, known_sources)
+        engine = assemble(config, models, max_len, known_sources, grammars, is_served, True)
         phases.note("pool", pool_words(config, engine.pool))
-    engine.grammars = grammars
     runners = {"target threads": (target, engine.target)}
     if engine.draft_model is not None and draft is not None:
         runners["draft threads"] = draft, engine.draft_model.runner
@@ -100,8 +100,6 @@ def build(
         phases.note(name.replace("threads", "forward"), runner.program.words)
         with phases.phase(name):
             phases.note(name, tune(model, runner, engine.pool, config, max_len))
-    engine.kept = kept_costs(config, engine)
-    engine.is_replaceable = is_served
     if is_served:
         with phases.phase("grammars"):
             grammars.wait_until_prepared()
@@ -109,7 +107,13 @@ def build(
 
 
 def assemble(
-    config: Config, models: Models, max_len: int, known_sources: Iterable[str] = ()
+    config: Config,
+    models: Models,
+    max_len: int,
+    known_sources: Iterable[str] = (),
+    grammars: Grammars | None = None,
+    is_served: bool = False,
+    keeps_costs: bool = False,
 ) -> Engine:
     """An engine for models that are loaded already."""
     adapters = build_adapters(config, models.target)
@@ -118,19 +122,41 @@ def assemble(
     target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len)
     scheduler = Scheduler(step_budget(config, target, draft), pool)
-    draft_model = None
+    draft_model, head = None, None
     if runners.draft is not None and draft is not None:
         num_ids = num_ids or min(target.config.vocab_size, draft.config.vocab_size)
         draft_model = DraftModel(runners.draft, scheduler, num_ids)
-    names = kv_names(config, target, draft) if config.memory.prefix_cache else None
-    is_per_tenant = not config.memory.share_prefix_cache
-    engine = Engine(runners.target, scheduler, draft_model, names, is_per_tenant)
     if runners.head is not None and models.head is not None:
-        engine.head = HeadModel(runners.head, models.head, runners.target, scheduler)
-    engine.adapters = adapters
-    engine.stats.sources.update({name: SourceStats() for name in known_sources})
-    engine.guesses = build_guesses(config, engine, draft_model)
-    return engine
+        head = HeadModel(runners.head, models.head, runners.target, scheduler)
+    stats = Stats(sources={name: SourceStats() for name in known_sources})
+    run = [(model.runner, model.costs) for model in (head, draft_model) if model is not None]
+    run.insert(0, (runners.target, scheduler.costs))
+    parts = DrafterParts(scheduler, target.config.vocab_size, draft_model, head, stats)
+    return Engine(
+        runners.target,
+        scheduler,
+        kv_tables(config, pool, runners.target, draft_model),
+        draft_model=draft_model,
+        head=head,
+        guesses=build_guesses(config, parts),
+        grammars=grammars,
+        adapters=adapters,
+        stats=stats,
+        kept=[kept_costs(config, *each) for each in run] if keeps_costs else (),
+        is_replaceable=is_served,
+    )
+
+
+def kv_tables(
+    config: Config, pool: BlockPool, target: Runner, draft_model: DraftModel | None
+) -> KVTables:
+    """Texts that identify the weights and dtype of KV are the names of what has a prefix cache."""
+    sizes = {"target": target.kv.block_size}
+    draft = None
+    if draft_model is not None:
+        draft, sizes["draft"] = draft_model.runner.decoder, draft_model.runner.kv.block_size
+    names = kv_names(config, target.decoder, draft) if config.memory.prefix_cache else {}
+    return KVTables(pool, sizes, names, not config.memory.share_prefix_cache)
 
 
 def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
@@ -161,21 +187,8 @@ def read_vocabulary(config: Config) -> Vocabulary:
     return Vocabulary(vocabulary_of(tokenizer, size, ends), size, ends)
 
 
-def kept_costs(config: Config, engine: Engine) -> list[KeptCosts]:
-    """The costs of both models' steps, which begin with what earlier starts have shown."""
-    target = kept_costs_of_model(config, engine.target, engine.scheduler.costs)
-    head = engine.head
-    of_head = [] if head is None else [kept_costs_of_model(config, head.runner, head.costs)]
-    return [target, *of_head, *kept_costs_of(config, engine.draft_model)]
-
-
-def kept_costs_of(config: Config, draft_model: DraftModel | None) -> list[KeptCosts]:
-    if draft_model is None:
-        return []
-    return [kept_costs_of_model(config, draft_model.runner, draft_model.costs)]
-
-
-def kept_costs_of_model(config: Config, runner: Runner, costs: StepCosts) -> KeptCosts:
+def kept_costs(config: Config, runner: Runner, costs: StepCosts) -> KeptCosts:
+    """The costs of a model's steps, which begin with what earlier starts have measured."""
     threads = str(config.model.threads)
     return KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
 
@@ -192,40 +205,47 @@ def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> 
     }
 
 
+class DrafterParts(NamedTuple):
+    """What drafters are built of: the rest of an engine."""
+
+    scheduler: Scheduler
+    vocab_size: int
+    draft_model: DraftModel | None
+    head: HeadModel | None
+    stats: Stats
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that draft tokens may have."""
+        return self.vocab_size if self.draft_model is None else self.draft_model.num_ids
+
+
 def build_guesses(
-    config: Config,
-    engine: Engine,
-    draft_model: DraftModel | None,
-    before: Guesses | None = None,
+    config: Config, parts: DrafterParts, before: Guesses | None = None
 ) -> Guesses | None:
     """As the config says; sources that guessed `before` go on with what they know."""
-    if config.drafter_name == "none":
+    name = config.drafter_name
+    if name == "none":
         return None
-    user_code, num_ids = UserCode(engine.stats), engine.target.decoder.config.vocab_size
-    if draft_model is not None:
-        num_ids = draft_model.num_ids
     try:
-        if config.drafter_name == "auto":
+        if name == "auto":
             earlier = before if isinstance(before, PlannedGuesses) else None
-            return planned_guesses(config, engine, draft_model, earlier)
-        name = config.drafter_name
-        lent = engine.head if name == EAGLE else draft_model
+            return planned_guesses(config, parts, earlier)
+        lent = parts.head if name == EAGLE else parts.draft_model
         drafter = make_drafter(name, config.drafter.options, lent)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    return FixedGuesses(name, drafter, engine.scheduler, lent, num_ids, user_code)
+    user_code = UserCode(parts.stats)
+    return FixedGuesses(name, drafter, parts.scheduler, lent, parts.num_ids, user_code)
 
 
 def planned_guesses(
-    config: Config,
-    engine: Engine,
-    draft_model: DraftModel | None,
-    before: PlannedGuesses | None = None,
+    config: Config, parts: DrafterParts, before: PlannedGuesses | None = None
 ) -> PlannedGuesses:
-    """From all sources of `drafter.options`; the draft model is one where there is one."""
-    options = drafter_options("auto", config.drafter.options)
+    """From all sources of `drafter.options`; the draft model is one if there is one."""
+    options, draft_model = drafter_options("auto", config.drafter.options), parts.draft_model
     sizes = options.max_depth, options.width, options.tau
-    run = {EAGLE: engine.head, "model": draft_model}
+    run = {EAGLE: parts.head, "model": draft_model}
     growers = [
         Grower(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)
         for name, model in run.items()
@@ -237,13 +257,12 @@ def planned_guesses(
     sources = [
         known[name]
         if name in known and name in BUILT_IN
-        else build_source(name, options.source_options.get(name, {}), engine, draft_model)
+        else build_source(name, options.source_options.get(name, {}), parts)
         for name in names
         if name not in run
     ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
-    user_code = UserCode(engine.stats)
-    lent = engine.scheduler, draft_model, user_code
+    lent = parts.scheduler, draft_model, UserCode(parts.stats)
     return PlannedGuesses(sources, growers, *lent, names, before)
 
 
@@ -261,9 +280,7 @@ def refuse_second_executor(names: Sequence[str], is_run: bool) -> None:
         )
 
 
-def build_source(
-    name: str, options: Mapping[str, Any], engine: Engine, draft_model: DraftModel | None
-) -> Source:
+def build_source(name: str, options: Mapping[str, Any], parts: DrafterParts) -> Source:
     if name == "ngram":
         return OwnSources(ngram_source, name)
     if name == "grammar":
@@ -274,8 +291,8 @@ def build_source(
         return SuffixSource()
     if name == "recycle":
         return RecycleSource()
-    drafter = make_drafter(name, options, draft_model, is_source=True)
-    return UserSource(name, drafter, engine.target.decoder.config.vocab_size)
+    drafter = make_drafter(name, options, parts.draft_model, is_source=True)
+    return UserSource(name, drafter, parts.vocab_size)
 
 
 def step_budget(config: Config, target: LoadedModel, draft: LoadedModel | None) -> StepBudget:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, NamedTuple
 
-from specserve.engine.grammar_state import GrammarState
 from specserve.exchange.fair_queue import FairThreads
 from specserve.scheduling import Request
+from specserve.scheduling.grammar_state import GrammarState
 from specserve.text.grammars.compiled import Compiled, GrammarError
 
 if TYPE_CHECKING:

@@ -1,12 +1,10 @@
-"""What the target says of tokens: which logprobs a step has to tell, and who asked for them."""
+"""Gives requests the logprobs that a step has computed."""
 
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
-import numpy as np
-
-from specserve.engine.runner import Answers
-from specserve.engine.step_input import AskedLogprobs
+from specserve.engine.runner import Answers, Runner
+from specserve.engine.step_input import AskedLogprobs, scored
 from specserve.exchange.messages import TokenLogprobs
 from specserve.scheduling import Request, ScheduledRequest
 from specserve.speculation.verify import Path
@@ -14,31 +12,17 @@ from specserve_drafters import ROOT
 from specserve_kernels import Logprobs
 
 
-def asked_logprobs(
-    scheduled: Sequence[ScheduledRequest], sampled: Sequence[ScheduledRequest], vocab_size: int
-) -> AskedLogprobs | None:
-    """What a step has to tell; None for nothing."""
-    rows, tokens, most = list[int](), list[int](), list[int]()
-    sizes = [item.end - item.start + len(item.draft) for item in scheduled]
-    for item, first in zip(scheduled, accumulate(sizes, initial=0), strict=False):
-        places = scored(item)
-        rows += [first + place - item.start for place in places]
-        tokens += item.request.token_ids[places.start + 1 : places.stop + 1]
-        most += [item.request.sampling.prompt_logprobs or 0] if places else []
-    drawn = [s.request.sampling.logprobs for s in sampled]
-    most += [k for k in drawn if k is not None]
-    if not most:
-        return None
-    k, is_drawn = min(max(most), vocab_size), any(k is not None for k in drawn)
-    return AskedLogprobs(k, is_drawn, np.array(rows, np.int64), np.array(tokens, np.int64))
-
-
-def scored(item: ScheduledRequest) -> range:
-    """The places of the step's rows behind which a token of the prompt stands that was not told."""
-    request = item.request
-    if not request.is_scoring:
-        return range(0)
-    return range(max(item.start, request.num_scored), min(item.end, request.num_prompt - 1))
+def give_logprobs(
+    asked: AskedLogprobs,
+    target: Runner,
+    scheduled: Sequence[ScheduledRequest],
+    paths: Sequence[Path],
+    answers: Answers,
+) -> None:
+    """Give paths the logprobs of their tokens, and requests those of their prompts' tokens."""
+    tell_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
+    if len(asked.rows):
+        tell_prompts(scheduled, target.score(asked))
 
 
 def tell_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:

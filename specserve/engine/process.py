@@ -9,15 +9,17 @@ import torch
 
 from specserve.config import Config
 from specserve.engine.build import (
+    DrafterParts,
     Loaded,
     build,
     build_guesses,
-    kept_costs_of,
-    kv_names,
+    kept_costs,
+    kv_tables,
     step_budget,
 )
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
+from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
@@ -131,19 +133,19 @@ class Control:
         """Guess so from the next step on. ConfigError, with nothing changed, if it cannot be."""
         config, draft, draft_model = prepared
         engine, weights = self.engine, self.loaded.weights
-        guesses = build_guesses(config, engine, draft_model, engine.guesses)
+        vocab_size = weights.target.decoder.config.vocab_size
+        parts = DrafterParts(engine.scheduler, vocab_size, draft_model, engine.head, engine.stats)
+        guesses = build_guesses(config, parts, engine.guesses)
         if draft_model is not engine.draft_model:
+            kept = list[KeptCosts]()
             if draft_model is not None and draft is not None:
                 runner, most = draft_model.runner, self.loaded.max_model_len
                 tune(draft, runner, engine.pool, config, most)
-            names = kv_names(config, weights.target.decoder, draft.decoder if draft else None)
-            before = None if engine.draft_model is None else engine.draft_model.costs
-            others = [kept for kept in engine.kept if kept.costs is not before]
-            engine.change_draft_model(draft_model, names if config.memory.prefix_cache else {})
-            engine.kept = [*others, *kept_costs_of(config, draft_model)]
+                kept = [kept_costs(config, runner, draft_model.costs)]
+            tables = kv_tables(config, engine.pool, engine.target, draft_model)
+            engine.change_draft_model(draft_model, tables, kept)
         decoders = weights.target.decoder, None if draft is None else draft.decoder
-        engine.scheduler.budget = step_budget(config, *decoders)
-        engine.change_guesses(guesses)
+        engine.change_guesses(guesses, step_budget(config, *decoders))
         self.loaded = self.loaded._replace(
             weights=weights._replace(draft=draft), drafter=config.drafter_name
         )
@@ -284,7 +286,7 @@ def ready(loaded: Loaded) -> Ready:
         arithmetic=decoder.ops.arithmetic(),
         block_size=engine.target.kv.block_size,
         num_blocks=engine.pool.num_blocks,
-        kv_formats=engine.formats,
+        kv_formats=engine.tables.formats,
         weights=decoder.forms,
         sources=engine.sources,
         known_sources=engine.known_sources,
@@ -309,6 +311,6 @@ def report(engine: Engine, outputs: list[StepOutput]) -> Report:
         num_running=len(scheduler.running),
         num_waiting=len(engine.requests) - len(scheduler.running),
         num_preempted=scheduler.num_preempted,
-        blocks=engine.memory(),
+        blocks=engine.pool.holders(),
         stats=engine.stats,
     )

@@ -2,7 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,15 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.engine.text_state import (
+from specserve.exchange.sampling_params import Sampling
+from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
+from specserve.scheduling import ScheduledRequest
+from specserve.scheduling.text_state import (
     NodeMask,
     TextState,
     edits_of,
     masks_of,
     node_masks_of,
 )
-from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
 from specserve_drafters import Draft
 from specserve_kernels import AdapterRows, Edits, Masks, Rows, SampleParams
 
@@ -251,6 +253,84 @@ def build_step_input(
         logprobs=logprobs,
         adapters=adapter_rows(groups, num_slots) if num_slots else None,
     )
+
+
+def step_input_of(
+    scheduled: Sequence[ScheduledRequest],
+    sampled: Sequence[ScheduledRequest],
+    pending: PendingUpdates,
+    vocab_size: int,
+    num_slots: int,
+) -> StepInput:
+    """The target's step for these requests. `sampled` are those with a last known token in it."""
+    requests = [item.request for item in sampled]
+    has_text = False
+    for request in requests:
+        # Not when the prompt comes: many prompts may come between two steps.
+        if request.text is None and request.sampling.changes_logits:
+            request.begin_text(vocab_size)
+        has_text |= request.text is not None
+    draws = draws_of(
+        [r.sampling for r in requests],
+        [len(r.token_ids) for r in requests],
+        [item.draft for item in sampled],
+        [r.text for r in requests] if has_text else (),
+    )
+    if any(r.processors is not None for r in requests):
+        draws = draws._replace(processors=processors_of(sampled))
+    wants_logprobs = any(item.request.wants_logprobs for item in scheduled)
+    logprobs = asked_logprobs(scheduled, sampled, vocab_size) if wants_logprobs else None
+    groups = [rows_of(item) for item in scheduled]
+    return build_step_input(groups, pending, draws, logprobs, num_slots)
+
+
+def asked_logprobs(
+    scheduled: Sequence[ScheduledRequest], sampled: Sequence[ScheduledRequest], vocab_size: int
+) -> AskedLogprobs | None:
+    """What a step has to tell; None for nothing."""
+    rows, tokens, most = list[int](), list[int](), list[int]()
+    sizes = [item.end - item.start + len(item.draft) for item in scheduled]
+    for item, first in zip(scheduled, accumulate(sizes, initial=0), strict=False):
+        places = scored(item)
+        rows += [first + place - item.start for place in places]
+        tokens += item.request.token_ids[places.start + 1 : places.stop + 1]
+        most += [item.request.sampling.prompt_logprobs or 0] if places else []
+    drawn = [s.request.sampling.logprobs for s in sampled]
+    most += [k for k in drawn if k is not None]
+    if not most:
+        return None
+    k, is_drawn = min(max(most), vocab_size), any(k is not None for k in drawn)
+    return AskedLogprobs(k, is_drawn, np.array(rows, np.int64), np.array(tokens, np.int64))
+
+
+def scored(item: ScheduledRequest) -> range:
+    """The places of the step's rows behind which a token of the prompt stands that was not told."""
+    request = item.request
+    if not request.is_scoring:
+        return range(0)
+    return range(max(item.start, request.num_scored), min(item.end, request.num_prompt - 1))
+
+
+def rows_of(item: ScheduledRequest) -> RowGroup:
+    """A request's rows for the target, causal ones or a root and its tree."""
+    r, draft = item.request, item.draft
+    tokens = r.token_ids[item.start : item.end]
+    if not draft.tokens:
+        return RowGroup(r.table, tokens, item.start, int(item.is_sampled), slot=r.slot)
+    nodes = tokens.tolist() + draft.tokens
+    if draft.is_chain:
+        return RowGroup(r.table, nodes, item.start, len(nodes), slot=r.slot)
+    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks(), r.slot)
+
+
+def processors_of(sampled: Sequence[ScheduledRequest]) -> dict[int, Processor]:
+    """By row that is read: none of these requests has draft tokens."""
+    roots = accumulate([1 + len(item.draft) for item in sampled], initial=0)
+    return {
+        root: partial(item.request.processors, item.request.output)
+        for item, root in zip(sampled, roots, strict=False)
+        if item.request.processors is not None
+    }
 
 
 def adapter_rows(groups: Sequence[RowGroup], num_slots: int) -> AdapterRows | None:

@@ -2,13 +2,13 @@
 
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.memory.block_keys import BlockHasher
+from specserve.memory.block_keys import BlockHasher, Keys, KVFormat, prompt_keys
 
 
 class KVUpdates(NamedTuple):
@@ -371,3 +371,46 @@ class BlockTable:
         """Give all blocks back; the KV has to be found or computed again."""
         self.num_computed = self.num_published = 0
         self.trim()
+
+
+class KVTables:
+    """Makes the block tables of requests, and their prompts' keys.
+
+    formats  of each model whose KV has a prefix cache: "target", "draft"
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_sizes: Mapping[str, int],
+        names: Mapping[str, str] | None = None,
+        is_per_tenant: bool = False,
+    ) -> None:
+        """`block_sizes` is in tokens, by model. `names` identifies each model's KV: a model without
+        a name has no prefix cache. `is_per_tenant`: no tenant finds KV of another one's requests.
+        """
+        self.pool, self.block_sizes = pool, block_sizes
+        self.formats = {
+            model: KVFormat(name, block_sizes[model], is_per_tenant)
+            for model, name in (names or {}).items()
+            if model in block_sizes
+        }
+
+    def prompt_keys(
+        self, token_ids: Sequence[int], salt: str, adapter: str = "", tenant: int = 0
+    ) -> Keys:
+        """The keys of a prompt's full blocks for every model; safe in any thread."""
+        return prompt_keys(self.formats, token_ids, salt, adapter, tenant)
+
+    def table(
+        self, model: str, salt: str, keys: Keys | None = None, adapter: str = "", tenant: int = 0
+    ) -> BlockTable:
+        """An empty table for a model's KV. `keys` are its prompt's, `adapter` is the digest of what
+        changes the model.
+        """
+        format = self.formats.get(model)
+        hasher = None if format is None else format.hasher(salt, adapter, tenant)
+        if format is not None and hasher is not None and keys:
+            hasher.keys = list(keys.get(format.name, ()))
+        size = self.block_sizes.get(model, self.block_sizes["target"])
+        return BlockTable(self.pool, size, model, hasher)

@@ -1,14 +1,36 @@
 """A request, and one request's share of a step."""
 
+import logging
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import msgspec
 
+from specserve.errors import WEIGHTS
 from specserve.exchange.messages import AdapterRef, Caller, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockTable
+from specserve.scheduling.grammar_state import GrammarState
+from specserve.scheduling.processors import LogitsProcessors
+from specserve.scheduling.text_state import TextState
 from specserve_drafters import Draft
+from specserve_kernels import NOT_FINITE
+
+log = logging.getLogger("specserve")
+
+NOTHING_LEFT = (
+    "the grammar leaves no token that could come next: ask for less, or leave out other parameters "
+    "that rule tokens out"
+)
+ALL_RULED_OUT = (
+    "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and logits processors "
+    "rule out all of them together. Relax one of these"
+)
+LOGITS_NOT_FINITE = (
+    "the model's logits are not finite: its checkpoint or its LoRA adapter is damaged, or its "
+    "numbers overflow. Replace it, or set model.dtype to fp32"
+)
 
 
 class Request(msgspec.Struct, eq=False):
@@ -33,6 +55,8 @@ class Request(msgspec.Struct, eq=False):
     num_scored: int = 0  # tokens of the prompt whose successor's logprob was told
     adapter: AdapterRef | None = None
     slot: int = -1  # that its adapter is in; -1: it has none, or waits for it
+    text: TextState | None = None  # of one whose text changes its logits, see `begin_text`
+    processors: LogitsProcessors | None = None  # the caller's own
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.token_ids)
@@ -79,6 +103,14 @@ class Request(msgspec.Struct, eq=False):
         return self.sampling.max_tokens + self.num_prompt - len(self.token_ids)
 
     @property
+    def grammar(self) -> GrammarState | None:
+        return None if self.text is None else self.text.grammar
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.sampling.logprobs is not None or self.sampling.prompt_logprobs is not None
+
+    @property
     def due_at(self) -> float:
         """When its first token is due."""
         return float("inf") if self.ttft is None else self.arrived_at + self.ttft
@@ -97,6 +129,39 @@ class Request(msgspec.Struct, eq=False):
     def draft_gap(self) -> int:
         """Known tokens that the draft model has not computed."""
         return len(self.token_ids) - self.draft_table.num_computed
+
+    def begin_text(self, vocab_size: int, grammar: GrammarState | None = None) -> None:
+        """Begin to follow the text, which may have begun elsewhere."""
+        prompt, output = self.token_ids[: self.num_prompt], self.output
+        self.text = TextState(self.sampling, prompt, vocab_size, grammar)
+        if output:
+            self.text.extend(output)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the output. Followers, which have none yet, share the text before it."""
+        self.token_ids.extend(tokens)
+        if self.text is None:
+            return
+        for follower in self.followers:
+            if follower.text is None:
+                follower.text = self.text.fork()
+        self.text.extend(tokens)
+
+    def finish_reason(self, tokens: Sequence[int]) -> str | None:
+        """Why the output ends with the last of these new tokens; None if it goes on."""
+        if tokens[-1] in self.sampling.stop_ids:
+            return "stop"
+        return "length" if len(tokens) >= self.num_left else None
+
+    def no_token(self, failure: int) -> tuple[str, str]:
+        """Why a row gave no token, and the parameter that is to blame."""
+        has_processors = self.processors is not None
+        if failure == NOT_FINITE or not (self.text or has_processors):
+            log.error(LOGITS_NOT_FINITE)
+            return LOGITS_NOT_FINITE, WEIGHTS
+        if self.grammar is not None:
+            return f"{NOTHING_LEFT}{self.grammar.why}", "structured_outputs"
+        return ALL_RULED_OUT, "logits_processors" if has_processors else "allowed_token_ids"
 
     def num_blocks_to_share(self, other: "Request") -> int:
         """Number of leading blocks with the same tokens in both requests, if this one has yet to

@@ -30,6 +30,11 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float | None = None
 
 
+def seconds(asked_ms: float | None, usual: float | None) -> float | None:
+    """A request's target in seconds; the server's if it gives none."""
+    return usual if asked_ms is None else asked_ms / 1000
+
+
 class Scheduler:
     """Plans steps. Planning changes integers only, and touches no device.
 

@@ -3,22 +3,26 @@
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate, chain
+from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from specserve.engine.runner import Runner
+from specserve.engine.runner import KVLost, Runner
 from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.exchange.messages import SourceStats, Stats
 from specserve.memory.pool import BlockTable
 from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.source import UserCode
 from specserve.speculation.tap_watch import TapWatch, tap_words
 from specserve.speculation.verify import Path
 from specserve_drafters import ROOT, DraftItem, Nodes
+from specserve_drafters.auto import EAGLE
 
 MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
 WATCHED = 64  # rows of a launch at most whose logits are compared: they take memory
@@ -165,6 +169,24 @@ class HeadModel(ModelExecutor):
         self.ended.clear()
         if self.watch is not None and self.watch.is_over:
             self.watch = None
+
+    def follow_timed(self, stats: Stats) -> None:
+        """As `follow`, counted as drafting. An error other than KVLost costs draft tokens only."""
+        start = perf_counter()
+        try:
+            with self.ops.lock:  # engines on one device share the buffers of a forward
+                self.follow()
+        except KVLost:
+            raise
+        except Exception:  # for example too little memory
+            self.drop()
+            stats.sources.setdefault(EAGLE, SourceStats())
+            UserCode(stats).failed(EAGLE)
+        seconds = perf_counter() - start
+        stats.draft_seconds += seconds
+        if (sums := stats.sources.get(EAGLE)) is not None:
+            sums.seconds += seconds
+            sums.saved_seconds -= seconds
 
     def keep_taps(self, seen: Sequence[Seen]) -> None:
         kept = [

@@ -1,10 +1,13 @@
-"""The walk: following the target's tokens down trees of guesses."""
+"""Verification: following the target's tokens down trees of draft tokens."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import msgspec
 
+from specserve.engine.runner import Answers
 from specserve.exchange.messages import TokenLogprobs
+from specserve.scheduling import ScheduledRequest
 from specserve_drafters import ROOT, Draft
 
 Node = tuple[int, int]  # a request's number in the step, and a node of its tree
@@ -52,4 +55,21 @@ def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) ->
                 path.nodes.append(child)
                 below.append((i, child))
         at = below
+    return paths
+
+
+def accepted_paths(sampled: Sequence[ScheduledRequest], answers: Answers) -> list[Path]:
+    """The new tokens of each sampled request, and the accepted nodes of its tree."""
+    drafts = [item.draft for item in sampled]
+    roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
+
+    def tokens_after(at: list[Node]) -> list[int]:
+        return answers.after([roots[i] + node for i, node in at])
+
+    def is_last(i: int, tokens: list[int]) -> bool:
+        return sampled[i].request.finish_reason(tokens) is not None
+
+    paths = walk(drafts, tokens_after, is_last)
+    for path in paths:
+        path.cut_failure()
     return paths

@@ -738,7 +738,7 @@ def test_the_prompts_of_one_generate_are_one_call_and_choices_are_of_theirs(llm,
 
 
 def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
-    seen, hash_prompt = [], llm.engine.prompt_keys
+    seen, hash_prompt = [], llm.engine.tables.prompt_keys
 
     def take_lock():
         seen.append(llm.lock.acquire(blocking=False))
@@ -751,7 +751,7 @@ def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
         other.join()
         return hash_prompt(*args)
 
-    monkeypatch.setattr(llm.engine, "prompt_keys", watched)
+    monkeypatch.setattr(llm.engine.tables, "prompt_keys", watched)
     llm.generate("a", SamplingParams(max_tokens=1))
     assert seen == [True]
 

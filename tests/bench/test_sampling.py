@@ -6,7 +6,7 @@ import pytest
 
 from specserve.engine import engine as step_loop
 from specserve.engine.step_input import Draws
-from specserve.engine.text_state import TextState
+from specserve.scheduling.text_state import TextState
 from specserve_bench import sampling
 from specserve_bench.sampling import Bush, Subject
 from tests.checkpoints import tiny_checkpoint

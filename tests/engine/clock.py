@@ -2,12 +2,13 @@
 
 from time import perf_counter
 
-from specserve.engine import engine, kept_costs
+from specserve.engine import admission, engine, kept_costs
 from specserve.engine.runner import Runner
 from specserve.scheduling import scheduler
-from specserve.speculation import guesses, harvest, levels, planned_guesses
+from specserve.speculation import guesses, harvest, head_model, levels, planned_guesses
 
-TIMED = (engine, guesses, harvest, levels, planned_guesses, scheduler)  # modules that read the time
+# modules that read the time
+TIMED = (admission, engine, guesses, harvest, head_model, levels, planned_guesses, scheduler)
 
 
 class Clock:

@@ -63,7 +63,9 @@ def in_chunks(rows, max_running=8):
     return {"max_batched_tokens": rows, "prefill_chunk": rows, "max_running": max_running}
 
 
-def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, head=None, **overrides):
+def engine_for(
+    target, draft=None, drafter="none", max_len=MAX_LEN, head=None, grammars=None, **overrides
+):
     """An engine with settings like max_nodes=4; drafter is a name, or an object put in place."""
     name = drafter if isinstance(drafter, str) else "ngram"
     sections = {
@@ -81,7 +83,8 @@ def engine_for(target, draft=None, drafter="none", max_len=MAX_LEN, head=None, *
     settings = {"memory.kv_bytes": 1 << 26, "drafter.name": name, **settings}
     if draft is not None:
         settings["drafter.model"] = "loaded"
-    engine = assemble(load_config(None, settings), Models(target, draft, head), max_len)
+    models = Models(target, draft, head)
+    engine = assemble(load_config(None, settings), models, max_len, grammars=grammars)
     if not isinstance(drafter, str):
         engine.guesses = fixed(engine, drafter)
     return engine

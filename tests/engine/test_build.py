@@ -44,7 +44,7 @@ def test_each_model_is_rounded_as_its_own_section_says():
     assert plain.weights.draft is loaded.weights.draft
     assert plain.weights.target is not loaded.weights.target
     assert model_key(plain.engine.target) != model_key(loaded.engine.target)
-    assert plain.engine.formats["target"] != loaded.engine.formats["target"]
+    assert plain.engine.tables.formats["target"] != loaded.engine.tables.formats["target"]
 
 
 def test_kv_is_another_models_where_the_embedding_is_rounded():

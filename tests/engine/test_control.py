@@ -130,7 +130,7 @@ def test_a_draft_model_that_comes_to_running_requests_guesses_for_them(folders, 
         while not generation.is_done:
             llm.step()
         assert sum(llm.engine.stats.sources["model"].accepted) > 3
-        assert llm.engine.memory()["draft"] == 0
+        assert llm.engine.pool.holders()["draft"] == 0
 
 
 def test_a_draft_model_that_goes_gives_back_its_blocks_and_its_weights(folders, eager):

@@ -286,9 +286,12 @@ def ruled(tmp_path_factory):
         for grammar in [*test_grammars.GRAMMARS.values(), ""]
         for temperature in (0, 1)
     ]
-    engine = engine_for(load_decoder(folder, "fp32", load("cpu"), MAX_LEN), max_nodes=0)
-    engine.grammars = Grammars(lambda: vocabulary)
-    return engine.grammars, asked, test_grammars.run(engine, test_grammars.PROMPT, *asked)
+    grammars, target = (
+        Grammars(lambda: vocabulary),
+        load_decoder(folder, "fp32", load("cpu"), MAX_LEN),
+    )
+    engine = engine_for(target, max_nodes=0, grammars=grammars)
+    return grammars, asked, test_grammars.run(engine, test_grammars.PROMPT, *asked)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto", bush, hedge])
@@ -296,9 +299,8 @@ def test_what_a_grammar_rules_is_the_cpus_text(tiny, ruled, drafter):
     (target, draft), (grammars, asked, want), prompt = tiny, ruled, test_grammars.PROMPT
     truth = {i: prompt + tokens for i, (tokens, _) in enumerate(want)}
     script = None if isinstance(drafter, str) else Scripted(drafter, truth)
-    nodes = {"max_nodes": 6, "max_step_nodes": 100}
+    nodes = {"max_nodes": 6, "max_step_nodes": 100, "grammars": grammars}
     engine = engine_for(target, draft_of(draft, drafter), script or drafter, **nodes)
-    engine.grammars = grammars
     if drafter == "auto":
         ask_always(engine)
     assert test_grammars.run(engine, prompt, *asked) == want, f"seed {SEED}"

@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLParserLimits
 from msgspec.structs import replace
 
 from specserve.engine.engine import MOMENT, NOTHING_LEFT
-from specserve.engine.grammar_state import GrammarState
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
+from specserve.scheduling.grammar_state import GrammarState
 from specserve.text.grammars import compiled
 from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import EOS, tiny_checkpoint
@@ -109,8 +109,10 @@ def vocabulary(tokenizer):
 def engine_with(pair, vocabulary):
     def make(drafter="none", **settings):
         target, draft = pair
-        engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
-        engine.grammars = Grammars(lambda: vocabulary)
+        grammars = Grammars(lambda: vocabulary)
+        engine = engine_for(
+            target, draft_of(draft, drafter), drafter, grammars=grammars, **settings
+        )
         if drafter == "auto":
             ask_always(engine)
         return engine
@@ -212,8 +214,8 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data)
     target, draft = pair
     texts = []
     for drafter in ("none", "auto"):
-        engine = engine_for(target, draft_of(draft, drafter), drafter, max_running=4)
-        engine.grammars = Grammars(lambda: vocabulary)
+        settings = {"max_running": 4, "grammars": Grammars(lambda: vocabulary)}
+        engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
         if drafter == "auto":
             ask_always(engine)
             engine.guesses.planner = RandomPlanner(engine.scheduler, data.draw(st.integers(0, 99)))

@@ -111,7 +111,7 @@ def test_prefix_cache_false_keeps_nothing(target, end):
     for _ in range(2):
         request, rows = answer(engine, [*range(1, end)])
         assert (request.num_cached, rows) == (0, end - 1 + 7)
-    assert engine.memory()["cached"] == 0
+    assert engine.pool.holders()["cached"] == 0
 
 
 def test_after_a_reset_nothing_is_found_not_even_of_who_was_running(target):
@@ -122,9 +122,9 @@ def test_after_a_reset_nothing_is_found_not_even_of_who_was_running(target):
     engine.reset_cache()
     assert answer(engine, PROMPT)[0].num_cached == 0
     assert len(running.token_ids) == 160
-    assert engine.memory()["cached"] == len(PROMPT) // 16, "what came after is kept"
+    assert engine.pool.holders()["cached"] == len(PROMPT) // 16, "what came after is kept"
     engine.reset_cache()
-    assert engine.memory()["free"] == engine.pool.num_blocks
+    assert engine.pool.holders()["free"] == engine.pool.num_blocks
 
 
 def test_least_recently_used_goes_first_and_ends_before_beginnings(target):
@@ -133,7 +133,7 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings(target):
     old, new = PROMPT[:65], [*range(200, 265)]
     for prompt in (old, new, new):
         answer(engine, prompt, sampling(1))
-    assert engine.memory()["cached"] == 8
+    assert engine.pool.holders()["cached"] == 8
     answer(engine, [*range(50, 300)], sampling(1))  # 16 blocks: two more than are free
     assert answer(engine, new, sampling(1))[0].num_cached == 64
     assert answer(engine, old, sampling(1))[0].num_cached == 32
@@ -164,9 +164,9 @@ def test_a_guess_under_another_salt_costs_what_a_miss_costs(target):
         """Of the last of these requests."""
         engine = off(target, **in_chunks(16))
         for salt in salts:
-            steps, free = engine.stats.num_steps, engine.memory()["free"]
+            steps, free = engine.stats.num_steps, engine.pool.holders()["free"]
             _, rows = answer(engine, PROMPT, sampling(cache_salt=salt))
-        return engine.stats.num_steps - steps, rows, free - engine.memory()["free"]
+        return engine.stats.num_steps - steps, rows, free - engine.pool.holders()["free"]
 
     assert cost("alice", "mallory") == cost("mallory")
     assert all(hit < miss for hit, miss in zip(cost("alice", "alice"), cost("alice"), strict=True))
@@ -196,7 +196,7 @@ def peak_of(engine):
     peak = 0
     while not engine.is_idle:
         engine.step()
-        peak = max(peak, sum(engine.memory()[h] for h in ("target", "draft")))
+        peak = max(peak, sum(engine.pool.holders()[h] for h in ("target", "draft")))
     return peak
 
 
@@ -247,7 +247,7 @@ def test_choices_share_the_prompt_and_copy_one_block_each(pair, drafter, known, 
     while not engine.is_idle:
         engine.step()
         engine.check()
-        peak = max(peak, engine.memory()["target"])
+        peak = max(peak, engine.pool.holders()["target"])
     shared = (known - 1) // 16
     most = shared + 6 * (-(-(known + 20 + 4) // 16) - shared)
     assert peak <= most
@@ -301,7 +301,7 @@ def test_a_server_of_ngrams_spends_no_byte_on_draft_kv(target):
     engine.add_choices([1, 2, 3] * 30, [sampling(40, 1.0, seed=i) for i in range(3)])
     while not engine.is_idle:
         engine.step()
-        most |= Counter(engine.memory())
+        most |= Counter(engine.pool.holders())
     assert most["draft"] == 0 < most["target"]
 
 
@@ -310,9 +310,9 @@ def test_a_draft_table_begins_with_the_first_draft(pair):
     request = engine.add(PROMPT, sampling(20))
     for _ in range(3):
         engine.step()
-        assert engine.memory()["draft"] == 0
+        assert engine.pool.holders()["draft"] == 0
     engine.step()
-    assert request.num_output == 2 and engine.memory()["draft"] > 0
+    assert request.num_output == 2 and engine.pool.holders()["draft"] > 0
 
 
 @pytest.mark.parametrize(("prefix_cache", "fallbacks"), [(False, 2), (True, 1)])
@@ -534,7 +534,7 @@ def test_draft_memory_is_in_the_budget(pair):
     while not engine.is_idle:
         engine.step()
         engine.check()
-        assert sum(engine.memory().values()) == engine.pool.num_blocks
+        assert sum(engine.pool.holders().values()) == engine.pool.num_blocks
     assert engine.pool.num_blocks * engine.pool.block_bytes <= 300_000
 
 
@@ -561,7 +561,7 @@ def test_slots_of_who_leaves(pair, moment):
     while not engine.is_idle:
         engine.step()
     engine.reset_cache()
-    assert engine.memory()["free"] == engine.pool.num_blocks
+    assert engine.pool.holders()["free"] == engine.pool.num_blocks
 
 
 @pytest.fixture(scope="module")
@@ -626,7 +626,7 @@ def test_of_8_bits_more_tokens_fit_into_the_same_memory(pair, kv_dtype):
     assert engines[1].pool.num_blocks > engines[0].pool.num_blocks
     views = engines[1].target.kv, engines[1].draft_model.runner.kv
     assert {layer.k.dtype for view in views for layer in view.layers} == {DTYPES[kv_dtype]}
-    assert engines[0].formats["target"].name != engines[1].formats["target"].name
+    assert engines[0].tables.formats["target"].name != engines[1].tables.formats["target"].name
 
 
 def test_a_block_that_was_published_is_copied_even_by_its_only_holder(target):
@@ -820,10 +820,12 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
 
 def test_the_two_models_and_every_salt_have_keys_of_their_own(pair):
     engine = engine_for(*pair, "model", max_nodes=4)
-    roots = {engine.table(o, s).hasher.root for o in ("target", "draft") for s in ("", "a", "b")}
+    roots = {
+        engine.tables.table(o, s).hasher.root for o in ("target", "draft") for s in ("", "a", "b")
+    }
     assert len(roots) == 6
-    assert all(str(pair[0].dtype) in kv.name for kv in engine.formats.values())
-    assert "loaded" in engine.formats["draft"].name, "the model's name"
+    assert all(str(pair[0].dtype) in kv.name for kv in engine.tables.formats.values())
+    assert "loaded" in engine.tables.formats["draft"].name, "the model's name"
 
 
 def asked_by(engine, tenant, prompt=PROMPT, max_tokens=8, **more):
@@ -848,13 +850,15 @@ def test_a_tenant_finds_no_kv_of_another_unless_tenants_share_it(pair, is_shared
 def test_blocks_of_both_models_are_of_one_tenant(pair, is_shared, known):
     engine = engine_for(*pair, "model", max_nodes=4, share_prefix_cache=is_shared)
     tokens = asked_by(engine, 1, PROMPT[:known], max_tokens=70).token_ids
-    for of in engine.formats.values():
-        keys = [engine.prompt_keys(tokens, "", tenant=tenant)[of.name] for tenant in (0, 1, 2)]
+    for of in engine.tables.formats.values():
+        keys = [
+            engine.tables.prompt_keys(tokens, "", tenant=tenant)[of.name] for tenant in (0, 1, 2)
+        ]
         assert [bool(engine.pool.find(each)) for each in keys] == [is_shared, True, is_shared]
 
 
 def test_blocks_of_tenants_salts_and_adapters_have_keys_of_their_own(pair):
-    of = engine_for(*pair, "model").formats["target"]
+    of = engine_for(*pair, "model").tables.formats["target"]
     asked = [(s, a, t) for s in ("", "1") for a in ("", "1", "2") for t in (0, 1, 2)]
     assert len({of.hasher(*each).root for each in asked}) == len(asked)
     shared = KVFormat(of.name, of.block_size)
@@ -864,7 +868,7 @@ def test_blocks_of_tenants_salts_and_adapters_have_keys_of_their_own(pair):
 @pytest.mark.parametrize("known", [100, 10])
 def test_a_request_that_goes_on_in_another_engine_stays_with_its_tenant(target, known):
     engine, begun = off(target), Begun(output=PROMPT[known : known + 40])
-    keys = engine.prompt_keys(PROMPT[:known], "", tenant=1)
+    keys = engine.tables.prompt_keys(PROMPT[:known], "", tenant=1)
     asked_by(engine, 1, PROMPT[:known], keys=keys, begun=begun)
     others = asked_by(engine, 0, PROMPT), asked_by(engine, 2, PROMPT)
     assert [r.num_cached for r in others] == [0, 0]
@@ -926,7 +930,7 @@ def test_no_step_hashes_a_prompt(pair, hashed, event, known):
 
 def test_keys_that_come_with_a_prompt_are_those_that_it_would_be_given(target, hashed):
     engine = off(target)
-    keys = engine.prompt_keys(PROMPT, "salt")
+    keys = engine.tables.prompt_keys(PROMPT, "salt")
     first, _ = answer(engine, PROMPT, sampling(cache_salt="salt"))
     hashed.clear()
     [again] = engine.add_choices(PROMPT, [sampling(cache_salt="salt")], keys=keys)
@@ -934,11 +938,11 @@ def test_keys_that_come_with_a_prompt_are_those_that_it_would_be_given(target, h
     while not engine.is_idle:
         engine.step()
     assert (again.num_cached, again.token_ids) == (96, first.token_ids)
-    assert engine.prompt_keys(PROMPT, "") != keys
+    assert engine.tables.prompt_keys(PROMPT, "") != keys
 
 
 def test_without_a_prefix_cache_nothing_is_hashed(target, hashed):
     engine = off(target, prefix_cache=False)
-    assert engine.prompt_keys(PROMPT, "") == {}
+    assert engine.tables.prompt_keys(PROMPT, "") == {}
     answer(engine, PROMPT)
     assert hashed == []

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specserve.engine.processors import LogitsProcessors
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
+from specserve.scheduling.processors import LogitsProcessors
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, engine_for, load_small, plain
 

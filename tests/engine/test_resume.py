@@ -39,8 +39,8 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module", params=["none", "auto"])
 def engine(request, models):
     target, draft, vocabulary, _ = models
-    engine = engine_for(target, draft if request.param == "auto" else None, request.param)
-    engine.grammars = Grammars(lambda: vocabulary)
+    draft = draft if request.param == "auto" else None
+    engine = engine_for(target, draft, request.param, grammars=Grammars(lambda: vocabulary))
     yield engine
     engine.grammars.close()
 

@@ -35,7 +35,7 @@ def test_it_says_so_and_neither_guesses_nor_takes_hits(folders, caplog):
         first, second = (llm.generate([PROMPT], PARAMS)[0] for _ in range(2))
         assert first.token_ids == second.token_ids
         assert second.num_cached_tokens == 0
-        assert llm.loaded.engine.formats == {}
+        assert llm.loaded.engine.tables.formats == {}
 
 
 def test_nothing_can_make_guesses_for_it_later(folders):

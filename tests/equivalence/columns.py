@@ -70,6 +70,7 @@ class Column:
     def __init__(self, name, pair):
         drafter, max_nodes, options = COLUMNS[name]
         self.pair, self.drafter = pair, drafter
+        tokens = vocabulary_of(pair.tokenizer, VOCAB, [END])
         self.engine = engine_for(
             pair.target,
             draft_of(pair.draft, drafter),
@@ -82,9 +83,8 @@ class Column:
             prefill_chunk=16,
             block_size=BLOCK_SIZE,
             options=options,
+            grammars=Grammars(lambda: Vocabulary(tokens, VOCAB, [END])),
         )
-        tokens = vocabulary_of(pair.tokenizer, VOCAB, [END])
-        self.engine.grammars = Grammars(lambda: Vocabulary(tokens, VOCAB, [END]))
         if drafter == "auto":
             ask_always(self.engine)
         self.facts = defaultdict(Counter)  # by request

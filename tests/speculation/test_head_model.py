@@ -162,7 +162,7 @@ def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves, 
     watch, lengths, finish = Watch(engine), noted_lengths(engine), engine.finish
 
     def followed(id):
-        engine.run_head(engine.head)
+        engine.head.follow_timed(engine.stats)
         finish(id)
 
     if leaves:

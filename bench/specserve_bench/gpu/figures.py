@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, KVTables
 from specserve.models.decoder import Decoder
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
@@ -250,7 +250,8 @@ def engine_for(batches: RandomBatches, prompt: int) -> Engine:
         max_step_nodes=0,
     )
     pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
-    return Engine(batches.runner, Scheduler(budget, pool))
+    tables = KVTables(pool, {"target": batches.runner.kv.block_size})
+    return Engine(batches.runner, Scheduler(budget, pool), tables)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 from specserve.engine.engine import Engine
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockPool
+from specserve.memory.pool import BlockPool, KVTables
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_bench.gpu.ceilings import copy_bandwidth
@@ -225,7 +225,8 @@ class ModelFigures:
         def prompt() -> list[int]:
             return [batches.random.randrange(vocab_size) for _ in range(size)]
 
-        return Engine(batches.runner, Scheduler(limits, pool)), prompt
+        tables = KVTables(pool, {"target": batches.runner.kv.block_size})
+        return Engine(batches.runner, Scheduler(limits, pool), tables), prompt
 
     def parameters(self) -> dict[str, Any]:
         """Milliseconds of a whole step of requests of one row, by their sampling parameters."""

@@ -7,8 +7,8 @@ from time import process_time, thread_time
 import numpy as np
 import pytest
 
-from specserve.engine.grammar_state import PATIENCE, QUICK, TOO_SLOW, GrammarState
 from specserve.errors import RequestError
+from specserve.scheduling.grammar_state import PATIENCE, QUICK, TOO_SLOW, GrammarState
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import Compiled, GrammarError
 from specserve.text.grammars.forms import MAX_BYTES

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.engine.grammar_state import GrammarState
 from specserve.exchange.sampling_params import Sampling
+from specserve.scheduling.grammar_state import GrammarState
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Edits, Masks
 
