@@ -21,7 +21,7 @@ LAYERS = [  # ground floor first
     ("specserve.models",),
     ("specserve.exchange",),
     ("specserve.scheduling",),
-    ("specserve.engine.step_input",),
+    ("specserve.engine.runner",),
     ("specserve.engine.runner",),
     ("specserve.speculation",),
     ("specserve.engine",),

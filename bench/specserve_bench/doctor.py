@@ -10,8 +10,7 @@ import torch
 
 from specserve import LLM
 from specserve.config import Config
-from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.loaded import LoadedModel

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.memory.arena import Arena, KVLayout, used_bytes
 from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig

@@ -9,7 +9,7 @@ import numpy as np
 
 from specserve import LLM
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.trials import Turns
+from specserve.scheduling.planner import Turns
 from specserve.speculation.learned import Learned
 from specserve.speculation.planned_guesses import PlannedGuesses
 from specserve_bench.local import Local

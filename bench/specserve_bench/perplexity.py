@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from specserve import LLM
 from specserve.config import parse_overrides
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockTable
 from specserve.models.folder import resolve

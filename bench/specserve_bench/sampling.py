@@ -17,14 +17,14 @@ from specserve.engine import engine as step_loop
 from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
-from specserve.engine.logprobs import asked_logprobs, tell_drawn
 from specserve.engine.pool_plan import Models
-from specserve.engine.step_input import Draws, draws_of, plain_draws
+from specserve.engine.runner import Draws, draws_of, plain_draws
 from specserve.engine.tuning import tune
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.scheduling.text_state import TextState
+from specserve.speculation.verify import asked_logprobs, tell_drawn
 from specserve_bench.host import PhaseClock, ms
 from specserve_bench.results import ratio
 from specserve_bench.steps import BLOCK_SIZE, kv_token_bytes, spread

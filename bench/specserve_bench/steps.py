@@ -13,7 +13,7 @@ from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.pool_plan import Models
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory.pool import BlockTable
 from specserve.models.loaded import LoadedModel

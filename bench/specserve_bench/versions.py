@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.models.loader import load_decoder
 from specserve_bench import outputs, suite
 from specserve_bench.steps import (

@@ -28,11 +28,10 @@ from specserve.scheduling import Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.scheduler import StepBudget, seconds
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.grower import Grower
-from specserve.speculation.guesses import FixedGuesses, Guesses
+from specserve.speculation.executor import Grower
+from specserve.speculation.guesses import FixedGuesses, Guesses, Source, UserCode, UserSource
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.planned_guesses import PlannedGuesses
-from specserve.speculation.source import Source, UserCode, UserSource
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.auto import BUILT_IN, EAGLE

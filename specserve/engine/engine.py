@@ -11,9 +11,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
 from specserve.engine.kept_costs import KeptCosts
-from specserve.engine.logprobs import give_logprobs
-from specserve.engine.runner import Answers, KVLost, Runner
-from specserve.engine.step_input import StepInput, step_input_of
+from specserve.engine.runner import Answers, KVLost, Runner, StepInput, step_input_of
 from specserve.exchange.messages import (
     NOT_BEGUN,
     AdapterRef,
@@ -35,9 +33,8 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.guesses import Guesses
 from specserve.speculation.head_model import HeadModel
-from specserve.speculation.ledger import Told
-from specserve.speculation.state import cost_state
-from specserve.speculation.verify import Path, accepted_paths
+from specserve.speculation.ledger import Told, cost_state
+from specserve.speculation.verify import Path, accepted_paths, give_logprobs
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")

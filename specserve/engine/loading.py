@@ -34,7 +34,7 @@ from specserve.models.selection import (
 )
 from specserve.models.shape import Shape
 from specserve.models.source import open_source
-from specserve.speculation.tap_watch import tap_words
+from specserve.speculation.head_model import tap_words
 from specserve.text.tokenizer import check_same_vocabulary
 from specserve_kernels import DeviceError, Ops, Threads, load
 

@@ -1,20 +1,413 @@
 """One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
+from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
-from specserve.memory.pool import KVUpdates
+from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
 from specserve.models.loaded import LoadedModel
-from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
+from specserve.scheduling import ScheduledRequest
+from specserve.scheduling.text_state import (
+    NodeMask,
+    TextState,
+    edits_of,
+    masks_of,
+    node_masks_of,
+)
+from specserve_drafters import Draft
+from specserve_kernels import (
+    AdapterRows,
+    Edits,
+    KVCache,
+    Logprobs,
+    Masks,
+    Ops,
+    Rows,
+    SampleParams,
+    Threads,
+)
 from specserve_kernels.program import Outputs
+
+Processor = Callable[[Tensor], Tensor]
+
+
+class Draws(NamedTuple):
+    """What the token after each of n rows is drawn with; the fields are those of SampleParams.
+
+    processors  what callers' functions make of the logits [V] float32 of some rows, before all else
+    node_masks  of some rows, instead of `masks`: each is made when its row's token is drawn
+    """
+
+    is_greedy: bool  # every temperature is 0: the columns after it change nothing
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    token_index: NDArray[np.int64]
+    edits: Edits | None = None
+    masks: Masks | None = None
+    processors: Mapping[int, Processor] = {}
+    node_masks: Mapping[int, NodeMask] = {}
+
+    def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
+        """The parameters of all rows, or of some, as host tensors."""
+        if self.edits is None and self.masks is None and not self.node_masks:
+            return self.plain_params(rows)
+        params = self.plain_params()._replace(edits=self.edits, masks=self.masks)
+        if rows is not None:
+            params = params.take(torch.from_numpy(rows))
+        if not self.node_masks:
+            return params
+        each = range(len(self.seeds)) if rows is None else rows.tolist()
+        return params._replace(masks=self.with_node_masks(params.masks, each))
+
+    def with_node_masks(self, masks: Masks | None, rows: Sequence[int]) -> Masks | None:
+        """The masks of some rows, with those that are found now."""
+        found = [(i, self.node_masks[row]) for i, row in enumerate(rows) if row in self.node_masks]
+        if not found:
+            return masks
+        number = torch.zeros(len(rows), dtype=torch.int32)
+        words = list[Tensor]()
+        if masks is not None:
+            number, words = masks.number.clone(), [*masks.words]
+        for i, node in found:
+            words.append(node.words())
+            number[i] = len(words)
+        return Masks(number, torch.stack(words))
+
+    def plain_params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
+        """Without edits and masks."""
+        if self.is_greedy:
+            return SampleParams.greedy(len(self.seeds if rows is None else rows))
+        columns: Sequence[NDArray[Any]] = self[1:7]
+        if rows is not None:
+            columns = [column[rows] for column in columns]
+        return SampleParams.of(map(torch.from_numpy, columns))
+
+    def processed(self, logits: Tensor, first: int) -> Tensor:
+        """The logits of the rows from `first` on, as processors change them: a copy if any does."""
+        rows = [row for row in self.processors if first <= row < first + len(logits)]
+        if not rows:
+            return logits
+        changed = logits.float().clone()
+        for row in rows:
+            own = changed[row - first]
+            own.copy_(self.processors[row](own.cpu()))
+        return changed
+
+
+class AskedLogprobs(NamedTuple):
+    """The logprobs that a step has to tell.
+
+    k         so many likeliest ones beside each token
+    is_drawn  of the tokens that are drawn
+    rows      [m]  int64  and of the prompts' tokens that come after these rows
+    tokens    [m]  int64  these tokens
+    """
+
+    k: int
+    is_drawn: bool
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+@cache
+def greedy_draws(n: int) -> Draws:
+    """Draws of the likeliest token after each of n rows. Cached, so never written to."""
+    zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
+    integers = np.zeros(n, np.int64)
+    return Draws(True, zeros, integers.astype(np.int32), ones, zeros, integers, integers)
+
+
+def draws_of(
+    samplings: Sequence[Sampling],
+    lengths: Sequence[int],
+    drafts: Sequence[Draft],
+    states: Sequence[TextState | None] = (),
+) -> Draws:
+    """Draws after the root and every guess of each request, request by request.
+
+    `states` is empty where no request has one. `lengths` counts the requests' known tokens: the
+    token after a node has index length + depth in its request's token_ids, whatever the node's
+    number, and is drawn with that index's noise.
+    """
+    draws = plain_draws(samplings, lengths, drafts)
+    if not any(states):
+        return draws
+    return draws._replace(
+        edits=edits_of(states, drafts),
+        masks=masks_of(states, drafts),
+        node_masks=node_masks_of(states, drafts),
+    )
+
+
+def plain_draws(
+    samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
+) -> Draws:
+    """Draws without edits and masks."""
+    if all(s.temperature == 0 for s in samplings):
+        return greedy_draws(len(drafts) + sum(map(len, drafts)))
+    places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]
+    each = [s for s, d in zip(samplings, drafts, strict=True) for _ in range(1 + len(d))]
+    return Draws(
+        False,
+        np.array([s.temperature for s in each], np.float32),
+        np.array([s.top_k for s in each], np.int32),
+        np.array([s.top_p for s in each], np.float32),
+        np.array([s.min_p for s in each], np.float32),
+        np.array([s.seed for s in each], np.int64),
+        np.array(places, np.int64),
+    )
+
+
+class RowGroup(NamedTuple):
+    """One request's rows: tokens in the slots [start, start + n) of its table.
+
+    Without masks they are causal rows. With masks they are nodes of a tree that see the slots
+    [0, prefix), and slot prefix + j for each bit j of their mask.
+    """
+
+    table: BlockTable
+    token_ids: "array[int] | list[int]"
+    start: int
+    num_read: int  # rows at the end whose logits are read
+    prefix: int = 0
+    masks: list[int] | None = None
+    slot: int = -1  # that the request's adapter is in; -1: it has none
+
+
+class StepInput(NamedTuple):
+    """A step as plain arrays, which a recorded graph or a native program could take as well.
+
+    updates    done first, to any model's KV
+    token_ids  [R]  int64
+    qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
+    read       [n]  int64  the rows whose logits are read, ascending
+    draws      how the token after each of these is drawn; None where the logits alone are wanted
+    logprobs   what is to be told of tokens; None: nothing
+    adapters   which rows have an adapter; None: none has
+    """
+
+    updates: KVUpdates
+    token_ids: NDArray[np.int64]
+    qo_indptr: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    prefix: NDArray[np.int32]
+    mask: NDArray[np.int64]
+    read: NDArray[np.int64]
+    draws: Draws | None
+    logprobs: AskedLogprobs | None = None
+    adapters: AdapterRows | None = None
+
+    def rows(self) -> Rows:
+        """The rows as the ops take them; host tensors that share the arrays' memory."""
+        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1])
+        return Rows._make([*arrays, self.adapters])
+
+
+class Columns(NamedTuple):
+    """The arrays of a StepInput while they grow. They are of the standard library: for the few rows
+    of most steps, calls of NumPy would take longer.
+    """
+
+    token_ids: "array[int]"
+    qo_indptr: "array[int]"
+    indptr: "array[int]"
+    indices: "array[int]"
+    last_page_len: "array[int]"
+    positions: "array[int]"
+    slots: "array[int]"
+    prefix: "array[int]"
+    mask: "array[int]"  # unsigned: bit 63 is a node like any other
+    read: "array[int]"
+
+
+def build_step_input(
+    groups: Sequence[RowGroup],
+    pending: PendingUpdates,
+    draws: Draws | None = None,
+    logprobs: AskedLogprobs | None = None,
+    num_slots: int = 0,
+) -> StepInput:
+    """One step of all the groups' rows, in order, with adapters in so many slots.
+
+    The pending updates are taken last, when hardly anything can fail any more: from then on they
+    are lost unless the step is launched.
+    """
+    columns = empty_columns()
+    add_groups(columns, groups)
+    return StepInput(
+        updates=pending.take(),
+        token_ids=np.frombuffer(columns.token_ids, np.int64),
+        qo_indptr=np.frombuffer(columns.qo_indptr, np.int32),
+        indptr=np.frombuffer(columns.indptr, np.int32),
+        indices=np.frombuffer(columns.indices, np.int32),
+        last_page_len=np.frombuffer(columns.last_page_len, np.int32),
+        positions=np.frombuffer(columns.positions, np.int32),
+        slots=np.frombuffer(columns.slots, np.int64),
+        prefix=np.frombuffer(columns.prefix, np.int32),
+        mask=np.frombuffer(columns.mask, np.int64),
+        read=np.frombuffer(columns.read, np.int64),
+        draws=draws,
+        logprobs=logprobs,
+        adapters=adapter_rows(groups, num_slots) if num_slots else None,
+    )
+
+
+def step_input_of(
+    scheduled: Sequence[ScheduledRequest],
+    sampled: Sequence[ScheduledRequest],
+    pending: PendingUpdates,
+    vocab_size: int,
+    num_slots: int,
+) -> StepInput:
+    """The target's step for these requests. `sampled` are those with a last known token in it."""
+    requests = [item.request for item in sampled]
+    has_text = False
+    for request in requests:
+        # Not when the prompt comes: many prompts may come between two steps.
+        if request.text is None and request.sampling.changes_logits:
+            request.begin_text(vocab_size)
+        has_text |= request.text is not None
+    draws = draws_of(
+        [r.sampling for r in requests],
+        [len(r.token_ids) for r in requests],
+        [item.draft for item in sampled],
+        [r.text for r in requests] if has_text else (),
+    )
+    if any(r.processors is not None for r in requests):
+        draws = draws._replace(processors=processors_of(sampled))
+    wants_logprobs = any(item.request.wants_logprobs for item in scheduled)
+    logprobs = asked_logprobs(scheduled, sampled, vocab_size) if wants_logprobs else None
+    groups = [rows_of(item) for item in scheduled]
+    return build_step_input(groups, pending, draws, logprobs, num_slots)
+
+
+def asked_logprobs(
+    scheduled: Sequence[ScheduledRequest], sampled: Sequence[ScheduledRequest], vocab_size: int
+) -> AskedLogprobs | None:
+    """What a step has to tell; None for nothing."""
+    rows, tokens, most = list[int](), list[int](), list[int]()
+    sizes = [item.end - item.start + len(item.draft) for item in scheduled]
+    for item, first in zip(scheduled, accumulate(sizes, initial=0), strict=False):
+        places = scored(item)
+        rows += [first + place - item.start for place in places]
+        tokens += item.request.token_ids[places.start + 1 : places.stop + 1]
+        most += [item.request.sampling.prompt_logprobs or 0] if places else []
+    drawn = [s.request.sampling.logprobs for s in sampled]
+    most += [k for k in drawn if k is not None]
+    if not most:
+        return None
+    k, is_drawn = min(max(most), vocab_size), any(k is not None for k in drawn)
+    return AskedLogprobs(k, is_drawn, np.array(rows, np.int64), np.array(tokens, np.int64))
+
+
+def scored(item: ScheduledRequest) -> range:
+    """The places of the step's rows behind which a token of the prompt stands that was not told."""
+    request = item.request
+    if not request.is_scoring:
+        return range(0)
+    return range(max(item.start, request.num_scored), min(item.end, request.num_prompt - 1))
+
+
+def rows_of(item: ScheduledRequest) -> RowGroup:
+    """A request's rows for the target, causal ones or a root and its tree."""
+    r, draft = item.request, item.draft
+    tokens = r.token_ids[item.start : item.end]
+    if not draft.tokens:
+        return RowGroup(r.table, tokens, item.start, int(item.is_sampled), slot=r.slot)
+    nodes = tokens.tolist() + draft.tokens
+    if draft.is_chain:
+        return RowGroup(r.table, nodes, item.start, len(nodes), slot=r.slot)
+    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks(), r.slot)
+
+
+def processors_of(sampled: Sequence[ScheduledRequest]) -> dict[int, Processor]:
+    """By row that is read: none of these requests has draft tokens."""
+    roots = accumulate([1 + len(item.draft) for item in sampled], initial=0)
+    return {
+        root: partial(item.request.processors, item.request.output)
+        for item, root in zip(sampled, roots, strict=False)
+        if item.request.processors is not None
+    }
+
+
+def adapter_rows(groups: Sequence[RowGroup], num_slots: int) -> AdapterRows | None:
+    if all(group.slot < 0 for group in groups):
+        return None
+    slots = [group.slot for group in groups for _ in group.token_ids]
+    return AdapterRows.of(slots, num_slots)
+
+
+def empty_columns() -> Columns:
+    return Columns(
+        token_ids=array("q"),
+        qo_indptr=array("i", [0]),
+        indptr=array("i", [0]),
+        indices=array("i"),
+        last_page_len=array("i"),
+        positions=array("i"),
+        slots=array("q"),
+        prefix=array("i"),
+        mask=array("Q"),
+        read=array("q"),
+    )
+
+
+def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
+    token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
+    positions, slots, prefix, mask = by_row
+    for group in groups:
+        table, tokens, start, num_read, _, masks, _ = group
+        end = start + len(tokens)
+        block, offset = divmod(end - 1, table.block_size)
+        if end == start + 1 and masks is None:  # most groups: to append is faster than to extend
+            token_ids.append(tokens[0])
+            positions.append(start)
+            slots.append(table.blocks[block] * table.block_size + offset)
+            prefix.append(end)
+            mask.append(0)
+        else:
+            add_rows(columns, group)
+        indices.extend(table.blocks[: block + 1])
+        last_page_len.append(offset + 1)
+        num_rows = len(token_ids)
+        qo_indptr.append(num_rows)
+        indptr.append(len(indices))
+        read.extend(range(num_rows - num_read, num_rows))
+
+
+def add_rows(columns: Columns, group: RowGroup) -> None:
+    """A chunk of causal rows, or a tree."""
+    table, tokens, start, _, prefix, masks, _ = group
+    end = start + len(tokens)
+    columns.token_ids.extend(iter(tokens))  # an array cannot be extended by one of another type
+    columns.slots.extend(table.slots(start, end))
+    if masks is None:
+        columns.positions.extend(range(start, end))
+        columns.prefix.extend(range(start + 1, end + 1))
+        columns.mask.extend([0] * len(tokens))
+    else:
+        columns.positions.extend([prefix + mask.bit_count() - 1 for mask in masks])
+        columns.prefix.extend([prefix] * len(masks))
+        columns.mask.extend(masks)
+
 
 HEAD_ROWS = 64  # rows whose logits are in memory at a time
 

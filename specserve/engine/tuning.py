@@ -5,8 +5,7 @@ from torch import Tensor
 
 from specserve.config import Config
 from specserve.engine.loading import Model, asked_for, device_refused
-from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockPool, BlockTable
 from specserve.version import VERSION

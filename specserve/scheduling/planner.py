@@ -5,7 +5,7 @@ machine's own steps have shown. No guess is a plan like any other.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 from operator import itemgetter
@@ -14,10 +14,263 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.scheduling.cost import Step, StepCosts, worth_of_prompts
-from specserve.scheduling.growth import Growth
-from specserve.scheduling.trials import Trials
 from specserve_drafters.candidates import Trie
 from specserve_drafters.tree import MAX_NODES, ROOT
+
+
+class Growth:
+    """Which nodes of a step's trees a draft model runs, level by level.
+
+    A level is run if the step's expected rate is higher with it, by what its nodes are expected to
+    add: their reach. That of a node is the probability of its path, times that of the draft model
+    having the right child where no candidate is it yet.
+    """
+
+    def __init__(
+        self, costs: StepCosts, step: Step, values: list[float], is_hopeful: bool = False
+    ) -> None:
+        """`values` are those of the candidates that there are. If hopeful, a step without a guess
+        costs the least that it can: so no level may be worth its time.
+        """
+        self.costs, self.step = costs, step
+        self.values = sorted(values)
+        self.spent = 0.0
+        rows, edges = step.rows, costs.edges
+        self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
+        self.takes: list[float] = []  # seconds of the target with those, as far as was asked for
+        if is_hopeful:
+            self.takes.append(costs.of(step, 0, is_hopeful))
+        roots = costs.of(step.without_prompts)
+        self.allowed = step.allowed_with_guesses(roots)
+        self.worth = 0.0  # in tokens, of the prompts' rows
+        if step.prompt_rows:
+            tokens, takes = self.tokens(self.values)
+            self.worth = worth_of_prompts(self.takes[0] - roots, tokens, takes)
+        self.look()
+
+    def place(self, num: int) -> int:
+        """Of the right edge that so many guesses reach; its seconds are known then."""
+        place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
+        while len(self.takes) <= place:
+            self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
+        return place
+
+    def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+        """What the likeliest guesses up to each right edge, and all, are expected to bring, and the
+        seconds of the target for each. `values` rise.
+        """
+        place = self.place(len(values))
+        gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
+        found = [gains[size] for size in self.sizes[:place]]
+        found.append(gains[-1])
+        return found, self.takes[: place + 1]
+
+    def look(self) -> None:
+        """Find the best plan of the candidates that there are."""
+        (tokens, takes), spent = self.tokens(self.values), self.spent
+        rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
+        self.rate = max(rates)
+        best = rates.index(self.rate)
+        self.expected = tokens[best]  # of the best plan, the prompts' worth included
+        self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
+        rest = len(self.values) - self.best
+        self.least = self.values[rest - 1] if rest else 0.0  # of a guess: lower ones are left
+
+    def is_better(self, more: Sequence[float], seconds: float) -> bool:
+        """Whether the rate is higher with further candidates, in a step that takes no longer than
+        allowed. Mostly that is seen from the best plan with them added, and that it is not from the
+        time of the target without any guess.
+        """
+        spent, gain = self.spent + seconds, sum(more)
+        if spent + self.takes[0] > self.allowed:
+            return False
+        place = self.place(self.best + len(more))
+        if self.expected + gain > self.rate * (spent + self.takes[place]):
+            return True
+        most = self.step.num_roots + sum(self.values) + gain + self.worth
+        if most <= self.rate * (spent + self.takes[0]):
+            return False
+        tokens, takes = self.tokens(sorted([*self.values, *more]))
+        return any(t > self.rate * (spent + s) for t, s in zip(tokens, takes, strict=True))
+
+    def size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """How many nodes to run, the best first; 0 if neither the level is worth its time nor are
+        several, of up to `depth` that are left. `reach` falls, to `hold` times with each level;
+        seconds(rows) is a level's time.
+        """
+        best, size, net = 0.0, 0, 0.0
+        for n, gain in enumerate(reach, 1):
+            if gain <= self.least:
+                break
+            net += gain - self.least
+            if (won := net - self.rate * seconds(n)) > best:
+                best, size = won, n
+        return size if size and self.pays(reach[:size], hold, depth, 0.0, seconds(size)) else 0
+
+    def first_size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """As `size`, for the first level. seconds(0) is what catching up takes, once; it may pay
+        over levels.
+        """
+        found = [gain for gain in reach if gain > self.least]
+        once, level = seconds(0), seconds(len(found)) - seconds(0)
+        return len(found) if found and self.pays(found, hold, depth, once, level) else 0
+
+    def pays(
+        self, reach: Sequence[float], hold: float, depth: int, once: float, level: float
+    ) -> bool:
+        """Whether the rate is higher with some number of levels, each of which takes so long, after
+        so many seconds `once`. The first alone may not pay, as where a stair of the target's is
+        wide.
+        """
+        # What all levels together may bring, in no more than the time of one: mostly too little.
+        most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
+        if most <= self.rate * (self.spent + once + level + self.takes[0]):
+            return False
+        more, spent = list[float](), once
+        for _ in range(depth):
+            more += reach
+            spent += level
+            if self.is_better(more, spent):
+                return True
+            reach = [gain * hold for gain in reach]
+        return False
+
+    def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
+        """The highest rate with some number of levels, each of which brings so many tokens, as far
+        as that can be told without the rows that are verified for them.
+        """
+        tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
+        rates = [
+            (tokens + more) / (seconds + level * number)
+            for number, more in enumerate(accumulate(gains), 1)
+        ]
+        return max(rates, default=0.0)
+
+    def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
+        """A level has been run, and took so long: the values of the children that its nodes have,
+        and those of the children that they had before.
+        """
+        for value in before:
+            place = bisect_left(self.values, value)
+            if place < len(self.values) and self.values[place] == value:
+                del self.values[place]
+        self.values += values
+        self.values.sort()
+        self.spent += seconds
+        self.look()
+
+
+FREE = 0.02  # of a step's time: what making guesses may lose
+RATE = 1 / 16  # of a step in what was lately saved
+TRIALS = 0.01  # of all steps' time: what trials may lose
+FADE = 0.99  # of the loss that is expected of a trial, after each step
+AT_FIRST = 3.0  # steps' time: what they may lose before, and what the first ones may
+
+
+class Trials:
+    """When each of several things is tried again: ever more rarely, as long as it fails."""
+
+    def __init__(self, first: int = 16, last: int = 512) -> None:
+        self.first, self.last = first, last
+        self.waits: dict[Hashable, tuple[int, int]] = {}  # steps from a trial to the next, and left
+
+    def is_due(self, key: Hashable, steps: int = 1) -> bool:
+        """Count steps in which it would be left out; whether it is tried in the last instead."""
+        wait, left = self.waits.get(key, (self.first, self.first))
+        if left > steps:
+            self.waits[key] = wait, left - steps
+            return False
+        self.waits[key] = (longer := min(2 * wait, self.last)), longer
+        return True
+
+    def worked(self, key: Hashable) -> None:
+        """It is worth its time: when it no longer is, it is tried again soon."""
+        self.waits.pop(key, None)
+
+
+class Turn:
+    """What guesses have lately saved of a request's steps, as a share of the step's time."""
+
+    __slots__ = ("num_steps", "saved")
+
+    def __init__(self, saved: float = 0.0, num_steps: int = 0) -> None:
+        self.saved, self.num_steps = saved, num_steps
+
+    def add(self, saved: float) -> None:
+        self.num_steps = self.num_steps + 1 if self.pays else 1  # a trial shows what holds from now
+        self.saved += max(1 / self.num_steps, RATE) * (saved - self.saved)
+
+    @property
+    def pays(self) -> bool:
+        return self.num_steps > 0 and self.saved >= -FREE
+
+
+class Turns:
+    """The turns of all requests. Trials are made for all that do not pay in the same step: one in
+    which one request is asked takes most of the time that asking all takes.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = self.last = 0
+        self.by_request: dict[int, Turn] = {}
+        self.all = Turn()
+        self.left = AT_FIRST  # steps' time that trials may lose
+        self.loss = 0.0  # of a trial, lately
+        self.is_warm = False  # the first turns of all take far more time than later ones
+
+    def next_step(self) -> None:
+        self.num_steps += 1
+        self.left = min(self.left + TRIALS, AT_FIRST)
+        self.loss *= FADE
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether those that do not pay are tried in this step."""
+        return self.left >= min(self.loss, AT_FIRST)
+
+    def is_due(self, id: int) -> bool:
+        return self.is_trial or self.of(id).pays
+
+    def of(self, id: int) -> Turn:
+        """A new request begins with what others have shown."""
+        turn = self.by_request.get(id)
+        if turn is None:
+            turn = self.by_request[id] = Turn(self.all.saved, min(self.all.num_steps, 1))
+        return turn
+
+    def passed(self) -> int:
+        """Steps since the one before in which this was asked."""
+        passed, self.last = self.num_steps - self.last, self.num_steps
+        return passed
+
+    def add(
+        self, saved: Sequence[tuple[Turn, float]], num_roots: int = 1, more: float = 0.0
+    ) -> None:
+        """Learn what turns have saved in a step of so many roots, each as a share of its request's
+        part of the step's time, and how many parts more the step has lost.
+        """
+        if not self.is_warm:
+            self.is_warm = True
+            return
+        tried = [share for turn, share in saved if not turn.pays]
+        lost = more - sum(tried)
+        for turn, share in saved:
+            did_pay = turn.pays
+            self.all.add(share)
+            turn.add(share)
+            if did_pay and not turn.pays:  # for some steps it only seemed to: a trial, too
+                lost -= turn.saved * min(turn.num_steps, 1 / RATE)
+        if tried:
+            self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
+        self.left -= min(lost / num_roots, AT_FIRST)
+
+    def forget(self, id: int) -> None:
+        self.by_request.pop(id, None)
+
 
 LEAST_VALUE = 1e-3  # of a guess: a less likely one is not looked at
 BETTER = 1.05  # times the known rate must be hoped for, of rows that are tried

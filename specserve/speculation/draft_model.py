@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.memory.pool import BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor

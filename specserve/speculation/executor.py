@@ -12,6 +12,7 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve_drafters import ROOT, Nodes
 from specserve_drafters.candidates import Rules
+from specserve_drafters.model_source import ModelSource
 from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
 
@@ -130,3 +131,21 @@ class ModelExecutor:
             : self.num_ids
         ]
         return torch.from_numpy(is_allowed if is_allowed.any() else ~is_allowed)
+
+
+class Grower:
+    """The draft model or the target's head, as a source of planned guesses."""
+
+    def __init__(self, source: ModelSource, model: ModelExecutor) -> None:
+        self.source, self.model = source, model
+        self.begin()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.seconds = 0.0  # of its levels
+        self.catching_up = 0.0  # seconds that are not charged to the step
+        self.is_trial_alone = False  # its levels were run for no other request than a trial's

@@ -1,15 +1,21 @@
 """What the requests of one owner have shown of guesses. No other owner's guesses go by it."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from time import perf_counter
+from typing import NamedTuple
 
-from specserve.scheduling import Request
+from specserve.engine.runner import Answers
+from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import Plan
-from specserve.scheduling.trials import Trials, Turns
-from specserve.speculation.source import Pace
+from specserve.scheduling.planner import Plan, Trials, Turns
+from specserve.speculation.guesses import Pace
+from specserve.speculation.verify import Path
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import CHILDREN_BY
 from specserve_drafters.owners import Owner
+from specserve_drafters.recycle import NUM_SUCCESSORS, RecycleSource
 
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
 RATE = 1 / 16  # of a step in what planning usually takes, and what promises are worth
@@ -37,7 +43,7 @@ class Learned:
         # and how many guesses there are to plan, depends on what texts have shown.
         self.planning = 0.0
         self.is_warm = False  # the first guesses take far longer
-        self.left = 0.0  # seconds that taking successors over from logits may take, see harvest.py
+        self.left = 0.0  # seconds that taking successors over from logits may take
         self.last: tuple[Plan, Step] | None = None  # of its latest step alone that had a plan
         # Of the step:
         self.num_roots = 0
@@ -102,3 +108,76 @@ class Learned:
         self.turns.forget(id)
         for turns in self.level_turns.values():
             turns.forget(id)
+
+
+SHARE = 0.005  # of the target's time: what this may take
+MOST_ROWS = 4  # of a request, in a step
+
+
+class Row(NamedTuple):
+    """A row of the target that a path came through: the token there, and the one after it."""
+
+    row: int  # of those that are read
+    token: int
+    after: int
+
+
+class Reached(NamedTuple):
+    """A request's rows, in the order of its text."""
+
+    learned: Learned
+    id: int
+    rows: list[Row]
+
+
+def reached(
+    sampled: Sequence[ScheduledRequest], paths: Sequence[Path], learned: Sequence[Learned]
+) -> list[Reached]:
+    """The rows of the roots and of the accepted nodes."""
+    roots = accumulate((1 + len(item.draft) for item in sampled), initial=0)
+    found = []
+    for item, path, root, its in zip(sampled, paths, roots, learned, strict=False):
+        rows = [root, *(root + node for node in path.nodes)]
+        tokens = [item.request.token_ids[-1], *path.tokens]
+        each = [*map(Row, rows, tokens, path.tokens)]
+        found.append(Reached(its, item.request.id, each))
+    return found
+
+
+class Harvester:
+    """Has a small share of each owner's part of the target's time."""
+
+    def __init__(self, source: RecycleSource) -> None:
+        self.source = source
+
+    def harvest(self, reached: Sequence[Reached], answers: Answers, seconds: float) -> None:
+        """Learn from a step for which the target took so many seconds."""
+        start, part = perf_counter(), seconds / max(len(reached), 1)
+        wanted = list[tuple[Reached, Row]]()
+        for one in reached:
+            learned = one.learned
+            learned.left = min(learned.left + SHARE * part, part)
+            rows = self.wanted(one)
+            wanted += [(one, row) for row in rows[:MOST_ROWS] if learned.left > 0]
+        if not wanted or not answers.has_logits:
+            return
+        self.enter(wanted, answers)
+        each = (perf_counter() - start) / len(wanted)
+        for one, _ in wanted:
+            one.learned.left = max(one.learned.left - each, -part)
+
+    def wanted(self, one: Reached) -> list[Row]:
+        """The rows whose successors are missing or old."""
+        if not one.rows:
+            return []
+        tokens = [row.token for row in one.rows] + [one.rows[-1].after]
+        return [one.rows[place] for place in self.source.follow(one.id, tokens)]
+
+    def enter(self, wanted: Sequence[tuple[Reached, Row]], answers: Answers) -> None:
+        """Enter successors, which come from the device in one copy."""
+        rows, after = [row.row for _, row in wanted], [row.after for _, row in wanted]
+        k = min(NUM_SUCCESSORS, answers.logits.shape[1])
+        said = answers.logprobs(rows, after, k)
+        each = zip(wanted, said.ids.tolist(), said.top.exp().tolist(), strict=True)
+        for (one, row), ids, p in each:
+            self.source.enter(one.id, row.token, ids, p)

@@ -5,8 +5,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.exchange.messages import SourceCounts, SourceStats, Stats, Tree
+from specserve.exchange.messages import (
+    CostState,
+    GuessKind,
+    PlanState,
+    RowCost,
+    SourceCounts,
+    SourceStats,
+    Stats,
+    Tree,
+)
+from specserve.scheduling.cost import Step, StepCosts
+from specserve.scheduling.planner import Plan
 from specserve_drafters import Draft
+from specserve_drafters.calibration import Calibration
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -70,3 +82,24 @@ class Ledger:
         sums.accepted += [0] * (depth + 1 - len(sums.accepted))
         sums.accepted[depth] += 1
         sums.saved_seconds += saved
+
+
+def cost_state(costs: StepCosts) -> CostState:
+    steps = [RowCost(rows, s, costs.is_known(rows)) for rows, s in costs.table().items()]
+    per_token, per_row, per_request = costs.added
+    return CostState(steps, per_token, per_row, per_request, costs.slowdown)
+
+
+def calibration_state(calibration: Calibration) -> dict[str, list[GuessKind]]:
+    return msgspec.convert(calibration.table(), dict[str, list[GuessKind]])
+
+
+def plan_state(plan: Plan, step: Step) -> PlanState:
+    return PlanState(
+        roots=step.num_roots,
+        prompt_rows=step.prompt_rows,
+        guesses=plan.rows - step.rows,
+        rows=plan.rows,
+        tokens=plan.tokens,
+        seconds=plan.seconds,
+    )

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from specserve.scheduling import Request
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.growth import Growth
+from specserve.scheduling.planner import Growth
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.learned import Learned
 

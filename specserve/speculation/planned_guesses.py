@@ -10,18 +10,13 @@ from specserve.engine.runner import Answers, KVLost
 from specserve.exchange.messages import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
-from specserve.scheduling.growth import Growth
-from specserve.scheduling.planner import Ask, Plan, Planner, tokens_behind
-from specserve.scheduling.trials import Turn, Turns
+from specserve.scheduling.planner import Ask, Growth, Plan, Planner, Turn, Turns, tokens_behind
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.grower import Grower
-from specserve.speculation.harvest import Harvester, reached
-from specserve.speculation.learned import Learned, owner_of
-from specserve.speculation.ledger import DraftSources, Ledger, Told
+from specserve.speculation.executor import Grower, ModelExecutor
+from specserve.speculation.guesses import Foreseen, Source, UserCode, draft_item
+from specserve.speculation.learned import Harvester, Learned, owner_of, reached
+from specserve.speculation.ledger import DraftSources, Ledger, Told, calibration_state, plan_state
 from specserve.speculation.levels import Levels
-from specserve.speculation.source import Foreseen, Source, UserCode, draft_item
-from specserve.speculation.state import calibration_state, plan_state
 from specserve.speculation.verify import Path
 from specserve_drafters import DraftItem
 from specserve_drafters.candidates import FINDS, Rules, Trie

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from specserve.engine import engine as step_loop
-from specserve.engine.step_input import Draws
+from specserve.engine.runner import Draws
 from specserve.scheduling.text_state import TextState
 from specserve_bench import sampling
 from specserve_bench.sampling import Bush, Subject

@@ -5,10 +5,10 @@ from time import perf_counter
 from specserve.engine import admission, engine, kept_costs
 from specserve.engine.runner import Runner
 from specserve.scheduling import scheduler
-from specserve.speculation import guesses, harvest, head_model, levels, planned_guesses
+from specserve.speculation import guesses, head_model, learned, levels, planned_guesses
 
 # modules that read the time
-TIMED = (admission, engine, guesses, harvest, head_model, levels, planned_guesses, scheduler)
+TIMED = (admission, engine, guesses, head_model, learned, levels, planned_guesses, scheduler)
 
 
 class Clock:

@@ -12,17 +12,15 @@ import torch
 from specserve.config import load_config
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
-from specserve.engine.step_input import build_step_input
+from specserve.engine.runner import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.pool import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import Plan
-from specserve.scheduling.trials import Turns
-from specserve.speculation.guesses import FixedGuesses
+from specserve.scheduling.planner import Plan, Turns
+from specserve.speculation.guesses import FixedGuesses, UserCode
 from specserve.speculation.levels import Levels
 from specserve.speculation.planned_guesses import PlannedGuesses
-from specserve.speculation.source import UserCode
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load

@@ -12,7 +12,7 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine import build, loading
-from specserve.engine.step_input import RowGroup
+from specserve.engine.runner import RowGroup
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling

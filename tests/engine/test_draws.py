@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from specserve.engine.runner import Answers, Launched
-from specserve.engine.step_input import draws_of
+from specserve.engine.runner import Answers, Launched, draws_of
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from specserve_kernels import cpu, reference

@@ -16,7 +16,7 @@ from specserve import LLM, SamplingParams
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.grammars import Grammars
-from specserve.engine.step_input import RowGroup
+from specserve.engine.runner import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockTable
 from specserve.models.decoder_config import load_config

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.eagle_loader import load_eagle_head
-from specserve.speculation.source import UserSource
+from specserve.speculation.guesses import UserSource
 from specserve.text.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource

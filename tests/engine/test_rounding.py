@@ -5,7 +5,7 @@ import torch
 
 from specserve.models.loader import load_decoder
 from specserve.models.rounding import Rounding
-from specserve.scheduling.trials import Turns
+from specserve.scheduling.planner import Turns
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, draft_of, engine_for, plain

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.engine.runner import KVLost
-from specserve.engine.step_input import RowGroup, StepInput, build_step_input, greedy_draws
+from specserve.engine.runner import KVLost, RowGroup, StepInput, build_step_input, greedy_draws
 from specserve.memory.pool import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
 from tests.checkpoints import tiny_checkpoint

@@ -7,7 +7,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.selection import check_drafter
-from specserve.speculation.source import UserSource
+from specserve.speculation.guesses import UserSource
 from specserve_drafters import Draft, base
 from specserve_drafters.candidates import Candidate
 from tests.checkpoints import tiny_checkpoint

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.scheduling.cost import KNOWN, Step, StepCosts
-from specserve.scheduling.growth import Growth
 from specserve.scheduling.planner import (
     LEAST_CHUNK,
     Ask,
+    Growth,
     Planner,
+    Trials,
     allowed_seconds,
     choose,
     prompt_rows,
     tokens_behind,
 )
-from specserve.scheduling.trials import Trials
 from specserve_drafters import ROOT
 from specserve_drafters.calibration import Calibration
 from specserve_drafters.candidates import Trie

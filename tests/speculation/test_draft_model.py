@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specserve.engine.step_input import RowGroup
+from specserve.engine.runner import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.speculation.draft_model import split
 from specserve_drafters import Draft, DraftItem, Nodes

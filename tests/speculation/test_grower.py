@@ -10,8 +10,7 @@ import pytest
 
 from specserve.models.eagle_loader import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.growth import Growth
-from specserve.scheduling.trials import Turn
+from specserve.scheduling.planner import Growth, Turn
 from specserve.speculation import planned_guesses
 from specserve.speculation.learned import LAST_TRIAL, Learned
 from specserve.speculation.levels import Levels

@@ -7,10 +7,10 @@ import pytest
 
 from specserve.api.generation import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
-from specserve.scheduling import trials
-from specserve.speculation import source as sources_of_guesses
+from specserve.scheduling import planner
+from specserve.speculation import guesses
+from specserve.speculation.guesses import UserSource
 from specserve.speculation.ledger import DraftSources
-from specserve.speculation.source import UserSource
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
@@ -246,12 +246,12 @@ NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
 @pytest.fixture
 def every_turn(monkeypatch):
     """All requests have their turn in every step, whatever it costs."""
-    monkeypatch.setattr(trials, "FREE", 1e6)
+    monkeypatch.setattr(planner, "FREE", 1e6)
 
 
 @pytest.fixture
 def no_source_is_late(monkeypatch):
-    monkeypatch.setattr(sources_of_guesses, "FREE", 1e6)
+    monkeypatch.setattr(guesses, "FREE", 1e6)
 
 
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
@@ -417,7 +417,7 @@ def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
 ):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert 0.1 * len(source.asked) <= trials.AT_FIRST + trials.TRIALS * 270
+    assert 0.1 * len(source.asked) <= planner.AT_FIRST + planner.TRIALS * 270
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
@@ -426,7 +426,7 @@ def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
 ):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert takes * len(early) <= trials.AT_FIRST + trials.TRIALS * LATER.start
+    assert takes * len(early) <= planner.AT_FIRST + planner.TRIALS * LATER.start
     assert engine.stats.num_steps < 200
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.scheduling.trials import AT_FIRST, TRIALS, Turns
+from specserve.scheduling.planner import AT_FIRST, TRIALS, Turns
 
 
 def steps_of(turns, saved, id=1, num_steps=1000):

@@ -18,8 +18,7 @@ import msgspec
 from specserve import LLM, SamplingParams
 from specserve.api.generation import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockTable
 from specserve_bench.demo.card import JSON, Figures, read_card

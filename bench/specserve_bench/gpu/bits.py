@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve_bench.gpu.figures import FULL, REHEARSAL, SHAPE
 from specserve_bench.gpu.random_batches import RandomBatches
 from specserve_bench.gpu.random_model import random_decoder

@@ -13,7 +13,7 @@ import torch
 
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockPool, KVTables
 from specserve.models.decoder import Decoder

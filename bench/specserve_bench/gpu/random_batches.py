@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable
 
-from specserve.engine.runner import Runner
-from specserve.engine.step_input import RowGroup, build_step_input, greedy_draws
+from specserve.engine.runner import RowGroup, Runner, build_step_input, greedy_draws
 from specserve.memory.arena import Arena, used_bytes
 from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder import Decoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.engine.engine import Engine
-from specserve.engine.step_input import RowGroup, build_step_input
+from specserve.engine.runner import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockPool, KVTables
 from specserve.scheduling import Scheduler
