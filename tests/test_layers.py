@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,60 @@ def test_imports_run_downward(path):
     assert is_listed(own) or own == "specserve.__init__", f"{own} has no layer: give it one"
     up = [m for m in imports(ast.parse(path.read_text())) if (layer(m) or 0) > layer(own)]
     assert not up, f"{own} imports {up} from a layer above it"
+
+
+def modules():
+    return {name_of(path).removesuffix(".__init__"): path for path in FILES}
+
+
+def imported_modules(path, known):
+    """The known modules that a file imports, also inside of functions and for type checks only."""
+    found = set()
+    for name in imports(ast.parse(path.read_text())):
+        module = name if name in known else name.rpartition(".")[0]
+        found |= {module} & known.keys()
+    return found
+
+
+def cycles(graph):
+    """Modules that import each other, by way of others or not: what is left when those that import
+    none of the rest, and those that none of the rest imports, are taken out again and again.
+    """
+    graph = {name: set(found) - {name} for name, found in graph.items()}
+    while True:
+        used = {name for found in graph.values() for name in found}
+        kept = {name for name, found in graph.items() if found & graph.keys() and name in used}
+        if len(kept) == len(graph):
+            return sorted(kept)
+        graph = {name: graph[name] & kept for name in kept}
+
+
+def test_no_modules_import_each_other_in_a_cycle():
+    known = modules()
+    assert cycles({name: imported_modules(path, known) for name, path in known.items()}) == []
+
+
+def test_a_cycle_of_imports_would_be_seen():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "e"}}
+    assert cycles(graph) == ["b", "c"]
+    assert cycles(graph | {"c": {"d"}}) == []
+
+
+def types(tree):
+    """Names of the classes that a file defines, and of its aliases of types."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def test_no_type_name_is_defined_twice_in_the_product():
+    product = [path for path in FILES if "specserve_bench" not in path.parts]
+    count = Counter(name for path in product for name in {*types(ast.parse(path.read_text()))})
+    assert [name for name, number in count.items() if number > 1] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -9,7 +9,6 @@ from specserve.config import Config
 from specserve.engine.adapters import Adapters
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.engine.kept_costs import KeptCosts, costs_file
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
@@ -25,7 +24,7 @@ from specserve.models.loaded import LoadedModel
 from specserve.models.selection import check_drafter, context_length, resolve_model
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import KeptCosts, StepCosts, costs_file
 from specserve.scheduling.scheduler import StepBudget, seconds
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import Grower

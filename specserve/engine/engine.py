@@ -10,7 +10,6 @@ import torch
 from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
-from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.runner import Answers, KVLost, Runner, StepInput, step_input_of
 from specserve.exchange.messages import (
     NOT_BEGUN,
@@ -25,8 +24,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory.block_keys import Keys
 from specserve.memory.pool import BlockPool, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import PlainSteps
-from specserve.scheduling.grammar_state import GrammarState
+from specserve.scheduling.cost import KeptCosts, PlainSteps
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
 from specserve.speculation.draft_model import DraftModel
@@ -151,24 +149,12 @@ class Engine:
         """
         refused: list[StepOutput] = []
         for choices, failure, blamed in self.admission.ready():
-            if failure:
-                refused += [self.fail(request, failure, blamed) for request in choices]
-            else:
-                self.queue(choices)
+            for request in choices:
+                if failure:
+                    refused.append(self.fail(request, failure, blamed))
+                else:
+                    self.scheduler.add(request)
         return refused
-
-    def queue(self, choices: Sequence[Request]) -> None:
-        for request in choices:
-            if request.grammar is not None:
-                self.obey(request, request.grammar)
-            self.scheduler.add(request)
-
-    def obey(self, request: Request, grammar: GrammarState) -> None:
-        """Draft only tokens that a request's grammar allows."""
-        if self.guesses is not None:
-            self.guesses.follow(request, grammar)
-        for model in self.draft_models:
-            model.rules[request.id] = grammar
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
@@ -309,7 +295,8 @@ class Engine:
             if self.guesses is not None:
                 self.guesses.begin(request)
         if not self.admission.holds(choices):
-            self.queue(choices)
+            for request in choices:
+                self.scheduler.add(request)
         return choices
 
     def reset_cache(self) -> None:
@@ -343,7 +330,6 @@ class Engine:
         self.draft_model = draft_model
         if draft_model is not None:
             self.target.arena.views["draft"] = draft_model.runner.kv
-            draft_model.rules = {r.id: r.grammar for r in requests if r.grammar is not None}
         self.tables = self.admission.tables = tables
         for request in requests:
             request.draft_table = tables.table("draft", request.sampling.cache_salt)
@@ -352,12 +338,9 @@ class Engine:
     def change_guesses(self, guesses: Guesses | None, budget: StepBudget) -> None:
         """Use another drafter and its limits from the next step on, also for running requests."""
         self.guesses, self.scheduler.budget = guesses, budget
-        if guesses is None:
-            return
-        for request in self.requests.values():
-            guesses.begin(request)
-            if request.grammar is not None:
-                guesses.follow(request, request.grammar)
+        if guesses is not None:
+            for request in self.requests.values():
+                guesses.begin(request)
 
     def finish(self, id: int) -> None:
         """End a running or waiting request and release its blocks; no effect if it has ended."""

@@ -19,7 +19,6 @@ from specserve.engine.build import (
 )
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
-from specserve.engine.kept_costs import KeptCosts
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
@@ -46,6 +45,7 @@ from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
 from specserve.models.selection import check_drafter, head_sources
 from specserve.process import keep_objects
+from specserve.scheduling.cost import KeptCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve_drafters.auto import EAGLE
 from specserve_kernels import is_out_of_memory

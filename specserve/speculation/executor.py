@@ -10,8 +10,8 @@ from specserve.engine.runner import Runner
 from specserve.memory.pool import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.grammar_state import GrammarState
 from specserve_drafters import ROOT, Nodes
-from specserve_drafters.candidates import Rules
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
@@ -34,7 +34,6 @@ class ModelExecutor:
         self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
         self.num_rows = 0  # that it has run in all
         self.asked: set[int] = set()  # requests of this step that are to be run
-        self.rules: dict[int, Rules] = {}  # by request, until `forget`
 
     def table(self, request: Request) -> BlockTable:
         """Where the model's KV of a request is."""
@@ -50,7 +49,6 @@ class ModelExecutor:
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request: it has ended, and its blocks are still there."""
-        self.rules.pop(request.id, None)
 
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests."""
@@ -110,23 +108,23 @@ class ModelExecutor:
 
     def masked(self, logits: Tensor, nodes: Sequence[tuple[int, int]]) -> Tensor:
         """Logits after nodes of requests, in place without ids that no node may have, and without
-        those that the request's rules forbid.
+        those that the request's grammar forbids.
         """
         if self.num_ids < logits.shape[1]:
             logits[:, self.num_ids :] = float("-inf")
-        for row, (id, node) in enumerate(nodes) if self.rules else ():
-            if id in self.rules:
-                is_allowed = self.allowed(id, node).to(logits.device)
+        for row, (id, node) in enumerate(nodes):
+            if (grammar := self.requests[id].grammar) is not None:
+                is_allowed = self.allowed(grammar, id, node).to(logits.device)
                 logits[row, : self.num_ids].masked_fill_(~is_allowed, float("-inf"))
         return logits
 
-    def allowed(self, id: int, node: int) -> Tensor:
+    def allowed(self, grammar: GrammarState, id: int, node: int) -> Tensor:
         """[num_ids] bool: which ids may follow a node; all if none may, as nothing follows it."""
         path = list[int]()
         while node != ROOT:
             token, node = self.nodes[id][node - 1]
             path.insert(0, token)
-        words = self.rules[id].mask(path)
+        words = grammar.mask(path)
         is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)[
             : self.num_ids
         ]

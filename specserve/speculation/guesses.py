@@ -167,10 +167,6 @@ class Guesses(Protocol):
         """Learn which tokens followed a root, and which guesses of its draft were accepted."""
         ...
 
-    def follow(self, request: Request, rules: Rules) -> None:
-        """Guess nothing for a request that its rules forbid; until `forget`."""
-        ...
-
     def begin(self, request: Request) -> None:
         """Guess for a request from now on; until `forget`."""
         ...
@@ -206,7 +202,6 @@ class FixedGuesses:
         self.source = UserSource(name, drafter, num_ids)
         self.names: tuple[str, ...] = (name,)
         self.ledger = Ledger(self.names, user_code.stats)
-        self.rules: dict[int, Rules] = {}  # by request
 
     @property
     def drafter(self) -> Drafter:
@@ -231,7 +226,7 @@ class FixedGuesses:
             for item, draft in zip(roots, drafts, strict=True):
                 draft = Draft.cut(draft, item.draft_limit, self.num_ids)
                 draft = draft.shallow(item.request.sampling.speculation.max_depth)
-                item.draft = legal(draft, self.rules.get(item.request.id))
+                item.draft = legal(draft, item.request.grammar)
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
@@ -263,11 +258,7 @@ class FixedGuesses:
     def begin(self, request: Request) -> None:
         """A drafter that is alone sees a request when it is asked for guesses."""
 
-    def follow(self, request: Request, rules: Rules) -> None:
-        self.rules[request.id] = rules
-
     def forget(self, id: int) -> None:
-        self.rules.pop(id, None)
         self.user_code.tell(self.source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:

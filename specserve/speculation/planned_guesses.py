@@ -19,7 +19,7 @@ from specserve.speculation.ledger import DraftSources, Ledger, Told, calibration
 from specserve.speculation.levels import Levels
 from specserve.speculation.verify import Path
 from specserve_drafters import DraftItem
-from specserve_drafters.candidates import FINDS, Rules, Trie
+from specserve_drafters.candidates import FINDS, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown
 from specserve_drafters.owners import Owners, OwnSources
@@ -120,7 +120,6 @@ class PlannedGuesses:
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
-        self.rules: dict[int, Rules] = {}  # by request
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
         self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
         recycle = next((s for s in sources if isinstance(s, RecycleSource)), None)
@@ -154,6 +153,8 @@ class PlannedGuesses:
             self.settle()
         self.plan = None
         self.next_step(scheduled)
+        if self.grammar is not None:
+            self.follow_grammars(self.grammar, scheduled)
         part, self.promised = self.part(self.scheduler.step), {}
         due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, asked) for s, asked in due if any(asked)]
@@ -177,6 +178,12 @@ class PlannedGuesses:
             learned.next_step()
         for learned, is_root in each:
             learned.num_roots += is_root
+
+    def follow_grammars(self, source: GrammarSource, scheduled: Sequence[ScheduledRequest]) -> None:
+        for request in (item.request for item in scheduled):
+            grammar = request.grammar
+            if grammar is not None and request.sampling.speculation.allows(source.name):
+                source.follow(request.id, grammar)
 
     def learned_of(self, request: Request) -> Learned:
         if request.id not in self.learned.requests:
@@ -212,8 +219,8 @@ class PlannedGuesses:
 
     def knows(self, source: object, id: int) -> bool:
         """Whether there is anything that a source could guess for a request from."""
-        if source is self.grammar:
-            return id in self.rules
+        if isinstance(source, GrammarSource):
+            return id in source.rules
         if isinstance(source, LISTENING):
             return id in source.requests
         return True
@@ -330,7 +337,7 @@ class PlannedGuesses:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         learned = self.learned_of(request)
         num_ids = None if self.draft_model is None else self.draft_model.num_ids
-        trie = Trie(learned.calibration, request.id, self.rules.get(request.id), num_ids)
+        trie = Trie(learned.calibration, request.id, request.grammar, num_ids)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
         item = draft_item(scheduled, limit)
         return Root(scheduled, item, ask, learned, {}, asked)
@@ -371,7 +378,7 @@ class PlannedGuesses:
     def force(self, roots: Sequence[Root]) -> float:
         """Continue other sources' paths by what grammars force; its seconds."""
         grammar = self.grammar
-        if grammar is None or not self.rules:
+        if grammar is None or not grammar.rules:
             return 0.0
         start = perf_counter()
         for root in roots:
@@ -527,12 +534,6 @@ class PlannedGuesses:
         late = [g.name for g in self.growers if g.model.is_catching_up(root.scheduled)]
         root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
 
-    def follow(self, request: Request, rules: Rules) -> None:
-        self.rules[request.id] = rules
-        grammar = self.grammar
-        if grammar is not None and request.sampling.speculation.allows(grammar.name):
-            grammar.follow(request.id, rules)
-
     def begin(self, request: Request) -> None:
         id, asked, num_prompt = request.id, request.sampling, request.num_prompt
         owner = owner_of(request)
@@ -553,7 +554,6 @@ class PlannedGuesses:
         for source in self.sources:
             if self.knows(source, id):
                 self.user_code.tell(source, "forget", id)
-        self.rules.pop(id, None)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         learned = self.learned.find((state.tenant, "", "")) or Learned()

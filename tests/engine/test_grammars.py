@@ -504,7 +504,7 @@ def test_a_draft_model_is_asked_for_what_may_come_alone(engine_with, sampling, v
 
     engine.draft_model.extend, engine.draft_model.expand = extended, expanded
     run(engine, PROMPT, sampling(grammar), sampling(grammar, seed=2))
-    assert len(seen) > 40 and not engine.draft_model.rules
+    assert len(seen) > 40
 
 
 def test_whatever_goes_wrong_in_compiling_ends_its_request_alone(
