@@ -128,7 +128,7 @@ def split(llm: LLM, draft_share: float) -> None:
     drafts.updates = pool.updates
     drafts.free = list(range(total - 1, kept - 1, -1))
     pool.free, pool.num_blocks = list(range(kept - 1, -1, -1)), kept
-    make_table = engine.table
+    make_table = engine.tables.table
 
     def table(
         model: str, salt: str, keys: Keys | None = None, adapter: str = "", tenant: int = 0
@@ -144,5 +144,5 @@ def split(llm: LLM, draft_share: float) -> None:
             return drafts.num_available
 
     draft_model.__class__ = Apart
-    engine.table = table  # type: ignore[method-assign]
+    engine.tables.table = table  # type: ignore[method-assign]
     scheduler.reclaim = lambda keeper: False  # type: ignore[method-assign]

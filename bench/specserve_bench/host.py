@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve import LLM
+from specserve.engine import engine as step_loop
 from specserve.engine import process
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model
@@ -180,7 +181,7 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
         (engine, "draft", "draft"),
         (engine, "build", "build"),
         (engine, "verify", "launch"),
-        (engine, "walk", "walk"),
+        (step_loop, "accepted_paths", "walk"),
         (engine, "commit", "commit"),
         (process, "report", "report"),
         (link, "send", "report"),

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from specserve.config import load_config
-from specserve.engine import engine as step_loop
+from specserve.engine import runner
 from specserve.engine.build import assemble
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
@@ -24,7 +24,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.scheduling.text_state import TextState
-from specserve.speculation.verify import asked_logprobs, tell_drawn
+from specserve.speculation import verify
 from specserve_bench.host import PhaseClock, ms
 from specserve_bench.results import ratio
 from specserve_bench.steps import BLOCK_SIZE, kv_token_bytes, spread
@@ -198,12 +198,12 @@ def watched(engine: Engine, subject: Subject, clock: PhaseClock) -> ExitStack:
         made, params = without_states, Draws.plain_params
     stack = ExitStack()
     parts: list[tuple[Any, str, Any, str]] = [
-        (step_loop, "draws_of", made, "host"),
+        (runner, "draws_of", made, "host"),
         (Draws, "params", params, "host"),
         (TextState, "extend", TextState.extend, "host"),
         (ops, "sample", ops.sample, "sample"),
-        (step_loop, "asked_logprobs", asked_logprobs, "logprobs"),
-        (step_loop, "tell_drawn", tell_drawn, "logprobs"),
+        (runner, "asked_logprobs", runner.asked_logprobs, "logprobs"),
+        (verify, "tell_drawn", verify.tell_drawn, "logprobs"),
         (ops, "logprobs", ops.logprobs, "logprobs"),
     ]
     for owner, name, real, phase in parts:

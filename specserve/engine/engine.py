@@ -124,9 +124,7 @@ class Engine:
                 self.draft(scheduled)
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
-                step = step_input_of(
-                    scheduled, sampled, self.pool.updates, self.vocab_size, self.num_slots
-                )
+                step = self.build(scheduled, sampled)
                 answers = self.verify(step)
                 paths = accepted_paths(sampled, answers)
                 if self.guesses is not None:
@@ -165,6 +163,13 @@ class Engine:
         seconds = perf_counter() - start
         self.stats.draft_seconds += seconds
         self.scheduler.drafted(seconds)
+
+    def build(
+        self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]
+    ) -> StepInput:
+        """The step as data. It includes the pending KV updates, so it has to be launched."""
+        updates, num_slots = self.pool.updates, self.num_slots
+        return step_input_of(scheduled, sampled, updates, self.vocab_size, num_slots)
 
     def verify(self, step: StepInput) -> Answers:
         """Run the step's forward; the target's tokens after the rows that are read."""

@@ -30,6 +30,7 @@ class ModelExecutor:
         self.num_ids = runner.decoder.config.vocab_size  # that nodes may have
         self.max_len = runner.decoder.num_positions - TREE_SLOTS
         self.requests: dict[int, Request] = {}  # of this step
+        self.grammars: dict[int, GrammarState] = {}  # of those that have one
         self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
         self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
         self.num_rows = 0  # that it has run in all
@@ -53,6 +54,7 @@ class ModelExecutor:
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests."""
         self.requests = {r.id: r for r in requests}
+        self.grammars = {r.id: r.grammar for r in requests if r.grammar is not None}
         self.masks, self.nodes, self.asked = {}, {}, set()
 
     def take_back(self) -> None:
@@ -112,19 +114,19 @@ class ModelExecutor:
         """
         if self.num_ids < logits.shape[1]:
             logits[:, self.num_ids :] = float("-inf")
-        for row, (id, node) in enumerate(nodes):
-            if (grammar := self.requests[id].grammar) is not None:
-                is_allowed = self.allowed(grammar, id, node).to(logits.device)
+        for row, (id, node) in enumerate(nodes) if self.grammars else ():
+            if id in self.grammars:
+                is_allowed = self.allowed(id, node).to(logits.device)
                 logits[row, : self.num_ids].masked_fill_(~is_allowed, float("-inf"))
         return logits
 
-    def allowed(self, grammar: GrammarState, id: int, node: int) -> Tensor:
+    def allowed(self, id: int, node: int) -> Tensor:
         """[num_ids] bool: which ids may follow a node; all if none may, as nothing follows it."""
         path = list[int]()
         while node != ROOT:
             token, node = self.nodes[id][node - 1]
             path.insert(0, token)
-        words = grammar.mask(path)
+        words = self.grammars[id].mask(path)
         is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)[
             : self.num_ids
         ]

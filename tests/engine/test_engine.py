@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specserve.engine import engine as step_loop
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
@@ -209,7 +210,7 @@ PLACES = {  # of a step -> whose method, its name
     "build": lambda engine: (engine, "build"),
     "launch": lambda engine: (engine.target, "launch"),
     "collect": lambda engine: (engine.target, "collect"),
-    "walk": lambda engine: (engine, "walk"),
+    "verify": lambda engine: (step_loop, "accepted_paths"),
 }
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from msgspec.structs import replace
 
-from specserve.engine.engine import MOMENT, NOTHING_LEFT
+from specserve.engine.admission import MOMENT
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
 from specserve.scheduling.grammar_state import GrammarState
+from specserve.scheduling.request import NOTHING_LEFT
 from specserve.text.grammars import compiled
 from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import EOS, tiny_checkpoint

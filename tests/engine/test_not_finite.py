@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specserve.engine.engine import ALL_RULED_OUT, LOGITS_NOT_FINITE
 from specserve.errors import WEIGHTS
 from specserve.exchange.sampling_params import Sampling
+from specserve.scheduling.request import ALL_RULED_OUT, LOGITS_NOT_FINITE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, engine_for, load_small, plain
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve import LLM, SamplingParams
-from specserve.engine.engine import Engine
+from specserve.engine import engine as step_loop
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.engines import let_all_guess
 
@@ -42,13 +42,13 @@ def padded(folder, size, seed):
 def proposed(monkeypatch):
     """The draft tokens that steps verify; no clock decides about them."""
     let_all_guess(monkeypatch)
-    seen, walk = [], Engine.walk
+    seen, verify = [], step_loop.accepted_paths
 
-    def watched(engine, sampled, answers):
+    def watched(sampled, answers):
         seen.extend(token for s in sampled for token in s.draft.tokens)
-        return walk(engine, sampled, answers)
+        return verify(sampled, answers)
 
-    monkeypatch.setattr(Engine, "walk", watched)
+    monkeypatch.setattr(step_loop, "accepted_paths", watched)
     return seen
 
 
