@@ -14,8 +14,8 @@ from specserve.engine.runner import Runner
 from specserve.engine.step_input import RowGroup, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockPool, BlockTable
+from specserve.models.decoder_config import Shape
 from specserve.models.loaded import LoadedModel
-from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_bench.commands import at_least_1
 from specserve_bench.machine import cpu_name

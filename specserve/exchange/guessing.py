@@ -9,9 +9,9 @@ from msgspec import Meta
 
 from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
 from specserve.models.selection import check_drafter, names_head, needs_head, runs_draft_model
+from specserve.models.source import is_head
 from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
 from specserve_drafters.base import BUILTIN, HEADS, DrafterError
 from specserve_drafters.tree import MAX_NODES

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import rope
@@ -13,7 +15,6 @@ from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
-from specserve.models.shape import Shape
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -27,6 +28,30 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.line
 
 class Unsupported(ValueError):
     """What native code lacks, and transformers' modules may have."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that callers of a model need; of a kind of model for each implementation."""
+
+    implementation: ClassVar[str]  # native | transformers
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    quantization: Quantization | None
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights in the linear maps of all layers: a row is multiplied by each of them. Of a model
+        that transformers computes, about so many.
+        """
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
 class DecoderConfig(Shape, frozen=True, kw_only=True):

@@ -22,8 +22,8 @@ from specserve.models.loader import (
     rows_of_qkv,
     table_of,
 )
-from specserve.models.places import ALL, Place, show
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.tensor_views import ALL, Place, show
 from specserve_drafters.tree import TREE_SLOTS
 
 MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so

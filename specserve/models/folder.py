@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ FIRST_PART, LATER_PART = (
     re.compile(r"-00001-of-\d{5}$"),
     re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
 )
+# Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
+# all of it would take minutes.
+BEGINNING = 1 << 20
+SAMPLES, SAMPLE = 512, 1 << 12
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
 
 
@@ -56,7 +61,7 @@ def found(path: str, folder: Path) -> Path:
         raise ConfigError(f"{path}: a link that leads nowhere, or to itself; check the link")
     if folder.is_dir():
         return only_gguf(folder) or folder
-    if folder.exists() and (is_gguf(folder) or folder.parent == DEMO_COST):
+    if folder.exists() and (is_gguf(folder) or is_made(folder)):
         return folder
     if folder.exists():
         check_pointer(folder)
@@ -69,6 +74,11 @@ def found(path: str, folder: Path) -> Path:
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
     return download(path)
+
+
+def is_made(path: Path) -> bool:
+    """Whether it is a file of this package that names the code that makes the model."""
+    return path.parent == DEMO_COST
 
 
 def download(path: str) -> Path:
@@ -132,7 +142,7 @@ def check_pointer(file: Path) -> None:
 def name_of(path: str) -> str:
     """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
     file = expanded(path)
-    if file.parent == DEMO_COST:
+    if is_made(file):
         return file.name.removesuffix(".json")
     if file.suffix == GGUF or is_gguf(file):
         return FIRST_PART.sub("", file.name.removesuffix(GGUF))
@@ -167,6 +177,26 @@ def check_tokenizer(folder: Path) -> None:
         )
     for name in (*TOKENIZERS, "merges.txt"):
         check_pointer(folder / name)
+
+
+def samples(file: Path, beginning: int) -> Iterator[bytes]:
+    """Its size, so many bytes at its beginning, and some at places all over it."""
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        yield str(size).encode()
+        yield data.read(beginning)
+        for i in range(1, SAMPLES + 1):
+            data.seek(max(0, size * i // SAMPLES - SAMPLE))
+            yield data.read(SAMPLE)
+
+
+def refuse_transformers(path: Path, implementation: str) -> None:
+    """ConfigError where transformers is to compute a model that it cannot read."""
+    if implementation == "transformers":
+        raise ConfigError(
+            f"{path}: model.implementation = 'transformers' reads folders in the Hugging Face "
+            "layout alone; leave it out, or take the model in that form"
+        )
 
 
 def scaled_from(folder: Path) -> Scaled | None:

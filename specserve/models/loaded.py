@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout
-from specserve.models.shape import Shape
+from specserve.models.decoder_config import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Program, Rows
 

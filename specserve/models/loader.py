@@ -24,7 +24,7 @@ from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
-from specserve.models.stacked import part_experts
+from specserve.models.tensor_views import part_experts
 from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS

@@ -12,9 +12,8 @@ from specserve.models.decoder_config import MTP_LAYERS, DecoderConfig, tensor_sh
 from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
 from specserve.models.mtp_config import LOST, MtpStyle, find_style
 from specserve.models.mtp_head import MtpHead, MtpWeights
-from specserve.models.places import ALL, Place, show
 from specserve.models.quantized.maps import QuantizedMaps
-from specserve.models.stacked import part_experts
+from specserve.models.tensor_views import ALL, Place, part_experts, show
 
 LAYER, NORM = "model.layers.0", "model.norm.weight"
 # Names of what a decoder does not have.
@@ -30,7 +29,7 @@ def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
     config = config_of_layer(folder, target.config, style, checkpoint)
     places = places_of(config, style)
     shapes = shapes_of(config, checkpoint, places)
-    show(checkpoint, shapes, {name: places[name] for name in shapes})
+    show(checkpoint, shapes, places)
     maps = QuantizedMaps(checkpoint, shapes, None)
     reader = Reader(checkpoint, shapes, maps, target.dtype, target.ops)
     body = Decoder(config, target.ops, target.rotary, read_body(reader, config, target))

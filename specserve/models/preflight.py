@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
+from specserve.models.decoder_config import Shape
 from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
 from specserve.models.folder import check_regular
 from specserve.models.selection import (
@@ -17,7 +18,6 @@ from specserve.models.selection import (
     resolve_head,
     resolve_model,
 )
-from specserve.models.shape import Shape
 from specserve.models.source import open_source
 from specserve.models.weight_files import find_weights
 from specserve.text.chat_template import read_template

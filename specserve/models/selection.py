@@ -7,11 +7,10 @@ from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import is_head
+from specserve.models.decoder_config import Shape
 from specserve.models.folder import Scaled, name_of, resolve
 from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
-from specserve.models.shape import Shape
-from specserve.models.source import open_source
+from specserve.models.source import is_head, open_source
 from specserve_drafters import DrafterError
 from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import (

@@ -15,13 +15,12 @@ from transformers.utils import logging as transformers_logging
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import IGNORED, Checkpoint
-from specserve.models.decoder_config import num_mtp_layers, read_config
+from specserve.models.decoder_config import Shape, num_mtp_layers, read_config
 from specserve.models.loader import DTYPES, LONGEST, Progress
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.stored import is_finite
 from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import rows_of, small_program
-from specserve.models.shape import Shape
 from specserve.models.transformers_model import (
     NAME,
     Call,

@@ -16,10 +16,10 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specserve.memory.arena import KVLayout
-from specserve.models.shape import Shape
+from specserve.models.decoder_config import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rotary, Rows
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 NAME = "specserve"  # of our attention among those that transformers knows
 WORDS = "transformers' modules, run eagerly"

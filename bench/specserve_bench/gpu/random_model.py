@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING
 from specserve.models import decoder_config, rotary
 from specserve.models.decoder import Decoder, Experts, Layer, Weights
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.eagle_config import load_eagle_config
 from specserve.models.eagle_head import EagleHead, EagleWeights
-from specserve.models.shapes import SHAPES
+from specserve.models.source import load_eagle_config
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
 

@@ -1,28 +1,15 @@
 """A GGUF file's tensors by their Hugging Face names, in the way that safetensors gives a file's."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specserve.models.gguf import header, names
 from specserve.models.gguf.source import GgufFile
+from specserve.models.weight_files import Slice
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class Slice(NamedTuple):
-    """A tensor's shape and type, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def get_shape(self) -> tuple[int, ...]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype
 
 
 class GgufTensors:
