@@ -14,7 +14,7 @@ from specserve.memory.arena import Arena
 from specserve.memory.pool import KVUpdates
 from specserve.models.loaded import LoadedModel
 from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
-from specserve_kernels.program import Outputs
+from specserve_kernels.ops import Outputs
 
 HEAD_ROWS = 64  # rows whose logits are in memory at a time
 

@@ -23,8 +23,8 @@ from specserve.speculation import head_model
 from specserve_kernels import DeviceError, cpu
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
-from specserve_kernels.cuda.child_graphs import ChildGraphs
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.cuda.graphs import ChildGraphs
+from specserve_kernels.ops import EagerProgram
 from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock

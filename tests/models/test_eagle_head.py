@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from specserve.errors import ConfigError
 from specserve.models.eagle_loader import load_eagle_head
 from specserve_kernels import cpu
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import (
     SPECULATORS,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.recorder import ADAPTED, READ, STEP, Hosted, Index, Native, Recorder
-from specserve_kernels.program import Model, Outputs
+from specserve_kernels.ops import ModelForward, Outputs
 from specserve_kernels.types import AdapterRows, KVCache, Rows
 
 
@@ -25,7 +25,7 @@ class Recording:
     """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
 
     def __init__(
-        self, model: Model, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
+        self, model: ModelForward, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
     ) -> None:
         recorder: Any = Recorder((*max_rows, max_rows[STEP]))
         self.max_rows = max_rows
@@ -73,7 +73,7 @@ class NativeProgram:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelForward,
         kv: KVCache,
         max_rows: int,
         max_read: int,

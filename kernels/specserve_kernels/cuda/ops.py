@@ -25,8 +25,7 @@ from specserve_kernels.cuda import (
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
-from specserve_kernels.cuda.child_graphs import USUAL_WIDTH, ChildGraphs
-from specserve_kernels.cuda.graphs import SIZES, GraphProgram
+from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
@@ -34,7 +33,7 @@ from specserve_kernels.cuda.plan import Plan, Shared
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
-from specserve_kernels.program import EagerProgram, Model, Program
+from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
@@ -273,7 +272,7 @@ class CudaOps:
 
     def program(
         self,
-        model: Model,
+        model: ModelForward,
         kv: KVCache,
         max_rows: int,
         max_read: int,
@@ -282,7 +281,7 @@ class CudaOps:
         """A program that records CUDA graphs, unless FlashInfer is to attend in every step."""
         if self.choice == "flashinfer" or self.device.type != "cuda":
             return EagerProgram(model, kv, taps)
-        return GraphProgram(self, model, kv, taps)
+        return GraphProgram(self.child_graphs, self.num_planned, model, kv, taps)
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
