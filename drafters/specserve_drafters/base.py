@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
+from specserve_drafters.candidates import Candidate
 from specserve_drafters.tree import Draft
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
@@ -100,6 +101,22 @@ class Drafter(Protocol):
     def forget(self, id: int) -> None:
         """Drop what is kept of a request: it has ended, and its id may be used again."""
         ...
+
+
+class DraftSource(Protocol):
+    """One of several sources, whose guesses are merged into one tree. It sees requests' texts, and
+    knows beforehand how many of its guesses are likely to be right.
+    """
+
+    name: str
+
+    def promise(self, id: int, text: "array[int]") -> float: ...
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+
+    def forget(self, id: int) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class DrafterError(ValueError):

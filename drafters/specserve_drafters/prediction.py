@@ -97,7 +97,7 @@ class Alignment:
         return length
 
 
-class Followed:
+class FollowedAlignment:
     """A request's alignment, and how much of its text it has seen."""
 
     __slots__ = ("alignment", "odds", "size")
@@ -112,14 +112,14 @@ class PredictionSource:
     name = "prediction"
 
     def __init__(self) -> None:
-        self.requests: dict[int, Followed] = {}
+        self.requests: dict[int, FollowedAlignment] = {}
         self.odds = Owners(Odds)  # nobody sees what others' texts showed
 
     def expect(
         self, id: int, expected: Sequence[int], num_prompt: int, owner: Owner = NO_OWNER
     ) -> None:
         """Guess for a request; until `forget`."""
-        self.requests[id] = Followed(expected, num_prompt, self.odds.begin(id, owner))
+        self.requests[id] = FollowedAlignment(expected, num_prompt, self.odds.begin(id, owner))
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what texts have shown."""

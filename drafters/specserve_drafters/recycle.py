@@ -13,7 +13,7 @@ from itertools import count, pairwise
 from math import isfinite
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.calibration import BOUNDS, LEAST, MOST, Kind
+from specserve_drafters.calibration import BOUNDS, LEAST, MOST, CalibrationBin
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.owners import Owner, Owners
 from specserve_drafters.tree import ROOT
@@ -96,7 +96,7 @@ class Known:
 
     def __init__(self, number: int) -> None:
         self.number, self.now = number, 0
-        self.kinds = [Kind() for _ in range(len(BOUNDS) + 1)]
+        self.kinds = [CalibrationBin() for _ in range(len(BOUNDS) + 1)]
 
     def learn(self, p: float, is_right: bool) -> None:
         p = min(max(p, LEAST), MOST)

@@ -58,7 +58,7 @@ class PackedAdapter(NamedTuple):
     layers: tuple[Mapping[str, Any], ...]
 
 
-class Part(NamedTuple):
+class AdaptedModule(NamedTuple):
     """A module that is a fused map, or a part of one."""
 
     module: str
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     width: int
 
 
-FusedMaps = Mapping[str, Sequence[Part]]  # of a layer, by name
+FusedMaps = Mapping[str, Sequence[AdaptedModule]]  # of a layer, by name
 
 
 def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
@@ -105,7 +105,7 @@ def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
         maps |= {"gate_up": config.gate_up_names, "down": ["mlp.down_proj"]}
     shapes = layer_shapes(config, has_experts)
     return {
-        name: [Part(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
+        name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
         for name, modules in maps.items()
     }
 
@@ -123,7 +123,7 @@ class AdapterReader:
         self.modules = {match[1] for match in found if match is not None}
         self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
 
-    def check(self, parts: Iterable[Part]) -> None:
+    def check(self, parts: Iterable[AdaptedModule]) -> None:
         """ConfigError for a tensor that is missing, wrong or would not be used."""
         by_module = {part.module: part for part in parts}
         self.check_names(by_module)
@@ -134,7 +134,7 @@ class AdapterReader:
         if not self.modules:
             raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
 
-    def check_names(self, parts: Mapping[str, Part]) -> None:
+    def check_names(self, parts: Mapping[str, AdaptedModule]) -> None:
         for name in sorted(self.tensors):
             match = TENSOR.fullmatch(name)
             refuse_whole(self.path, name)
@@ -156,7 +156,7 @@ class AdapterReader:
             f"again, or correct {NAME}"
         )
 
-    def check_part(self, part: Part) -> None:
+    def check_part(self, part: AdaptedModule) -> None:
         rank = self.told.rank_of(part.module)
         if rank > self.max_rank:
             raise ConfigError(
@@ -192,7 +192,7 @@ class AdapterReader:
             if any(part.module in self.modules for part in parts)
         }
 
-    def read_map(self, parts: Sequence[Part], rows: Tensor | None) -> AdapterMap:
+    def read_map(self, parts: Sequence[AdaptedModule], rows: Tensor | None) -> AdapterMap:
         """With the rows of `up` in this order."""
         heights, R = [part.height for part in parts], self.max_rank
         down = torch.zeros(len(parts) * R, parts[0].width, dtype=self.dtype)

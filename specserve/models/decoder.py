@@ -68,7 +68,7 @@ class Layer(NamedTuple):
     adapters: LayerAdapters = LayerAdapters()
 
 
-class Weights(NamedTuple):
+class DecoderWeights(NamedTuple):
     """A model's weights.
 
     embedding  [V, hidden]  the model's dtype, or codes
@@ -93,7 +93,9 @@ class Decoder:
     The caller holds torch.inference_mode, and calls `plan` once a step.
     """
 
-    def __init__(self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: Weights) -> None:
+    def __init__(
+        self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: DecoderWeights
+    ) -> None:
         self.config = config
         self.ops = ops
         self.rotary = rotary

@@ -10,7 +10,7 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_layers
-from specserve.models.families import FAMILIES, Family, Keys
+from specserve.models.families import FAMILIES, ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
@@ -317,7 +317,7 @@ def activation(fields: Mapping[str, Any], key: str) -> str:
     return ACTIVATIONS[named]
 
 
-def score_scale(fields: Mapping[str, Any], keys: Keys, head_dim: int) -> float:
+def score_scale(fields: Mapping[str, Any], keys: ConfigKeys, head_dim: int) -> float:
     if keys.score_scale is not None:
         return number(fields, keys.score_scale)
     root = math.sqrt(number(fields, keys.query_scalar) if keys.query_scalar else head_dim)
@@ -330,7 +330,7 @@ def embedding_scale(fields: Mapping[str, Any], family: Family) -> float:
     return optional_number(fields, family.keys.embedding_scale) or 1.0
 
 
-def logit_scale(fields: Mapping[str, Any], keys: Keys) -> float:
+def logit_scale(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
     if keys.logit_divisor is not None:
         return 1.0 / number(fields, keys.logit_divisor)
     return optional_number(fields, keys.logit_scale) or 1.0
@@ -344,7 +344,7 @@ def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "rope_parameters": told["full_attention"]}
 
 
-def local_rope(fields: Mapping[str, Any], keys: Keys) -> Mapping[str, Any] | None:
+def local_rope(fields: Mapping[str, Any], keys: ConfigKeys) -> Mapping[str, Any] | None:
     """The fields with the rotary embedding of layers with a window; None: it is that of all."""
     told = fields.get("rope_parameters")
     if isinstance(told, dict) and "sliding_attention" in told:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, Weights
+from specserve.models.decoder import Decoder, DecoderWeights
 from specserve.models.decoder_config import tensor_shapes
 from specserve.models.eagle_config import EagleConfig, check_target, load_eagle_config
 from specserve.models.eagle_head import EagleHead, EagleWeights
@@ -56,9 +56,11 @@ def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
     return EagleHead(config, Decoder(config.layers, ops, tables.all_positions, body), own)
 
 
-def read_body(reader: Reader, config: EagleConfig, tables: Tables, target: Decoder) -> Weights:
+def read_body(
+    reader: Reader, config: EagleConfig, tables: Tables, target: Decoder
+) -> DecoderWeights:
     layers, has_table = config.layers, EMBEDDING in reader.shapes
-    return Weights(
+    return DecoderWeights(
         head=reader.read_weight("lm_head"),
         embedding=reader.read_embedding() if has_table else target.weights.embedding,
         layers=tuple(

@@ -243,7 +243,7 @@ NORMS_OF_GEMMA = Norms(
 NORMS_OF_GLM = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
     """A family's names of fields in config.json; None: it has none."""
 
     activation: str = "hidden_act"
@@ -260,7 +260,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     local_theta: str | None = None  # of layers with a window
 
 
-GEMMA_KEYS = Keys(
+GEMMA_KEYS = ConfigKeys(
     activation="hidden_activation",
     query_scalar="query_pre_attn_scalar",
     score_cap="attn_logit_softcapping",
@@ -273,7 +273,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     models: str  # known ones, for the documentation
     defaults: Mapping[str, Any]
-    keys: Keys = Keys()
+    keys: ConfigKeys = ConfigKeys()
     qkv_bias: bool | None = None  # None: attention_bias, or what the family calls it
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
@@ -376,7 +376,7 @@ FAMILIES = {
     "GraniteForCausalLM": Family(
         models="Granite 3, dense",
         defaults=GRANITE,
-        keys=Keys(
+        keys=ConfigKeys(
             score_scale="attention_multiplier",
             embedding_scale="embedding_multiplier",
             residual_scale="residual_multiplier",
@@ -396,7 +396,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": Family(
         models="Command R7B, Command A",
         defaults=COHERE2,
-        keys=Keys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
+        keys=ConfigKeys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
         mlp_bias=False,
         norms=Norms(before_mlp=None),
         is_centered=True,
@@ -439,7 +439,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(
         models="Qwen 1.5 and Qwen 2 with experts: A2.7B, 57B-A14B",
         defaults=QWEN2_MOE,
-        keys=Keys(qkv_bias="qkv_bias"),
+        keys=ConfigKeys(qkv_bias="qkv_bias"),
         out_bias=False,
         mlp_bias=False,
         windowed="lower",

@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, Experts, Layer, SharedExpert, Weights
+from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
 from specserve.models.decoder_config import SINKS, DecoderConfig
 from specserve.models.experts import Mixture
 from specserve.models.mtp_config import without_mtp
@@ -37,7 +37,6 @@ LONGEST = 1 << 21  # positions of which there are tables unasked: a gigabyte for
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
 def load_decoder(
@@ -45,7 +44,7 @@ def load_decoder(
     dtype: str,
     ops: Ops,
     max_len: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
 ) -> Decoder:
     """The folder's model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
@@ -164,7 +163,7 @@ class Reader:
     ) -> None:
         self.checkpoint, self.shapes, self.maps = checkpoint, dict(shapes), maps
         self.dtype, self.ops, self.rounding = dtype, ops, rounding
-        self.report: Progress = lambda done, total: None
+        self.report: Callable[[int, int], None] = lambda done, total: None  # bytes
         self.sources: dict[str, str] = {}  # which tensor is read, where its name is another
         if HEAD not in shapes and rounding.head != rounding.embedding:
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
@@ -331,11 +330,11 @@ class Reader:
         self.report(self.num_read * size, self.num_elements * size)
 
 
-def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Weights:
+def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
     embedding = reader.read_embedding()
-    return Weights(
+    return DecoderWeights(
         embedding=embedding,
         head=reader.read_head(embedding) if head is None else head,
         layers=tuple(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint
-from specserve.models.decoder import Decoder, Weights
+from specserve.models.decoder import Decoder, DecoderWeights
 from specserve.models.decoder_config import MTP_LAYERS, DecoderConfig, tensor_shapes
 from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
 from specserve.models.mtp_config import LOST, MtpStyle, find_style
@@ -124,9 +124,9 @@ def shapes_of(
     return shapes
 
 
-def read_body(reader: Reader, config: DecoderConfig, target: Decoder) -> Weights:
+def read_body(reader: Reader, config: DecoderConfig, target: Decoder) -> DecoderWeights:
     shapes, given = reader.shapes, target.weights
-    return Weights(
+    return DecoderWeights(
         head=reader.read_weight("lm_head") if HEAD in shapes else given.head,
         embedding=reader.read_embedding() if EMBEDDING in shapes else given.embedding,
         layers=(read_layer(reader, config, 0, given.layers[0].rotary),),

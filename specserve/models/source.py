@@ -34,7 +34,7 @@ from specserve.text.tokenizer import Tokenizer, load_tokenizer
 WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
-class Source(Protocol):
+class ModelDescription(Protocol):
     """All of a model but its weights. ConfigError says what is wrong with them."""
 
     def config(self) -> DecoderConfig:
@@ -64,7 +64,7 @@ class Source(Protocol):
         ...
 
 
-class MadeModel(Source, Protocol):
+class MadeModel(ModelDescription, Protocol):
     """A model whose weights are made as they are read; an EAGLE-3 head has `head_config`."""
 
     @property
@@ -137,7 +137,7 @@ def open_made(path: Path) -> MadeModel:
     return made
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> ModelDescription:
     check_regular(path)
     if not path.is_file():
         return Folder(path)

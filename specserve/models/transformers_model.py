@@ -25,7 +25,7 @@ NAME = "specserve"  # of our attention among those that transformers knows
 WORDS = "transformers' modules, run eagerly"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a layer asks of attention.
 
     query         [1, H, R, D]  rotated
@@ -52,7 +52,7 @@ class Hook:
     """
 
     def __init__(self) -> None:
-        self.attend: Callable[[Call], Tensor] | None = None
+        self.attend: Callable[[AttentionCall], Tensor] | None = None
         self.threads: int | None = None
 
     @contextmanager
@@ -70,7 +70,7 @@ class Hook:
             self.threads = None
 
     def run(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call one of our ops, with the step's threads."""
+        """AttentionCall one of our ops, with the step's threads."""
         if self.threads is None:
             return op(*args)
         torch.set_num_threads(self.threads)  # half a microsecond
@@ -96,7 +96,7 @@ def attention(
     hook: Hook = module.specserve_hook
     assert hook.attend is not None, "attention is called within a forward"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
+    call = AttentionCall(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     H, R = query.shape[1:3]
     return hook.attend(call).view(1, R, H, -1), None
 
@@ -210,7 +210,7 @@ class TransformersModel:
         shape: Shape,
         ops: Ops,
         causal: Any,
-        layers: Sequence[Call],
+        layers: Sequence[AttentionCall],
         hook: Hook,
         still: Rotary,
         forms: WeightForms,
@@ -282,7 +282,7 @@ class TransformersModel:
             )
         return out.last_hidden_state[0], {}
 
-    def attend(self, kv: KVCache, plan: Any, call: Call) -> Tensor:
+    def attend(self, kv: KVCache, plan: Any, call: AttentionCall) -> Tensor:
         """Write the KV of a layer's rows, and attend to all that each may see: [R, H D]."""
         layer = kv.layers[call.layer]
         heads = call.query, call.key, call.value

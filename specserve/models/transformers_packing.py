@@ -26,7 +26,7 @@ LINEAR = torch.nn.Linear, Conv1D
 NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 
 
-class Target(NamedTuple):
+class PackingTarget(NamedTuple):
     """What computes in place of modules."""
 
     hook: Hook
@@ -92,7 +92,7 @@ def kind(name: str, linear: Any, rounding: Rounding) -> Any:
 
 def pack(
     causal: Any,
-    target: Target,
+    target: PackingTarget,
     rounding: Rounding,
     groups: Sequence[Sequence[str]],
     progress: Progress | None,
@@ -125,7 +125,7 @@ def pack(
 
 def put(
     causal: Any,
-    target: Target,
+    target: PackingTarget,
     names: Sequence[str],
     parts: Sequence[Any],
     weight: Weight,
@@ -176,7 +176,7 @@ def rounded(weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops) -
     return codes._replace(rounds_rows=ops.rounds_rows and rounding.rounds_rows(*of))
 
 
-def take_norms(causal: Any, target: Target) -> None:
+def take_norms(causal: Any, target: PackingTarget) -> None:
     """Have the ops compute every module that proves to be an RMSNorm."""
     for module in causal.modules():
         if (norm := norm_of(module, target)) is not None:
@@ -184,7 +184,7 @@ def take_norms(causal: Any, target: Target) -> None:
 
 
 @torch.inference_mode()
-def norm_of(module: Any, target: Target) -> Norm | None:
+def norm_of(module: Any, target: PackingTarget) -> Norm | None:
     """The same as our op computes it, in one pass where torch takes six; None for any other module.
     Its epsilon is among its floats, and 1 may be added to its weight.
     """

@@ -25,7 +25,7 @@ from transformers.tokenization_utils_base import generate_merges
 from specserve.errors import ConfigError
 from specserve.models.end_tokens import find_end_tokens
 from specserve.models.gguf.tokenizer import merges_by_score, split_merge
-from specserve.models.gguf.vocabulary import Kind, Vocabulary
+from specserve.models.gguf.vocabulary import GgufVocabulary, Kind
 from specserve.models.source import open_source
 from tests.checkpoints import EOS
 from tests.models.gguf_files import put_tokenizer, write
@@ -350,7 +350,7 @@ def vocabulary(*tokens, **ids):
     """A vocabulary of control tokens, and metadata."""
     metadata = {f"tokenizer.ggml.{key}": id for key, id in ids.items()}
     metadata["tokenizer.ggml.model"] = "gpt2"
-    made = Vocabulary.__new__(Vocabulary)
+    made = GgufVocabulary.__new__(GgufVocabulary)
     made.metadata, made.model, made.tokens = metadata, "gpt2", ["x", *tokens]
     made.kinds = [Kind.NORMAL] + [Kind.CONTROL] * len(tokens)
     made.ids = {token: id for id, token in enumerate(made.tokens)}

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import arguments, ops
-from specserve_kernels.cpu.arguments import FLOATS, PLAIN, Added, Packed
+from specserve_kernels.cpu.arguments import FLOATS, PLAIN, Packed
+from specserve_kernels.types import AdapterSums
 
 
 class SlotMaps:
@@ -27,7 +28,7 @@ class SlotMaps:
         self.addresses[slot] = 0 if packed is None else packed.words.data_ptr()
 
 
-class Adapters:
+class CpuMapAdapters:
     """As the reference's."""
 
     def __init__(self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> None:
@@ -43,11 +44,11 @@ class Adapters:
         self.up.put(slot, up)
 
 
-def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> Adapters:
-    return Adapters(num_slots, rank, N, K, dtype)
+def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> CpuMapAdapters:
+    return CpuMapAdapters(num_slots, rank, N, K, dtype)
 
 
-def adapted(x: Tensor, adapters: Adapters, plan: ops.Plan) -> Added | None:
+def adapted(x: Tensor, adapters: CpuMapAdapters, plan: ops.CpuPlan) -> AdapterSums | None:
     told = plan.rows.adapters
     if told is None:
         return None
@@ -57,4 +58,4 @@ def adapted(x: Tensor, adapters: Adapters, plan: ops.Plan) -> Added | None:
     second = arguments.adapter_maps(inner, None, up, told.begins, sums, FLOATS)
     ops.run("adapter_maps", first, A, A * x.shape[1] * down.form.N)
     ops.run("adapter_maps", second, A, sums.numel() * down.form.N)
-    return Added(sums, told.places)
+    return AdapterSums(sums, told.places)

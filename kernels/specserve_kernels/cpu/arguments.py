@@ -10,7 +10,14 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
+from specserve_kernels.types import (
+    AdapterSums,
+    KVCache,
+    KVLayer,
+    PackedExperts,
+    QKNorm,
+    Rotary,
+)
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
 PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL = range(6)  # Epilogue in linear.h
@@ -45,25 +52,6 @@ class Packed(NamedTuple):
     kind: torch.dtype | Coding  # codes are multiplied by rows of either dtype
 
 
-class PackedExperts(NamedTuple):
-    """The weights of all experts, of one form."""
-
-    each: tuple[Packed, ...]
-    addresses: Tensor  # [E] int64  of their words
-    bias: Tensor | None  # [E, N], [E, 2 N] if gated, of the dtype of rows
-
-
-class Added(NamedTuple):
-    """What is added to a linear map's sums.
-
-    sums    [A, N]  float32, [A, 2N] of a gated map
-    places  [R]     int32    a row's row of `sums`, or -1
-    """
-
-    sums: Tensor
-    places: Tensor
-
-
 class AttentionPlan:
     """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
 
@@ -80,7 +68,7 @@ def linear(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Structure:
     assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
@@ -110,7 +98,7 @@ def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Struct
 def expert_maps(
     x: Tensor,
     order: Tensor | None,
-    experts: "PackedExperts",
+    experts: PackedExperts,
     begins: Tensor,
     out: Tensor,
     limit: float | None = None,
@@ -125,7 +113,8 @@ def expert_maps(
     args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
-    pointers = experts.addresses.data_ptr(), begins.data_ptr()
+    assert experts.joined is not None, "no addresses"
+    pointers = experts.joined.data_ptr(), begins.data_ptr()
     return native.ExpertMaps(args, *pointers, len(experts.each))
 
 
@@ -180,7 +169,7 @@ def norm(
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     sizes = len(weight), x.stride(0), out.stride(0)
     is_bf16 = x.dtype == torch.bfloat16
-    return native.Norm(is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
+    return native.NormArgs(is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
 
 
 def elementwise(domain: int, x: Tensor, curve: int, number: float) -> Structure:
@@ -252,4 +241,4 @@ def attention(
     if sinks is not None:
         assert sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2], "no sink for each head"
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
-    return native.Attention(*pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))
+    return native.AttentionArgs(*pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, ops
-from specserve_kernels.cpu.arguments import PackedExperts
+from specserve_kernels.types import PackedExperts
 
 
-class Routing(NamedTuple):
+class RoutedPairs(NamedTuple):
     """The experts of each row, and the work list: by expert, which rows it has.
 
     A row and one of its experts are a pair; pairs have places, in the order of experts and rows.
@@ -39,21 +39,21 @@ def prepack_experts(
     addresses = torch.tensor([packed.words.data_ptr() for packed in each])
     outputs = each[0].N * (2 if is_gated else 1)
     assert bias is None or bias.shape == (len(each), outputs), "no bias for each expert"
-    return PackedExperts(each, addresses, None if bias is None else bias.contiguous())
+    return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
 
 
-def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
+def route(logits: Tensor, k: int, normalizes: bool) -> RoutedPairs:
     R, E = logits.shape
     chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
     begins = torch.zeros(E + 1, dtype=torch.int32)
-    routing = Routing(torch.empty(R, k), chosen, places, rows, begins)
+    routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
     ops.run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
     return routing
 
 
 def experts(
     x: Tensor,
-    routing: Routing,
+    routing: RoutedPairs,
     gate_up: PackedExperts,
     down: PackedExperts,
     residual: Tensor,

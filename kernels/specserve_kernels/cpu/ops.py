@@ -16,7 +16,6 @@ from specserve_kernels.cpu.arguments import (
     PLAIN,
     SCALE,
     SOFT_CAP,
-    Added,
     AttentionPlan,
     Coding,
     Packed,
@@ -25,6 +24,7 @@ from specserve_kernels.host import allocate
 from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
     NO_WINDOW,
+    AdapterSums,
     KVCache,
     KVLayer,
     Logprobs,
@@ -37,7 +37,7 @@ from specserve_kernels.types import (
 SHORT = 1 << 16  # elements: an op on fewer is done before further threads are awake
 
 
-class Plan(NamedTuple):
+class CpuPlan(NamedTuple):
     """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
 
     rows: Rows
@@ -55,14 +55,14 @@ def run(
     args: Structure,
     num_rows: int,
     size: int,
-    plan: Plan | None = None,
+    plan: CpuPlan | None = None,
     token_ids: Tensor | None = None,
     num_adapted: int = 0,
 ) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
     planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
     ids = None if token_ids is None else token_ids.data_ptr()
-    step = native.Step((num_rows, 0, num_adapted), ids, None, *planned)
+    step = native.StepStruct((num_rows, 0, num_adapted), ids, None, *planned)
     ops = (native.Op * 1)(native.Op(native.address(name), addressof(args), 0))
     native.run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
@@ -136,7 +136,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
 
 
 def linear(
-    x: Tensor, packed: Packed, bias: Tensor | None = None, added: Added | None = None
+    x: Tensor, packed: Packed, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN, added=added)
 
@@ -152,7 +152,7 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     assert len(residual) == len(x), "a residual of another number of rows"
     return _multiply(x, packed, bias, residual, ADD, factor, added)
@@ -163,7 +163,7 @@ def linear_gated(
     packed: Packed,
     bias: Tensor | None = None,
     gate: str = "silu",
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), GATES[gate], added=added)
 
@@ -175,7 +175,7 @@ def _multiply(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     args = arguments.linear(0, x, packed, bias, out, epilogue, factor, added)
     num_adapted = 0 if added is None else len(added.sums)
@@ -245,17 +245,17 @@ def plan(
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
-) -> Plan:
+) -> CpuPlan:
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     heads = num_heads, num_kv_heads, D
-    made = Plan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CpuPlan
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
@@ -266,7 +266,7 @@ def rope_write_kv(
 def attention(
     q: Tensor,
     kv: KVLayer,
-    plan: Plan,
+    plan: CpuPlan,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -295,7 +295,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
-    args = native.Sample(floats(logits), V, *places)
+    args = native.SampleArgs(floats(logits), V, *places)
     run("sample", args, n, n * V if n > 1 else 0)
     return out
 
@@ -306,7 +306,7 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     ids = torch.empty(n, k, dtype=torch.int64)
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
     given = floats(logits), V, rows.data_ptr(), tokens.data_ptr(), n, k
-    args = native.Logprobs(*given, *(x.data_ptr() for x in out))
+    args = native.LogprobsArgs(*given, *(x.data_ptr() for x in out))
     run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 

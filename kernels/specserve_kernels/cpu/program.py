@@ -14,7 +14,7 @@ from specserve_kernels.ops import ModelForward, Outputs
 from specserve_kernels.types import AdapterRows, KVCache, Rows
 
 
-class Piece(NamedTuple):
+class NativePiece(NamedTuple):
     """Native ops that one call runs, or one op of Python's."""
 
     ops: Any  # a ctypes array; None for an op of Python's
@@ -52,14 +52,14 @@ class Recording:
         return len(told.order)
 
 
-def pieces(calls: Sequence[Native | Hosted]) -> list[Piece]:
+def pieces(calls: Sequence[Native | Hosted]) -> list[NativePiece]:
     found = []
     for is_native, group in groupby(calls, lambda call: isinstance(call, Native)):
         if is_native:
             native: list[Any] = list(group)
-            found.append(Piece(op_array(native), None))
+            found.append(NativePiece(op_array(native), None))
         else:
-            found += [Piece(None, call) for call in group if isinstance(call, Hosted)]
+            found += [NativePiece(None, call) for call in group if isinstance(call, Hosted)]
     return found
 
 
@@ -82,7 +82,7 @@ class NativeProgram:
         self.model, self.kv, self.taps = model, kv, taps
         self.recording = Recording(model, kv, (max_rows, max_read), taps)
         self.attention = arguments.AttentionPlan()
-        self.step = native.Step(attention=self.attention.address)
+        self.step = native.StepStruct(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
 
     @property
@@ -144,7 +144,7 @@ class NativeProgram:
         larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
         self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
 
-    def run_pieces(self, found: Sequence[Piece]) -> None:
+    def run_pieces(self, found: Sequence[NativePiece]) -> None:
         threads = torch.get_num_threads()
         for piece in found:
             if piece.hosted is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cuda.graph_inputs import GraphInputs, Heads
-from specserve_kernels.cuda.plan import Plan
+from specserve_kernels.cuda.plan import CudaPlan
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.ops import EagerProgram, ModelForward, Outputs
@@ -205,7 +205,7 @@ class GraphProgram:
             self.inputs[size] = GraphInputs(self.staging, size, heads, self.model.windows)
         return self.inputs[size]
 
-    def record(self, plan: Plan) -> ForwardGraph:
+    def record(self, plan: CudaPlan) -> ForwardGraph:
         """Run the forward once, as that compiles kernels, and record it. That it runs again changes
         nothing: it writes the same KV.
         """

@@ -29,7 +29,7 @@ from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, Graph
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import Plan, Shared
+from specserve_kernels.cuda.plan import CudaPlan, PlacedRows
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
@@ -39,13 +39,16 @@ from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterRows,
+    AdapterSums,
     Edits,
     KVCache,
     KVLayer,
     Logprobs,
     Masks,
+    PackedExperts,
     QKNorm,
     Rotary,
+    Routing,
     Rows,
     SampleParams,
 )
@@ -106,10 +109,12 @@ class CudaOps:
 
     def adapter_slots(
         self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype
-    ) -> adapters.Adapters:
-        return adapters.Adapters(num_slots, rank, N, K, dtype, self.device)
+    ) -> adapters.CudaMapAdapters:
+        return adapters.CudaMapAdapters(num_slots, rank, N, K, dtype, self.device)
 
-    def adapted(self, x: Tensor, slots: adapters.Adapters, plan: Plan) -> adapters.Added | None:
+    def adapted(
+        self, x: Tensor, slots: adapters.CudaMapAdapters, plan: CudaPlan
+    ) -> AdapterSums | None:
         return None if plan.adapters is None else adapters.adapted(x, slots, plan.adapters)
 
     def linear(
@@ -117,7 +122,7 @@ class CudaOps:
         x: Tensor,
         packed: LinearMap,
         bias: Tensor | None = None,
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         return adapters.add(packed.linear(x, bias), added)
 
@@ -131,7 +136,7 @@ class CudaOps:
         bias: Tensor | None,
         residual: Tensor,
         factor: float = 1.0,
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         # What adapters add comes last, so that rows without one have their bits in any step.
         if factor == 1:
@@ -146,7 +151,7 @@ class CudaOps:
         packed: LinearMap,
         bias: Tensor | None = None,
         gate: str = "silu",
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         return gated.gated(self.linear(x, packed, bias, added), gate)
 
@@ -161,18 +166,18 @@ class CudaOps:
         weights: Iterable[Tensor | Codes],
         is_gated: bool = False,
         bias: Tensor | None = None,
-    ) -> experts.Experts:
+    ) -> PackedExperts:
         return experts.packed((self.prepack(weight, is_gated) for weight in weights), bias)
 
-    def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> Routing:
         return experts.route(logits, k, normalizes)
 
     def experts(
         self,
         x: Tensor,
-        routing: experts.Routing,
-        gate_up: experts.Experts,
-        down: experts.Experts,
+        routing: Routing,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         residual: Tensor,
         limit: float | None = None,
     ) -> Tensor:
@@ -201,7 +206,7 @@ class CudaOps:
         windows: Sequence[int | None] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
-    ) -> Plan:
+    ) -> CudaPlan:
         """Upload everything that the step's kernels read, in one copy."""
         flashinfer = self.flashinfer_for(kv, windows, has_plain_scores)
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
@@ -219,7 +224,7 @@ class CudaOps:
             window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
             for window, d, inputs in zip(windows, dealt, batched(rest[len(told) :], 5), strict=True)
         }
-        return Plan(placed_also, shared, [], work, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
 
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
@@ -255,20 +260,20 @@ class CudaOps:
         num_heads: int,
         windows: Sequence[int | None],
         also: Sequence[Tensor],
-    ) -> Plan:
+    ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
         told = rows.adapters or ()
         shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
         on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-        return Plan(placed_also, shared, parts, {}, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, parts, {}, adapters_of(rest, told))
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
-    ) -> tuple[Shared, list[Tensor], list[Tensor]]:
+    ) -> tuple[PlacedRows, list[Tensor], list[Tensor]]:
         shared = (rows.positions, rows.slots, rows.indices, rows.indptr)
         placed = iter(self.staging.upload([*shared, *also, *others]))
-        return Shared(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
+        return PlacedRows(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
 
     def program(
         self,
@@ -284,7 +289,7 @@ class CudaOps:
         return GraphProgram(self.child_graphs, self.num_planned, model, kv, taps)
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CudaPlan
     ) -> Tensor:
         return rope.rope_write_kv(qkv, rotary, norm, kv, plan.shared.positions, plan.shared.slots)
 
@@ -292,7 +297,7 @@ class CudaOps:
         self,
         q: Tensor,
         kv: KVLayer,
-        plan: Plan,
+        plan: CudaPlan,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,

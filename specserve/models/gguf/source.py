@@ -16,7 +16,7 @@ from specserve.models.gguf.config import read_config
 from specserve.models.gguf.header import Header, read_header
 from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
 from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
-from specserve.models.gguf.vocabulary import PREFIX, Vocabulary, find_model
+from specserve.models.gguf.vocabulary import PREFIX, GgufVocabulary, find_model
 from specserve.models.quantized.config import Quantization
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
@@ -79,10 +79,10 @@ class GgufFile:
             raise self.refusal(e) from e
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GgufVocabulary:
         header = self.header
         try:
-            return Vocabulary(header.metadata)
+            return GgufVocabulary(header.metadata)
         except ValueError as e:
             raise self.refusal(e) from e
 

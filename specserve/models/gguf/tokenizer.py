@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from specserve.models.gguf.cursor import Array, Value
 from specserve.models.gguf.pretokenizers import PreTokenizer, find_pre_tokenizer
-from specserve.models.gguf.vocabulary import PREFIX, Kind, Vocabulary, find_model
+from specserve.models.gguf.vocabulary import PREFIX, GgufVocabulary, TokenKind, find_model
 
 
 def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
@@ -16,22 +16,22 @@ def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
         find_pre_tokenizer(metadata.get(f"{PREFIX}pre"))
 
 
-def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """ValueError if the metadata describe none that is supported."""
     if vocabulary.model == "gpt2":
         pre = find_pre_tokenizer(vocabulary.get("pre"))
         backend, adds_bos = byte_level(vocabulary, pre), pre.adds_bos
     else:
         backend, adds_bos = sentencepiece(vocabulary), True
-    special = vocabulary.of_kind(Kind.CONTROL, Kind.UNKNOWN)
+    special = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    others = vocabulary.of_kind(Kind.USER_DEFINED)
+    others = vocabulary.of_kind(TokenKind.USER_DEFINED)
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in others])
     add_ends(backend, vocabulary, adds_bos)
     return backend
 
 
-def byte_level(vocabulary: Vocabulary, pre: PreTokenizer) -> Tokenizer:
+def byte_level(vocabulary: GgufVocabulary, pre: PreTokenizer) -> Tokenizer:
     merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
     model = models.BPE(vocabulary.ids, merges, ignore_merges=pre.takes_whole_words)
     backend = Tokenizer(model)
@@ -47,7 +47,7 @@ def split_merge(merge: str) -> tuple[str, str]:
     return merge[:1] + left, right
 
 
-def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """BPE over whole texts in which ▁ stands for a space, with bytes for unknown characters."""
     unknown = vocabulary.named().get("unk_token")
     model = models.BPE(
@@ -69,7 +69,7 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return backend
 
 
-def sentencepiece_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def sentencepiece_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     if vocabulary.get("merges") is not None:
         return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
     scores = vocabulary.numbers("scores")
@@ -95,7 +95,7 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
     return [(token[:i], token[i:]) for _, i, _, token in found]
 
 
-def add_ends(backend: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
+def add_ends(backend: Tokenizer, vocabulary: GgufVocabulary, adds_bos: bool) -> None:
     """Put bos before texts and eos behind them, where the file asks for it."""
     named, before, behind = vocabulary.named(), None, None
     if vocabulary.flag("add_bos_token", adds_bos):

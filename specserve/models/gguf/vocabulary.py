@@ -41,7 +41,7 @@ END_TEXTS = (
 HARMONY = {"<|return|>", "<|call|>"}  # ends of gpt-oss's texts, whose <|end|> ends only a message
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -58,14 +58,14 @@ def find_model(metadata: dict[str, Value | Array]) -> str:
     return str(model)
 
 
-class Vocabulary:
+class GgufVocabulary:
     """The fields of a tokenizer; ValueError where they are missing or do not fit each other."""
 
     def __init__(self, metadata: dict[str, Value | Array]) -> None:
         self.metadata = metadata
         self.model = find_model(metadata)
         self.tokens = self.array("tokens").strings()
-        self.kinds = self.numbers("token_type") or [Kind.NORMAL] * len(self.tokens)
+        self.kinds = self.numbers("token_type") or [TokenKind.NORMAL] * len(self.tokens)
         kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
         self.ids = dict(kept)
         if len(self.ids) < len(kept):
@@ -97,7 +97,7 @@ class Vocabulary:
         """Whether it stands for an id of the embedding that has no token."""
         return self.tokens[id] == f"[PAD{id}]"
 
-    def of_kind(self, *kinds: Kind) -> list[str]:
+    def of_kind(self, *kinds: TokenKind) -> list[str]:
         return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
 
     def named(self) -> dict[str, str]:
@@ -119,8 +119,8 @@ class Vocabulary:
         """The tokens that end a text, by the key that names them or as known texts."""
         named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
         found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
-        control = {*self.of_kind(Kind.CONTROL)}
-        added = {*self.of_kind(Kind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
+        control = {*self.of_kind(TokenKind.CONTROL)}
+        added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
         left_out = {"<|end|>"} if control >= HARMONY else set()
         known = [text for text in END_TEXTS if text in (control | added) - left_out]
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})

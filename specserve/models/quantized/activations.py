@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-Group = Mapping[str, Any]
 
-
-class Target(NamedTuple):
+class ActivationTarget(NamedTuple):
     """What is asked of the activations of some maps with 8-bit integers."""
 
     name: str  # a module's, or a pattern
@@ -15,7 +13,7 @@ class Target(NamedTuple):
 
 
 class Activations(NamedTuple):
-    targets: tuple[Target, ...] = ()
+    targets: tuple[ActivationTarget, ...] = ()
     unmet: tuple[str, ...] = ()  # what is asked, in words, if it is not computed just so
 
     def rounds(self, module: str, width: int) -> bool:
@@ -35,12 +33,12 @@ class Activations(NamedTuple):
         return self.unmet
 
 
-def read_activations(groups: Iterable[Group]) -> Activations:
-    targets: list[Target] = []
+def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
+    targets: list[ActivationTarget] = []
     unmet: list[str] = []
     for group in groups:
         found, weights = group.get("input_activations"), group.get("weights") or {}
-        scheme: Group | None = found if isinstance(found, dict) else None
+        scheme: Mapping[str, Any] | None = found if isinstance(found, dict) else None
         if is_int8(weights):
             targets += targets_of(group, scheme is not None and is_int8(scheme))
         if scheme is not None and not (has_plain_rows(weights) and is_by_row(scheme)):
@@ -53,14 +51,14 @@ def read_activations(groups: Iterable[Group]) -> Activations:
     return Activations(tuple(targets), tuple(dict.fromkeys(unmet)))
 
 
-def targets_of(group: Group, are_rounded: bool) -> Iterator[Target]:
+def targets_of(group: Mapping[str, Any], are_rounded: bool) -> Iterator[ActivationTarget]:
     names, columns = group.get("targets"), columns_of(group.get("weights") or {})
     for name in names if isinstance(names, list) else ():
-        yield Target(str(name), are_rounded, columns)
+        yield ActivationTarget(str(name), are_rounded, columns)
 
 
-def columns_of(weights: Group) -> Any:
-    """As in Target."""
+def columns_of(weights: Mapping[str, Any]) -> Any:
+    """As in ActivationTarget."""
     size = weights.get("group_size")
     return None if size == -1 else size
 
@@ -70,7 +68,7 @@ def is_pattern(target: str) -> bool:
     return target.startswith("re:") or ("." not in target and target != "lm_head")
 
 
-def has_plain_rows(weights: Group) -> bool:
+def has_plain_rows(weights: Mapping[str, Any]) -> bool:
     """Whether they are 8-bit integers with a scale a row or a map, and no zero points."""
     return is_int8(weights) and not columns_of(weights) and bool(weights.get("symmetric", True))
 
@@ -79,7 +77,7 @@ def is_int8(numbers: Mapping[str, Any]) -> bool:
     return (numbers.get("type", "int"), numbers.get("num_bits", 8)) == ("int", 8)
 
 
-def is_by_row(scheme: Group) -> bool:
+def is_by_row(scheme: Mapping[str, Any]) -> bool:
     """Whether activations are rounded just as asked: each row by a scale of its own."""
     is_dynamic = scheme.get("dynamic") is True and scheme.get("strategy") == "token"
     return is_int8(scheme) and is_dynamic and bool(scheme.get("symmetric", True))

@@ -15,8 +15,8 @@ from specserve.models.quantized.order import ordered
 from specserve.models.quantized.stored import (
     INTEGERS,
     SCALES,
-    Format,
     Stored,
+    WeightFormat,
     unpack,
     unused,
 )
@@ -37,11 +37,11 @@ class Compressed:
         is_float = "weight" in tensors and tensors["weight"].is_floating_point()
         return self.form("weight_packed" in tensors, is_float).read(shape, tensors)
 
-    def form(self, is_packed: bool, is_float: bool) -> Format:
-        return Packed() if is_packed else self.floats if is_float else Bytes()
+    def form(self, is_packed: bool, is_float: bool) -> WeightFormat:
+        return PackedIntegers() if is_packed else self.floats if is_float else Bytes()
 
 
-class Packed:
+class PackedIntegers:
     """Integers of 4 or 8 bits in words."""
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:

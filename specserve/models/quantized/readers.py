@@ -9,9 +9,9 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.floats import Floats
 from specserve.models.quantized.gptq import Gptq
 from specserve.models.quantized.mxfp4 import Mxfp4
-from specserve.models.quantized.stored import Format
+from specserve.models.quantized.stored import WeightFormat
 
-FORMATS: dict[str, Callable[[Quantization], Format]] = {
+FORMATS: dict[str, Callable[[Quantization], WeightFormat]] = {
     "awq": Awq,
     "compressed-tensors": Compressed,
     "fp8": Floats,
@@ -21,5 +21,5 @@ FORMATS: dict[str, Callable[[Quantization], Format]] = {
 }
 
 
-def reader(told: Quantization) -> Format:
+def reader(told: Quantization) -> WeightFormat:
     return FORMATS[told.method](told)
