@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
 from specserve_bench.steps import Size, Steps, beside, longest_context, words

@@ -23,7 +23,7 @@ from specserve.engine.step_input import Draws, draws_of, plain_draws
 from specserve.engine.text_state import TextState
 from specserve.engine.tuning import tune
 from specserve.exchange.sampling_params import Sampling
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve_bench.host import PhaseClock, ms
 from specserve_bench.results import ratio

@@ -50,7 +50,7 @@ from specserve.speculation.ledger import Told
 from specserve.speculation.source import UserCode
 from specserve.speculation.state import cost_state
 from specserve.speculation.verify import Node, Path, walk
-from specserve_drafters.auto import EAGLE
+from specserve_drafters.base import EAGLE
 from specserve_kernels import NOT_FINITE, is_out_of_memory
 
 log = logging.getLogger("specserve")

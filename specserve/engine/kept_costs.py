@@ -7,7 +7,7 @@ from specserve.scheduling.cost import KnownCosts, StepCosts
 from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
-from specserve_kernels.topology import topology
+from specserve_kernels.threads import topology
 
 EVERY = 60.0  # seconds: while the engine runs, the file is written no more often
 FORMAT = "3"  # of the file: change it with what its numbers mean

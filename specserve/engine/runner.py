@@ -12,7 +12,7 @@ from torch import Tensor
 from specserve.engine.step_input import AskedLogprobs, Draws, StepInput
 from specserve.memory.arena import Arena
 from specserve.memory.pool import KVUpdates
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve_kernels import KVCache, Logprobs, Ops, SampleParams, Threads
 from specserve_kernels.ops import Outputs
 

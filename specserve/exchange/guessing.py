@@ -12,8 +12,7 @@ from specserve.errors import ConfigError
 from specserve.models.folder import resolve
 from specserve.models.selection import check_drafter, names_head, needs_head, runs_draft_model
 from specserve.models.source import is_head
-from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
-from specserve_drafters.base import BUILTIN, HEADS, DrafterError
+from specserve_drafters.base import BUILT_IN, BUILTIN, EAGLE, HEADS, USUAL, DrafterError
 from specserve_drafters.tree import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model

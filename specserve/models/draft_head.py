@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.loaded import LoadedModel
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rows
 

@@ -10,7 +10,7 @@ from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights
 from specserve.models.decoder_config import tensor_shapes
-from specserve.models.eagle_config import EagleConfig, check_target, load_eagle_config
+from specserve.models.eagle_config import EagleConfig, check_target
 from specserve.models.eagle_head import EagleHead, EagleWeights
 from specserve.models.loader import (
     EMBEDDING,
@@ -23,6 +23,7 @@ from specserve.models.loader import (
     table_of,
 )
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.source import load_eagle_config
 from specserve.models.tensor_views import ALL, Place, show
 from specserve_drafters.tree import TREE_SLOTS
 

@@ -18,7 +18,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     has_biases: bool = False  # router and experts
     limit: str | None = None  # which field has that of clamped gates; None: they are not
     shared_width: str | None = None  # which field has that of the expert of all rows; None: none
-    is_stacked: bool = False  # experts share tensors in the checkpoint: stacked.py
+    is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
 
 
 QWEN3_STYLE = ExpertStyle(width="moe_intermediate_size", number=128)

@@ -1,6 +1,11 @@
-"""A model's folder: finding or downloading it, and reading its JSON files."""
+"""A model's folder: finding or downloading it, reading its JSON files, and errors of its disk.
 
+Does not import torch.
+"""
+
+import errno
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -12,7 +17,23 @@ import msgspec
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
-from specserve.models.disk import is_full
+
+FULL = errno.ENOSPC, errno.EDQUOT
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or a user's share of one, is full. Some libraries tell only the reason."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return True
+    return any(os.strerror(number) in str(error) for number in FULL)
+
+
+def not_written(path: object, error: Exception) -> ConfigError:
+    """The error of a file or a folder that cannot be written, with what to do about it."""
+    why = error.strerror if isinstance(error, OSError) else error
+    remedy = "free space there, or name one on another disk" if is_full(error) else "name another"
+    return ConfigError(f"{path}: cannot be written ({why}); {remedy}")
+
 
 SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.

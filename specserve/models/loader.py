@@ -22,14 +22,22 @@ from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
-from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
 from specserve.models.tensor_views import part_experts
-from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
+from specserve.models.weight import (
+    AS_STORED,
+    Rounding,
+    Weight,
+    form_of,
+    fuse,
+    num_bytes,
+    table_bytes,
+    take,
+)
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
-from specserve_kernels.quantize import GROUP
+from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import Shape
-from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
+from specserve.models.eagle_config import check_target
 from specserve.models.folder import check_regular
 from specserve.models.selection import (
     check_drafter_name,
@@ -18,7 +18,7 @@ from specserve.models.selection import (
     resolve_head,
     resolve_model,
 )
-from specserve.models.source import open_source
+from specserve.models.source import head_inside, is_head, load_eagle_config, open_source
 from specserve.models.weight_files import find_weights
 from specserve.text.chat_template import read_template
 

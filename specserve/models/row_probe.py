@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import Arena, used_bytes
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve_kernels import Program, Rows
 
 SIZES = (1, 2, 17, 33, 64, 130)  # rows of a step: around those at which kernels change their ways

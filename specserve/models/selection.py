@@ -12,9 +12,10 @@ from specserve.models.folder import Scaled, name_of, resolve
 from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
 from specserve.models.source import is_head, open_source
 from specserve_drafters import DrafterError
-from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import (
+    BUILT_IN,
     BUILTIN,
+    EAGLE,
     drafter_options,
     find_drafter,
     find_proposer,

@@ -3,7 +3,7 @@ transformers would.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,24 @@ from transformers.utils import logging as transformers_logging
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import IGNORED, Checkpoint
 from specserve.models.decoder_config import Shape, num_mtp_layers, read_config
-from specserve.models.loader import DTYPES, LONGEST, Progress
+from specserve.models.loader import DTYPES, LONGEST
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.stored import is_finite
-from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.row_probe import rows_of, small_program
 from specserve.models.transformers_model import (
     NAME,
-    Call,
+    AttentionCall,
     Hook,
     TransformersModel,
 )
-from specserve.models.transformers_packing import Target, pack, recording, take_norms, together
+from specserve.models.transformers_packing import (
+    PackingTarget,
+    pack,
+    recording,
+    take_norms,
+    together,
+)
+from specserve.models.weight import AS_STORED, Rounding
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Ops, Rotary
 
@@ -46,7 +52,7 @@ def load_transformers(
     dtype: str,
     ops: Ops,
     max_len: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
 ) -> TransformersModel:
     """The folder's model, for requests of up to `max_len` tokens. ConfigError for a model whose
@@ -71,9 +77,9 @@ def load_transformers(
         layers = describe(causal, hook)
     refuse_unfit(folder, shape, layers, causal.config)
     groups = together(causal, readings, rounding)
-    forms = pack(causal, Target(hook, ops), rounding, groups, progress)
+    forms = pack(causal, PackingTarget(hook, ops), rounding, groups, progress)
     causal.to(ops.place(torch.empty(0)).device)
-    take_norms(causal, Target(hook, ops))
+    take_norms(causal, PackingTarget(hook, ops))
     table = torch.ones(context + TREE_SLOTS, layers[0].key.shape[3] // 2)
     still = Rotary(ops.place(table), ops.place(torch.zeros_like(table)))
     model = TransformersModel(shape, ops, causal, layers, hook, still, forms)
@@ -149,11 +155,11 @@ def refuse_other_sizes(folder: Path, shape: Shape, config: Any) -> None:
             )
 
 
-def describe(causal: Any, hook: Hook) -> list[Call]:
+def describe(causal: Any, hook: Hook) -> list[AttentionCall]:
     """What each layer asks of attention, by layer, as a forward of two tokens shows it."""
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
 
-    def attend(call: Call) -> Tensor:
+    def attend(call: AttentionCall) -> Tensor:
         calls.append(call)
         return call.query[0].transpose(0, 1).flatten(1)
 
@@ -162,7 +168,7 @@ def describe(causal: Any, hook: Hook) -> list[Call]:
     return sorted(calls, key=lambda call: call.layer)
 
 
-def refuse_unfit(folder: Path, shape: Shape, layers: Sequence[Call], config: Any) -> None:
+def refuse_unfit(folder: Path, shape: Shape, layers: Sequence[AttentionCall], config: Any) -> None:
     """ConfigError for attention that is not there, or not as the kernels have it."""
 
     def refusal(why: str) -> ConfigError:

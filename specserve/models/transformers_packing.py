@@ -5,7 +5,7 @@ What is found here is found in values and in a recorded forward, never by a fami
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from specserve.models.loader import Progress
-from specserve.models.rounding import HEAD, Rounding
 from specserve.models.transformers_model import Hook, LinearMaps, Norm, PackedHead, PackedLinear
-from specserve.models.weight import Weight, form_of, fuse, num_bytes
+from specserve.models.weight import HEAD, Rounding, Weight, form_of, fuse, num_bytes
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_kernels import Ops
 
@@ -95,7 +93,7 @@ def pack(
     target: PackingTarget,
     rounding: Rounding,
     groups: Sequence[Sequence[str]],
-    progress: Progress | None,
+    progress: Callable[[int, int], None] | None,
 ) -> WeightForms:
     """Have the ops compute every linear map, those of a group as one; unpacked weights are freed as
     they are packed.

@@ -21,11 +21,11 @@ from specserve.models.eagle_loader import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve.speculation import head_model
 from specserve_kernels import DeviceError, cpu
+from specserve_kernels.codes import quantize
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.graphs import ChildGraphs
 from specserve_kernels.ops import EagerProgram
-from specserve_kernels.quantize import quantize
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (

@@ -8,11 +8,9 @@ import triton.language as tl
 import specserve_kernels.cuda.graphs
 from specserve_kernels import NO_TOKEN, NOT_FINITE, SampleParams, reference
 from specserve_kernels.cuda.graphs import ChildGraphs
-from specserve_kernels.cuda.logprobs import logprobs
-from specserve_kernels.cuda.noise import gumbel
 from specserve_kernels.cuda.ops import changing
-from specserve_kernels.cuda.sample import bounds, edited, sample
-from specserve_kernels.cuda.top_children import launch_top_children, top_children
+from specserve_kernels.cuda.sample import bounds, edited, gumbel, sample
+from specserve_kernels.cuda.top_children import launch_top_children, logprobs, top_children
 from specserve_kernels.reference import sampling
 from tests.kernels.builds import DEVICE, ON_GPU
 from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks

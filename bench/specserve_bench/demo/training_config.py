@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
-from specserve.models.disk import not_written
+from specserve.models.folder import not_written
 
 OWN_LENGTH = 128  # tokens that the target continues a beginning with
 

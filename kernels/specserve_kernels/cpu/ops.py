@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import MAX_ROUNDED, Codes
+from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
@@ -21,7 +21,6 @@ from specserve_kernels.cpu.arguments import (
     Packed,
 )
 from specserve_kernels.host import allocate
-from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.cuda.maps import LinearMap, PlainMap
+from specserve_kernels.cuda.coded import LinearMap, PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED
 from specserve_kernels.types import PackedExperts, Routing
 

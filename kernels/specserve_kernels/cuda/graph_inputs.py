@@ -1,4 +1,6 @@
-"""The inputs of recorded steps: at the same addresses in every step, and uploaded in one copy."""
+"""A step's inputs on the device; those of recorded steps are at the same addresses in every step,
+and uploaded in one copy.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,10 +12,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import CudaPlan, PlacedRows
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import Rows
+from specserve_kernels.types import AdapterRows, Rows
+
+
+class PlacedRows(NamedTuple):
+    """The fields of the step's Rows that any kernel may read, on the device."""
+
+    positions: Tensor
+    slots: Tensor
+    indices: Tensor
+    indptr: Tensor
+
+
+class CudaPlan(NamedTuple):
+    """A step's inputs on the device, and its attention: FlashInfer's parts or Triton's work."""
+
+    also: list[Tensor]
+    shared: PlacedRows
+    parts: list[PlannedRows]
+    work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
+    adapters: AdapterRows | None = None
+
 
 NOWHERE = -1  # the slot of an unused row
 ALSO_BYTES = 64  # a row, for other tensors of a step; and for up to

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve_kernels.cuda.graph_inputs import GraphInputs, Heads
-from specserve_kernels.cuda.plan import CudaPlan
+from specserve_kernels.cuda.graph_inputs import CudaPlan, GraphInputs, Heads
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.ops import EagerProgram, ModelForward, Outputs

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import Codes
+from specserve_kernels.codes import Codes, quantize
 from specserve_kernels.cuda import (
     adapters,
     coded,
     experts,
     gated,
-    logprobs,
     move,
     norm,
     paged,
@@ -25,16 +24,15 @@ from specserve_kernels.cuda import (
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
+from specserve_kernels.cuda.coded import LinearMap, PlainMap
+from specserve_kernels.cuda.graph_inputs import CudaPlan, PlacedRows
 from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
-from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import CudaPlan, PlacedRows
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
-from specserve_kernels.quantize import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -321,7 +319,7 @@ class CudaOps:
     def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
         if rows.device != logits.device:
             rows, tokens = self.staging.upload([rows, tokens])
-        return logprobs.logprobs(logits, rows, tokens, k)
+        return top_children.logprobs(logits, rows, tokens, k)
 
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from contextlib import nullcontext
 
+from specserve_kernels.codes import quantize
 from specserve_kernels.host import (
     allocate,
     copy_blocks,
@@ -12,7 +13,6 @@ from specserve_kernels.host import (
     place,
 )
 from specserve_kernels.ops import EagerProgram, ModelForward
-from specserve_kernels.quantize import quantize
 from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route

@@ -11,12 +11,15 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
-from specserve.models.gguf.blocks import QUANTIZED
-from specserve.models.gguf.config import read_config
-from specserve.models.gguf.header import Header, read_header
-from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
-from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
-from specserve.models.gguf.vocabulary import PREFIX, GgufVocabulary, find_model
+from specserve.models.gguf.config import ROPE_FACTORS, checkpoint_name, file_name, read_config
+from specserve.models.gguf.header import QUANTIZED, Header, read_header
+from specserve.models.gguf.tokenizer import (
+    PREFIX,
+    GgufVocabulary,
+    build_tokenizer,
+    check_tokenizer,
+    find_model,
+)
 from specserve.models.quantized.config import Quantization
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
