@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,8 +230,9 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
     if size > HEADER_BYTES:
         raise ConfigError(f"{path}: its header is too large; download the adapter again")
     if len(data) > most:
-        for name in names_in(data[8 : 8 + size]):
-            refuse_whole(path, name)
+        with suppress(ValueError, RecursionError, TypeError):  # a damaged header
+            for name in sorted(json.loads(data[8 : 8 + size])):
+                refuse_whole(path, name)
         raise ConfigError(
             f"{path}: more than {most} bytes, which an adapter with the largest rank has at most; "
             "take a smaller one, or raise lora.max_rank"
@@ -241,14 +243,6 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
         ) from e
-
-
-def names_in(header: bytes) -> list[str]:
-    """Of tensors; none of a header that is damaged."""
-    try:
-        return sorted(json.loads(header))
-    except (ValueError, RecursionError, TypeError):
-        return []
 
 
 def refuse_whole(path: Path, name: str) -> None:

@@ -57,14 +57,19 @@ class Checkpoint:
         self.paths: dict[int, Path] = {}  # by the open file's id
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
-            file = open_single(folder) if folder.is_file() else self.open(folder / SINGLE)
+            file = self.open(folder if folder.is_file() else folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
         self.show(self.files)
 
     def open(self, path: Path) -> Any:
-        file = open_file(path)
+        if path == self.folder:  # one file is the whole model
+            return open_made(path).tensors() if is_made(path) else GgufTensors(path)
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as e:
+            raise unreadable(path, e) from e
         self.paths[id(file)] = path
         return file
 
@@ -179,16 +184,15 @@ class Checkpoint:
         return self.paths.get(id(file), self.folder), name
 
 
-def open_single(path: Path) -> Any:
-    """The tensors of a model that is one file."""
-    return open_made(path).tensors() if is_made(path) else GgufTensors(path)
+def _find_madvise() -> Any:
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
-def open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as e:
-        raise unreadable(path, e) from e
+_madvise = _find_madvise()
 
 
 def drop_tensor(mapped: Tensor) -> None:
@@ -207,14 +211,3 @@ def drop_pages(start: int, size: int) -> None:
     length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0 and _madvise is not None:
         _madvise(first, length, mmap.MADV_DONTNEED)
-
-
-def _find_madvise() -> Any:
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_madvise = _find_madvise()

@@ -21,29 +21,6 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
 
 
-QWEN3_STYLE = ExpertStyle(width="moe_intermediate_size", number=128)
-QWEN2_STYLE = msgspec.structs.replace(
-    QWEN3_STYLE, number=60, shared_width="shared_expert_intermediate_size"
-)
-OLMOE_STYLE = ExpertStyle(width="intermediate_size", number=64)
-MIXTRAL_STYLE = ExpertStyle(
-    module="block_sparse_moe",
-    maps=("w1", "w3", "w2"),
-    width="intermediate_size",
-    number=8,
-    normalizes=True,
-)
-GPT_OSS_STYLE = ExpertStyle(
-    router="router",
-    width="intermediate_size",
-    number=128,
-    normalizes=True,  # the softmax is over the chosen ones
-    has_biases=True,
-    limit="swiglu_limit",
-    is_stacked=True,
-)
-
-
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     """The layers' mixtures of experts. A row has `num_active` of them."""
 

@@ -175,19 +175,15 @@ def check_regular(path: Path) -> None:
     a model's one file: to open it, or to read all of it, may take for ever.
     """
     for file in (path, *path.glob("*"), *path.glob("*/*.jinja")):
-        if is_special(file):
+        try:
+            mode = file.stat().st_mode
+        except OSError:  # whoever opens it says why it cannot be read
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise ConfigError(
                 f"{file}: no regular file but a pipe, a socket or a device; put the model's own "
                 "file there, or remove it"
             )
-
-
-def is_special(file: Path) -> bool:
-    try:
-        mode = file.stat().st_mode
-    except OSError:  # whoever opens it says why it cannot be read
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -19,7 +19,6 @@ from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, Sh
 from specserve.models.decoder_config import SINKS, DecoderConfig
 from specserve.models.experts import Mixture
 from specserve.models.mtp_config import without_mtp
-from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.source import open_source
@@ -73,7 +72,10 @@ def load_decoder(
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
     weights = read_weights(reader, config, tables)
-    warn_of_activations(folder, config.quantization, weights.forms)
+    asked = config.quantization and config.quantization.activations
+    if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
+        asks = " and for ".join(unmet)
+        log.warning("%s/config.json asks for %s: %s", folder, asks, weights.forms.activation_words)
     return Decoder(config, ops, tables.all_positions, weights)
 
 
@@ -104,14 +106,6 @@ def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
     if not config.rope[index]:
         return tables.still
     return tables.all_positions if config.windows[index] is None else tables.windowed
-
-
-def warn_of_activations(folder: Path, told: Quantization | None, forms: WeightForms) -> None:
-    """One line if activations are not just as config.json asks."""
-    unmet = () if told is None else told.activations.unmet_by(forms.num_rounding)
-    if unmet:
-        asks = " and for ".join(unmet)
-        log.warning("%s/config.json asks for %s: %s", folder, asks, forms.activation_words)
 
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
@@ -427,23 +421,15 @@ def read_shared(reader: Reader, mixture: Mixture, layer: str) -> SharedExpert:
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
     """The order in which kernels want the rows of queries, keys and values; None: as they are."""
-    D, order = config.head_dim, order_of_heads(config)
-    if order is None:
+    rope, D = config.rope_parameters, config.head_dim
+    has_neighbors = config.family.rotates_neighbors
+    if not has_neighbors and rope.rotating(D) == D:
         return None
+    order = rotary.order(rope, D, has_neighbors)  # of a head's dimensions
     num_turned = config.num_heads + config.num_kv_heads
     turned = torch.arange(num_turned)[:, None] * D + order
     values = num_turned * D + torch.arange(config.num_kv_heads * D)
     return torch.cat([turned.flatten(), values])
-
-
-def order_of_heads(config: DecoderConfig) -> Tensor | None:
-    """The order of a head's dimensions in which kernels pair them; None: as they are."""
-    rope, D, has_neighbors = (
-        config.rope_parameters,
-        config.head_dim,
-        config.family.rotates_neighbors,
-    )
-    return rotary.order(rope, D, has_neighbors) if has_neighbors or rope.rotating(D) < D else None
 
 
 def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:

@@ -35,7 +35,9 @@ def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
     target, draft = resolve_model(config), None
-    check_template(config.model.chat_template)
+    if config.model.chat_template is not None:
+        check_regular(template := Path(config.model.chat_template).expanduser())
+        read_template(template)  # ConfigError if it cannot be read
     shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
@@ -49,13 +51,6 @@ def check(config: Config) -> Folders:
             raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
         check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
     return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
-
-
-def check_template(path: str | None) -> None:
-    """ConfigError for a chat template that cannot be read."""
-    if path is not None:
-        check_regular(file := Path(path).expanduser())
-        read_template(file)
 
 
 def check_head(config: Config, folder: Path, target: Shape) -> None:

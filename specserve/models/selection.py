@@ -1,6 +1,7 @@
 """The models and the drafter that a config selects. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -193,17 +194,12 @@ def check_sources(
 
 def check_drafter_name(config: Config) -> None:
     """As `check_drafter`, but without importing a drafter that is not built in."""
-    is_foreign = config.drafter_name not in ("none", *BUILTIN)
-    if not (is_foreign and is_installed(config.drafter_name)):
-        check_drafter(config)
-
-
-def is_installed(name: str) -> bool:
-    """Whether the package of a `package.module:Class` is installed; it is not imported."""
-    try:
-        return find_spec(name.partition(":")[0].partition(".")[0]) is not None
-    except ValueError:  # an empty name
-        return False
+    if config.drafter_name not in ("none", *BUILTIN):
+        package = config.drafter_name.partition(":")[0].partition(".")[0]
+        with suppress(ValueError):  # an empty name
+            if find_spec(package) is not None:
+                return
+    check_drafter(config)
 
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:

@@ -26,9 +26,6 @@ IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# Architectures that turn neighbours (2i, 2i + 1) of a head; checkpoints have (i, i + D/2).
-TURNS_NEIGHBOURS = ("llama", "smollm3")
-TURNED = ("attn_q", "attn_k")
 
 
 def checkpoint_name(name: str) -> str | None:
@@ -46,19 +43,18 @@ def checkpoint_name(name: str) -> str | None:
 def file_name(name: str) -> str:
     """blk.3.attn_q.weight of model.layers.3.self_attn.q_proj.weight."""
     module, _, kind = name.rpartition(".")
-    if module in TOP.values():
-        return f"{key_of(TOP, module)}.{kind}"
+    theirs = {ours: theirs for names in (TOP, IN_LAYER) for theirs, ours in names.items()}
+    if module in theirs:
+        return f"{theirs[module]}.{kind}"
     number, _, inner = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{key_of(IN_LAYER, inner)}.{kind}"
-
-
-def key_of(names: dict[str, str], value: str) -> str:
-    return next(key for key, name in names.items() if name == value)
+    return f"blk.{number}.{theirs[inner]}.{kind}"
 
 
 def is_turned(architecture: str, name: str) -> bool:
-    """Whether the tensor's rows are in the order of neighbours."""
-    return architecture in TURNS_NEIGHBOURS and name.split(".")[-2] in TURNED
+    """Whether the tensor's rows are in the order of neighbours: the architecture turns (2i, 2i + 1)
+    of a head, and checkpoints have (i, i + D/2).
+    """
+    return architecture in ("llama", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k")
 
 
 ARCHITECTURES = {  # Mistral is a llama there
@@ -103,7 +99,12 @@ WITHOUT_EFFECT: dict[str, Any] = {  # keys that change the model -> the value th
 def read_config(header: Header) -> dict[str, Any]:
     """The fields of a config.json; ValueError for what is not supported."""
     architecture = find_architecture(header)
-    values = keys_of(header, architecture)
+    prefix = f"{architecture}."
+    values = {
+        key.removeprefix(prefix): value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
     for key, neutral in WITHOUT_EFFECT.items():
         if key in values and values[key] != neutral:
             raise ValueError(f"{architecture}.{key} = {values[key]!r} is not supported")
@@ -131,11 +132,6 @@ def find_architecture(header: Header) -> str:
         supported = ", ".join(ARCHITECTURES)
         raise ValueError(f"general.architecture = {named!r} is not supported: {supported} are")
     return named
-
-
-def keys_of(header: Header, architecture: str) -> dict[str, Any]:
-    prefix = f"{architecture}."
-    return {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
 
 
 def head_size(architecture: str, values: dict[str, Any]) -> Any:

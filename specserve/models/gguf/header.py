@@ -67,15 +67,6 @@ OTHERS = {  # names of types that are not supported, for messages
 QUANTIZED = tuple(type.name for type in TYPES.values() if not type.is_plain)
 
 
-def find_type(number: int) -> Type:
-    """ValueError for a type that is not supported."""
-    if number not in TYPES:
-        name = OTHERS.get(number, f"number {number}")
-        supported = ", ".join(type.name for type in TYPES.values())
-        raise ValueError(f"has the type {name}, which is not supported: {supported} are")
-    return TYPES[number]
-
-
 LITTLE_ENDIAN = {  # by the number of a type of value
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
@@ -281,7 +272,12 @@ def parse(path: Path, data: mmap.mmap) -> Header:
     check_version(path, data[:8])
     cursor = Cursor(data, 8)
     num_tensors = cursor.count(MAX_TENSORS, "tensors")
-    metadata = read_metadata(cursor, cursor.count(MAX_KEYS, "keys"))
+    metadata: dict[str, Value | Array] = {}
+    for _ in range(cursor.count(MAX_KEYS, "keys")):
+        key = cursor.string(MAX_KEY)
+        if key in metadata:
+            raise ValueError(f"the key {key!r:.80} is there twice")
+        metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment = {alignment!r} is no power of two from 8 on")
@@ -313,16 +309,6 @@ def check_version(path: Path, head: bytes) -> None:
         )
 
 
-def read_metadata(cursor: Cursor, num_keys: int) -> dict[str, Value | Array]:
-    metadata: dict[str, Value | Array] = {}
-    for _ in range(num_keys):
-        key = cursor.string(MAX_KEY)
-        if key in metadata:
-            raise ValueError(f"the key {key!r:.80} is there twice")
-        metadata[key] = cursor.value()
-    return metadata
-
-
 def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
     """A tensor's entry; its offset is counted from where tensors begin."""
     name = cursor.string(MAX_KEY)
@@ -333,12 +319,13 @@ def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
     number, offset = int(cursor.number(U32)), int(cursor.number(U64))
     if not all(1 <= size <= MAX_SIZE for size in sizes):
         raise ValueError(f"{name!r:.80} has the shape {sizes[::-1]}")
-    try:
-        type = find_type(number)
-    except ValueError as e:
+    if number not in TYPES:
+        supported = ", ".join(type.name for type in TYPES.values())
         raise ConfigError(
-            f"{path}: the tensor {name!r:.80} {e}; take another quantization of the model"
-        ) from e
+            f"{path}: the tensor {name!r:.80} has the type {OTHERS.get(number, f'number {number}')}"
+            f", which is not supported: {supported} are; take another quantization of the model"
+        )
+    type = TYPES[number]
     if sizes[0] % type.width:
         raise ValueError(f"{name!r:.80}: rows of {sizes[0]} values are no {type.name} blocks")
     return name, Tensor(tuple(sizes[::-1]), type, path, offset)

@@ -52,7 +52,9 @@ class GgufFile:
         header = self.header
         try:
             config = decoder_config.parse(read_config(header))
-            check_factors(config)
+            factors, pairs = len(config.rope_parameters.factors), config.head_dim // 2
+            if factors not in (0, pairs):
+                raise ValueError(f"{ROPE_FACTORS} has {factors} for a head of {config.head_dim}")
         except ValueError as e:
             raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
@@ -158,10 +160,3 @@ class GgufFile:
         for file in sorted({self.path, *(tensor.file for tensor in header.tensors.values())}):
             size = header.data_offset if file == self.path else 0
             yield from samples(file, size + BEGINNING)
-
-
-def check_factors(config: DecoderConfig) -> None:
-    """ValueError unless there is a factor for each frequency, where there are factors."""
-    number = len(config.rope_parameters.factors)
-    if number not in (0, config.head_dim // 2):
-        raise ValueError(f"{ROPE_FACTORS} has {number} for a head of {config.head_dim}")

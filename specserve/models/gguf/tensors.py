@@ -4,7 +4,7 @@ Quantized weights are integers times a scale, some of them with an offset. Block
 a row, bytes]; within one, ggml's quants.c says what the bytes are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ class Gguf:
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
         name = type_of(tensors)
         try:
-            return CODES[name](tensors[name].view(shape[0], -1, BY_NAME[name].size))
+            return codes_of(name, tensors[name].view(shape[0], -1, BY_NAME[name].size))
         except NotFinite as e:
             raise NotFinite(name) from e
 
@@ -45,38 +45,26 @@ def type_of(parts: Mapping[str, object]) -> str:
     return next(name for name in QUANTIZED if name in parts)
 
 
-def q4_0(blocks: Tensor) -> Codes:
-    return codes(4, nibbles(blocks[..., 2:18]), half(blocks, 0))
-
-
-def q4_1(blocks: Tensor) -> Codes:
-    return affine(4, nibbles(blocks[..., 4:20]), half(blocks, 0), half(blocks, 2))
-
-
-def q5_0(blocks: Tensor) -> Codes:
-    q = nibbles(blocks[..., 6:22]) | bits(blocks[..., 2:6]) << 4
-    return codes(8, q + (128 - 16), half(blocks, 0))
-
-
-def q5_1(blocks: Tensor) -> Codes:
-    q = nibbles(blocks[..., 8:24]) | bits(blocks[..., 4:8]) << 4
-    return affine(5, q, half(blocks, 0), half(blocks, 2))
-
-
-def q8_0(blocks: Tensor) -> Codes:
-    return codes(8, blocks[..., 2:34] ^ 128, half(blocks, 0))
-
-
-def q4_k(blocks: Tensor) -> Codes:
-    return affine(4, in_eighths(blocks[..., 16:144]), *k_scales(blocks))
-
-
-def q5_k(blocks: Tensor) -> Codes:
-    high = (blocks[..., None, 16:48] >> SHIFTS[:, None]) & 1
-    return affine(5, in_eighths(blocks[..., 48:176]) | high << 4, *k_scales(blocks))
-
-
-def q6_k(blocks: Tensor) -> Codes:
+def codes_of(type: str, blocks: Tensor) -> Codes:
+    match type:
+        case "Q4_0":
+            return codes(4, nibbles(blocks[..., 2:18]), half(blocks, 0))
+        case "Q4_1":
+            return affine(4, nibbles(blocks[..., 4:20]), half(blocks, 0), half(blocks, 2))
+        case "Q5_0":
+            q = nibbles(blocks[..., 6:22]) | bits(blocks[..., 2:6]) << 4
+            return codes(8, q + (128 - 16), half(blocks, 0))
+        case "Q5_1":
+            q = nibbles(blocks[..., 8:24]) | bits(blocks[..., 4:8]) << 4
+            return affine(5, q, half(blocks, 0), half(blocks, 2))
+        case "Q8_0":
+            return codes(8, blocks[..., 2:34] ^ 128, half(blocks, 0))
+        case "Q4_K":
+            return affine(4, in_eighths(blocks[..., 16:144]), *k_scales(blocks))
+        case "Q5_K":
+            high = (blocks[..., None, 16:48] >> SHIFTS[:, None]) & 1
+            return affine(5, in_eighths(blocks[..., 48:176]) | high << 4, *k_scales(blocks))
+    assert type == "Q6_K", type
     low = nibbles(rows(blocks[..., 0:128], 2))  # of each half of a block
     high = rows(blocks[..., 128:192], 2)[..., None, :] >> SHIFTS[::2, None] & 3
     q = (rows(low, 4) | high << 4).flatten(-3)
@@ -84,16 +72,6 @@ def q6_k(blocks: Tensor) -> Codes:
     return codes(8, q + (128 - 32), scale)
 
 
-CODES: dict[str, Callable[[Tensor], Codes]] = {
-    "Q4_0": q4_0,
-    "Q4_1": q4_1,
-    "Q5_0": q5_0,
-    "Q5_1": q5_1,
-    "Q8_0": q8_0,
-    "Q4_K": q4_k,
-    "Q5_K": q5_k,
-    "Q6_K": q6_k,
-}
 SHIFTS = torch.arange(8, dtype=torch.uint8)
 
 
@@ -173,7 +151,10 @@ class GgufTensors:
             if ours is not None:
                 self.tensors[ours] = name, tensor
         files = {tensor.file for _, tensor in self.tensors.values()}
-        self.bytes = {file: map_file(file) for file in files}
+        self.bytes = {
+            file: torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+            for file in files
+        }
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -200,8 +181,3 @@ class GgufTensors:
 
 def row_bytes(tensor: header.Tensor) -> int:
     return tensor.shape[-1] // tensor.type.width * tensor.type.size
-
-
-def map_file(path: Path) -> Tensor:
-    mapped: Tensor = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-    return mapped

@@ -156,11 +156,6 @@ class PreTokenizer(NamedTuple):
     takes_whole_words: bool = False  # a word that is a token needs no merges
     adds_bos: bool = False  # where the file does not say
 
-    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in self.splits]
-        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([*splits, as_bytes])
-
 
 LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
 PRE_TOKENIZERS = {
@@ -217,7 +212,9 @@ def byte_level(vocabulary: GgufVocabulary, pre: PreTokenizer) -> Tokenizer:
     backend = Tokenizer(model)
     if pre.is_nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre.pre_tokenizer()
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -229,11 +226,16 @@ def split_merge(merge: str) -> tuple[str, str]:
 
 def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """BPE over whole texts in which ▁ stands for a space, with bytes for unknown characters."""
-    unknown = vocabulary.named().get("unk_token")
+    if vocabulary.get("merges") is not None:
+        merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    elif scores := vocabulary.numbers("scores"):
+        merges = merges_by_score(vocabulary.ids, scores)
+    else:
+        raise ValueError("tokenizer.ggml.scores is missing")
     model = models.BPE(
         vocabulary.ids,
-        sentencepiece_merges(vocabulary),
-        unk_token=unknown,
+        merges,
+        unk_token=vocabulary.named().get("unk_token"),
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -247,15 +249,6 @@ def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
         backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
     return backend
-
-
-def sentencepiece_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    if vocabulary.get("merges") is not None:
-        return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
-    scores = vocabulary.numbers("scores")
-    if not scores:
-        raise ValueError("tokenizer.ggml.scores is missing")
-    return merges_by_score(vocabulary.ids, scores)
 
 
 def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """What a config.json says of its quantized weights and of activations. Does not import torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,9 +41,11 @@ def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
     for group in groups:
         found, weights = group.get("input_activations"), group.get("weights") or {}
         scheme: Mapping[str, Any] | None = found if isinstance(found, dict) else None
-        if is_int8(weights):
-            targets += targets_of(group, scheme is not None and is_int8(scheme))
-        if scheme is not None and not (has_plain_rows(weights) and is_by_row(scheme)):
+        names = group.get("targets")
+        if is_int8(weights) and isinstance(names, list):
+            are_rounded, columns = scheme is not None and is_int8(scheme), columns_of(weights)
+            targets += [ActivationTarget(str(name), are_rounded, columns) for name in names]
+        if scheme is not None and not are_row_codes(weights, scheme):
             unmet.append(f"{words(scheme)} beside weights in {kind(weights)}")
         if group.get("output_activations"):
             unmet.append("output activations")
@@ -51,12 +53,6 @@ def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
     if len({target.are_rounded for target in patterns}) > 1:
         unmet.append("activations of 8 bits by some patterns, which are not matched")
     return Activations(tuple(targets), tuple(dict.fromkeys(unmet)))
-
-
-def targets_of(group: Mapping[str, Any], are_rounded: bool) -> Iterator[ActivationTarget]:
-    names, columns = group.get("targets"), columns_of(group.get("weights") or {})
-    for name in names if isinstance(names, list) else ():
-        yield ActivationTarget(str(name), are_rounded, columns)
 
 
 def columns_of(weights: Mapping[str, Any]) -> Any:
@@ -70,19 +66,18 @@ def is_pattern(target: str) -> bool:
     return target.startswith("re:") or ("." not in target and target != "lm_head")
 
 
-def has_plain_rows(weights: Mapping[str, Any]) -> bool:
-    """Whether they are 8-bit integers with a scale a row or a map, and no zero points."""
-    return is_int8(weights) and not columns_of(weights) and bool(weights.get("symmetric", True))
-
-
 def is_int8(numbers: Mapping[str, Any]) -> bool:
     return (numbers.get("type", "int"), numbers.get("num_bits", 8)) == ("int", 8)
 
 
-def is_by_row(scheme: Mapping[str, Any]) -> bool:
-    """Whether activations are rounded just as asked: each row by a scale of its own."""
-    is_dynamic = scheme.get("dynamic") is True and scheme.get("strategy") == "token"
-    return is_int8(scheme) and is_dynamic and bool(scheme.get("symmetric", True))
+def are_row_codes(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool:
+    """Whether both are 8-bit integers without zero points, weights with a scale a row or a map, and
+    activations with a scale of each row's own: they are computed just as asked.
+    """
+    is_dynamic = activations.get("dynamic") is True and activations.get("strategy") == "token"
+    both = weights, activations
+    are_plain = all(is_int8(numbers) and numbers.get("symmetric", True) for numbers in both)
+    return are_plain and is_dynamic and not columns_of(weights)
 
 
 def words(scheme: Mapping[str, Any]) -> str:

@@ -78,7 +78,11 @@ class QuantizedMaps:
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
-            check_numbers(tensors)
+            for suffix, tensor in tensors.items():
+                if "scale" in suffix and not is_finite(tensor.float()):
+                    raise NotFinite(suffix)
+            if "bias" in tensors and tensors["bias"].any():
+                raise ValueError("it has a bias, and config.json asks for none")
             weight = self.format.read(self.shapes[name], tensors)
             if isinstance(weight, Tensor) and "weight" in tensors and not is_finite(weight):
                 raise NotFinite("weight")
@@ -105,12 +109,3 @@ class QuantizedMaps:
 
     def refusal(self, module: str, reason: str) -> ConfigError:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")
-
-
-def check_numbers(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError for numbers that no map can be made of."""
-    for suffix, tensor in tensors.items():
-        if "scale" in suffix and not is_finite(tensor.float()):
-            raise NotFinite(suffix)
-    if "bias" in tensors and tensors["bias"].any():
-        raise ValueError("it has a bias, and config.json asks for none")
