@@ -16,9 +16,9 @@ from specserve.exchange.phases import Phases
 from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.decoder_config import Shape
 from specserve.models.draft_head import DraftHead
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder, weight_bytes
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve.models.row_probe import differing_rows
 from specserve.models.selection import (
     check_lost_head,

@@ -185,13 +185,6 @@ class Given(torch.nn.Module):
         return BodyOutput(last_hidden_state=inputs_embeds)
 
 
-def head_of(causal: Any) -> Any:
-    """The same model without its body: from what comes out of that, its own code makes logits."""
-    head = copy.copy(causal)
-    head._modules = {**causal._modules, causal.base_model_prefix: Given()}
-    return head
-
-
 class StepPlan(NamedTuple):
     """positions  [1, R]  int64  on the ops' device"""
 
@@ -225,7 +218,9 @@ class TransformersModel:
         )
         self.config, self.ops, self.causal, self.still = shape, ops, causal, still
         self.hook, self.forms = hook, forms
-        self.body, self.head = causal.base_model, head_of(causal)
+        # The head is the same model without its body: its own code makes logits of what that gives.
+        self.body, self.head = causal.base_model, copy.copy(causal)
+        self.head._modules = {**causal._modules, causal.base_model_prefix: Given()}
         self.dtype: torch.dtype = causal.dtype
         self.windows = tuple(dict.fromkeys(call.window for call in layers))
         self.has_plain_scores = all(call.soft_cap is None and call.sinks is None for call in layers)

@@ -10,7 +10,7 @@ from specserve.config import DEMO_COST, DEMO_HEAD, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models import folder
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.eagle_loader import (
+from specserve.models.eagle_head import (
     check_target,
     load_eagle_head,
     places,

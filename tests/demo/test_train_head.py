@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve_bench.demo import commands, learning, losses, train_head
 from specserve_bench.demo.batches import IGNORED, Batch, Corpus

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.mtp_config import has_mtp
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve_kernels import cpu
 from specserve_kernels.ops import EagerProgram
 from tests.checkpoints import tiny_checkpoint

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.growth import Growth
 from specserve.scheduling.trials import Turn

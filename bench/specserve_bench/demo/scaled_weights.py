@@ -37,7 +37,7 @@ from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import EagleConfig
-from specserve.models.eagle_loader import FUSE, OFFSETS, places, read_targets, shown_shapes
+from specserve.models.eagle_head import FUSE, OFFSETS, places, read_targets, shown_shapes
 from specserve.models.loader import EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
 from specserve.models.tensor_views import stored_shapes

@@ -1,6 +1,6 @@
 """The C++ kernels as functions from tensors to tensors: each call is a list of one op."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from specserve_kernels.types import (
     KVCache,
     KVLayer,
     Logprobs,
+    PackedExperts,
     QKNorm,
     Rotary,
     Rows,
@@ -317,3 +318,123 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     args = native.TopChildren(floats(logits), R, V, *asked)
     run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight
+
+
+class SlotMaps:
+    """One of the two maps of the adapter in each slot. A program holds the address of `addresses`,
+    so what is put into a slot counts from the next step on.
+    """
+
+    def __init__(self, num_slots: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.packed: list[Packed | None] = [None] * num_slots
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of their words; 0: none
+        self.form = prepack(torch.zeros(N, K, dtype=dtype))._replace(words=self.addresses)
+
+    def pack(self, weight: Tensor) -> Packed:
+        packed = prepack(weight)
+        assert packed[1:] == self.form[1:], "an adapter of another shape or dtype"
+        return packed
+
+    def put(self, slot: int, packed: Packed | None) -> None:
+        self.packed[slot] = packed
+        self.addresses[slot] = 0 if packed is None else packed.words.data_ptr()
+
+
+class CpuMapAdapters:
+    """As the reference's."""
+
+    def __init__(self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.down = SlotMaps(num_slots, rank, K, dtype)
+        self.up = SlotMaps(num_slots, N, rank, dtype)
+
+    def packed(self, down: Tensor, up: Tensor) -> tuple[Packed, Packed]:
+        return self.down.pack(down), self.up.pack(up)
+
+    def put(self, slot: int, packed: tuple[Packed, Packed] | None) -> None:
+        down, up = packed or (None, None)
+        self.down.put(slot, down)
+        self.up.put(slot, up)
+
+
+def adapted(x: Tensor, adapters: CpuMapAdapters, plan: CpuPlan) -> AdapterSums | None:
+    told = plan.rows.adapters
+    if told is None:
+        return None
+    A, down, up = len(told.order), adapters.down, adapters.up
+    inner, sums = x.new_empty(A, down.form.N), torch.empty(A, up.form.N)
+    first = arguments.adapter_maps(x, told.order, down, told.begins, inner, PLAIN)
+    second = arguments.adapter_maps(inner, None, up, told.begins, sums, FLOATS)
+    run("adapter_maps", first, A, A * x.shape[1] * down.form.N)
+    run("adapter_maps", second, A, sums.numel() * down.form.N)
+    return AdapterSums(sums, told.places)
+
+
+class RoutedPairs(NamedTuple):
+    """The experts of each row, and the work list: by expert, which rows it has.
+
+    A row and one of its experts are a pair; pairs have places, in the order of experts and rows.
+
+    weights  [R, k]   float32
+    experts  [R, k]   int32    the likeliest first
+    places   [R, k]   int32    of each pair
+    rows     [R, k]   int32    flat: the row of the pair at a place
+    begins   [E + 1]  int32    the first place of each expert, and the end
+    """
+
+    weights: Tensor
+    experts: Tensor
+    places: Tensor
+    rows: Tensor
+    begins: Tensor
+
+
+def prepack_experts(
+    weights: Iterable[Tensor | Codes], is_gated: bool = False, bias: Tensor | None = None
+) -> PackedExperts:
+    each = tuple(prepack(weight, is_gated) for weight in weights)
+    forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
+    assert len(forms) == 1, f"experts of different forms: {forms}"
+    addresses = torch.tensor([packed.words.data_ptr() for packed in each])
+    outputs = each[0].N * (2 if is_gated else 1)
+    assert bias is None or bias.shape == (len(each), outputs), "no bias for each expert"
+    return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
+
+
+def route(logits: Tensor, k: int, normalizes: bool) -> RoutedPairs:
+    R, E = logits.shape
+    chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
+    begins = torch.zeros(E + 1, dtype=torch.int32)
+    routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
+    run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
+    return routing
+
+
+def experts(
+    x: Tensor,
+    routing: RoutedPairs,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    residual: Tensor,
+    limit: float | None = None,
+) -> Tensor:
+    R, k = routing.weights.shape
+    assert len(x) == len(residual) == R, "a routing or a residual of another number of rows"
+    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    rows, begins = routing.rows, routing.begins
+    calls: list[tuple[str, Any]] = [
+        ("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit)),
+        ("expert_maps", arguments.expert_maps(inner, None, down, begins, sums)),
+        (
+            "add_experts",
+            arguments.add_experts(0, sums, routing.weights, routing.places, residual),
+        ),
+    ]
+    for name, args in calls:
+        run(name, args, R, x.numel() * inner.shape[1])
+    return residual
+
+
+def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+    args = arguments.add_gated(0, x, gate, residual)
+    run("add_gated", args, len(x), x.numel())
+    return residual

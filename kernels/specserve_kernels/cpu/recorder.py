@@ -11,9 +11,8 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
-from specserve_kernels.cpu.adapters import CpuMapAdapters
 from specserve_kernels.cpu.arguments import Packed
-from specserve_kernels.cpu.experts import RoutedPairs
+from specserve_kernels.cpu.ops import CpuMapAdapters, RoutedPairs
 from specserve_kernels.types import (
     AdapterRows,
     AdapterSums,
