@@ -15,10 +15,11 @@ from specserve_kernels.types import Edits, Masks, Rows, SampleParams
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
 
 
-def declared(fields: str) -> list[tuple[str, Any]]:
+def declared(fields: str, **nested: Any) -> list[tuple[str, Any]]:
     """The fields of a C struct: types, each with the names that follow it."""
-    kinds = {"i64": c_int64, "f32": c_float, "ptr": c_void_p}
-    kind, found = None, []
+    kinds = {"i64": c_int64, "f32": c_float, "ptr": c_void_p, **nested}
+    kind: Any = None
+    found: list[tuple[str, Any]] = []
     for word in fields.split():
         if word in kinds:
             kind = kinds[word]
@@ -43,28 +44,6 @@ class SampleStruct(Structure):
     )
 
 
-class NormArgs(Structure):
-    _fields_ = declared(
-        "i64 is_bf16 domain ptr x weight out i64 width x_stride out_stride is_centered adds f32 eps"
-    )
-
-
-class Elementwise(Structure):
-    _fields_ = declared("i64 is_bf16 domain ptr x i64 width curve f32 number")
-
-
-class Pack(Structure):
-    _fields_ = declared("i64 value_bytes is_gated ptr weight packed i64 N K")
-
-
-class PackCodes(Structure):
-    _fields_ = declared("ptr q zero scale offset packed i64 N K bits group is_gated")
-
-
-class Quantize(Structure):
-    _fields_ = declared("i64 is_bf16 bits ptr weight q scale i64 N K")
-
-
 class Linear(Structure):
     _fields_ = declared(
         "i64 is_bf16 domain ptr x packed bias out "
@@ -73,83 +52,23 @@ class Linear(Structure):
     )
 
 
-class Route(Structure):
-    _fields_ = declared(
-        "i64 is_bf16 domain ptr logits weights experts places rows begins "
-        "i64 num_experts k normalizes"
-    )
-
-
-class ExpertMaps(Structure):
-    _fields_ = [("map", Linear), *declared("ptr packed begins i64 num_experts")]
-
-
-class AdapterMaps(Structure):
-    _fields_ = [("map", Linear), *declared("ptr packed begins i64 num_slots")]
-
-
-class AddExperts(Structure):
-    _fields_ = declared("i64 is_bf16 domain ptr sums weights places residual i64 N k")
-
-
-class AddGated(Structure):
-    _fields_ = declared("i64 is_bf16 domain ptr x gate residual i64 N")
-
-
-class Rope(Structure):
-    _fields_ = declared("ptr kv qkv q_norm k_norm q cos sin i64 num_heads f32 eps i64 is_bf16")
-
-
-class PlanAttention(Structure):
-    _fields_ = declared("ptr windows i64 num_windows num_heads num_kv_heads head_dim")
-
-
-class AttentionArgs(Structure):
-    _fields_ = declared(
-        "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
-    )
-
-
-class Moves(Structure):
-    _fields_ = declared("ptr layers i64 num_layers ptr source target i64 num_moves")
-
-
-class SampleArgs(Structure):
-    _fields_ = [
-        *declared("ptr logits i64 vocab_size ptr rows i64 num_rows"),
-        ("params", SampleStruct),
-        ("out", c_void_p),
-    ]
-
-
-class LogprobsArgs(Structure):
-    _fields_ = declared(
-        "ptr logits i64 vocab_size ptr rows tokens i64 num_rows k ptr token rank ids top"
-    )
-
-
-class TopChildren(Structure):
-    _fields_ = [
-        *declared("ptr logits i64 num_rows vocab_size"),
-        ("params", SampleStruct),
-        *declared("i64 k f32 tau ptr ids weight"),
-    ]
-
-
-class Copy(Structure):
-    _fields_ = declared("i64 domain ptr x out i64 row_bytes")
-
-
-class GatherCodes(Structure):
-    _fields_ = declared("i64 is_bf16 ptr q zero scale offset out i64 width group middle")
-
-
 class StepStruct(Structure):
     _fields_ = [("num_rows", c_int64 * 3), *declared("ptr token_ids read rows attention")]
 
 
 class Op(Structure):
     _fields_ = declared("ptr run args i64 domain")
+
+
+@cache
+def _struct(fields: str) -> type[Structure]:
+    told = declared(fields, linear=Linear, sampling=SampleStruct)
+    return type("Args", (Structure,), {"_fields_": told})
+
+
+def filled(fields: str, *values: Any) -> Structure:
+    """The arguments of an op, as its C struct has them."""
+    return _struct(fields)(*values)
 
 
 def is_bf16(x: Tensor) -> bool:

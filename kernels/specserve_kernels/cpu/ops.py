@@ -82,7 +82,8 @@ def _pack(weight: Tensor, is_gated: bool, tail: int = 0) -> tuple[Tensor, int]:
     N = rows // 2 if is_gated else rows
     kind = weight.itemsize, is_gated
     words = allocate(4 * (native.packed_words(N, K, *kind) + tail)).view(torch.int32)
-    args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
+    fields = "i64 value_bytes is_gated ptr weight packed i64 N K"
+    args = native.filled(fields, *kind, weight.data_ptr(), words.data_ptr(), N, K)
     run("pack", args, 1, weight.numel())
     return words, N
 
@@ -103,7 +104,8 @@ def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
     form = bits, group, zero is not None, offset is not None
     words = allocate(native.code_bytes(N, K, form, is_gated))
     pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
-    args = native.PackCodes(*pointers, N, K, bits, group, is_gated)
+    fields = "ptr q zero scale offset packed i64 N K bits group is_gated"
+    args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
     run("pack_codes", args, 1, codes.q.numel())
     return Packed(words, N, K, is_gated, Coding(*form))
 
@@ -130,7 +132,9 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     # Not from malloc: freeing it would leave a hole in the heap between weights.
     q, scale = allocate(N * K).view(N, K), torch.empty(N, K // group)
     pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
-    args = native.Quantize(native.is_bf16(weight), bits, *pointers, N, K)
+    args = native.filled(
+        "i64 is_bf16 bits ptr weight q scale i64 N K", native.is_bf16(weight), bits, *pointers, N, K
+    )
     run("quantize", args, 1, weight.numel())
     return Codes(bits, group, q, scale)
 
@@ -281,7 +285,8 @@ def attention(
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     layers = (native.KV * len(kv.layers))(*(arguments.layer(layer) for layer in kv.layers))
     pointers = source.data_ptr(), target.data_ptr()
-    args = native.Moves(addressof(layers), len(layers), *pointers, len(source))
+    fields = "ptr layers i64 num_layers ptr source target i64 num_moves"
+    args = native.filled(fields, addressof(layers), len(layers), *pointers, len(source))
     run("move_kv", args, len(source), 0)
 
 
@@ -295,7 +300,8 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
-    args = native.SampleArgs(floats(logits), V, *places)
+    fields = "ptr logits i64 vocab_size ptr rows i64 num_rows sampling params ptr out"
+    args = native.filled(fields, floats(logits), V, *places)
     run("sample", args, n, n * V if n > 1 else 0)
     return out
 
@@ -306,7 +312,8 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     ids = torch.empty(n, k, dtype=torch.int64)
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
     given = floats(logits), V, rows.data_ptr(), tokens.data_ptr(), n, k
-    args = native.LogprobsArgs(*given, *(x.data_ptr() for x in out))
+    fields = "ptr logits i64 vocab_size ptr rows tokens i64 num_rows k ptr token rank ids top"
+    args = native.filled(fields, *given, *(x.data_ptr() for x in out))
     run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 
@@ -315,7 +322,8 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     asked = native.sample_params_of(params), k, tau, ids.data_ptr(), weight.data_ptr()
-    args = native.TopChildren(floats(logits), R, V, *asked)
+    fields = "ptr logits i64 num_rows vocab_size sampling params i64 k f32 tau ptr ids weight"
+    args = native.filled(fields, floats(logits), R, V, *asked)
     run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight
 

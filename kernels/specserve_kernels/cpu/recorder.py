@@ -159,14 +159,16 @@ class Recorder:
     def copy(self, x: Any) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
         pointers = x.tensor.data_ptr(), out.tensor.data_ptr()
-        args = native.Copy(x.domain, *pointers, x.tensor[0].numel() * x.tensor.itemsize)
+        fields = "i64 domain ptr x out i64 row_bytes"
+        args = native.filled(fields, x.domain, *pointers, x.tensor[0].numel() * x.tensor.itemsize)
         self.note("copy", args, x.domain)
         return out
 
     def gather(self, x: Any, tensor: Tensor, index: Index) -> Any:
         out = self.new(index.domain, tensor.shape[1:], tensor.dtype)
         pointers = tensor.data_ptr(), out.tensor.data_ptr()
-        args = native.Copy(index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
+        fields = "i64 domain ptr x out i64 row_bytes"
+        args = native.filled(fields, index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
         self.note("gather", args, index.domain, *([x] if isinstance(x, Tensor) else []))
         return out
 
