@@ -41,8 +41,8 @@ from specserve_bench import (
 )
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
-from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.demo.scaled_model import SHAPES
+from specserve_bench.demo.training_config import HeadConfig
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from specserve_bench.demo.card import JSON, TEXT
-from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.demo.head_figures import Rightness
+from specserve_bench.demo.training_config import HeadConfig
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):

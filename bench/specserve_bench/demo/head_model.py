@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import ARCHITECTURES, TAPS
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.training_config import HeadConfig
 
 KV = list[tuple[Tensor, Tensor]]  # keys and values [B, Hk, L, D] of each draft step
 

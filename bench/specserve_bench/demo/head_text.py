@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve_bench.demo.batches import Corpus, Ids
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.training_config import HeadConfig
 
 CONVERSATIONS = ".jsonl"
 BEGINNING, GAP = 64, 512  # tokens of a beginning that is held out, and from one to the next

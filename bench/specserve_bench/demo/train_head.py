@@ -22,7 +22,6 @@ from specserve.models.folder import resolve
 from specserve.models.preflight import check_model
 from specserve_bench.demo.batches import Corpus, Ids, encode, load_corpus, save_corpus
 from specserve_bench.demo.head_card import HeadCard, Training, write_head_card
-from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.demo.head_figures import measure
 from specserve_bench.demo.head_loss import Teacher, head_loss
 from specserve_bench.demo.head_model import (
@@ -44,7 +43,7 @@ from specserve_bench.demo.held_out import questions, source_files
 from specserve_bench.demo.learning import Stage, learn
 from specserve_bench.demo.own_text import own_text
 from specserve_bench.demo.train import device_named, hours, machine, read_corpus
-from specserve_bench.demo.training_config import check_config, read_config
+from specserve_bench.demo.training_config import HeadConfig, check_config, read_config
 from specserve_kernels.threads import allowed_threads
 
 BEGINNING = 1000  # characters of an evaluation file
