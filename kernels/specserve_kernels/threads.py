@@ -22,20 +22,13 @@ def topology(affinity: Collection[int] | None = None, root: Path = ROOT) -> Topo
     """The CPUs in the affinity mask, but no more than the quotas' time suffices for."""
     allowed = os.sched_getaffinity(0) if affinity is None else affinity
     # Threads that use up the quota are all stopped until the next period: so it is rounded down.
-    most = max(1, int(min(quotas(root), default=len(allowed))))
-    cores = {siblings(cpu, root) for cpu in allowed}
+    quotas = (quota(folder) for folder in cgroups(root))
+    limits = [number for number in quotas if number is not None]
+    most = max(1, int(min(limits, default=len(allowed))))
+    # The CPUs of a core, as the system lists them; the CPU itself if it lists none.
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {text(root / siblings.format(cpu)) or str(cpu) for cpu in allowed}
     return Topology(min(len(allowed), most), min(len(cores), most))
-
-
-def siblings(cpu: int, root: Path) -> str:
-    """All CPUs of the same core, as the system lists them; the CPU itself if it lists none."""
-    return text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def quotas(root: Path) -> list[float]:
-    """CPUs' worth of time that each cgroup with a limit may use."""
-    found = (quota(folder) for folder in cgroups(root))
-    return [number for number in found if number is not None]
 
 
 def cgroups(root: Path) -> Iterator[Path]:
@@ -57,7 +50,9 @@ def cgroups(root: Path) -> Iterator[Path]:
 
 
 def quota(folder: Path) -> float | None:
-    """The quota that a cgroup's folder tells; None without one. Version 2 has one file, 1 two."""
+    """The quota of a cgroup's folder, in CPUs' worth of time; None without one. Version 2 has one
+    file, 1 two.
+    """
     limits = text(folder / "cpu.max").split()
     if not limits:
         limits = [text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]

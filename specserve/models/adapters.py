@@ -140,7 +140,13 @@ class AdapterReader:
             match = TENSOR.fullmatch(name)
             refuse_whole(self.path, name)
             if match is None or match[1] not in parts:
-                raise ConfigError(f"{self.path}: the tensor {name} {no_place(parts)}")
+                ends = sorted({".".join(part.split(".")[3:]) for part in parts})
+                raise ConfigError(
+                    f"{self.path}: the tensor {name} is of no module that an adapter can change "
+                    f"here, which are {', '.join(ends)} of the model's layers; take an adapter of "
+                    "this model that changes these alone, or merge this one into its model "
+                    "(peft's merge_and_unload)"
+                )
         for module in OTHERS:
             if self.told.is_target(module):
                 raise ConfigError(
@@ -273,15 +279,6 @@ def tensor_name(module: str, matrix: str) -> str:
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
-def no_place(parts: Iterable[str]) -> str:
-    ends = sorted({".".join(part.split(".")[3:]) for part in parts})
-    return (
-        f"is of no module that an adapter can change here, which are {', '.join(ends)} of the "
-        "model's layers; take an adapter of this model that changes these alone, or merge this one "
-        "into its model (peft's merge_and_unload)"
-    )
-
-
 def check_files(folder: Path) -> None:
     """ConfigError unless the folder has the tensors as a file of its own, and not as a pickle."""
     if not (folder / WEIGHTS).exists():
@@ -303,13 +300,14 @@ class AdapterSlots:
     def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
         """The decoder of `self.decoder` has them, and shares all else."""
         ops, config, dtype = decoder.ops, decoder.config, decoder.dtype
-        shapes = [fused_shapes(fused_maps(config, i), max_rank) for i in range(config.num_layers)]
-        self.layers = [
-            LayerAdapters(
-                **{name: ops.adapter_slots(num_slots, *maps[name], dtype) for name in maps}
-            )
-            for maps in shapes
-        ]
+        self.layers: list[LayerAdapters] = []
+        for i in range(config.num_layers):
+            slots: dict[str, Any] = {}
+            for name, parts in fused_maps(config, i).items():
+                rank, height = len(parts) * max_rank, sum(part.height for part in parts)
+                shape = rank, height, parts[0].width
+                slots[name] = ops.adapter_slots(num_slots, *shape, dtype)
+            self.layers.append(LayerAdapters(**slots))
         weights = decoder.weights
         layers = zip(weights.layers, self.layers, strict=True)
         with_slots = tuple(layer._replace(adapters=slots) for layer, slots in layers)
@@ -333,11 +331,3 @@ class AdapterSlots:
             for name, own in slots._asdict().items():
                 if own is not None:
                     own.put(slot, maps.get(name))
-
-
-def fused_shapes(maps: FusedMaps, max_rank: int) -> dict[str, tuple[int, int, int]]:
-    """Rank, height and width of each fused map's adapters."""
-    return {
-        name: (len(parts) * max_rank, sum(part.height for part in parts), parts[0].width)
-        for name, parts in maps.items()
-    }

@@ -9,7 +9,7 @@ import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import rope
-from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_layers
+from specserve.models.experts import ExpertStyle, Mixture, number_field
 from specserve.models.families import FAMILIES, ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
@@ -235,7 +235,7 @@ def parse_mixture(
         every = positive(fields, "decoder_sparse_step")
     if not isinstance(without, list):
         raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
-    layers = sparse_layers(num_layers, every, without)
+    layers = tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))
     if not any(layers):
         return None
     check_gate(fields, style)
@@ -286,21 +286,18 @@ def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
         raise ValueError(
             f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
         )
-    head_dim = head_size(fields, heads)
+    head_dim = fields["head_dim"]
+    if head_dim is not None:
+        head_dim = positive(fields, "head_dim")
+    elif (hidden := positive(fields, "hidden_size")) % heads:
+        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+    else:
+        head_dim = hidden // heads
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim = {head_dim} is not supported: at most {MAX_HEAD_DIM} is")
     return heads, kv_heads, head_dim
-
-
-def head_size(fields: Mapping[str, Any], heads: int) -> int:
-    if fields["head_dim"] is not None:
-        return positive(fields, "head_dim")
-    hidden = positive(fields, "hidden_size")
-    if hidden % heads:
-        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
-    return hidden // heads
 
 
 def norm_eps(fields: Mapping[str, Any], key: str) -> float:

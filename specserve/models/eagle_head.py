@@ -153,7 +153,12 @@ def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
     targets = read_targets(checkpoint, config)
     shapes = shown_shapes(config)
     if EMBEDDING.removeprefix(MODEL) not in checkpoint:
-        check_same_width(folder, config)
+        hidden, width = config.layers.hidden_size, config.target_hidden_size
+        if hidden != width:
+            raise ConfigError(
+                f"{folder}: the tensor embed_tokens.weight is missing, and the target's has "
+                f"{width} columns in place of {hidden}; download the head again"
+            )
         del shapes[EMBEDDING]
     show(checkpoint, shapes, places(checkpoint, config, shapes))
     reader = Reader(checkpoint, shapes, QuantizedMaps(checkpoint, shapes, None), target.dtype, ops)
@@ -182,16 +187,6 @@ def read_body(
         dtype=reader.dtype,
         forms=reader.forms,
     )
-
-
-def check_same_width(folder: Path, config: EagleConfig) -> None:
-    """ConfigError where the target's embedding cannot be the head's."""
-    hidden, target = config.layers.hidden_size, config.target_hidden_size
-    if hidden != target:
-        raise ConfigError(
-            f"{folder}: the tensor embed_tokens.weight is missing, and the target's has {target} "
-            f"columns in place of {hidden}; download the head again"
-        )
 
 
 def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
@@ -232,11 +227,6 @@ def places(checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]) -
     for name in config.layers.qkv_names:
         found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
         found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
-    for name in shapes:
-        own = name.removeprefix(MODEL)
-        if own.startswith(f"{FIRST}."):
-            own = first + own.removeprefix(FIRST)
-        found.setdefault(name, (own, ALL))
     return found
 
 

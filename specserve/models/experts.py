@@ -1,6 +1,6 @@
 """Mixtures of experts, as config.json describes them, and their tensors in a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -90,8 +90,3 @@ def number_field(fields: Mapping[str, Any]) -> str:
             f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} mean the same"
         )
     return "num_local_experts" if "num_local_experts" in fields else "num_experts"
-
-
-def sparse_layers(num_layers: int, every: int, without: Sequence[Any]) -> tuple[bool, ...]:
-    """Which layers have experts: every so manyth, but for some."""
-    return tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))

@@ -17,7 +17,6 @@ from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
 from specserve.models.decoder_config import SINKS, DecoderConfig
-from specserve.models.experts import Mixture
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
@@ -395,7 +394,7 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
     assert mixture is not None, "a layer without experts"
     each = range(mixture.num_experts)
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
-    router = f"{layer}.{mixture.router}"
+    router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
     experts = Experts(
         router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True),
@@ -404,19 +403,16 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         normalizes=mixture.normalizes,
         router_bias=reader.read_bias(router),
         limit=mixture.limit,
-        shared=read_shared(reader, mixture, layer) if mixture.shared_width else None,
+        shared=SharedExpert(
+            gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
+            gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
+            down=reader.read_weight(f"{shared}.down_proj"),
+        )
+        if mixture.shared_width
+        else None,
     )
     none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
     return none | {"experts": experts}
-
-
-def read_shared(reader: Reader, mixture: Mixture, layer: str) -> SharedExpert:
-    shared = f"{layer}.{mixture.shared}"
-    return SharedExpert(
-        gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
-        gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
-        down=reader.read_weight(f"{shared}.down_proj"),
-    )
 
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:

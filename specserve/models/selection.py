@@ -134,11 +134,9 @@ def auto_options(config: Config) -> Any:
 def runs_draft_model(sources: Iterable[str]) -> bool:
     """Whether one of these sources of `auto` runs the draft model; imports those of users."""
     foreign = [name for name in sources if name not in BUILT_IN]
-    return "model" in sources or any(needs_executor(name) for name in foreign)
-
-
-def needs_executor(source: str) -> bool:
-    return bool(getattr(find_source(source), "needs_executor", False))
+    return "model" in sources or any(
+        getattr(find_source(name), "needs_executor", False) for name in foreign
+    )
 
 
 def may_need_draft_model(config: Config) -> bool:

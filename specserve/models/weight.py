@@ -123,7 +123,11 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         q=torch.cat([c.q for c in codes]),
         scale=torch.cat([c.scale for c in codes]),
         zero=torch.cat([zeros(c) for c in codes]) if has_zeros else None,
-        offset=torch.cat([offsets(c) for c in codes]) if has_offsets else None,
+        offset=torch.cat(
+            [torch.zeros_like(c.scale) if c.offset is None else c.offset for c in codes]
+        )
+        if has_offsets
+        else None,
         rounds_rows=all(c.rounds_rows for c in codes),
     )
 
@@ -155,7 +159,3 @@ def zeros(codes: Codes) -> Tensor:
     if codes.zero is not None:
         return codes.zero
     return torch.full_like(codes.scale, codes.middle, dtype=torch.uint8)
-
-
-def offsets(codes: Codes) -> Tensor:
-    return torch.zeros_like(codes.scale) if codes.offset is None else codes.offset

@@ -56,16 +56,15 @@ def pieces(calls: Sequence[Native | Hosted]) -> list[NativePiece]:
     found = []
     for is_native, group in groupby(calls, lambda call: isinstance(call, Native)):
         if is_native:
-            native: list[Any] = list(group)
-            found.append(NativePiece(op_array(native), None))
+            filled = [
+                native.Op(native.address(c.name), addressof(c.args), c.domain)
+                for c in group
+                if isinstance(c, Native)
+            ]
+            found.append(NativePiece((native.Op * len(filled))(*filled), None))
         else:
             found += [NativePiece(None, call) for call in group if isinstance(call, Hosted)]
     return found
-
-
-def op_array(calls: Sequence[Native]) -> Any:
-    filled = [native.Op(native.address(c.name), addressof(c.args), c.domain) for c in calls]
-    return (native.Op * len(filled))(*filled)
 
 
 class NativeProgram:
@@ -141,7 +140,9 @@ class NativeProgram:
         most = self.recording.max_rows
         if num_rows <= most[STEP] and num_read <= most[READ]:
             return
-        larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
+        # The next power of two, so that few numbers of rows record again.
+        asked = zip(most, (num_rows, num_read), strict=True)
+        larger = [max(n, 1 << (k - 1).bit_length()) for n, k in asked]
         self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
 
     def run_pieces(self, found: Sequence[NativePiece]) -> None:
@@ -152,7 +153,3 @@ class NativeProgram:
                     piece.hosted.run(self.step.num_rows)
             else:
                 native.run(piece.ops, self.step, threads)
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

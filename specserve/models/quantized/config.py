@@ -202,10 +202,6 @@ def fp8(fields: Mapping[str, Any]) -> Quantization:
     )
 
 
-def mxfp4(fields: Mapping[str, Any]) -> Quantization:
-    return Quantization(method="mxfp4", bits=4, group=32)
-
-
 COMPRESSED = (
     "pack-quantized",
     "int-quantized",
@@ -220,7 +216,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "gptq": gptq,
     "awq": awq,
     "fp8": fp8,
-    "mxfp4": mxfp4,
+    "mxfp4": lambda fields: Quantization(method="mxfp4", bits=4, group=32),
 }
 
 
