@@ -96,7 +96,11 @@ class Calibrators(dict[str, AcceptanceCalibrator]):
         self.calibration = calibration
 
     def __missing__(self, source: str) -> AcceptanceCalibrator:
-        bit, kinds = self.calibration.kinds_of(source)
+        sources = self.calibration.sources
+        if source not in sources:
+            kinds = [CalibrationBin() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
+            sources[source] = 1 << len(sources), kinds
+        bit, kinds = sources[source]
         calibrator = self[source] = AcceptanceCalibrator(source, bit, kinds)
         return calibrator
 
@@ -115,12 +119,6 @@ class Calibration:
         if found is None:
             found = self.requests[id] = Calibrators(self)
         return found
-
-    def kinds_of(self, source: str) -> tuple[int, list[CalibrationBin]]:
-        if source not in self.sources:
-            kinds = [CalibrationBin() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
-            self.sources[source] = 1 << len(self.sources), kinds
-        return self.sources[source]
 
     def combine(self, said: list[CalibratedScore]) -> float:
         """The probability of a guess that several sources share: as if they erred independently,

@@ -64,9 +64,6 @@ class Successors:
         """The likeliest successor, and its probability."""
         return self.ids[slot * NUM_SUCCESSORS], self.p[slot * NUM_SUCCESSORS] / ONE
 
-    def is_old(self, slot: int, now: int) -> bool:
-        return (now - self.renewed[slot]) % AGES >= OLD
-
     def enter(
         self, number: int, token: int, ids: Sequence[int], p: Sequence[float], now: int
     ) -> None:
@@ -184,7 +181,7 @@ class RecycleSource:
             if slot is not None:
                 first, p = table.best(slot)
                 known.learn(p, first == after)
-            if slot is None or table.is_old(slot, known.now):
+            if slot is None or (known.now - table.renewed[slot]) % AGES >= OLD:
                 wanted.append(place)
         return wanted
 

@@ -129,8 +129,16 @@ class AdapterReader:
         by_module = {part.module: part for part in parts}
         self.check_names(by_module)
         for module, part in by_module.items():
-            self.check_is_target(module)
-            if module in self.modules:
+            has_tensors = module in self.modules
+            if self.told.is_target(module) != has_tensors:
+                mistake = (
+                    "has tensors, and is not in" if has_tensors else "has no tensors, and is in"
+                )
+                raise ConfigError(
+                    f"{self.path}: {module} has {mistake} in target_modules of {NAME}; "
+                    f"download the adapter again, or correct {NAME}"
+                )
+            if has_tensors:
                 self.check_part(part)
         if not self.modules:
             raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
@@ -152,16 +160,6 @@ class AdapterReader:
                 raise ConfigError(
                     f"{self.path.with_name(NAME)}: target_modules has {module}. {ONLY_LAYERS}"
                 )
-
-    def check_is_target(self, module: str) -> None:
-        has_tensors = module in self.modules
-        if self.told.is_target(module) == has_tensors:
-            return
-        mistake = "has tensors, and is not in" if has_tensors else "has no tensors, and is in"
-        raise ConfigError(
-            f"{self.path}: {module} {mistake} target_modules of {NAME}; download the adapter "
-            f"again, or correct {NAME}"
-        )
 
     def check_part(self, part: AdaptedModule) -> None:
         rank = self.told.rank_of(part.module)

@@ -93,13 +93,6 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         return [f"mlp.{part}_proj" for part in parts]
 
     @property
-    def norm_names(self) -> list[str]:
-        """Of a layer's norms of rows as wide as the residual stream."""
-        norms = self.family.norms
-        places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
-        return [name for name in places if name is not None]
-
-    @property
     def qk_norm_widths(self) -> tuple[int, int] | None:
         """Of the norms of queries and of keys; None if there are none."""
         match self.family.qk_norm:
@@ -487,7 +480,9 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
-    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
+    norms = config.family.norms
+    places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in places if name}
     if config.family.has_sinks:
         shapes[SINKS] = (config.num_heads,)
     for part, width in zip("qk", config.qk_norm_widths or (), strict=False):

@@ -236,13 +236,6 @@ class Reader:
         self.embedding_bits = 8 * table.q.itemsize
         return table.each(self.ops.place)
 
-    def read_head(self, embedding: Weight) -> Any:
-        """The head where it is the embedding table as it stands."""
-        packed = self.ops.prepack(embedding)
-        if packed is not embedding:
-            self.count(embedding, is_head=True)
-        return packed
-
     def count(self, weight: Weight, is_head: bool) -> None:
         """Enter a linear map into `forms`."""
         self.num_bytes += num_bytes(weight)
@@ -265,7 +258,10 @@ class Reader:
         if bits is None:
             return self.read_plain(names, self.dtype)
         self.num_odd += self.rounding.is_odd(modules[0], self.shapes[names[0]][1])
-        codes = self.ops.quantize(self.read_plain(names, self.stored_dtype(names)), bits)
+        dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
+        # One that holds the tensors' numbers as they are stored.
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+        codes = self.ops.quantize(self.read_plain(names, dtype), bits)
         width = self.shapes[names[0]][1]
         rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
         return codes._replace(rounds_rows=rounds_rows)
@@ -293,11 +289,6 @@ class Reader:
 
     def source(self, name: str) -> str:
         return self.sources.get(name, name)
-
-    def stored_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """One that holds the tensors' numbers as they are stored."""
-        dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
-        return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
 
     def read_part(self, name: str) -> Weight:
         """One of several weights of which some are stored as codes."""
@@ -335,9 +326,13 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
     embedding = reader.read_embedding()
+    if head is None:  # it is the embedding table as it stands
+        head = reader.ops.prepack(embedding)
+        if head is not embedding:
+            reader.count(embedding, is_head=True)
     return DecoderWeights(
         embedding=embedding,
-        head=reader.read_head(embedding) if head is None else head,
+        head=head,
         layers=tuple(
             read_layer(reader, config, i, table_of(config, i, tables))
             for i in range(config.num_layers)

@@ -257,7 +257,11 @@ class Recorder:
 
     def adapted(self, x: Any, adapters: CpuMapAdapters, plan: RecordedPlan) -> AdapterSums:
         down, up = adapters.down, adapters.up
-        told = self.rows_of_adapters(len(down.addresses))
+        if self.adapter_rows is None:
+            order, places = torch.zeros(2, self.max_rows[STEP], dtype=torch.int32)
+            begins = torch.zeros(len(down.addresses) + 1, dtype=torch.int32)
+            self.adapter_rows = AdapterRows(order, begins, places)
+        told = self.adapter_rows
         inner = self.new(ADAPTED, (down.form.N,), x.tensor.dtype)
         sums = self.new(ADAPTED, (up.form.N,), torch.float32)
         first = x.tensor, told.order, down, told.begins, inner.tensor, arguments.PLAIN
@@ -265,13 +269,6 @@ class Recorder:
         second = inner.tensor, None, up, told.begins, sums.tensor, arguments.FLOATS
         self.note("adapter_maps", arguments.adapter_maps(*second), ADAPTED, adapters)
         return AdapterSums(sums, told.places)
-
-    def rows_of_adapters(self, num_slots: int) -> AdapterRows:
-        if self.adapter_rows is None:
-            order, places = torch.zeros(2, self.max_rows[STEP], dtype=torch.int32)
-            begins = torch.zeros(num_slots + 1, dtype=torch.int32)
-            self.adapter_rows = AdapterRows(order, begins, places)
-        return self.adapter_rows
 
     def route(self, logits: Any, k: int, normalizes: bool) -> RoutedPairs:
         # A step's row has k pairs, so that no buffer needs pairs as its rows.
