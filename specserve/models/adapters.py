@@ -131,9 +131,7 @@ class AdapterReader:
         for module, part in by_module.items():
             has_tensors = module in self.modules
             if self.told.is_target(module) != has_tensors:
-                mistake = (
-                    "has tensors, and is not in" if has_tensors else "has no tensors, and is in"
-                )
+                mistake = "tensors, and is not" if has_tensors else "no tensors, and is"
                 raise ConfigError(
                     f"{self.path}: {module} has {mistake} in target_modules of {NAME}; "
                     f"download the adapter again, or correct {NAME}"
