@@ -18,8 +18,6 @@ from specserve.models.decoder_config import DecoderConfig, load_config
 from specserve.models.eagle_config import LLAMA, EagleConfig, names_head, parts
 from specserve.models.folder import SCALED, Scaled, read_json, refuse_transformers
 from specserve.models.source import Folder, load_eagle_config
-from specserve.text.defaults import GenerationDefaults
-from specserve.text.tokenizer import Tokenizer
 
 NOTE = (
     "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
@@ -79,7 +77,9 @@ class ScaledDemo:
 
     def __init__(self, path: Path) -> None:
         self.path, self.recipe = path, msgspec.json.decode(path.read_bytes(), type=Recipe)
-        self.source = Folder(DEMO / self.recipe.source)
+        self.source = source = Folder(DEMO / self.recipe.source)
+        self.defaults, self.ends = source.defaults, source.ends
+        self.tokenizer, self.check = source.tokenizer, source.check
 
     @cached_property
     def sizes(self) -> ScaledSizes:
@@ -99,20 +99,8 @@ class ScaledDemo:
         refuse_transformers(self.path, implementation)
         return self.config()
 
-    def defaults(self) -> GenerationDefaults:
-        return self.source.defaults()
-
-    def ends(self) -> dict[str, list[int]]:
-        return self.source.ends()
-
-    def tokenizer(self) -> Tokenizer:
-        return self.source.tokenizer()
-
     def scaled(self) -> Scaled:
         return Scaled(self.recipe.source, self.recipe.like, NOTE)
-
-    def check(self) -> None:
-        self.source.check()
 
     def identity(self) -> Iterator[bytes]:
         yield self.path.read_bytes()
