@@ -418,7 +418,7 @@ def test_files_differ_in_identity(tmp_path):
 
 def test_all_of_the_header_counts_for_the_identity_and_the_size_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_source, "BEGINNING", 0)
-    monkeypatch.setattr("specserve.models.source.SAMPLES", 0)
+    monkeypatch.setattr("specserve.models.folder.SAMPLES", 0)
     file, _ = write(tmp_path)
     before = b"".join(open_source(file).identity())
     data = file.read_bytes()
