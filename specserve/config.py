@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
-from specserve_drafters.auto import EAGLE
+from specserve_drafters.base import EAGLE
 from specserve_drafters.tree import MAX_NODES
 
 # A small pair of models in the package, used where none is named.

@@ -14,7 +14,7 @@ from specserve.config import (
     to_toml,
 )
 from specserve.errors import ConfigError
-from specserve_drafters.auto import Auto
+from specserve_drafters.base import Auto
 
 PRESETS = {
     "auto": "auto",

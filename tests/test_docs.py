@@ -18,7 +18,6 @@ from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.models.families import FAMILIES
-from specserve.models.shapes import SHAPES
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
@@ -42,7 +41,8 @@ from specserve_bench import (
 )
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.scaled_model import SHAPES
+from specserve_bench.demo.training_config import HeadConfig
 from specserve_bench.peers import command as peers
 from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown

@@ -15,7 +15,6 @@ LAYERS = [  # ground floor first
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
     ("specserve.logs",),
-    ("specserve.models.disk",),
     ("specserve.models.folder",),
     ("specserve.memory",),
     ("specserve.text",),

@@ -13,16 +13,16 @@ from specserve.config import Config
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.pool import BlockPool, BlockTable
-from specserve.models.loaded import LoadedModel
-from specserve.models.shape import Shape
+from specserve.models.decoder import LoadedModel
+from specserve.models.decoder_config import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_bench.commands import at_least_1
 from specserve_bench.machine import cpu_name
 from specserve_bench.steps import Cost, Size, cost, kv_token_bytes, typical
-from specserve_drafters.auto import EAGLE
+from specserve_drafters.base import EAGLE
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
-from specserve_kernels.topology import topology
+from specserve_kernels.threads import topology
 
 CONTEXT = 256
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.models import decoder_config
-from specserve.models.decoder import Decoder, Layer, Weights
+from specserve.models.decoder import Decoder, DecoderWeights, Layer
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.families import FAMILIES
 from specserve.models.loader import Tables, rotary_tables, table_of
@@ -79,7 +79,7 @@ class RandomMaps:
         tables = rotary_tables(config, config.max_positions, self.ops)
         layers = tuple(self.layer(config, i, tables) for i in range(config.num_layers))
         norm = torch.ones(config.hidden_size)
-        weights = Weights(self.embedding, layers, norm, self.head, torch.bfloat16)
+        weights = DecoderWeights(self.embedding, layers, norm, self.head, torch.bfloat16)
         return Decoder(config, self.ops, tables.all_positions, weights)
 
     def layer(self, config: DecoderConfig, index: int, tables: Tables) -> Layer:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
 from specserve_bench.steps import Size, Steps, beside, longest_context, words
 from specserve_kernels import load
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 ROUNDS = 7
 SIZES = tuple(Size(f"{n} rows at 512", (512,), n) for n in (1, 4, 16, 64))

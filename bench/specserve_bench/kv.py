@@ -10,7 +10,7 @@ from specserve.memory.arena import Arena, KVLayout, used_bytes
 from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import KV_DTYPES
-from specserve.models.shapes import shape_config
+from specserve_bench.demo.scaled_model import shape_config
 from specserve_bench.steps import BLOCK_SIZE, spread, typical, words
 from specserve_kernels import Ops, load
 

@@ -61,7 +61,7 @@ class Map:
 
     def ms(self, num_rows: int) -> float:
         """Of one map, in a list of all copies' as a program has it."""
-        step = native.Step((num_rows, 0))
+        step = native.StepStruct((num_rows, 0))
         start = perf_counter()
         native.run(self.ops, step, torch.get_num_threads())
         return 1e3 * (perf_counter() - start) / len(self.copies)

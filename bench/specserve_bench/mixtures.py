@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specserve.models import decoder_config
-from specserve.models.decoder import Decoder, Experts, Weights
+from specserve.models.decoder import Decoder, DecoderWeights, Experts
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import rotary_tables
 from specserve_bench.bound import Bound
@@ -99,7 +99,7 @@ def random_mixture(config: DecoderConfig, ops: Ops) -> Decoder:
         for i in range(config.num_layers)
     )
     norm = torch.ones(config.hidden_size)
-    weights = Weights(maps.embedding, layers, norm, maps.head, torch.bfloat16)
+    weights = DecoderWeights(maps.embedding, layers, norm, maps.head, torch.bfloat16)
     return Decoder(config, ops, tables.all_positions, weights)
 
 

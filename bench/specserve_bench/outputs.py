@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from specserve.errors import ConfigError
-from specserve.models.disk import not_written
+from specserve.models.folder import not_written
 
 
 def check_file(flag: str, file: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.models.scaled_shape import shape_name
-from specserve.models.shapes import SHAPES
 from specserve.models.writing import write_json
 from specserve_bench import mixtures
+from specserve_bench.demo.scaled_model import SHAPES, shape_name
 from specserve_bench.scale import scale_model
 
 Pair = tuple[Path, Path]  # target and draft model

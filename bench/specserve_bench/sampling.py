@@ -21,7 +21,7 @@ from specserve.engine.pool_plan import Models
 from specserve.engine.runner import Draws, draws_of, plain_draws
 from specserve.engine.tuning import tune
 from specserve.exchange.sampling_params import Sampling
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.scheduling.text_state import TextState
 from specserve.speculation import verify

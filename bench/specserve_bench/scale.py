@@ -1,5 +1,5 @@
 """Writes the checkpoint of a small model's text at a large model's cost: see
-`specserve.models.scaling`.
+`specserve_bench.demo.scaled_weights`.
 """
 
 import argparse
@@ -14,15 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specserve.errors import ConfigError
-from specserve.models.disk import not_written
-from specserve.models.folder import name_of, resolve
+from specserve.models.folder import name_of, not_written, resolve
 from specserve.models.loader import DTYPES
-from specserve.models.scaled_shape import sizes
-from specserve.models.scaling import Scaling
-from specserve.models.shapes import SHAPES
 from specserve.models.weight_files import INDEX
 from specserve.models.writing import SHARD_BYTES, copy_companions, split, write_json
 from specserve_bench import outputs
+from specserve_bench.demo.scaled_model import SHAPES, scaled_sizes
+from specserve_bench.demo.scaled_weights import ScaledTensors
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,11 +71,13 @@ def scale_model(
     where that is not its folder's. Same arguments, same bytes.
     """
     refuse_existing(target)
-    scaled = sizes(source, shape, str(dtype).removeprefix("torch."), name or source.resolve().name)
-    scaling = Scaling(source, scaled, dtype, seed)
+    scaled = scaled_sizes(
+        source, shape, str(dtype).removeprefix("torch."), name or source.resolve().name
+    )
+    tensors = ScaledTensors(source, scaled.small, scaled.large, dtype, seed)
     target.mkdir(parents=True, exist_ok=True)
     copy_companions(source, target)
-    write_shards(scaling, target, shard_bytes)
+    write_shards(tensors, target, shard_bytes)
     # Last: a folder without a config.json is no model.
     write_json(target / "config.json", scaled.fields)
 
@@ -89,15 +89,15 @@ def refuse_existing(target: Path) -> None:
         )
 
 
-def write_shards(scaling: Scaling, target: Path, shard_bytes: int) -> None:
+def write_shards(scaled: ScaledTensors, target: Path, shard_bytes: int) -> None:
     """Write shards one after the other, so that memory holds one."""
-    all_bytes = {n: math.prod(s) * scaling.dtype.itemsize for n, s in scaling.shapes.items()}
+    all_bytes = {n: math.prod(s) * scaled.dtype.itemsize for n, s in scaled.shapes.items()}
     shards = split(all_bytes, shard_bytes)
     console = Console(stderr=True)
     for file, names in track(
         shards.items(), f"writing {target.name}", console=console, disable=not console.is_terminal
     ):
-        tensors = {name: scaling.tensor(name) for name in names}
+        tensors = {name: scaled.get_tensor(name) for name in names}
         save_file(tensors, target / file, metadata={"format": "pt"})
         del tensors  # before the next are made
     if len(shards) > 1:

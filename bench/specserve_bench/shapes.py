@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from specserve.models import decoder_config
-from specserve.models.shapes import SHAPES, shape_config
+from specserve_bench.demo.scaled_model import SHAPES, shape_config
 
 
 def random_checkpoint(shape: str, folder: Path) -> Path:

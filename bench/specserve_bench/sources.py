@@ -17,7 +17,7 @@ from specserve_bench.report import ratio_words
 from specserve_bench.results import Goals, Load, Ratio, ratio
 from specserve_bench.speculation import HOT, KV_BYTES, tokens_a_step, tpot
 from specserve_bench.workloads import workload
-from specserve_drafters.auto import BUILT_IN, USUAL
+from specserve_drafters.base import BUILT_IN, USUAL
 
 FILE = Path("bench/results/sources-cpu.json")
 COMMAND = "python -m specserve_bench.figures sources"

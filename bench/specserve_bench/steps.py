@@ -16,9 +16,9 @@ from specserve.engine.pool_plan import Models
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.engine.tuning import tune
 from specserve.memory.pool import BlockTable
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
+from specserve.models.decoder_config import Shape
 from specserve.models.loader import load_decoder
-from specserve.models.shape import Shape
 from specserve_bench.bound import Bound, Rates
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import load

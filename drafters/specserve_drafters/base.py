@@ -3,11 +3,13 @@
 import importlib
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Meta, field
 
-from specserve_drafters.tree import Draft
+from specserve_drafters.candidates import Candidate
+from specserve_drafters.tree import MAX_NODES, Draft
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor
@@ -15,7 +17,7 @@ if TYPE_CHECKING:  # a process that only checks a drafter's name and options nee
     from specserve_kernels import Ops
 
 BUILTIN = {
-    "auto": "specserve_drafters.auto:Auto",
+    "auto": "specserve_drafters.base:Auto",
     "ngram": "specserve_drafters.ngram:NgramDrafter",
     "model": "specserve_drafters.model:ModelDrafter",
     "eagle": "specserve_drafters.model:ModelDrafter",  # with a head as its model
@@ -100,6 +102,22 @@ class Drafter(Protocol):
     def forget(self, id: int) -> None:
         """Drop what is kept of a request: it has ended, and its id may be used again."""
         ...
+
+
+class DraftSource(Protocol):
+    """One of several sources, whose guesses are merged into one tree. It sees requests' texts, and
+    knows beforehand how many of its guesses are likely to be right.
+    """
+
+    name: str
+
+    def promise(self, id: int, text: "array[int]") -> float: ...
+
+    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+
+    def forget(self, id: int) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class DrafterError(ValueError):
@@ -195,3 +213,25 @@ def make_drafter(
 
 def reason(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}"
+
+
+EAGLE = "eagle"  # the source that is a head of the target
+USUAL = "ngram", "model", EAGLE, "grammar", "prediction"
+BUILT_IN = *USUAL, "suffix", "recycle"
+
+
+class AutoOptions(Options, frozen=True):
+    # ngram, model (where there is a draft model), eagle (where there is a head), grammar,
+    # prediction, suffix, recycle, and drafters as package.module:Class
+    sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = USUAL
+    # of the drafters among them, by these names
+    source_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of a model
+    width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+    tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
+
+
+class Auto:
+    """The options of the sources that the engine asks and plans by itself."""
+
+    Options = AutoOptions

@@ -14,13 +14,13 @@ UNSCORED = 0.5  # the score of a guess whose source gives none
 
 PRIOR = 4.0  # guesses that a kind's own score counts for
 MEMORY = 1 - 1 / 256  # what is left of a kind's counts after another guess of it
-TILT_PRIOR = 1.0  # of a request's tilt, in units of p (1 - p): four guesses of p = 1/2
-TILT_MEMORY = 1 - 1 / 32  # what is left of a tilt's guesses after another step
-MAX_TILT = 4.0
+SHIFT_PRIOR = 1.0  # of a request's shift, in units of p (1 - p): four guesses of p = 1/2
+SHIFT_MEMORY = 1 - 1 / 32  # what is left of a shift's guesses after another step
+MAX_SHIFT = 4.0
 WORTH, WORTH_RATE = 0.05, 1 / 64  # what agreement is worth at first, and how fast that changes
 
 
-class Kind:
+class CalibrationBin:
     """Decayed counts of the guesses of one source, bucket of score and depth."""
 
     __slots__ = ("factor", "hits", "scores", "tries")
@@ -42,20 +42,20 @@ class Kind:
 
 # One source's word on a guess: who weighed it, the kind, the score, and what it is worth here. A
 # plain tuple: hundreds are made in a step.
-Said = tuple["Judge", int, float, float]
+CalibratedScore = tuple["AcceptanceCalibrator", int, float, float]
 
 
-class Judge:
-    """One source's scores in one request: changed as for all requests, and by a tilt of its own."""
+class AcceptanceCalibrator:
+    """Calibrates one source's scores in one request: as in all requests, and by its own shift."""
 
-    __slots__ = ("bit", "factor", "kinds", "source", "tilt", "weight")
+    __slots__ = ("bit", "factor", "kinds", "logit_shift", "source", "weight")
 
-    def __init__(self, source: str, bit: int, kinds: list[Kind]) -> None:
+    def __init__(self, source: str, bit: int, kinds: list[CalibrationBin]) -> None:
         self.source, self.bit, self.kinds = source, bit, kinds
-        self.tilt = self.weight = 0.0
-        self.factor = 1.0  # of the odds: exp(tilt)
+        self.logit_shift = self.weight = 0.0
+        self.factor = 1.0  # of the odds: exp(shift)
 
-    def weigh(self, score: float | None, depth: int) -> Said:
+    def weigh(self, score: float | None, depth: int) -> CalibratedScore:
         """A score of any value as a probability: NaN and None count as UNSCORED."""
         if score is None or score != score:
             score = UNSCORED
@@ -65,77 +65,77 @@ class Judge:
         p = right / (right + 1 - score)
         return self, kind, score, LEAST if p < LEAST else MOST if p > MOST else p
 
-    def learn(self, said: Said, is_right: bool) -> None:
+    def learn(self, said: CalibratedScore, is_right: bool) -> None:
         """Count a guess whose parent was right."""
         _, kind, score, p = said
         self.kinds[kind].count(score, is_right)
-        # A Newton step of a logistic regression with forgetting, whose only weight is the tilt. The
-        # kinds' share in p changes meanwhile; the step goes by what is wrong with both together.
+        # A Newton step of a logistic regression with forgetting, whose only weight is the shift.
+        # The kinds' share in p changes meanwhile; the step uses the error of both together.
         self.weight = weight = self.weight + p * (1 - p)
-        tilt = self.tilt + (is_right - p) / (weight + TILT_PRIOR)
-        self.tilt = -MAX_TILT if tilt < -MAX_TILT else MAX_TILT if tilt > MAX_TILT else tilt
+        shift = self.logit_shift + (is_right - p) / (weight + SHIFT_PRIOR)
+        self.logit_shift = (
+            -MAX_SHIFT if shift < -MAX_SHIFT else MAX_SHIFT if shift > MAX_SHIFT else shift
+        )
 
     def fade(self) -> None:
-        """Another step begins: a tilt that nothing confirms goes back to what holds for all."""
-        left = self.weight * TILT_MEMORY
-        self.tilt *= TILT_MEMORY * (self.weight + TILT_PRIOR) / (left + TILT_PRIOR)
+        """Another step begins: a shift that nothing confirms goes back to what holds for all."""
+        left = self.weight * SHIFT_MEMORY
+        self.logit_shift *= SHIFT_MEMORY * (self.weight + SHIFT_PRIOR) / (left + SHIFT_PRIOR)
         self.weight = left
 
     def use(self) -> None:
         """Weigh by what was learnt, from here on."""
-        self.factor = exp(self.tilt)
+        self.factor = exp(self.logit_shift)
 
 
-class Judges(dict[str, Judge]):
-    """The judges of one request, by source; each is made when it is first asked for."""
+class Calibrators(dict[str, AcceptanceCalibrator]):
+    """The calibrators of one request, by source; each is made when it is first asked for."""
 
     def __init__(self, calibration: "Calibration") -> None:
         super().__init__()
         self.calibration = calibration
 
-    def __missing__(self, source: str) -> Judge:
-        bit, kinds = self.calibration.kinds_of(source)
-        judge = self[source] = Judge(source, bit, kinds)
-        return judge
+    def __missing__(self, source: str) -> AcceptanceCalibrator:
+        sources = self.calibration.sources
+        if source not in sources:
+            kinds = [CalibrationBin() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
+            sources[source] = 1 << len(sources), kinds
+        bit, kinds = sources[source]
+        calibrator = self[source] = AcceptanceCalibrator(source, bit, kinds)
+        return calibrator
 
 
 class Calibration:
-    """The kinds of all sources, what their agreement is worth, and every request's judges."""
+    """The kinds of all sources, what their agreement is worth, and every request's calibrators."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, tuple[int, list[Kind]]] = {}  # a bit and the kinds
+        self.sources: dict[str, tuple[int, list[CalibrationBin]]] = {}  # a bit and the kinds
         self.worth: dict[int, float] = {}  # by the bits of the sources that agree
-        self.requests: dict[int, Judges] = {}
+        self.requests: dict[int, Calibrators] = {}
 
-    def judges(self, id: int) -> Judges:
+    def calibrators(self, id: int) -> Calibrators:
         """The request's; they are kept until `forget`."""
         found = self.requests.get(id)
         if found is None:
-            found = self.requests[id] = Judges(self)
+            found = self.requests[id] = Calibrators(self)
         return found
 
-    def kinds_of(self, source: str) -> tuple[int, list[Kind]]:
-        if source not in self.sources:
-            kinds = [Kind() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
-            self.sources[source] = 1 << len(self.sources), kinds
-        return self.sources[source]
-
-    def combine(self, said: list[Said]) -> float:
+    def combine(self, said: list[CalibratedScore]) -> float:
         """The probability of a guess that several sources share: as if they erred independently,
         but no more above the best of them than agreement has been worth.
         """
         bits, wrong, best = 0, 1.0, 0.0
-        for judge, _, _, p in said:
-            bits |= judge.bit
+        for calibrator, _, _, p in said:
+            bits |= calibrator.bit
             wrong *= 1 - p
             best = p if p > best else best
         return min(1 - wrong, best + self.worth.get(bits, WORTH), MOST)
 
-    def agreed(self, said: list[Said], is_right: bool) -> None:
+    def agreed(self, said: list[CalibratedScore], is_right: bool) -> None:
         """Count a guess of several sources whose parent was right."""
         bits, best = 0, 0.0
-        for judge, _, _, p in said:
-            bits |= judge.bit
+        for calibrator, _, _, p in said:
+            bits |= calibrator.bit
             best = max(best, p)
         worth = self.worth.get(bits, WORTH)
         self.worth[bits] = max(0.0, worth + WORTH_RATE * (is_right - best - worth))
@@ -147,9 +147,9 @@ class Calibration:
         """Forget what was learnt of a source: another one has its name."""
         if source in self.sources:
             kinds = self.sources[source][1]
-            kinds[:] = [Kind() for _ in kinds]
-        for judges in self.requests.values():
-            judges.pop(source, None)
+            kinds[:] = [CalibrationBin() for _ in kinds]
+        for calibrators in self.requests.values():
+            calibrators.pop(source, None)
 
     def table(self) -> dict[str, list[dict[str, float]]]:
         """By source, the kinds of which there were guesses: score, share that was right, count."""

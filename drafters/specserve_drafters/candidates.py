@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from specserve_drafters.calibration import Calibration, Said
+from specserve_drafters.calibration import CalibratedScore, Calibration
 from specserve_drafters.tree import MAX_NODES, ROOT, TREE_SLOTS, Draft, as_index
 
 if TYPE_CHECKING:
@@ -86,16 +86,22 @@ class Trie:
         rules: Rules | None = None,
         num_ids: int | None = None,
     ) -> None:
-        self.calibration, self.judges, self.rules = calibration, calibration.judges(id), rules
+        self.calibration, self.calibrators, self.rules = (
+            calibration,
+            calibration.calibrators(id),
+            rules,
+        )
         self.num_ids = num_ids
         self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
         self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node
-        self.said: list[list[Said]] = [[]]
+        self.said: list[list[CalibratedScore]] = [[]]
         self.num_continued = 0  # nodes, in order, that rules have continued where that was due
-        self.no_child: dict[tuple[str, int], Said] = {}  # see childless, by source and depth
+        self.no_child: dict[
+            tuple[str, int], CalibratedScore
+        ] = {}  # see childless, by source and depth
         # By node: who was asked for its children, and the tokens that were there.
-        self.asked: dict[int, list[tuple[str, frozenset[int], Said]]] = {}
+        self.asked: dict[int, list[tuple[str, frozenset[int], CalibratedScore]]] = {}
 
     def __len__(self) -> int:
         return len(self.tokens) - 1
@@ -136,14 +142,14 @@ class Trie:
 
     def add(self, parent: int, token: int, p: float | None, source: str) -> int:
         """Add a guess; the node, which other sources may have added already."""
-        said = self.judges[source].weigh(p, self.depths[parent] + 1)
+        said = self.calibrators[source].weigh(p, self.depths[parent] + 1)
         node = self.children[parent].get(token)
         if node is None:
             return self.put(parent, token, said)
         self.agree(node, said)
         return node
 
-    def put(self, parent: int, token: int, said: Said) -> int:
+    def put(self, parent: int, token: int, said: CalibratedScore) -> int:
         node = self.children[parent][token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -159,7 +165,7 @@ class Trie:
         """Add the children that a source was asked for, each a token and its score; the values of
         those that there were before.
         """
-        weigh, depth = self.judges[source].weigh, self.depths[node] + 1
+        weigh, depth = self.calibrators[source].weigh, self.depths[node] + 1
         children = self.children[node]
         if self.rules is not None or self.num_ids is not None:
             scored = [(token, p) for token, p in scored if self.allows(node, token)]
@@ -179,11 +185,11 @@ class Trie:
             self.values[child] = value * self.p[child]
         return before
 
-    def agree(self, node: int, said: Said) -> None:
+    def agree(self, node: int, said: CalibratedScore) -> None:
         """Another word on a node; a source's own second word counts only if it is the better."""
         words = self.said[node]
-        for i, (judge, _, _, p) in enumerate(words):
-            if judge is said[0]:
+        for i, (calibrator, _, _, p) in enumerate(words):
+            if calibrator is said[0]:
                 words[i] = said if said[3] > p else words[i]
                 break
         else:
@@ -223,19 +229,19 @@ class Trie:
         below = [self.childless(source, at)[3] for at in range(2, depth + 1)]
         return [self.reach(ROOT, source), *below]
 
-    def childless(self, source: str, depth: int) -> Said:
+    def childless(self, source: str, depth: int) -> CalibratedScore:
         said = self.no_child.get((source, depth))
         if said is None:
-            judge = self.judges[CHILDREN_BY + source]
-            said = self.no_child[source, depth] = judge.weigh(FINDS, depth)
+            calibrator = self.calibrators[CHILDREN_BY + source]
+            said = self.no_child[source, depth] = calibrator.weigh(FINDS, depth)
         return said
 
-    def children_by(self, source: str, node: int) -> Said:
+    def children_by(self, source: str, node: int) -> CalibratedScore:
         depth, children = self.depths[node] + 1, self.children[node]
         if not children:
             return self.childless(source, depth)
         there = sum([self.p[child] for child in children.values()])
-        return self.judges[CHILDREN_BY + source].weigh(FINDS * (1 - min(there, 1.0)), depth)
+        return self.calibrators[CHILDREN_BY + source].weigh(FINDS * (1 - min(there, 1.0)), depth)
 
     def ask(self, node: int, source: str) -> None:
         """Note that a source is asked for a node's children, before these are added."""
@@ -243,15 +249,15 @@ class Trie:
         self.asked.setdefault(node, []).append((source, there, self.children_by(source, node)))
 
     def sources(self, node: int) -> list[str]:
-        return [judge.source for judge, _, _, _ in self.said[node]]
+        return [calibrator.source for calibrator, _, _, _ in self.said[node]]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed the root. Every candidate below a node that was
         reached is counted, verified or not: whether it was right is known.
         """
-        judges = self.judges.values()
-        for judge in judges:
-            judge.fade()
+        calibrators = self.calibrators.values()
+        for calibrator in calibrators:
+            calibrator.fade()
         node = ROOT
         for token in tokens:
             right = self.children[node].get(token)
@@ -259,8 +265,8 @@ class Trie:
             if right is None:
                 break
             node = right
-        for judge in judges:
-            judge.use()
+        for calibrator in calibrators:
+            calibrator.use()
 
     def learn(self, node: int, right: int | None) -> None:
         """Learn which child of a node was right, if any."""

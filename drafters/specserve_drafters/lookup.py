@@ -175,7 +175,7 @@ class Odds:
         self.until_sum = SUM_EVERY
 
 
-class Followed:
+class FollowedText:
     """A text's index, and the longest latest match of its end, followed from token to token."""
 
     __slots__ = ("index", "length", "place", "size")
@@ -211,7 +211,7 @@ class NgramSource:
 
     def reset(self) -> None:
         """Forget all texts, and what they have shown."""
-        self.texts: dict[int, Followed] = {}
+        self.texts: dict[int, FollowedText] = {}
         self.odds = Odds()
 
     def promise(self, id: int, text: "array[int]") -> float:
@@ -220,7 +220,7 @@ class NgramSource:
         """
         followed = self.texts.get(id)
         if followed is None:
-            followed = self.texts[id] = Followed(len(text))
+            followed = self.texts[id] = FollowedText(len(text))
         followed.follow(text, self.odds)
         return self.odds.expected[followed.length] if followed.place else 0.0
 
@@ -230,7 +230,7 @@ class NgramSource:
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
         followed = self.texts.get(id)
         if followed is None:
-            followed = self.texts[id] = Followed(len(text))
+            followed = self.texts[id] = FollowedText(len(text))
         index = followed.index
         index.grow(text)
         found: list[tuple[int, int]] = []

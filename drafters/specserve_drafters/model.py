@@ -22,6 +22,15 @@ if TYPE_CHECKING:  # see base.py
 FIRST_TRUST, LEAST_TRUST, TRUST_RATE = 0.5, 0.02, 0.125
 
 
+class ModelOptions(base.Options, frozen=True):
+    max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
+    width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+    tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
+    min_gain: Annotated[float, Meta(ge=0)] = 0.3  # least accepted tokens to expect of a level
+    min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # least probability of a guess's path
+    ngrams: bool = True  # add the path of a prompt lookup
+
+
 class ModelDrafter:
     """Best-first trees after EAGLE-2 (Li et al. 2406.16858), ranked by coupled probabilities.
 
@@ -29,16 +38,9 @@ class ModelDrafter:
     """
 
     needs_executor: ClassVar[bool] = True
+    Options = ModelOptions
 
-    class Options(base.Options, frozen=True):
-        max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
-        width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
-        tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
-        min_gain: Annotated[float, Meta(ge=0)] = 0.3  # least accepted tokens to expect of a level
-        min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # least probability of a guess's path
-        ngrams: bool = True  # add the path of a prompt lookup
-
-    def __init__(self, options: Options, executor: base.Executor) -> None:
+    def __init__(self, options: ModelOptions, executor: base.Executor) -> None:
         self.options, self.executor = options, executor
         self.lookup = NgramDrafter(NgramDrafter.Options())
         self.trust: dict[int, float] = {}  # by request: how often an n-gram's next token is right
@@ -61,8 +63,8 @@ class ModelDrafter:
             for i, item in enumerate(items)
         ]
 
-    def plant(self, item: base.DraftItem) -> "Tree":
-        tree = Tree(item)
+    def plant(self, item: base.DraftItem) -> "DraftTree":
+        tree = DraftTree(item)
         if self.options.ngrams:
             trust = self.trust.get(item.id, FIRST_TRUST)
             found = self.lookup.look_up(item.known, item.limit)
@@ -70,11 +72,11 @@ class ModelDrafter:
             tree.look_up(found.trunk(), -log(trust))
         return tree
 
-    def harvest(self, tree: "Tree") -> Draft:
+    def harvest(self, tree: "DraftTree") -> Draft:
         draft, self.looked_up[tree.item.id] = tree.draft(self.options.min_value)
         return draft
 
-    def grow(self, trees: list["Tree"]) -> list["Tree"]:
+    def grow(self, trees: list["DraftTree"]) -> list["DraftTree"]:
         """Run one more level of the trees where that is worth it; the trees that have grown."""
         chosen = [(tree, tree.worth_running(self.options)) for tree in trees]
         chosen = [(tree, nodes) for tree, nodes in chosen if nodes]
@@ -86,7 +88,7 @@ class ModelDrafter:
             self.branch(grown, logits)
         return [tree for tree, _ in grown]
 
-    def branch(self, chosen: list[tuple["Tree", list[int]]], logits: "Tensor") -> None:
+    def branch(self, chosen: list[tuple["DraftTree", list[int]]], logits: "Tensor") -> None:
         """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
         rows = [(tree, node) for tree, nodes in chosen for node in nodes]
         k = min(self.options.width, logits.shape[1])
@@ -132,7 +134,7 @@ def coupling(items: Sequence[base.DraftItem], index: list[int]) -> "SampleParams
     )
 
 
-class Tree:
+class DraftTree:
     """Candidates of one request, numbered from 1; 0 is the root.
 
     A candidate's cost is minus the log of its path's probability, so never below its parent's.
@@ -175,7 +177,7 @@ class Tree:
         self.expanded.append(0)
         return len(self.tokens) - 1
 
-    def worth_running(self, options: ModelDrafter.Options) -> list[int]:
+    def worth_running(self, options: ModelOptions) -> list[int]:
         """The likeliest candidates of the last level; none if running them is not worth it: their
         children cannot enter the draft, or too few of them would be accepted.
         """

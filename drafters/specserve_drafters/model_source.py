@@ -20,10 +20,8 @@ if TYPE_CHECKING:  # see base.py
 
 LEAST_VALUE = 1e-3  # of a child: a less likely one is not added
 
-Place = tuple[int, int]  # the request's place in the step, and a node of its trie
 
-
-class Levels(Protocol):
+class LevelPlanner(Protocol):
     """Decides how far a draft model runs in a step. Each answer is followed by `ran`."""
 
     def first(self, reach: Sequence[float]) -> list[int]:
@@ -67,10 +65,11 @@ class ModelSource:
         """
         self.name, self.executor, self.is_kept = name, executor, is_kept
         self.max_depth, self.width, self.tau = max_depth, width, tau
-        self.numbers: dict[Place, int] = {}  # the model's own, of the nodes that it has run
+        # The model's own numbers of nodes that it has run, by the request's place in the step.
+        self.numbers: dict[tuple[int, int], int] = {}
 
     def grow(
-        self, grown: Sequence[Grown], levels: Levels, grammar: GrammarSource | None = None
+        self, grown: Sequence[Grown], levels: LevelPlanner, grammar: GrammarSource | None = None
     ) -> None:
         """Add levels to requests' tries for as long as `levels` says so. After each of them comes
         what grammars force then.
@@ -79,7 +78,7 @@ class ModelSource:
         if not chosen:
             return
         ready, logits = self.executor.extend([grown[i].item for i in chosen])
-        rows: list[Place] = [(chosen[i], ROOT) for i in ready]
+        rows: list[tuple[int, int]] = [(chosen[i], ROOT) for i in ready]
         run = dict.fromkeys(chosen, 0)  # nodes that the model has run
         self.numbers = {}
         for depth in range(1, self.max_depth + 1):
@@ -103,7 +102,7 @@ class ModelSource:
             rows, logits = self.expand(rows, grown, run)
 
     def branch(
-        self, rows: Sequence[Place], grown: Sequence[Grown], logits: "Tensor"
+        self, rows: Sequence[tuple[int, int]], grown: Sequence[Grown], logits: "Tensor"
     ) -> list[float]:
         """Add the likeliest children of every node that was run; the values of children that there
         were before. logits [rows, V].
@@ -127,9 +126,9 @@ class ModelSource:
         self,
         ends: dict[int, list[int]],
         grown: Sequence[Grown],
-        levels: Levels,
+        levels: LevelPlanner,
         run: dict[int, int],
-    ) -> list[Place]:
+    ) -> list[tuple[int, int]]:
         """The nodes that the next level runs."""
         fit = []
         for i, nodes in ends.items():
@@ -152,8 +151,8 @@ class ModelSource:
         return [*found]
 
     def expand(
-        self, rows: Sequence[Place], grown: Sequence[Grown], run: dict[int, int]
-    ) -> "tuple[list[Place], Tensor]":
+        self, rows: Sequence[tuple[int, int]], grown: Sequence[Grown], run: dict[int, int]
+    ) -> "tuple[list[tuple[int, int]], Tensor]":
         """Run nodes, and what above them was not run yet; those that had room, and the logits after
         each of them.
         """
@@ -169,7 +168,7 @@ class ModelSource:
             parents = [numbers.get(node, self.numbers.get((i, node), ROOT)) for node in above]
             asked.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
         fit, logits = self.executor.expand(asked)
-        requests, ran, read = [*by_request], list[Place](), list[bool]()
+        requests, ran, read = [*by_request], list[tuple[int, int]](), list[bool]()
         for place in fit:
             i = requests[place]
             for node in every[place]:
@@ -194,7 +193,7 @@ def forced_end(trie: Trie, node: int) -> int:
     return node
 
 
-def children(rows: Sequence[Place], grown: Sequence[Grown]) -> dict[int, list[int]]:
+def children(rows: Sequence[tuple[int, int]], grown: Sequence[Grown]) -> dict[int, list[int]]:
     """Those of nodes that were run, whichever source has proposed them, by request."""
     found: dict[int, list[int]] = {}
     for i, node in rows:

@@ -5,27 +5,14 @@ from array import array
 from collections.abc import Sequence
 from ctypes import byref
 from itertools import repeat
-from typing import Protocol
 
 from specserve_drafters import lookup
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftItem, DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.tree import MAX_NODES
 
 
-class Source(Protocol):
-    name: str
-
-    def promise(self, id: int, text: "array[int]") -> float: ...
-
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
-
-    def forget(self, id: int) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-def ngram_source() -> Source:
+def ngram_source() -> DraftSource:
     from specserve_kernels.cpu import BuildError
 
     try:

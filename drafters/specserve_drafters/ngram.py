@@ -13,20 +13,22 @@ from specserve_drafters.tree import ROOT, Draft
 _MAX_MATCHES = 16  # tried for a second continuation: a text of one repeated token has many
 
 
+class NgramOptions(base.Options, frozen=True):
+    max_ngram: Annotated[int, Meta(ge=1, le=64)] = 4  # tried first: a longer match is surer
+    min_ngram: Annotated[int, Meta(ge=1, le=64)] = 2
+
+    def __post_init__(self) -> None:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram={self.min_ngram} exceeds max_ngram={self.max_ngram}")
+
+
 class NgramDrafter:
     """At most two continuations: the longest latest match's, and the next one that differs."""
 
     needs_executor: ClassVar[bool] = False
+    Options = NgramOptions
 
-    class Options(base.Options, frozen=True):
-        max_ngram: Annotated[int, Meta(ge=1, le=64)] = 4  # tried first: a longer match is surer
-        min_ngram: Annotated[int, Meta(ge=1, le=64)] = 2
-
-        def __post_init__(self) -> None:
-            if self.min_ngram > self.max_ngram:
-                raise ValueError(f"min_ngram={self.min_ngram} exceeds max_ngram={self.max_ngram}")
-
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: NgramOptions) -> None:
         self.sizes = range(options.max_ngram, options.min_ngram - 1, -1)
 
     def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:

@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftItem, DraftSource
 from specserve_drafters.candidates import Candidate
 
 if TYPE_CHECKING:  # see base.py
@@ -72,26 +72,14 @@ class Owners(Generic[T]):
             self.begin(id, owner)
 
 
-class Source(Protocol):
-    """A source that foresees its guesses, and learns from the texts of the requests it sees."""
-
-    name: str
-
-    def promise(self, id: int, text: "array[int]") -> float: ...
-
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
-
-    def forget(self, id: int) -> None: ...
-
-
 class OwnSources:
     """A source of its own for each owner, as one source."""
 
-    def __init__(self, make: Callable[[], Source], name: str) -> None:
+    def __init__(self, make: Callable[[], DraftSource], name: str) -> None:
         self.name, self.sources = name, Owners(make)
 
     @property
-    def requests(self) -> dict[int, tuple[Owner, Source]]:
+    def requests(self) -> dict[int, tuple[Owner, DraftSource]]:
         return self.sources.requests
 
     def begin(self, id: int, owner: Owner) -> None:

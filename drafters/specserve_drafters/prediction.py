@@ -77,15 +77,12 @@ class Alignment:
         best = self.length, False, -abs(self.at - self.parted)
         for place in places[max(0, middle - MOST_PLACES // 2) : middle + MOST_PLACES // 2]:
             length, far = self.length_at(place), abs(place + 1 - self.parted)
-            rank = min(length, SURE_LENGTH), self.is_to_come(place + 1), -far
+            after = place + 1  # it is still to come, as far as is known, or it has come
+            is_to_come = after < len(self.expected) and not self.came[after]
+            is_to_come = is_to_come and self.missed[after] < MOST_MISSES
+            rank = min(length, SURE_LENGTH), is_to_come, -far
             if rank > best and (far <= NEAR or length >= SURE_LENGTH):
                 best, self.at, self.length = rank, place + 1, length
-
-    def is_to_come(self, place: int) -> bool:
-        """Whether an expected token has not come yet, and may as far as is known."""
-        if place == len(self.expected):
-            return False
-        return not self.came[place] and self.missed[place] < MOST_MISSES
 
     def length_at(self, place: int) -> int:
         """How many tokens up to a place are those of the output's end."""
@@ -97,7 +94,7 @@ class Alignment:
         return length
 
 
-class Followed:
+class FollowedAlignment:
     """A request's alignment, and how much of its text it has seen."""
 
     __slots__ = ("alignment", "odds", "size")
@@ -112,14 +109,14 @@ class PredictionSource:
     name = "prediction"
 
     def __init__(self) -> None:
-        self.requests: dict[int, Followed] = {}
+        self.requests: dict[int, FollowedAlignment] = {}
         self.odds = Owners(Odds)  # nobody sees what others' texts showed
 
     def expect(
         self, id: int, expected: Sequence[int], num_prompt: int, owner: Owner = NO_OWNER
     ) -> None:
         """Guess for a request; until `forget`."""
-        self.requests[id] = Followed(expected, num_prompt, self.odds.begin(id, owner))
+        self.requests[id] = FollowedAlignment(expected, num_prompt, self.odds.begin(id, owner))
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what texts have shown."""

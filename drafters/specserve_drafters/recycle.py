@@ -13,7 +13,7 @@ from itertools import count, pairwise
 from math import isfinite
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.calibration import BOUNDS, LEAST, MOST, Kind
+from specserve_drafters.calibration import BOUNDS, LEAST, MOST, CalibrationBin
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.owners import Owner, Owners
 from specserve_drafters.tree import ROOT
@@ -64,9 +64,6 @@ class Successors:
         """The likeliest successor, and its probability."""
         return self.ids[slot * NUM_SUCCESSORS], self.p[slot * NUM_SUCCESSORS] / ONE
 
-    def is_old(self, slot: int, now: int) -> bool:
-        return (now - self.renewed[slot]) % AGES >= OLD
-
     def enter(
         self, number: int, token: int, ids: Sequence[int], p: Sequence[float], now: int
     ) -> None:
@@ -96,7 +93,7 @@ class Known:
 
     def __init__(self, number: int) -> None:
         self.number, self.now = number, 0
-        self.kinds = [Kind() for _ in range(len(BOUNDS) + 1)]
+        self.kinds = [CalibrationBin() for _ in range(len(BOUNDS) + 1)]
 
     def learn(self, p: float, is_right: bool) -> None:
         p = min(max(p, LEAST), MOST)
@@ -184,7 +181,7 @@ class RecycleSource:
             if slot is not None:
                 first, p = table.best(slot)
                 known.learn(p, first == after)
-            if slot is None or table.is_old(slot, known.now):
+            if slot is None or (known.now - table.renewed[slot]) % AGES >= OLD:
                 wanted.append(place)
         return wanted
 

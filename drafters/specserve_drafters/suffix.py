@@ -27,7 +27,7 @@ MAX_MATCHES, MAX_VISITS = 16, 64  # of a length: looked at, and places visited f
 END = -1  # of an output
 
 
-class Part:
+class SuffixPart:
     """Outputs one after the other, and the places of their n-grams, newest first.
 
     A place is that of the token after an n-gram; 0 is none.
@@ -72,7 +72,7 @@ class Part:
             place = before[place]
 
 
-Place = tuple[Part, int]
+SuffixPlace = tuple[SuffixPart, int]
 
 
 class Scope:
@@ -82,27 +82,27 @@ class Scope:
     """
 
     def __init__(self) -> None:
-        self.parts = [Part(SMALL)]  # the newer one first
+        self.parts = [SuffixPart(SMALL)]  # the newer one first
 
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
     def add(self, text: "array[int]", num_context: int = 0) -> None:
-        """As `Part.add`; of a text that is too long the end is kept."""
+        """As `SuffixPart.add`; of a text that is too long the end is kept."""
         cut = max(0, len(text) - LARGE // 2)
         text, num_context = text[cut:], max(0, num_context - cut)
         if self.parts[0].room < len(text):
             size = min(LARGE, 2 * self.parts[0].size)
             while size < len(text) + 2:
                 size *= 2
-            self.parts = [Part(size), self.parts[0]]
+            self.parts = [SuffixPart(size), self.parts[0]]
         self.parts[0].add(text, num_context)
 
-    def matches(self, text: "array[int]") -> tuple[int, list[Place]]:
+    def matches(self, text: "array[int]") -> tuple[int, list[SuffixPlace]]:
         """The length of the longest n-grams at the text's end that there are, and their places."""
         end = text[-LENGTHS[-1] :]
-        found = 0, list[Place]()
+        found = 0, list[SuffixPlace]()
         mixed = done = 0
         for k, n in enumerate(LENGTHS):
             if n > len(end):
@@ -116,7 +116,7 @@ class Scope:
         return found
 
 
-class Followed:
+class FollowedOutput:
     """A request, and the match of its text's end, followed from token to token."""
 
     __slots__ = ("is_learnt", "length", "match", "num_prompt", "owner", "size", "text")
@@ -124,7 +124,7 @@ class Followed:
     def __init__(self, text: "array[int]", num_prompt: int, owner: Owner, is_learnt: bool) -> None:
         self.text, self.num_prompt, self.owner, self.is_learnt = text, num_prompt, owner, is_learnt
         self.size, self.length = len(text), 0
-        self.match: Place | None = None
+        self.match: SuffixPlace | None = None
 
 
 class SuffixSource:
@@ -135,7 +135,7 @@ class SuffixSource:
     name = "suffix"
 
     def __init__(self) -> None:
-        self.requests: dict[int, Followed] = {}
+        self.requests: dict[int, FollowedOutput] = {}
         self.scopes: OrderedDict[Owner, Scope] = OrderedDict()  # the one last used at the end
         self.odds: dict[Owner, Odds] = {}  # of each: nobody sees what others' texts showed
 
@@ -145,7 +145,7 @@ class SuffixSource:
         """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
         grows with it.
         """
-        self.requests[id] = Followed(text, num_prompt, owner, is_learnt)
+        self.requests[id] = FollowedOutput(text, num_prompt, owner, is_learnt)
 
     def promise(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what the scope's texts have shown."""
@@ -158,7 +158,9 @@ class SuffixSource:
         self.follow(followed, text, scope, odds)
         return odds.expected[followed.length] if followed.match is not None else 0.0
 
-    def follow(self, followed: Followed, text: "array[int]", scope: Scope, odds: Odds) -> None:
+    def follow(
+        self, followed: FollowedOutput, text: "array[int]", scope: Scope, odds: Odds
+    ) -> None:
         """Compare the tokens that the text has more than before with those after the match."""
         while followed.size < len(text) and followed.match is not None:
             part, place = followed.match
@@ -223,16 +225,16 @@ class SuffixSource:
             followed.match, followed.length = None, 0
 
 
-def best(places: Sequence[Place], length: int, limit: int, source: str) -> list[Candidate]:
+def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) -> list[Candidate]:
     """The likeliest continuations of the places, in the order of how likely they are: by how many
     of the places go on so, and by the length of the match, which grows with each token.
     """
     guesses: list[Candidate] = []
-    heap: list[tuple[float, int, int, int, list[Place], float, int]] = []
+    heap: list[tuple[float, int, int, int, list[SuffixPlace], float, int]] = []
 
-    def branch(places: Sequence[Place], parent: int, value: float, depth: int) -> None:
+    def branch(places: Sequence[SuffixPlace], parent: int, value: float, depth: int) -> None:
         """Note what may follow a guess; the newest places come first."""
-        groups: dict[int, list[Place]] = {}
+        groups: dict[int, list[SuffixPlace]] = {}
         for part, place in places:
             if (token := part.tokens[place]) != END:
                 groups.setdefault(token, []).append((part, place + 1))

@@ -45,6 +45,41 @@ class AdapterRows(NamedTuple):
         return cls._make(torch.tensor(x, dtype=torch.int32) for x in (order, begins, places))
 
 
+class AdapterSums(NamedTuple):
+    """What adapters add to a linear map before anything else is done with it.
+
+    sums    [.., N]  float32  in the build's own order
+    places  [R]      int32    a row's place in `AdapterRows.order`; -1: it has no adapter
+    """
+
+    sums: Any
+    places: Tensor
+
+
+class PackedExperts(NamedTuple):
+    """The weights of all experts, of one form: `each` and `joined` are a build's own.
+
+    each    by expert
+    bias    [E, N]  of the dtype of the rows that they multiply
+    joined          what stands for all of them, if the build has such a form
+    """
+
+    each: Sequence[Any]
+    bias: Tensor | None
+    joined: Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """The experts of each row, the likeliest first.
+
+    weights  [R, k]  float32
+    experts  [R, k]  int32
+    """
+
+    weights: Tensor
+    experts: Tensor
+
+
 class Rows(NamedTuple):
     """Where each row of a step stands and what it may see; host tensors.
 

@@ -23,7 +23,7 @@ from specserve.config import (
     to_toml,
 )
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.models.disk import is_full
+from specserve.models.folder import is_full
 from specserve.process import ensure_streams, keep_stderr_from_failing, raising_signals
 from specserve.version import VERSION
 
@@ -319,7 +319,7 @@ def quantize(args: argparse.Namespace) -> None:
         )
     from specserve.api.progress import LoadProgress
     from specserve.cli.quantize import quantize
-    from specserve.models.rounding import Rounding
+    from specserve.models.weight import Rounding
 
     with raising_signals(), LoadProgress(sys.stderr.isatty()) as bar:
         rounding = Rounding.named(args.to, args.head)

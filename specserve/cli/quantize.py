@@ -4,7 +4,7 @@ Loading it gives the same bits as loading its source with `model.quantize`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from specserve.errors import ConfigError
 from specserve.models.experts import is_router
 from specserve.models.folder import read_json
-from specserve.models.loader import HEAD, Progress, Reader, open_reader
-from specserve.models.rounding import Rounding
+from specserve.models.loader import HEAD, Reader, open_reader
 from specserve.models.source import open_source
+from specserve.models.weight import Rounding
 from specserve.models.writing import copy_companions, new_folder, write_json, write_weights
 from specserve_kernels import Codes, load
-from specserve_kernels.quantize import GROUP
+from specserve_kernels.codes import GROUP
 
 CHANNEL = {"strategy": "channel"}
 
@@ -46,7 +46,10 @@ def form_of(reader: Reader, name: str) -> Form:
 
 
 def quantize(
-    source: Path, target: Path, rounding: Rounding, progress: Progress | None = None
+    source: Path,
+    target: Path,
+    rounding: Rounding,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, int]:
     """Write `target`, a folder that must not be there. The bytes of its weights, and the number of
     maps that have 8 bits instead of 4, as no group divides their width.

@@ -18,9 +18,8 @@ from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
 from specserve.memory.pool import BlockPool, KVTables
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.end_tokens import find_end_tokens
-from specserve.models.loaded import LoadedModel
 from specserve.models.selection import check_drafter, context_length, resolve_model
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
@@ -33,8 +32,7 @@ from specserve.speculation.head_model import HeadModel
 from specserve.speculation.planned_guesses import PlannedGuesses
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
-from specserve_drafters.auto import BUILT_IN, EAGLE
-from specserve_drafters.base import drafter_options
+from specserve_drafters.base import BUILT_IN, EAGLE, drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source

@@ -13,14 +13,12 @@ from msgspec.structs import replace
 from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.exchange.phases import Phases
-from specserve.models.decoder import Decoder
+from specserve.models.decoder import Decoder, LoadedModel
+from specserve.models.decoder_config import Shape
 from specserve.models.draft_head import DraftHead
-from specserve.models.eagle_config import is_head
-from specserve.models.eagle_loader import load_eagle_head
-from specserve.models.loaded import LoadedModel
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder, weight_bytes
-from specserve.models.mtp_loader import load_mtp_head
-from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.mtp_head import load_mtp_head
 from specserve.models.row_probe import differing_rows
 from specserve.models.selection import (
     check_lost_head,
@@ -32,8 +30,8 @@ from specserve.models.selection import (
     resolve_head,
     resolve_model,
 )
-from specserve.models.shape import Shape
-from specserve.models.source import open_source
+from specserve.models.source import is_head, open_source
+from specserve.models.weight import AS_STORED, Rounding
 from specserve.speculation.head_model import tap_words
 from specserve.text.tokenizer import check_same_vocabulary
 from specserve_kernels import DeviceError, Ops, Threads, load

@@ -10,8 +10,8 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
 from specserve.memory.pool import BlockPool
+from specserve.models.decoder import LoadedModel
 from specserve.models.draft_head import DraftHead
-from specserve.models.loaded import LoadedModel
 from specserve.models.loader import KV_DTYPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, KVCache, Ops

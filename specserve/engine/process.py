@@ -47,7 +47,7 @@ from specserve.models.selection import check_drafter, head_sources
 from specserve.process import keep_objects
 from specserve.scheduling.cost import KeptCosts
 from specserve.speculation.draft_model import DraftModel
-from specserve_drafters.auto import EAGLE
+from specserve_drafters.base import EAGLE
 from specserve_kernels import is_out_of_memory
 
 

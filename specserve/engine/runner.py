@@ -16,7 +16,7 @@ from torch import Tensor
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
 from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve.scheduling import ScheduledRequest
 from specserve.scheduling.text_state import (
     NodeMask,
@@ -37,7 +37,7 @@ from specserve_kernels import (
     SampleParams,
     Threads,
 )
-from specserve_kernels.program import Outputs
+from specserve_kernels.ops import Outputs
 
 Processor = Callable[[Tensor], Tensor]
 

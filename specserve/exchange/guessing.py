@@ -9,11 +9,10 @@ from msgspec import Meta
 
 from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import is_head
 from specserve.models.folder import resolve
 from specserve.models.selection import check_drafter, names_head, needs_head, runs_draft_model
-from specserve_drafters.auto import BUILT_IN, EAGLE, USUAL
-from specserve_drafters.base import BUILTIN, HEADS, DrafterError
+from specserve.models.source import is_head
+from specserve_drafters.base import BUILT_IN, BUILTIN, EAGLE, HEADS, USUAL, DrafterError
 from specserve_drafters.tree import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model

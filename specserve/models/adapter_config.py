@@ -153,11 +153,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if module in self.whole_names:
             return True
-        return self.targets.matches(module) and self.has_layer_of(module)
-
-    def has_layer_of(self, module: str) -> bool:
         layer = LAYER.match(module)
-        return self.layers is None or (layer is not None and int(layer[1]) in self.layers)
+        is_in_layer = self.layers is None or (layer is not None and int(layer[1]) in self.layers)
+        return self.targets.matches(module) and is_in_layer
 
 
 def load_adapter_config(folder: Path) -> AdapterConfig:

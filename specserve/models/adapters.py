@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ class PackedAdapter(NamedTuple):
     layers: tuple[Mapping[str, Any], ...]
 
 
-class Part(NamedTuple):
+class AdaptedModule(NamedTuple):
     """A module that is a fused map, or a part of one."""
 
     module: str
@@ -66,7 +67,7 @@ class Part(NamedTuple):
     width: int
 
 
-FusedMaps = Mapping[str, Sequence[Part]]  # of a layer, by name
+FusedMaps = Mapping[str, Sequence[AdaptedModule]]  # of a layer, by name
 
 
 def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
@@ -105,7 +106,7 @@ def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
         maps |= {"gate_up": config.gate_up_names, "down": ["mlp.down_proj"]}
     shapes = layer_shapes(config, has_experts)
     return {
-        name: [Part(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
+        name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
         for name, modules in maps.items()
     }
 
@@ -123,40 +124,42 @@ class AdapterReader:
         self.modules = {match[1] for match in found if match is not None}
         self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
 
-    def check(self, parts: Iterable[Part]) -> None:
+    def check(self, parts: Iterable[AdaptedModule]) -> None:
         """ConfigError for a tensor that is missing, wrong or would not be used."""
         by_module = {part.module: part for part in parts}
         self.check_names(by_module)
         for module, part in by_module.items():
-            self.check_is_target(module)
-            if module in self.modules:
+            has_tensors = module in self.modules
+            if self.told.is_target(module) != has_tensors:
+                mistake = "tensors, and is not" if has_tensors else "no tensors, and is"
+                raise ConfigError(
+                    f"{self.path}: {module} has {mistake} in target_modules of {NAME}; "
+                    f"download the adapter again, or correct {NAME}"
+                )
+            if has_tensors:
                 self.check_part(part)
         if not self.modules:
             raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
 
-    def check_names(self, parts: Mapping[str, Part]) -> None:
+    def check_names(self, parts: Mapping[str, AdaptedModule]) -> None:
         for name in sorted(self.tensors):
             match = TENSOR.fullmatch(name)
             refuse_whole(self.path, name)
             if match is None or match[1] not in parts:
-                raise ConfigError(f"{self.path}: the tensor {name} {no_place(parts)}")
+                ends = sorted({".".join(part.split(".")[3:]) for part in parts})
+                raise ConfigError(
+                    f"{self.path}: the tensor {name} is of no module that an adapter can change "
+                    f"here, which are {', '.join(ends)} of the model's layers; take an adapter of "
+                    "this model that changes these alone, or merge this one into its model "
+                    "(peft's merge_and_unload)"
+                )
         for module in OTHERS:
             if self.told.is_target(module):
                 raise ConfigError(
                     f"{self.path.with_name(NAME)}: target_modules has {module}. {ONLY_LAYERS}"
                 )
 
-    def check_is_target(self, module: str) -> None:
-        has_tensors = module in self.modules
-        if self.told.is_target(module) == has_tensors:
-            return
-        mistake = "has tensors, and is not in" if has_tensors else "has no tensors, and is in"
-        raise ConfigError(
-            f"{self.path}: {module} {mistake} target_modules of {NAME}; download the adapter "
-            f"again, or correct {NAME}"
-        )
-
-    def check_part(self, part: Part) -> None:
+    def check_part(self, part: AdaptedModule) -> None:
         rank = self.told.rank_of(part.module)
         if rank > self.max_rank:
             raise ConfigError(
@@ -192,7 +195,7 @@ class AdapterReader:
             if any(part.module in self.modules for part in parts)
         }
 
-    def read_map(self, parts: Sequence[Part], rows: Tensor | None) -> AdapterMap:
+    def read_map(self, parts: Sequence[AdaptedModule], rows: Tensor | None) -> AdapterMap:
         """With the rows of `up` in this order."""
         heights, R = [part.height for part in parts], self.max_rank
         down = torch.zeros(len(parts) * R, parts[0].width, dtype=self.dtype)
@@ -229,8 +232,9 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
     if size > HEADER_BYTES:
         raise ConfigError(f"{path}: its header is too large; download the adapter again")
     if len(data) > most:
-        for name in names_in(data[8 : 8 + size]):
-            refuse_whole(path, name)
+        with suppress(ValueError, RecursionError, TypeError):  # a damaged header
+            for name in sorted(json.loads(data[8 : 8 + size])):
+                refuse_whole(path, name)
         raise ConfigError(
             f"{path}: more than {most} bytes, which an adapter with the largest rank has at most; "
             "take a smaller one, or raise lora.max_rank"
@@ -241,14 +245,6 @@ def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
         ) from e
-
-
-def names_in(header: bytes) -> list[str]:
-    """Of tensors; none of a header that is damaged."""
-    try:
-        return sorted(json.loads(header))
-    except (ValueError, RecursionError, TypeError):
-        return []
 
 
 def refuse_whole(path: Path, name: str) -> None:
@@ -279,15 +275,6 @@ def tensor_name(module: str, matrix: str) -> str:
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
-def no_place(parts: Iterable[str]) -> str:
-    ends = sorted({".".join(part.split(".")[3:]) for part in parts})
-    return (
-        f"is of no module that an adapter can change here, which are {', '.join(ends)} of the "
-        "model's layers; take an adapter of this model that changes these alone, or merge this one "
-        "into its model (peft's merge_and_unload)"
-    )
-
-
 def check_files(folder: Path) -> None:
     """ConfigError unless the folder has the tensors as a file of its own, and not as a pickle."""
     if not (folder / WEIGHTS).exists():
@@ -309,13 +296,14 @@ class AdapterSlots:
     def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
         """The decoder of `self.decoder` has them, and shares all else."""
         ops, config, dtype = decoder.ops, decoder.config, decoder.dtype
-        shapes = [fused_shapes(fused_maps(config, i), max_rank) for i in range(config.num_layers)]
-        self.layers = [
-            LayerAdapters(
-                **{name: ops.adapter_slots(num_slots, *maps[name], dtype) for name in maps}
-            )
-            for maps in shapes
-        ]
+        self.layers: list[LayerAdapters] = []
+        for i in range(config.num_layers):
+            slots: dict[str, Any] = {}
+            for name, parts in fused_maps(config, i).items():
+                rank, height = len(parts) * max_rank, sum(part.height for part in parts)
+                shape = rank, height, parts[0].width
+                slots[name] = ops.adapter_slots(num_slots, *shape, dtype)
+            self.layers.append(LayerAdapters(**slots))
         weights = decoder.weights
         layers = zip(weights.layers, self.layers, strict=True)
         with_slots = tuple(layer._replace(adapters=slots) for layer, slots in layers)
@@ -339,11 +327,3 @@ class AdapterSlots:
             for name, own in slots._asdict().items():
                 if own is not None:
                     own.put(slot, maps.get(name))
-
-
-def fused_shapes(maps: FusedMaps, max_rank: int) -> dict[str, tuple[int, int, int]]:
-    """Rank, height and width of each fused map's adapters."""
-    return {
-        name: (len(parts) * max_rank, sum(part.height for part in parts), parts[0].width)
-        for name, parts in maps.items()
-    }

@@ -3,20 +3,20 @@
 import ctypes
 import mmap
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ConfigError
+from specserve.models.folder import is_made
 from specserve.models.gguf.tensors import GgufTensors
 from specserve.models.quantized.stored import Stored, is_finite
-from specserve.models.scaled_demo import ScaledDemo
-from specserve.models.source import open_source
-from specserve.models.weight_files import INDEX, SINGLE, find_weights, unreadable
+from specserve.models.source import open_made
+from specserve.models.weight_files import INDEX, SINGLE, Slice, find_weights, unreadable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # of a file that are resident at a time
@@ -30,8 +30,23 @@ def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
     return {name: Stored(shape, tuple(DTYPES)) for name, shape in shapes.items()}
 
 
+class TensorView(NamedTuple):
+    """A part of a file's tensor, with the interface of a safetensors file that has no other."""
+
+    file: Any
+    name: str  # of the whole tensor
+    header: Slice  # of the part
+    part: Callable[[Tensor], Tensor]  # a view of the whole
+
+    def get_slice(self, name: str) -> Slice:
+        return self.header
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.part(self.file.get_tensor(self.name))
+
+
 class Checkpoint:
-    """The tensors of a folder, of a GGUF file or of a scaled demo, by name.
+    """The tensors of a folder, of a GGUF file or of a model that code makes, by name.
 
     The files stay mapped for as long as this object lives.
     """
@@ -42,14 +57,19 @@ class Checkpoint:
         self.paths: dict[int, Path] = {}  # by the open file's id
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
-            file = open_single(folder) if folder.is_file() else self.open(folder / SINGLE)
+            file = self.open(folder if folder.is_file() else folder / SINGLE)
             self.files = dict.fromkeys(file.keys(), file)
         else:
             self.open_shards(shards)
         self.show(self.files)
 
     def open(self, path: Path) -> Any:
-        file = open_file(path)
+        if path == self.folder:  # one file is the whole model
+            return open_made(path).tensors() if is_made(path) else GgufTensors(path)
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as e:
+            raise unreadable(path, e) from e
         self.paths[id(file)] = path
         return file
 
@@ -74,6 +94,11 @@ class Checkpoint:
                     "the model again"
                 )
             self.files[name] = opened[shard]
+
+    def view(self, name: str, part: Callable[[Tensor], Tensor]) -> TensorView:
+        stored = self.stored(name)
+        shape = part(torch.empty(stored.shape, device="meta")).shape
+        return TensorView(self.files[name], name, Slice(tuple(shape), stored.dtypes[0]), part)
 
     def check(self, expected: Mapping[str, Stored]) -> None:
         """ConfigError if a tensor is missing, has a wrong shape or type, or would not be used.
@@ -151,7 +176,7 @@ class Checkpoint:
     def origin(self, name: str) -> tuple[Path, str]:
         """The file that holds a tensor, and the tensor's name there."""
         file: Any = self.files.get(name)  # None: transformers has another name for it
-        while hasattr(file, "name"):  # a part of a tensor
+        while isinstance(file, TensorView):
             file, name = file.file, file.name
         if isinstance(file, GgufTensors):
             stored_name, tensor = file.tensors[name]
@@ -159,25 +184,15 @@ class Checkpoint:
         return self.paths.get(id(file), self.folder), name
 
 
-def open_single(path: Path) -> Any:
-    """The tensors of a model that is one file."""
-    source = open_source(path)
-    if not isinstance(source, ScaledDemo):
-        return GgufTensors(path)
-    # They read their source by a `Checkpoint`.
-    from specserve.models.scaled_head import HeadTensors
-    from specserve.models.scaling import ScaledTensors
-
-    if source.is_head:
-        return HeadTensors(source.source.path, source.head_sizes)
-    return ScaledTensors(source)
+def _find_madvise() -> Any:
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
-def open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as e:
-        raise unreadable(path, e) from e
+_madvise = _find_madvise()
 
 
 def drop_tensor(mapped: Tensor) -> None:
@@ -196,14 +211,3 @@ def drop_pages(start: int, size: int) -> None:
     length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0 and _madvise is not None:
         _madvise(first, length, mmap.MADV_DONTNEED)
-
-
-def _find_madvise() -> Any:
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_madvise = _find_madvise()

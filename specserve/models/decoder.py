@@ -1,16 +1,59 @@
-"""The decoder of the Llama family and its relatives, written against the ops alone."""
+"""The decoder of the Llama family and its relatives, written against the ops, and its interface."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout
-from specserve.models.decoder_config import DecoderConfig
+from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
-from specserve_kernels import KVCache, KVLayer, Ops, Program, QKNorm, Rotary, Rows
+from specserve_kernels import (
+    KVCache,
+    KVLayer,
+    ModelForward,
+    Ops,
+    Program,
+    QKNorm,
+    Rotary,
+    Rows,
+)
+
+
+class LoadedModel(ModelForward, Protocol):
+    """Token ids or a residual in, logits out; the KV of every row is written on the way.
+
+    The methods that are not described here are those of `Decoder`.
+    """
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def config(self) -> Shape: ...
+
+    @property
+    def forms(self) -> WeightForms:
+        """What of its weights is codes, and how many bytes it has."""
+        ...
+
+    @property
+    def num_positions(self) -> int:
+        """Positions [0, num_positions) may have rows, those of a tree's nodes included."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]: ...
+
+    def program(
+        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> Program:
+        """Its forward, prepared for steps of up to so many rows, and rows that are read."""
+        ...
 
 
 class SharedExpert(NamedTuple):
@@ -68,7 +111,7 @@ class Layer(NamedTuple):
     adapters: LayerAdapters = LayerAdapters()
 
 
-class Weights(NamedTuple):
+class DecoderWeights(NamedTuple):
     """A model's weights.
 
     embedding  [V, hidden]  the model's dtype, or codes
@@ -93,34 +136,19 @@ class Decoder:
     The caller holds torch.inference_mode, and calls `plan` once a step.
     """
 
-    def __init__(self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: Weights) -> None:
-        self.config = config
-        self.ops = ops
-        self.rotary = rotary
-        self.weights = weights
+    def __init__(
+        self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: DecoderWeights
+    ) -> None:
+        self.config, self.ops, self.rotary, self.weights = config, ops, rotary, weights
+        self.forms, self.dtype = weights.forms, weights.dtype  # dtype: of the activations
+        self.num_positions, self.num_heads = len(rotary.cos), config.num_heads
         self.windows = tuple(dict.fromkeys(config.windows))
-        self.embedding_scale = rounded(config.embedding_scale, self.dtype)
+        # As a model of this dtype has it.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     def on(self, ops: Ops) -> "Decoder":
         """The same model with other ops: a program's forward is recorded on such a one."""
         return Decoder(self.config, ops, self.rotary, self.weights)
-
-    @property
-    def forms(self) -> WeightForms:
-        return self.weights.forms
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.rotary.cos)
-
-    @property
-    def num_heads(self) -> int:
-        return self.config.num_heads
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the activations."""
-        return self.weights.dtype
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         """The layout of each layer's KV, of this dtype; None is that of the activations."""
@@ -239,11 +267,6 @@ class Decoder:
         logits = ops.lm_head(hidden, weights.head)
         cap = self.config.logit_cap
         return logits if cap is None else ops.soft_cap(logits, cap)
-
-
-def rounded(number: float, dtype: torch.dtype) -> float:
-    """As a model of this dtype has it."""
-    return torch.tensor(number, dtype=dtype).item()
 
 
 def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:

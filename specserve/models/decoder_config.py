@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import rope
-from specserve.models.experts import ExpertStyle, Mixture, number_field, sparse_layers
-from specserve.models.families import FAMILIES, Family, Keys
+from specserve.models.experts import ExpertStyle, Mixture, number_field
+from specserve.models.families import FAMILIES, ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
-from specserve.models.shape import Shape
 
 MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -27,6 +28,30 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.line
 
 class Unsupported(ValueError):
     """What native code lacks, and transformers' modules may have."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that callers of a model need; of a kind of model for each implementation."""
+
+    implementation: ClassVar[str]  # native | transformers
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    quantization: Quantization | None
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights in the linear maps of all layers: a row is multiplied by each of them. Of a model
+        that transformers computes, about so many.
+        """
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
 class DecoderConfig(Shape, frozen=True, kw_only=True):
@@ -66,13 +91,6 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     def gate_up_names(self) -> list[str]:
         parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
         return [f"mlp.{part}_proj" for part in parts]
-
-    @property
-    def norm_names(self) -> list[str]:
-        """Of a layer's norms of rows as wide as the residual stream."""
-        norms = self.family.norms
-        places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
-        return [name for name in places if name is not None]
 
     @property
     def qk_norm_widths(self) -> tuple[int, int] | None:
@@ -210,7 +228,7 @@ def parse_mixture(
         every = positive(fields, "decoder_sparse_step")
     if not isinstance(without, list):
         raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
-    layers = sparse_layers(num_layers, every, without)
+    layers = tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))
     if not any(layers):
         return None
     check_gate(fields, style)
@@ -261,21 +279,18 @@ def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
         raise ValueError(
             f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
         )
-    head_dim = head_size(fields, heads)
+    head_dim = fields["head_dim"]
+    if head_dim is not None:
+        head_dim = positive(fields, "head_dim")
+    elif (hidden := positive(fields, "hidden_size")) % heads:
+        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+    else:
+        head_dim = hidden // heads
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim = {head_dim} is not supported: at most {MAX_HEAD_DIM} is")
     return heads, kv_heads, head_dim
-
-
-def head_size(fields: Mapping[str, Any], heads: int) -> int:
-    if fields["head_dim"] is not None:
-        return positive(fields, "head_dim")
-    hidden = positive(fields, "hidden_size")
-    if hidden % heads:
-        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
-    return hidden // heads
 
 
 def norm_eps(fields: Mapping[str, Any], key: str) -> float:
@@ -292,7 +307,7 @@ def activation(fields: Mapping[str, Any], key: str) -> str:
     return ACTIVATIONS[named]
 
 
-def score_scale(fields: Mapping[str, Any], keys: Keys, head_dim: int) -> float:
+def score_scale(fields: Mapping[str, Any], keys: ConfigKeys, head_dim: int) -> float:
     if keys.score_scale is not None:
         return number(fields, keys.score_scale)
     root = math.sqrt(number(fields, keys.query_scalar) if keys.query_scalar else head_dim)
@@ -305,7 +320,7 @@ def embedding_scale(fields: Mapping[str, Any], family: Family) -> float:
     return optional_number(fields, family.keys.embedding_scale) or 1.0
 
 
-def logit_scale(fields: Mapping[str, Any], keys: Keys) -> float:
+def logit_scale(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
     if keys.logit_divisor is not None:
         return 1.0 / number(fields, keys.logit_divisor)
     return optional_number(fields, keys.logit_scale) or 1.0
@@ -319,7 +334,7 @@ def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "rope_parameters": told["full_attention"]}
 
 
-def local_rope(fields: Mapping[str, Any], keys: Keys) -> Mapping[str, Any] | None:
+def local_rope(fields: Mapping[str, Any], keys: ConfigKeys) -> Mapping[str, Any] | None:
     """The fields with the rotary embedding of layers with a window; None: it is that of all."""
     told = fields.get("rope_parameters")
     if isinstance(told, dict) and "sliding_attention" in told:
@@ -465,7 +480,9 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
-    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (hidden,) for n in config.norm_names}
+    norms = config.family.norms
+    places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in places if name}
     if config.family.has_sinks:
         shapes[SINKS] = (config.num_heads,)
     for part, width in zip("qk", config.qk_norm_widths or (), strict=False):

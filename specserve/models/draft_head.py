@@ -1,17 +1,12 @@
 """What a head that drafts from its target's layers offers to whoever runs it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from specserve.memory.arena import KVLayout
-from specserve.models.decoder import Decoder
-from specserve.models.decoder_config import DecoderConfig
-from specserve.models.loaded import LoadedModel
-from specserve.models.weight_forms import WeightForms
-from specserve_kernels import KVCache, Ops, Rows
+from specserve.models.decoder import Decoder, LoadedModel
+from specserve_kernels import KVCache, Program
 
 
 @runtime_checkable
@@ -64,42 +59,12 @@ class OverDecoder:
     """The part of a head that is that of the decoder of its layers, `body`."""
 
     def __init__(self, body: Decoder) -> None:
-        self.body = body
+        self.body, self.config, self.ops, self.dtype = body, body.config, body.ops, body.dtype
+        self.forms, self.num_heads, self.windows = body.forms, body.num_heads, body.windows
+        self.num_positions, self.kv_layouts = body.num_positions, body.kv_layouts
+        self.embed, self.plan = body.embed, body.plan  # `also` begins with the token ids
 
-    @property
-    def config(self) -> DecoderConfig:
-        return self.body.config
-
-    @property
-    def ops(self) -> Ops:
-        return self.body.ops
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.body.dtype
-
-    @property
-    def forms(self) -> WeightForms:
-        return self.body.forms
-
-    @property
-    def num_heads(self) -> int:
-        return self.body.num_heads
-
-    @property
-    def num_positions(self) -> int:
-        return self.body.num_positions
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        return self.body.windows
-
-    def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        return self.body.kv_layouts(dtype)
-
-    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
-        """`also` begins with the token ids."""
-        return self.body.plan(rows, kv, also)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.body.embed(token_ids)
+    def program(
+        self: DraftHead, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    ) -> Program:
+        return self.ops.program(self, kv, max_rows, max_read, taps)

@@ -12,20 +12,17 @@ from typing import Any
 
 import msgspec
 
-from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import (
     MAX_SIZE,
     DecoderConfig,
+    Shape,
     flag,
     is_int,
     positive,
-    read_config,
 )
 from specserve.models.families import FAMILIES
-from specserve.models.folder import read_json
-from specserve.models.shape import Shape
 
 KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -91,32 +88,6 @@ class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Of the taps side by side."""
         return len(self.taps) * self.target_hidden_size
-
-
-def is_head(path: Path) -> bool:
-    """Whether a folder, or a scaled demo's file, is of a head, as far as its config.json says."""
-    if path.parent == DEMO_COST:
-        from specserve.models.scaled_demo import ScaledDemo
-
-        return ScaledDemo(path).is_head
-    file = path / "config.json"
-    return file.is_file() and names_head(read_json(file))
-
-
-def head_inside(folder: Path) -> Path | None:
-    """A head in a folder that is none itself, as `specserve demo train-head` leaves one there."""
-    if (folder / "config.json").exists():
-        return None
-    return next((inner for inner in sorted(folder.glob("*")) if is_head(inner)), None)
-
-
-def load_eagle_config(path: Path) -> EagleConfig:
-    """The head that a folder's config.json describes, or a scaled demo's file."""
-    if path.parent == DEMO_COST:
-        from specserve.models.scaled_demo import ScaledDemo  # it reads its source's config here
-
-        return ScaledDemo(path).head_sizes.large
-    return read_config(path, parse)
 
 
 def names_head(written: Mapping[str, Any]) -> bool:

@@ -2,15 +2,34 @@
 token before, and from its own last rows where the target has none yet.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from specserve.models.decoder import Decoder, Layer
+from specserve.errors import ConfigError
+from specserve.models.checkpoint import Checkpoint
+from specserve.models.decoder import Decoder, DecoderWeights, Layer
+from specserve.models.decoder_config import tensor_shapes
 from specserve.models.draft_head import OverDecoder
-from specserve.models.eagle_config import EagleConfig
-from specserve_kernels import KVCache, KVLayer, Ops, Program
+from specserve.models.eagle_config import EagleConfig, check_target
+from specserve.models.loader import (
+    EMBEDDING,
+    HEAD,
+    Reader,
+    Tables,
+    read_layer,
+    rotary_tables,
+    rows_of_qkv,
+    table_of,
+)
+from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.source import load_eagle_config
+from specserve.models.tensor_views import ALL, Place, show
+from specserve_drafters.tree import TREE_SLOTS
+from specserve_kernels import KVCache, KVLayer, Ops
 
 
 class EagleWeights(NamedTuple):
@@ -61,11 +80,6 @@ class EagleHead(OverDecoder):
         config = self.config
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         return config.num_layer_weights + config.hidden_size * (qkv + self.settings.width)
-
-    def program(
-        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
-    ) -> Program:
-        return self.ops.program(self, kv, max_rows, max_read, taps)
 
     def fuse(self, taps: Tensor) -> Tensor:
         ops, weights, eps = self.ops, self.weights, self.settings.layers.norm_eps
@@ -121,3 +135,148 @@ class EagleHead(OverDecoder):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.weights.targets[draft_ids]
+
+
+MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so
+EMBEDDED, EMBEDDING_NORM = "embedded", "embedding_norm.weight"  # see `places`
+FUSE, OFFSETS, KNOWN = "fc.weight", "d2t", "t2d"
+INTEGERS = ("I64", "I32")
+
+
+def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
+    """The head of a folder or a scaled demo, in the target's dtype, for as many positions as that
+    has.
+    """
+    config, ops = load_eagle_config(folder), target.ops
+    check_target(folder, config, target.config)
+    checkpoint = Checkpoint(folder)
+    targets = read_targets(checkpoint, config)
+    shapes = shown_shapes(config)
+    if EMBEDDING.removeprefix(MODEL) not in checkpoint:
+        hidden, width = config.layers.hidden_size, config.target_hidden_size
+        if hidden != width:
+            raise ConfigError(
+                f"{folder}: the tensor embed_tokens.weight is missing, and the target's has "
+                f"{width} columns in place of {hidden}; download the head again"
+            )
+        del shapes[EMBEDDING]
+    show(checkpoint, shapes, places(checkpoint, config, shapes))
+    reader = Reader(checkpoint, shapes, QuantizedMaps(checkpoint, shapes, None), target.dtype, ops)
+    tables = rotary_tables(config.layers, target.num_positions - TREE_SLOTS, ops)
+    own = read_own(reader, config, ops.place(targets))
+    body = read_body(reader, config, tables, target)
+    if config.norm_before_residual:
+        first, *others = body.layers
+        own = own._replace(feature_norm=first.attention_norm)
+        body = body._replace(layers=(first._replace(attention_norm=None), *others))
+    return EagleHead(config, Decoder(config.layers, ops, tables.all_positions, body), own)
+
+
+def read_body(
+    reader: Reader, config: EagleConfig, tables: Tables, target: Decoder
+) -> DecoderWeights:
+    layers, has_table = config.layers, EMBEDDING in reader.shapes
+    return DecoderWeights(
+        head=reader.read_weight("lm_head"),
+        embedding=reader.read_embedding() if has_table else target.weights.embedding,
+        layers=tuple(
+            read_layer(reader, layers, i, table_of(layers, i, tables))
+            for i in range(layers.num_layers)
+        ),
+        norm=reader.read_norm(f"{MODEL}norm.weight", adds_one=False),
+        dtype=reader.dtype,
+        forms=reader.forms,
+    )
+
+
+def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a head under the names that a decoder's have, where it has such."""
+    layers, hidden = config.layers, config.layers.hidden_size
+    shapes = tensor_shapes(layers) | {
+        HEAD: (config.draft_vocab_size, hidden),
+        FUSE: (hidden, config.width),
+        EMBEDDING_NORM: (hidden,),
+    }
+    for name in layers.qkv_names:
+        shapes[f"{EMBEDDED}.{name}.weight"] = shapes[f"{MODEL}{FIRST}.{name}.weight"]
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (config.width,)
+    if config.fc_norm:
+        norms = (f"fc_norm.{i}.weight" for i in range(len(config.taps)))
+        shapes |= dict.fromkeys(norms, (config.target_hidden_size,))
+    return shapes
+
+
+def places(checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]) -> dict[str, Place]:
+    """Where the file has what `shapes` names.
+
+    The first layer's queries, keys and values are made of embedding and feature side by side. Shown
+    are a layer that reads the feature, as others read the residual, and maps of the embedding.
+    """
+    has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
+    first = OTHER_FIRST if has_other else FIRST
+    hidden, shown = config.layers.hidden_size, f"{MODEL}{FIRST}"
+    found = {}
+    for name in shapes:
+        own = name.removeprefix(MODEL)
+        if own.startswith(f"{FIRST}."):
+            own = first + own.removeprefix(FIRST)
+        found[name] = own, ALL
+    found[EMBEDDING_NORM] = f"{first}.input_layernorm.weight", ALL
+    found[f"{shown}.input_layernorm.weight"] = f"{first}.hidden_norm.weight", ALL
+    for name in config.layers.qkv_names:
+        found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
+        found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
+    return found
+
+
+def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeights:
+    maps = [f"{EMBEDDED}.{name}" for name in config.layers.qkv_names]
+
+    def norm(name: str) -> Tensor:
+        return reader.read_norm(name, adds_one=False)
+
+    return EagleWeights(
+        fuse=reader.read_weight("fc"),
+        taps_norm=norm("input_norm.weight") if config.norm_before_fc else None,
+        tap_norms=[norm(f"fc_norm.{i}.weight") for i in range(len(config.taps)) if config.fc_norm],
+        feature_norm=None,
+        embedding_norm=norm(EMBEDDING_NORM),
+        embedding_qkv=reader.read_weight(*maps, rows=rows_of_qkv(config.layers)),
+        targets=targets,
+    )
+
+
+def read_targets(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
+    """The target's id of each of the head's tokens, [draft V] int64; they are taken out of the
+    checkpoint, with the list of those that the head knows, which says the same.
+    """
+    files, size = checkpoint.files, config.draft_vocab_size
+    own = torch.arange(size)
+    if OFFSETS in files:
+        stored = checkpoint.stored(OFFSETS)
+        if stored.shape != (size,) or stored.dtypes[0] not in INTEGERS:
+            raise ConfigError(
+                f"{checkpoint.folder}: the tensor {OFFSETS} has the shape {list(stored.shape)} and "
+                f"the type {stored.dtypes[0]}, and config.json asks for {size} integers; correct "
+                "its draft_vocab_size, or download the head again"
+            )
+        own += files[OFFSETS].get_tensor(OFFSETS)
+    elif size != config.layers.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} is missing, so that nothing says which of "
+            f"the target's {config.layers.vocab_size} tokens the head's {size} are; download the "
+            "head again"
+        )
+    if own.min() < 0 or own.max() >= config.layers.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} names tokens that the target lacks, from "
+            f"{own.min()} to {own.max()} of {config.layers.vocab_size}; download the head again"
+        )
+    if len(set(own.tolist())) < size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tensor {OFFSETS} names a token of the target twice; "
+            "download the head again"
+        )
+    checkpoint.show({name: file for name, file in files.items() if name not in (OFFSETS, KNOWN)})
+    return own

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from specserve.models.end_of_turn import text_after_answer
-from specserve.models.source import Source
+from specserve.models.source import ModelDescription
 from specserve.text.defaults import CONFIG
 from specserve.text.tokenizer import Tokenizer
 
@@ -12,7 +12,7 @@ BRACKETS = re.compile(r"<.+>|\[.+\]")
 EndTokens = dict[int, list[str]]  # id -> what names it: a file, a key or the chat template
 
 
-def find_end_tokens(source: Source, tokenizer: Tokenizer) -> EndTokens:
+def find_end_tokens(source: ModelDescription, tokenizer: Tokenizer) -> EndTokens:
     """config.json is often older than generation_config.json: next to that file it counts only if
     it names special tokens.
     """
@@ -25,7 +25,7 @@ def find_end_tokens(source: Source, tokenizer: Tokenizer) -> EndTokens:
     return found
 
 
-def named(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, Sequence[int]]]:
+def named(source: ModelDescription, tokenizer: Tokenizer) -> Iterator[tuple[str, Sequence[int]]]:
     yield from source.ends().items()
     if (token := tokenizer.eos_token_id) is not None:
         yield "eos_token", [token]

@@ -1,6 +1,6 @@
 """Mixtures of experts, as config.json describes them, and their tensors in a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,30 +18,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     has_biases: bool = False  # router and experts
     limit: str | None = None  # which field has that of clamped gates; None: they are not
     shared_width: str | None = None  # which field has that of the expert of all rows; None: none
-    is_stacked: bool = False  # experts share tensors in the checkpoint: stacked.py
-
-
-QWEN3_STYLE = ExpertStyle(width="moe_intermediate_size", number=128)
-QWEN2_STYLE = msgspec.structs.replace(
-    QWEN3_STYLE, number=60, shared_width="shared_expert_intermediate_size"
-)
-OLMOE_STYLE = ExpertStyle(width="intermediate_size", number=64)
-MIXTRAL_STYLE = ExpertStyle(
-    module="block_sparse_moe",
-    maps=("w1", "w3", "w2"),
-    width="intermediate_size",
-    number=8,
-    normalizes=True,
-)
-GPT_OSS_STYLE = ExpertStyle(
-    router="router",
-    width="intermediate_size",
-    number=128,
-    normalizes=True,  # the softmax is over the chosen ones
-    has_biases=True,
-    limit="swiglu_limit",
-    is_stacked=True,
-)
+    is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +90,3 @@ def number_field(fields: Mapping[str, Any]) -> str:
             f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} mean the same"
         )
     return "num_local_experts" if "num_local_experts" in fields else "num_experts"
-
-
-def sparse_layers(num_layers: int, every: int, without: Sequence[Any]) -> tuple[bool, ...]:
-    """Which layers have experts: every so manyth, but for some."""
-    return tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))

@@ -6,11 +6,6 @@ from typing import Any, Literal
 import msgspec
 
 from specserve.models.experts import (
-    GPT_OSS_STYLE,
-    MIXTRAL_STYLE,
-    OLMOE_STYLE,
-    QWEN2_STYLE,
-    QWEN3_STYLE,
     ExpertStyle,
 )
 
@@ -33,12 +28,6 @@ LLAMA: dict[str, Any] = {  # values of missing fields
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
-MISTRAL = LLAMA | {
-    "intermediate_size": 14336,
-    "max_position_embeddings": 4096 * 32,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-}
 QWEN2 = LLAMA | {
     "intermediate_size": 22016,
     "max_position_embeddings": 32768,
@@ -48,106 +37,8 @@ QWEN2 = LLAMA | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-SMOLLM3 = LLAMA | {
-    "hidden_size": 2048,
-    "max_position_embeddings": 32768,
-    "no_rope_layer_interval": 4,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 4,
-    "rope_theta": 2_000_000.0,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 128256,
-}
-PHI3 = LLAMA | {
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 32064,
-}
-
-QWEN3_MOE = LLAMA | {
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 32768,
-    "mlp_only_layers": None,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN2_MOE = LLAMA | {
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "mlp_only_layers": None,
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "qkv_bias": True,
-    "shared_expert_intermediate_size": 5632,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-GPT_OSS = LLAMA | {
-    "attention_bias": True,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
-    "rope_theta": 150_000.0,
-    "sliding_window": 128,
-    "sliding_window_pattern": 2,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "vocab_size": 201088,
-}
-MIXTRAL = LLAMA | {
-    "intermediate_size": 14336,
-    "max_position_embeddings": 4096 * 32,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-}
 
 
-OLMOE = LLAMA | {
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "max_position_embeddings": 4096,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 50304,
-}
 GEMMA2 = LLAMA | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -165,54 +56,6 @@ GEMMA2 = LLAMA | {
     "tie_word_embeddings": True,
     "use_bidirectional_attention": False,
     "vocab_size": 256000,
-}
-GEMMA3 = GEMMA2 | {
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "max_position_embeddings": 131072,
-    "rope_local_base_freq": 10_000.0,
-    "rope_theta": 1_000_000.0,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262208,
-}
-OLMO2 = LLAMA | {"rms_norm_eps": 1e-5, "vocab_size": 50304}
-GRANITE = LLAMA | {
-    "attention_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-}
-GLM4 = LLAMA | {
-    "attention_bias": True,
-    "head_dim": 128,
-    "intermediate_size": 13696,
-    "max_position_embeddings": 131072,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 0.00000015625,
-    "vocab_size": 151552,
-}
-COHERE2 = LLAMA | {
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.0625,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 40,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "tie_word_embeddings": True,
-    "vocab_size": 256000,
-}
-EXAONE4 = LLAMA | {
-    "intermediate_size": 16384,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "vocab_size": 102400,
 }
 
 
@@ -240,10 +83,9 @@ NORMS_OF_GEMMA = Norms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-NORMS_OF_GLM = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
     """A family's names of fields in config.json; None: it has none."""
 
     activation: str = "hidden_act"
@@ -260,7 +102,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     local_theta: str | None = None  # of layers with a window
 
 
-GEMMA_KEYS = Keys(
+GEMMA_KEYS = ConfigKeys(
     activation="hidden_activation",
     query_scalar="query_pre_attn_scalar",
     score_cap="attn_logit_softcapping",
@@ -273,7 +115,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     models: str  # known ones, for the documentation
     defaults: Mapping[str, Any]
-    keys: Keys = Keys()
+    keys: ConfigKeys = ConfigKeys()
     qkv_bias: bool | None = None  # None: attention_bias, or what the family calls it
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
@@ -307,7 +149,13 @@ FAMILIES = {
     ),
     "MistralForCausalLM": Family(
         models="Mistral 7B and others of the family without vision or experts",
-        defaults=MISTRAL,
+        defaults=LLAMA
+        | {
+            "intermediate_size": 14336,
+            "max_position_embeddings": 4096 * 32,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
@@ -336,10 +184,34 @@ FAMILIES = {
         mlp_bias=False,
         windowed="upper",
     ),
-    "SmolLM3ForCausalLM": Family(models="SmolLM3", defaults=SMOLLM3, windowed="unrotated"),
+    "SmolLM3ForCausalLM": Family(
+        models="SmolLM3",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2048,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 128256,
+        },
+        windowed="unrotated",
+    ),
     "Phi3ForCausalLM": Family(
         models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
-        defaults=PHI3,
+        defaults=LLAMA
+        | {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 32064,
+        },
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
@@ -361,7 +233,16 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": Family(
         models="Gemma 3 without vision: 270M, 1B",
-        defaults=GEMMA3,
+        defaults=GEMMA2
+        | {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 131072,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262208,
+        },
         keys=msgspec.structs.replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
         mlp_bias=False,
         qk_norm="heads",
@@ -371,12 +252,22 @@ FAMILIES = {
         windowed="pattern",
     ),
     "Olmo2ForCausalLM": Family(
-        models="OLMo 2", defaults=OLMO2, mlp_bias=False, qk_norm="width", norms=NORMS_AFTER
+        models="OLMo 2",
+        defaults=LLAMA | {"rms_norm_eps": 1e-5, "vocab_size": 50304},
+        mlp_bias=False,
+        qk_norm="width",
+        norms=NORMS_AFTER,
     ),
     "GraniteForCausalLM": Family(
         models="Granite 3, dense",
-        defaults=GRANITE,
-        keys=Keys(
+        defaults=LLAMA
+        | {
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+        },
+        keys=ConfigKeys(
             score_scale="attention_multiplier",
             embedding_scale="embedding_multiplier",
             residual_scale="residual_multiplier",
@@ -385,18 +276,42 @@ FAMILIES = {
     ),
     "Glm4ForCausalLM": Family(
         models="GLM-4 of 2025: GLM-4-0414, GLM-Z1",
-        defaults=GLM4,
+        defaults=LLAMA
+        | {
+            "attention_bias": True,
+            "head_dim": 128,
+            "intermediate_size": 13696,
+            "max_position_embeddings": 131072,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 0.00000015625,
+            "vocab_size": 151552,
+        },
         out_bias=False,
         mlp_bias=False,
-        norms=NORMS_OF_GLM,
+        norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         fuses_gate_up=True,
         rotates_a_share=True,
         rotates_neighbors=True,
     ),
     "Cohere2ForCausalLM": Family(
         models="Command R7B, Command A",
-        defaults=COHERE2,
-        keys=Keys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
+        defaults=LLAMA
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+            "vocab_size": 256000,
+        },
+        keys=ConfigKeys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
         mlp_bias=False,
         norms=Norms(before_mlp=None),
         is_centered=True,
@@ -407,7 +322,15 @@ FAMILIES = {
     ),
     "Exaone4ForCausalLM": Family(
         models="EXAONE 4",
-        defaults=EXAONE4,
+        defaults=LLAMA
+        | {
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "vocab_size": 102400,
+        },
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
@@ -418,38 +341,134 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         models="Qwen 3 with experts: 30B-A3B and others",
-        defaults=QWEN3_MOE,
+        defaults=LLAMA
+        | {
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 32768,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
         mlp_bias=False,
         qk_norm="heads",
         windowed="asked",
-        experts=QWEN3_STYLE,
+        experts=ExpertStyle(width="moe_intermediate_size", number=128),
     ),
     "MixtralForCausalLM": Family(
         models="Mixtral 8x7B and 8x22B",
-        defaults=MIXTRAL,
+        defaults=LLAMA
+        | {
+            "intermediate_size": 14336,
+            "max_position_embeddings": 4096 * 32,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+        },
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
         windowed="all",
-        experts=MIXTRAL_STYLE,
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            maps=("w1", "w3", "w2"),
+            width="intermediate_size",
+            number=8,
+            normalizes=True,
+        ),
     ),
     "OlmoeForCausalLM": Family(
-        models="OLMoE", defaults=OLMOE, qk_norm="width", experts=OLMOE_STYLE
+        models="OLMoE",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "max_position_embeddings": 4096,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 50304,
+        },
+        qk_norm="width",
+        experts=ExpertStyle(width="intermediate_size", number=64),
     ),
     "Qwen2MoeForCausalLM": Family(
         models="Qwen 1.5 and Qwen 2 with experts: A2.7B, 57B-A14B",
-        defaults=QWEN2_MOE,
-        keys=Keys(qkv_bias="qkv_bias"),
+        defaults=LLAMA
+        | {
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        keys=ConfigKeys(qkv_bias="qkv_bias"),
         out_bias=False,
         mlp_bias=False,
         windowed="lower",
-        experts=QWEN2_STYLE,
+        experts=ExpertStyle(
+            width="moe_intermediate_size", number=60, shared_width="shared_expert_intermediate_size"
+        ),
     ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
-        defaults=GPT_OSS,
+        defaults=LLAMA
+        | {
+            "attention_bias": True,
+            "head_dim": 64,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "vocab_size": 201088,
+        },
         has_sinks=True,
         windowed="pattern",
-        experts=GPT_OSS_STYLE,
+        experts=ExpertStyle(
+            router="router",
+            width="intermediate_size",
+            number=128,
+            normalizes=True,  # the softmax is over the chosen ones
+            has_biases=True,
+            limit="swiglu_limit",
+            is_stacked=True,
+        ),
     ),
 }

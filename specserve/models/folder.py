@@ -1,8 +1,14 @@
-"""A model's folder: finding or downloading it, and reading its JSON files."""
+"""A model's folder: finding or downloading it, reading its JSON files, and errors of its disk.
 
+Does not import torch.
+"""
+
+import errno
 import json
+import os
 import re
 import stat
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +17,23 @@ import msgspec
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
-from specserve.models.disk import is_full
+
+FULL = errno.ENOSPC, errno.EDQUOT
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or a user's share of one, is full. Some libraries tell only the reason."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return True
+    return any(os.strerror(number) in str(error) for number in FULL)
+
+
+def not_written(path: object, error: Exception) -> ConfigError:
+    """The error of a file or a folder that cannot be written, with what to do about it."""
+    why = error.strerror if isinstance(error, OSError) else error
+    remedy = "free space there, or name one on another disk" if is_full(error) else "name another"
+    return ConfigError(f"{path}: cannot be written ({why}); {remedy}")
+
 
 SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
 # Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
@@ -24,6 +46,10 @@ FIRST_PART, LATER_PART = (
     re.compile(r"-00001-of-\d{5}$"),
     re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
 )
+# Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
+# all of it would take minutes.
+BEGINNING = 1 << 20
+SAMPLES, SAMPLE = 512, 1 << 12
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
 
 
@@ -56,7 +82,7 @@ def found(path: str, folder: Path) -> Path:
         raise ConfigError(f"{path}: a link that leads nowhere, or to itself; check the link")
     if folder.is_dir():
         return only_gguf(folder) or folder
-    if folder.exists() and (is_gguf(folder) or folder.parent == DEMO_COST):
+    if folder.exists() and (is_gguf(folder) or is_made(folder)):
         return folder
     if folder.exists():
         check_pointer(folder)
@@ -69,6 +95,11 @@ def found(path: str, folder: Path) -> Path:
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
     return download(path)
+
+
+def is_made(path: Path) -> bool:
+    """Whether it is a file of this package that names the code that makes the model."""
+    return path.parent == DEMO_COST
 
 
 def download(path: str) -> Path:
@@ -132,7 +163,7 @@ def check_pointer(file: Path) -> None:
 def name_of(path: str) -> str:
     """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
     file = expanded(path)
-    if file.parent == DEMO_COST:
+    if is_made(file):
         return file.name.removesuffix(".json")
     if file.suffix == GGUF or is_gguf(file):
         return FIRST_PART.sub("", file.name.removesuffix(GGUF))
@@ -144,19 +175,15 @@ def check_regular(path: Path) -> None:
     a model's one file: to open it, or to read all of it, may take for ever.
     """
     for file in (path, *path.glob("*"), *path.glob("*/*.jinja")):
-        if is_special(file):
+        try:
+            mode = file.stat().st_mode
+        except OSError:  # whoever opens it says why it cannot be read
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise ConfigError(
                 f"{file}: no regular file but a pipe, a socket or a device; put the model's own "
                 "file there, or remove it"
             )
-
-
-def is_special(file: Path) -> bool:
-    try:
-        mode = file.stat().st_mode
-    except OSError:  # whoever opens it says why it cannot be read
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -167,6 +194,26 @@ def check_tokenizer(folder: Path) -> None:
         )
     for name in (*TOKENIZERS, "merges.txt"):
         check_pointer(folder / name)
+
+
+def samples(file: Path, beginning: int) -> Iterator[bytes]:
+    """Its size, so many bytes at its beginning, and some at places all over it."""
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        yield str(size).encode()
+        yield data.read(beginning)
+        for i in range(1, SAMPLES + 1):
+            data.seek(max(0, size * i // SAMPLES - SAMPLE))
+            yield data.read(SAMPLE)
+
+
+def refuse_transformers(path: Path, implementation: str) -> None:
+    """ConfigError where transformers is to compute a model that it cannot read."""
+    if implementation == "transformers":
+        raise ConfigError(
+            f"{path}: model.implementation = 'transformers' reads folders in the Hugging Face "
+            "layout alone; leave it out, or take the model in that form"
+        )
 
 
 def scaled_from(folder: Path) -> Scaled | None:

@@ -15,21 +15,27 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, Experts, Layer, SharedExpert, Weights
+from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
 from specserve.models.decoder_config import SINKS, DecoderConfig
-from specserve.models.experts import Mixture
 from specserve.models.mtp_config import without_mtp
-from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
-from specserve.models.rounding import AS_STORED, Rounding
 from specserve.models.source import open_source
-from specserve.models.stacked import part_experts
-from specserve.models.weight import Weight, form_of, fuse, num_bytes, table_bytes, take
+from specserve.models.tensor_views import part_experts
+from specserve.models.weight import (
+    AS_STORED,
+    Rounding,
+    Weight,
+    form_of,
+    fuse,
+    num_bytes,
+    table_bytes,
+    take,
+)
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
-from specserve_kernels.quantize import GROUP
+from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations
@@ -37,7 +43,6 @@ LONGEST = 1 << 21  # positions of which there are tables unasked: a gigabyte for
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
 def load_decoder(
@@ -45,7 +50,7 @@ def load_decoder(
     dtype: str,
     ops: Ops,
     max_len: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
 ) -> Decoder:
     """The folder's model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
@@ -66,7 +71,10 @@ def load_decoder(
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
     weights = read_weights(reader, config, tables)
-    warn_of_activations(folder, config.quantization, weights.forms)
+    asked = config.quantization and config.quantization.activations
+    if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
+        asks = " and for ".join(unmet)
+        log.warning("%s/config.json asks for %s: %s", folder, asks, weights.forms.activation_words)
     return Decoder(config, ops, tables.all_positions, weights)
 
 
@@ -97,14 +105,6 @@ def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
     if not config.rope[index]:
         return tables.still
     return tables.all_positions if config.windows[index] is None else tables.windowed
-
-
-def warn_of_activations(folder: Path, told: Quantization | None, forms: WeightForms) -> None:
-    """One line if activations are not just as config.json asks."""
-    unmet = () if told is None else told.activations.unmet_by(forms.num_rounding)
-    if unmet:
-        asks = " and for ".join(unmet)
-        log.warning("%s/config.json asks for %s: %s", folder, asks, forms.activation_words)
 
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
@@ -164,7 +164,7 @@ class Reader:
     ) -> None:
         self.checkpoint, self.shapes, self.maps = checkpoint, dict(shapes), maps
         self.dtype, self.ops, self.rounding = dtype, ops, rounding
-        self.report: Progress = lambda done, total: None
+        self.report: Callable[[int, int], None] = lambda done, total: None  # bytes
         self.sources: dict[str, str] = {}  # which tensor is read, where its name is another
         if HEAD not in shapes and rounding.head != rounding.embedding:
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
@@ -236,13 +236,6 @@ class Reader:
         self.embedding_bits = 8 * table.q.itemsize
         return table.each(self.ops.place)
 
-    def read_head(self, embedding: Weight) -> Any:
-        """The head where it is the embedding table as it stands."""
-        packed = self.ops.prepack(embedding)
-        if packed is not embedding:
-            self.count(embedding, is_head=True)
-        return packed
-
     def count(self, weight: Weight, is_head: bool) -> None:
         """Enter a linear map into `forms`."""
         self.num_bytes += num_bytes(weight)
@@ -265,7 +258,10 @@ class Reader:
         if bits is None:
             return self.read_plain(names, self.dtype)
         self.num_odd += self.rounding.is_odd(modules[0], self.shapes[names[0]][1])
-        codes = self.ops.quantize(self.read_plain(names, self.stored_dtype(names)), bits)
+        dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
+        # One that holds the tensors' numbers as they are stored.
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+        codes = self.ops.quantize(self.read_plain(names, dtype), bits)
         width = self.shapes[names[0]][1]
         rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
         return codes._replace(rounds_rows=rounds_rows)
@@ -293,11 +289,6 @@ class Reader:
 
     def source(self, name: str) -> str:
         return self.sources.get(name, name)
-
-    def stored_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """One that holds the tensors' numbers as they are stored."""
-        dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
-        return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
 
     def read_part(self, name: str) -> Weight:
         """One of several weights of which some are stored as codes."""
@@ -331,13 +322,17 @@ class Reader:
         self.report(self.num_read * size, self.num_elements * size)
 
 
-def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Weights:
+def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
     # The largest weight comes first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
     embedding = reader.read_embedding()
-    return Weights(
+    if head is None:  # it is the embedding table as it stands
+        head = reader.ops.prepack(embedding)
+        if head is not embedding:
+            reader.count(embedding, is_head=True)
+    return DecoderWeights(
         embedding=embedding,
-        head=reader.read_head(embedding) if head is None else head,
+        head=head,
         layers=tuple(
             read_layer(reader, config, i, table_of(config, i, tables))
             for i in range(config.num_layers)
@@ -394,7 +389,7 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
     assert mixture is not None, "a layer without experts"
     each = range(mixture.num_experts)
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
-    router = f"{layer}.{mixture.router}"
+    router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
     experts = Experts(
         router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True),
@@ -403,40 +398,29 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         normalizes=mixture.normalizes,
         router_bias=reader.read_bias(router),
         limit=mixture.limit,
-        shared=read_shared(reader, mixture, layer) if mixture.shared_width else None,
+        shared=SharedExpert(
+            gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
+            gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
+            down=reader.read_weight(f"{shared}.down_proj"),
+        )
+        if mixture.shared_width
+        else None,
     )
     none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
     return none | {"experts": experts}
 
 
-def read_shared(reader: Reader, mixture: Mixture, layer: str) -> SharedExpert:
-    shared = f"{layer}.{mixture.shared}"
-    return SharedExpert(
-        gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
-        gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
-        down=reader.read_weight(f"{shared}.down_proj"),
-    )
-
-
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
     """The order in which kernels want the rows of queries, keys and values; None: as they are."""
-    D, order = config.head_dim, order_of_heads(config)
-    if order is None:
+    rope, D = config.rope_parameters, config.head_dim
+    has_neighbors = config.family.rotates_neighbors
+    if not has_neighbors and rope.rotating(D) == D:
         return None
+    order = rotary.order(rope, D, has_neighbors)  # of a head's dimensions
     num_turned = config.num_heads + config.num_kv_heads
     turned = torch.arange(num_turned)[:, None] * D + order
     values = num_turned * D + torch.arange(config.num_kv_heads * D)
     return torch.cat([turned.flatten(), values])
-
-
-def order_of_heads(config: DecoderConfig) -> Tensor | None:
-    """The order of a head's dimensions in which kernels pair them; None: as they are."""
-    rope, D, has_neighbors = (
-        config.rope_parameters,
-        config.head_dim,
-        config.family.rotates_neighbors,
-    )
-    return rotary.order(rope, D, has_neighbors) if has_neighbors or rope.rotating(D) < D else None
 
 
 def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:

@@ -6,7 +6,7 @@ Does not import torch.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -69,8 +69,8 @@ MIMO = MtpStyle(
 )
 
 
-def styles(num_layers: int) -> tuple[MtpStyle, ...]:
-    """All there are, for a model of so many layers."""
+def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
+    """The style of a checkpoint's tensors; None if it has no such layer."""
     behind = f"model.layers.{num_layers}"
     deepseek = MtpStyle(
         module=behind,
@@ -82,33 +82,26 @@ def styles(num_layers: int) -> tuple[MtpStyle, ...]:
         embedding="embed_tokens",
         head="shared_head.head",
     )
-    return deepseek, QWEN, MIMO
-
-
-def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
-    """That of a checkpoint's tensors; None: no such layer is among them."""
     names = list(names)
-    return next((s for s in styles(num_layers) if any(map(s.owns, names))), None)
+    return next((s for s in (deepseek, QWEN, MIMO) if any(map(s.owns, names))), None)
 
 
 def has_mtp(folder: Path) -> bool:
     """Whether a model has such layers, and native code for their kind."""
-    num_layers = layers_before_told(folder)
-    return num_layers > 0 and has_tensors(folder, num_layers)
+    return mtp_state(folder) == "there"
 
 
 def has_lost_mtp(folder: Path) -> bool:
     """Whether its config.json tells of such layers that its weights lack."""
-    num_layers = layers_before_told(folder)
-    return num_layers > 0 and not has_tensors(folder, num_layers)
+    return mtp_state(folder) == "lost"
 
 
-def layers_before_told(folder: Path) -> int:
-    return 0 if folder.is_file() else read_config(folder, layers_before)
-
-
-def has_tensors(folder: Path, num_layers: int) -> bool:
-    return find_style(tensor_names(folder), num_layers) is not None
+def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
+    """Whether config.json tells of such layers, and whether the weights have them."""
+    num_layers = 0 if folder.is_file() else read_config(folder, layers_before)
+    if num_layers == 0:
+        return "none"
+    return "lost" if find_style(tensor_names(folder), num_layers) is None else "there"
 
 
 def layers_before(written: Mapping[str, Any]) -> int:

@@ -4,13 +4,22 @@ has none yet.
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
-from specserve.models.decoder import Decoder
+from specserve.errors import ConfigError
+from specserve.models.checkpoint import DTYPES, Checkpoint
+from specserve.models.decoder import Decoder, DecoderWeights
+from specserve.models.decoder_config import MTP_LAYERS, DecoderConfig, tensor_shapes
 from specserve.models.draft_head import OverDecoder
-from specserve_kernels import KVCache, Ops, Program
+from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
+from specserve.models.mtp_config import LOST, MtpStyle, find_style
+from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.tensor_views import ALL, Place, part_experts, show
+from specserve_kernels import KVCache, Ops
 
 
 class MtpWeights(NamedTuple):
@@ -54,11 +63,6 @@ class MtpHead(OverDecoder):
         config = self.body.config
         return config.num_layer_weights + 2 * config.hidden_size**2
 
-    def program(
-        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
-    ) -> Program:
-        return self.ops.program(self, kv, max_rows, max_read, taps)
-
     def fuse(self, taps: Tensor) -> Tensor:
         norm = self.weights.target_norm
         return self.ops.copy(taps) if norm is None else self.body.norm(taps, norm)
@@ -100,3 +104,135 @@ class MtpHead(OverDecoder):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
+
+
+LAYER, NORM = "model.layers.0", "model.norm.weight"
+# Names of what a decoder does not have.
+EMBEDDING_NORM, FEATURE_NORM = "embedding_norm.weight", "feature_norm.weight"
+EMBEDDING_MAP, FEATURE_MAP = "embedding_map", "feature_map"
+
+
+def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
+    """The head that came with a target, which was loaded from the same folder; in its dtype, for as
+    many positions. ConfigError says why there is none.
+    """
+    checkpoint, style = open_layer(folder, target.config)
+    config = config_of_layer(folder, target.config, style, checkpoint)
+    places = places_of(config, style)
+    shapes = shapes_of(config, checkpoint, places)
+    show(checkpoint, shapes, places)
+    maps = QuantizedMaps(checkpoint, shapes, None)
+    reader = Reader(checkpoint, shapes, maps, target.dtype, target.ops)
+    body = Decoder(config, target.ops, target.rotary, read_body(reader, config, target))
+    given = target.weights.norm / target.config.logit_scale if style.reads_normed else None
+    return MtpHead(body, read_own(reader, config, given), (target.config.num_layers,))
+
+
+def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyle]:
+    """The checkpoint of a target with the tensors of its first such layer alone."""
+    if target.num_mtp_layers == 0:
+        raise ConfigError(
+            f"{folder}: config.json tells of no layers for multi-token prediction ("
+            f"{' or '.join(MTP_LAYERS)}); take a model that has them, or another drafter"
+        )
+    checkpoint = Checkpoint(folder)
+    style = find_style(checkpoint.files, target.num_layers)
+    if style is None:
+        raise ConfigError(f"{folder}: {LOST}")
+    checkpoint.show({name: file for name, file in checkpoint.files.items() if style.owns(name)})
+    for name in checkpoint.files:
+        if (dtype := checkpoint.stored(name).dtypes[0]) not in DTYPES:
+            raise ConfigError(
+                f"{folder}: the tensor {name} has the type {dtype}, and a layer for multi-token "
+                "prediction is read where it is not quantized alone; take a checkpoint that has it "
+                "so, or another drafter"
+            )
+    if target.mixture is not None and target.mixture.style.is_stacked:
+        part_experts(checkpoint, target.mixture.num_experts)
+    return checkpoint, style
+
+
+def config_of_layer(
+    folder: Path, target: DecoderConfig, style: MtpStyle, checkpoint: Checkpoint
+) -> DecoderConfig:
+    """A decoder of that layer. ConfigError where nothing says which of the target's it is like."""
+    if len({*zip(target.windows, target.rope, strict=True)}) > 1:
+        raise ConfigError(
+            f"{folder}: its layers differ in sliding windows or rotary embedding, and nothing says "
+            f"which of them {style.layer} is like; take another drafter"
+        )
+    mixture = target.mixture
+    if mixture is not None:
+        experts = f"{style.layer}.{mixture.style.module}.experts."
+        has_experts = any(name.startswith(experts) for name in checkpoint.files)
+        mixture = msgspec.structs.replace(mixture, layers=(has_experts,))
+    return msgspec.structs.replace(
+        target,
+        num_layers=1,
+        windows=target.windows[:1],
+        rope=target.rope[:1],
+        mixture=mixture,
+        quantization=None,
+        num_mtp_layers=0,
+    )
+
+
+def places_of(config: DecoderConfig, style: MtpStyle) -> dict[str, Place]:
+    """Where a checkpoint has what is shown under a decoder's names, and what is read beside it."""
+    module, hidden = style.module, config.hidden_size
+    halves = [slice(hidden), slice(hidden, None)]
+    embedding, feature = reversed(halves) if style.has_feature_first else halves
+    join = f"{module}.{style.join}.weight"
+    places = {
+        name: (name.replace(LAYER, style.layer, 1), ALL)
+        for name in tensor_shapes(config)
+        if name.startswith(f"{LAYER}.")
+    } | {
+        NORM: (f"{module}.{style.norm}.weight", ALL),
+        EMBEDDING_NORM: (f"{module}.{style.embedding_norm}.weight", ALL),
+        FEATURE_NORM: (f"{module}.{style.feature_norm}.weight", ALL),
+        f"{EMBEDDING_MAP}.weight": (join, embedding),
+        f"{FEATURE_MAP}.weight": (join, feature),
+    }
+    for name, own in {EMBEDDING: style.embedding, HEAD: style.head}.items():
+        if own is not None:
+            places[name] = f"{module}.{own}.weight", ALL
+    return places
+
+
+def shapes_of(
+    config: DecoderConfig, checkpoint: Checkpoint, places: dict[str, Place]
+) -> dict[str, tuple[int, ...]]:
+    """Of what is read; table and head are the target's where the layer has none of its own."""
+    hidden = config.hidden_size
+    maps = (f"{name}.weight" for name in (EMBEDDING_MAP, FEATURE_MAP))
+    shapes = tensor_shapes(config) | dict.fromkeys((EMBEDDING_NORM, FEATURE_NORM), (hidden,))
+    shapes |= dict.fromkeys(maps, (hidden, hidden))
+    shapes[HEAD] = shapes[EMBEDDING]
+    for name in (EMBEDDING, HEAD):
+        if name not in places or places[name][0] not in checkpoint:
+            del shapes[name]
+    return shapes
+
+
+def read_body(reader: Reader, config: DecoderConfig, target: Decoder) -> DecoderWeights:
+    shapes, given = reader.shapes, target.weights
+    return DecoderWeights(
+        head=reader.read_weight("lm_head") if HEAD in shapes else given.head,
+        embedding=reader.read_embedding() if EMBEDDING in shapes else given.embedding,
+        layers=(read_layer(reader, config, 0, given.layers[0].rotary),),
+        norm=reader.read_norm(NORM, config.family.adds_one),
+        dtype=reader.dtype,
+        forms=reader.forms,
+    )
+
+
+def read_own(reader: Reader, config: DecoderConfig, target_norm: Tensor | None) -> MtpWeights:
+    adds_one = config.family.adds_one
+    return MtpWeights(
+        target_norm=target_norm,
+        embedding_norm=reader.read_norm(EMBEDDING_NORM, adds_one),
+        feature_norm=reader.read_norm(FEATURE_NORM, adds_one),
+        embedding_map=reader.read_weight(EMBEDDING_MAP),
+        feature_map=reader.read_weight(FEATURE_MAP),
+    )

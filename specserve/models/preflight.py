@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import check_target, head_inside, is_head, load_eagle_config
+from specserve.models.decoder_config import Shape
+from specserve.models.eagle_config import check_target
 from specserve.models.folder import check_regular
 from specserve.models.selection import (
     check_drafter_name,
@@ -17,8 +18,7 @@ from specserve.models.selection import (
     resolve_head,
     resolve_model,
 )
-from specserve.models.shape import Shape
-from specserve.models.source import open_source
+from specserve.models.source import head_inside, is_head, load_eagle_config, open_source
 from specserve.models.weight_files import find_weights
 from specserve.text.chat_template import read_template
 
@@ -35,7 +35,9 @@ def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
     target, draft = resolve_model(config), None
-    check_template(config.model.chat_template)
+    if config.model.chat_template is not None:
+        check_regular(template := Path(config.model.chat_template).expanduser())
+        read_template(template)  # ConfigError if it cannot be read
     shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
@@ -49,13 +51,6 @@ def check(config: Config) -> Folders:
             raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
         check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
     return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
-
-
-def check_template(path: str | None) -> None:
-    """ConfigError for a chat template that cannot be read."""
-    if path is not None:
-        check_regular(file := Path(path).expanduser())
-        read_template(file)
 
 
 def check_head(config: Config, folder: Path, target: Shape) -> None:

@@ -5,14 +5,12 @@ change which text comes.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from specserve.memory.arena import Arena, used_bytes
-from specserve.models.loaded import LoadedModel
+from specserve.models.decoder import LoadedModel
 from specserve_kernels import Program, Rows
 
 SIZES = (1, 2, 17, 33, 64, 130)  # rows of a step: around those at which kernels change their ways
@@ -34,16 +32,20 @@ def differing_rows(model: LoadedModel, most: int) -> int | None:
     ids = torch.randint(model.config.vocab_size, (max(CONTEXTS) + most,), generator=generator)
     prefix, own = ids[: max(CONTEXTS)], ids[max(CONTEXTS) :]
     program = small_program(model, len(ids))
-    with numbers_of_threads() as threads:
-        program.run(prefix_rows(), prefix, torch.empty(0, dtype=torch.int64))
+    length, usual_threads = max(CONTEXTS), torch.get_num_threads()
+    shared = rows_of([0, length], [0, length], torch.arange(length), torch.arange(length))
+    try:
+        program.run(shared, prefix, torch.empty(0, dtype=torch.int64))
         every = torch.arange(most)
         want = residual(program, every, own)
         for i, size in enumerate([1, *(size for size in SIZES if size < most), most]):
-            torch.set_num_threads(threads[i % len(threads)])
+            torch.set_num_threads((1, usual_threads)[i % 2])
             chosen = torch.randperm(most, generator=generator)[:size]
             if not same_bits(residual(program, chosen, own), want[chosen]):
                 return size
         return differing_reads(model, want, generator)
+    finally:
+        torch.set_num_threads(usual_threads)
 
 
 def differing_reads(model: LoadedModel, rows: Tensor, generator: torch.Generator) -> int | None:
@@ -73,12 +75,6 @@ def small_program(model: LoadedModel, num_tokens: int) -> Program:
     size = used_bytes(layouts, 1)
     arena = Arena(model.ops.allocate(num_tokens * size), size)
     return model.program(arena.view(layouts, 1), num_tokens, READ)
-
-
-def prefix_rows() -> Rows:
-    """The tokens of the prefix, of one request."""
-    length = max(CONTEXTS)
-    return rows_of([0, length], [0, length], torch.arange(length), torch.arange(length))
 
 
 def single_rows(chosen: Tensor) -> Rows:
@@ -114,13 +110,3 @@ def rows_of(
         prefix=(positions + 1).int(),
         mask=torch.zeros(len(positions), dtype=torch.int64),
     )
-
-
-@contextmanager
-def numbers_of_threads() -> Iterator[list[int]]:
-    """The numbers that steps may be run with; torch's own number is put back."""
-    usual = torch.get_num_threads()
-    try:
-        yield [1, usual]
-    finally:
-        torch.set_num_threads(usual)

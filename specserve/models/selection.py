@@ -1,21 +1,22 @@
 """The models and the drafter that a config selects. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specserve.config import Config
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import is_head
+from specserve.models.decoder_config import Shape
 from specserve.models.folder import Scaled, name_of, resolve
 from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
-from specserve.models.shape import Shape
-from specserve.models.source import open_source
+from specserve.models.source import is_head, open_source
 from specserve_drafters import DrafterError
-from specserve_drafters.auto import BUILT_IN, EAGLE
 from specserve_drafters.base import (
+    BUILT_IN,
     BUILTIN,
+    EAGLE,
     drafter_options,
     find_drafter,
     find_proposer,
@@ -133,11 +134,9 @@ def auto_options(config: Config) -> Any:
 def runs_draft_model(sources: Iterable[str]) -> bool:
     """Whether one of these sources of `auto` runs the draft model; imports those of users."""
     foreign = [name for name in sources if name not in BUILT_IN]
-    return "model" in sources or any(needs_executor(name) for name in foreign)
-
-
-def needs_executor(source: str) -> bool:
-    return bool(getattr(find_source(source), "needs_executor", False))
+    return "model" in sources or any(
+        getattr(find_source(name), "needs_executor", False) for name in foreign
+    )
 
 
 def may_need_draft_model(config: Config) -> bool:
@@ -193,17 +192,12 @@ def check_sources(
 
 def check_drafter_name(config: Config) -> None:
     """As `check_drafter`, but without importing a drafter that is not built in."""
-    is_foreign = config.drafter_name not in ("none", *BUILTIN)
-    if not (is_foreign and is_installed(config.drafter_name)):
-        check_drafter(config)
-
-
-def is_installed(name: str) -> bool:
-    """Whether the package of a `package.module:Class` is installed; it is not imported."""
-    try:
-        return find_spec(name.partition(":")[0].partition(".")[0]) is not None
-    except ValueError:  # an empty name
-        return False
+    if config.drafter_name not in ("none", *BUILTIN):
+        package = config.drafter_name.partition(":")[0].partition(".")[0]
+        with suppress(ValueError):  # an empty name
+            if find_spec(package) is not None:
+                return
+    check_drafter(config)
 
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:

@@ -1,4 +1,4 @@
-"""What a model is read from: a folder in the Hugging Face layout, a GGUF file, or a scaled demo.
+"""What a model is read from: a folder in the Hugging Face layout, a GGUF file, or code.
 
 Does not import torch: `Checkpoint` reads the weights of all.
 """
@@ -6,20 +6,25 @@ Does not import torch: `Checkpoint` reads the weights of all.
 import os
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import DecoderConfig, load_config, read_config
+from specserve.models.decoder_config import DecoderConfig, Shape, load_config, read_config
+from specserve.models.eagle_config import EagleConfig, names_head
+from specserve.models.eagle_config import parse as parse_eagle
 from specserve.models.folder import (
+    BEGINNING,
     Scaled,
     check_pointer,
     check_regular,
     check_tokenizer,
+    is_made,
+    read_json,
+    samples,
     scaled_from,
 )
-from specserve.models.shape import Shape
 from specserve.models.transformers_config import parse_any
 from specserve.models.weight_files import check_is_at_home, find_weights
 from specserve.text.defaults import GenerationDefaults, load_defaults, load_ends
@@ -27,13 +32,9 @@ from specserve.text.tokenizer import Tokenizer, load_tokenizer
 
 # The files of a folder that decide the text, beside its weights.
 WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")
-# Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
-# all of it would take minutes.
-BEGINNING = 1 << 20
-SAMPLES, SAMPLE = 512, 1 << 12
 
 
-class Source(Protocol):
+class ModelDescription(Protocol):
     """All of a model but its weights. ConfigError says what is wrong with them."""
 
     def config(self) -> DecoderConfig:
@@ -60,6 +61,19 @@ class Source(Protocol):
 
     def identity(self) -> Iterator[bytes]:
         """Bytes that differ between models, as far as that can be told without reading all."""
+        ...
+
+
+class MadeModel(ModelDescription, Protocol):
+    """A model whose weights are made as they are read; an EAGLE-3 head has `head_config`."""
+
+    @property
+    def is_head(self) -> bool: ...
+
+    def head_config(self) -> EagleConfig: ...
+
+    def tensors(self) -> Any:
+        """Tensors by name, with the interface of a safetensors file."""
         ...
 
 
@@ -115,34 +129,40 @@ class Folder:
         return os.fsencode(file.relative_to(self.path)) + b"\0"
 
 
-def samples(file: Path, beginning: int) -> Iterator[bytes]:
-    """Its size, so many bytes at its beginning, and some at places all over it."""
-    size = file.stat().st_size
-    with file.open("rb") as data:
-        yield str(size).encode()
-        yield data.read(beginning)
-        for i in range(1, SAMPLES + 1):
-            data.seek(max(0, size * i // SAMPLES - SAMPLE))
-            yield data.read(SAMPLE)
+def open_made(path: Path) -> MadeModel:
+    """The model that a file of this package names, as the class in its field `made_by` reads it."""
+    assert is_made(path), f"{path} is no file of the package"
+    module, _, name = read_json(path)["made_by"].partition(":")
+    made: MadeModel = getattr(import_module(module), name)(path)
+    return made
 
 
-def refuse_transformers(path: Path, implementation: str) -> None:
-    """ConfigError where transformers is to compute a model that it cannot read."""
-    if implementation == "transformers":
-        raise ConfigError(
-            f"{path}: model.implementation = 'transformers' reads folders in the Hugging Face "
-            "layout alone; leave it out, or take the model in that form"
-        )
-
-
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> ModelDescription:
     check_regular(path)
     if not path.is_file():
         return Folder(path)
-    if path.parent == DEMO_COST:
-        from specserve.models.scaled_demo import ScaledDemo
-
-        return ScaledDemo(path)
+    if is_made(path):
+        return open_made(path)
     from specserve.models.gguf.source import GgufFile  # few models need it
 
     return GgufFile(path)
+
+
+def is_head(path: Path) -> bool:
+    """Whether a model is an EAGLE-3 head, according to its config.json."""
+    if is_made(path):
+        return open_made(path).is_head
+    file = path / "config.json"
+    return file.is_file() and names_head(read_json(file))
+
+
+def head_inside(folder: Path) -> Path | None:
+    """A head in a folder that is none itself, as `specserve demo train-head` leaves one there."""
+    if (folder / "config.json").exists():
+        return None
+    return next((inner for inner in sorted(folder.glob("*")) if is_head(inner)), None)
+
+
+def load_eagle_config(path: Path) -> EagleConfig:
+    """The head that a folder's config.json describes, or a file of the package."""
+    return open_made(path).head_config() if is_made(path) else read_config(path, parse_eagle)

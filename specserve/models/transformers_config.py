@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.models import decoder_config, rope
-from specserve.models.decoder_config import MAX_LAYERS, head_shape, positive
+from specserve.models.decoder_config import MAX_LAYERS, Shape, head_shape, positive
 from specserve.models.families import FAMILIES
-from specserve.models.shape import Shape
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 OTHER_NAMES = {  # of the same fields in older models' configs

@@ -16,16 +16,16 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specserve.memory.arena import KVLayout
-from specserve.models.shape import Shape
+from specserve.models.decoder_config import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rotary, Rows
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 NAME = "specserve"  # of our attention among those that transformers knows
 WORDS = "transformers' modules, run eagerly"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a layer asks of attention.
 
     query         [1, H, R, D]  rotated
@@ -52,7 +52,7 @@ class Hook:
     """
 
     def __init__(self) -> None:
-        self.attend: Callable[[Call], Tensor] | None = None
+        self.attend: Callable[[AttentionCall], Tensor] | None = None
         self.threads: int | None = None
 
     @contextmanager
@@ -70,7 +70,7 @@ class Hook:
             self.threads = None
 
     def run(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call one of our ops, with the step's threads."""
+        """AttentionCall one of our ops, with the step's threads."""
         if self.threads is None:
             return op(*args)
         torch.set_num_threads(self.threads)  # half a microsecond
@@ -96,7 +96,7 @@ def attention(
     hook: Hook = module.specserve_hook
     assert hook.attend is not None, "attention is called within a forward"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
+    call = AttentionCall(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     H, R = query.shape[1:3]
     return hook.attend(call).view(1, R, H, -1), None
 
@@ -185,13 +185,6 @@ class Given(torch.nn.Module):
         return BodyOutput(last_hidden_state=inputs_embeds)
 
 
-def head_of(causal: Any) -> Any:
-    """The same model without its body: from what comes out of that, its own code makes logits."""
-    head = copy.copy(causal)
-    head._modules = {**causal._modules, causal.base_model_prefix: Given()}
-    return head
-
-
 class StepPlan(NamedTuple):
     """positions  [1, R]  int64  on the ops' device"""
 
@@ -210,7 +203,7 @@ class TransformersModel:
         shape: Shape,
         ops: Ops,
         causal: Any,
-        layers: Sequence[Call],
+        layers: Sequence[AttentionCall],
         hook: Hook,
         still: Rotary,
         forms: WeightForms,
@@ -225,7 +218,9 @@ class TransformersModel:
         )
         self.config, self.ops, self.causal, self.still = shape, ops, causal, still
         self.hook, self.forms = hook, forms
-        self.body, self.head = causal.base_model, head_of(causal)
+        # The head is the same model without its body: its own code makes logits of what that gives.
+        self.body, self.head = causal.base_model, copy.copy(causal)
+        self.head._modules = {**causal._modules, causal.base_model_prefix: Given()}
         self.dtype: torch.dtype = causal.dtype
         self.windows = tuple(dict.fromkeys(call.window for call in layers))
         self.has_plain_scores = all(call.soft_cap is None and call.sinks is None for call in layers)
@@ -282,7 +277,7 @@ class TransformersModel:
             )
         return out.last_hidden_state[0], {}
 
-    def attend(self, kv: KVCache, plan: Any, call: Call) -> Tensor:
+    def attend(self, kv: KVCache, plan: Any, call: AttentionCall) -> Tensor:
         """Write the KV of a layer's rows, and attend to all that each may see: [R, H D]."""
         layer = kv.layers[call.layer]
         heads = call.query, call.key, call.value

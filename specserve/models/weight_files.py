@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from specserve.errors import ConfigError
 from specserve.models.folder import check_pointer, read_json
@@ -11,6 +12,19 @@ from specserve.models.folder import check_pointer, read_json
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth")
 LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
+
+
+class Slice(NamedTuple):
+    """A tensor's shape and type, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
 def find_weights(folder: Path) -> dict[str, str] | None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models.disk import not_written
+from specserve.models.folder import not_written
 from specserve.models.weight_files import INDEX, PICKLES, SINGLE
 
 SHARD_BYTES = 1 << 30

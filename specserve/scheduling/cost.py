@@ -26,7 +26,7 @@ from specserve.exchange.messages import PlainStep
 from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
-from specserve_kernels.topology import topology
+from specserve_kernels.threads import topology
 
 # Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
 # first steps are often slow.

@@ -21,7 +21,7 @@ from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.guesses import UserCode
 from specserve.speculation.verify import Path
 from specserve_drafters import ROOT, DraftItem, Nodes
-from specserve_drafters.auto import EAGLE
+from specserve_drafters.base import EAGLE
 
 TOKENS = 200
 LEAST = 0.2  # of its likeliest tokens that are right: the share of heads that fit is 0.4 to 0.8

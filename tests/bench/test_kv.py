@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.models import decoder_config
-from specserve.models.shapes import SHAPES
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.kv import kv_figures
 
 SMALL = decoder_config.parse(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2, "head_dim": 16})

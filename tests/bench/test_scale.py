@@ -14,10 +14,10 @@ from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
-from specserve.models.rounding import Rounding
-from specserve.models.shapes import SHAPES, shape_config
+from specserve.models.weight import Rounding
 from specserve.models.weight_files import INDEX, SINGLE
 from specserve_bench import scale
+from specserve_bench.demo.scaled_model import SHAPES, shape_config
 from specserve_bench.scale import main, scale_model
 from tests.checkpoints import tiny_checkpoint
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specserve_bench import sources
-from specserve_drafters.auto import BUILT_IN
+from specserve_drafters.base import BUILT_IN
 from tests.checkpoints import tiny_checkpoint
 
 

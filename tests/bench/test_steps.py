@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specserve.models import decoder_config
-from specserve.models.shapes import shape_config
 from specserve_bench import bound, steps
 from specserve_bench.bound import Bound, Rates, compiled
+from specserve_bench.demo.scaled_model import shape_config
 from specserve_bench.steps import Cost, Size, cost, num_linear_weights, step_figures, table_lengths
 from tests.checkpoints import tiny_checkpoint
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specserve.cli import command as cli
 from specserve.models import writing
 from specserve.models.loader import load_decoder
-from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.weight import AS_STORED, Rounding
 from specserve.process import ENDING
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint

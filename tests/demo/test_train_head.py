@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve_bench.demo import commands, learning, losses, train_head
 from specserve_bench.demo.batches import IGNORED, Batch, Corpus
 from specserve_bench.demo.head_card import head_words, read_head_card
-from specserve_bench.demo.head_config import HeadConfig
 from specserve_bench.demo.head_figures import measure, rightness
 from specserve_bench.demo.head_loss import Teacher, head_loss
 from specserve_bench.demo.head_model import (
@@ -33,6 +32,7 @@ from specserve_bench.demo.head_model import (
 )
 from specserve_bench.demo.head_text import draft_vocabulary, held_out, marked, read_files
 from specserve_bench.demo.train_head import usual_taps
+from specserve_bench.demo.training_config import HeadConfig
 from specserve_kernels import cpu, reference
 from tests.checkpoints import TEXT, save_quietly, tiny_checkpoint, tiny_tokenizer
 from tests.models.eagle_heads import Run

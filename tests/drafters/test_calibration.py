@@ -26,7 +26,7 @@ def learn(calibration, steps, right, score=0.6, depth=1, id=0, seed=0, source="a
 
 
 def estimate(calibration, score=0.6, depth=1, id=0, source="a"):
-    return calibration.judges(id)[source].weigh(score, depth)[3]
+    return calibration.calibrators(id)[source].weigh(score, depth)[3]
 
 
 def test_at_first_a_score_is_believed():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve_drafters import ROOT, DraftItem, suffix
-from specserve_drafters.suffix import LENGTHS, Part, Scope, SuffixSource, best
+from specserve_drafters.suffix import LENGTHS, Scope, SuffixPart, SuffixSource, best
 
 TEXT = [*range(100, 160)]
 
@@ -163,7 +163,7 @@ def test_an_output_longer_than_a_part_is_cut_to_its_end():
 
 
 def test_a_lookup_visits_a_bounded_number_of_places():
-    part = Part(1 << 12)
+    part = SuffixPart(1 << 12)
     part.add(array("i", [1] * 4000))
     mixed = sum(suffix.MIX[:2])
     assert len([*part.matches(array("i", [1, 1]), 0, mixed)]) == suffix.MAX_VISITS

@@ -2,7 +2,7 @@
 
 import torch
 
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.models.eagle_heads import Run
 from tests.models.forward import causal_rows, empty_kv
 

@@ -17,15 +17,15 @@ from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockPool, BlockTable
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve.speculation import head_model
 from specserve_kernels import DeviceError, cpu
+from specserve_kernels.codes import quantize
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda import paged
-from specserve_kernels.cuda.child_graphs import ChildGraphs
-from specserve_kernels.program import EagerProgram
-from specserve_kernels.quantize import quantize
+from specserve_kernels.cuda.graphs import ChildGraphs
+from specserve_kernels.ops import EagerProgram
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import (

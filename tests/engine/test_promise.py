@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.guesses import UserSource
 from specserve.text.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve.models.loader import load_decoder
-from specserve.models.rounding import Rounding
+from specserve.models.weight import Rounding
 from specserve.scheduling.planner import Turns
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock

@@ -8,8 +8,7 @@ from specserve.engine.build import build
 from specserve.engine.process import ready
 from specserve_kernels import cpu
 from specserve_kernels.cpu.threads import MeasuredThreads
-from specserve_kernels.threads import FixedThreads
-from specserve_kernels.topology import Topology
+from specserve_kernels.threads import FixedThreads, Topology
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import EOS, FAMILIES, SIZES, random_model, save_quietly, tiny_tokenizer
 from tests.engine.engines import load_small

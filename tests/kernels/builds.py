@@ -40,4 +40,6 @@ MODEL_BUILDS = parametrized(cuda)  # for tests that load a model, which places i
 
 def recorded(model, kv, max_rows=0, max_read=0, taps=()):
     """A program of recorded steps: CUDA graphs, or without a GPU forwards that are run again."""
-    return GraphProgram(cuda, model, kv, taps, None if HAS_GPU else Rerun())
+    return GraphProgram(
+        cuda.child_graphs, cuda.num_planned, model, kv, taps, None if HAS_GPU else Rerun()
+    )

@@ -14,7 +14,6 @@ from specserve_kernels.cuda import (
     coded,
     experts,
     gated,
-    logprobs,
     move,
     norm,
     paged,
@@ -184,7 +183,7 @@ def sampling(t, V=152064, K=4):
 def said(t):
     given = {"tokens": "*i64", **dict.fromkeys(("likeliest", "out"), "*i32")}
     yield source(
-        logprobs._rank, {"BLOCK": logprobs._BLOCK}, logits=t, **given, V="i32", width="i32"
+        top_children._rank, {"BLOCK": top_children._BLOCK}, logits=t, **given, V="i32", width="i32"
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve_kernels import AdapterRows, cpu, reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import BUILDS, HAS_GPU, placed
 from tests.kernels.levels import EVERY_LEVEL, EVERY_LEVEL_AND_ARM
 from tests.kernels.maps import random_codes

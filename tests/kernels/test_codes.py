@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve_kernels import Codes, codes, cpu, reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
 from tests.kernels.maps import maps_of, random_codes
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors

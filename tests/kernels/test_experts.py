@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL, EVERY_LEVEL_AND_ARM
 from tests.kernels.maps import chunks, random_codes

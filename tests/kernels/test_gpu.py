@@ -11,7 +11,7 @@ import torch
 
 from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
 from specserve_kernels.cuda import gated
-from specserve_kernels.cuda.child_graphs import ChildGraphs
+from specserve_kernels.cuda.graphs import ChildGraphs
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
 from tests.kernels.edits import random_edits, random_masks

@@ -11,7 +11,7 @@ import torch
 from specserve_kernels import cpu
 from specserve_kernels.cpu import ops as cpu_ops
 from specserve_kernels.cpu.recorder import Memory
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.random_steps import RandomStep, Req, random_tensor
 
 ROOT = Path(__file__).parents[2]

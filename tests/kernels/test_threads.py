@@ -10,8 +10,7 @@ import torch
 
 from specserve_kernels import cpu, reference
 from specserve_kernels.cpu.threads import HOPELESS_STEPS, RARELY, SOON, STEPS, MeasuredThreads
-from specserve_kernels.threads import allowed_threads
-from specserve_kernels.topology import Topology, topology
+from specserve_kernels.threads import Topology, allowed_threads, topology
 
 HOST_BUILDS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 

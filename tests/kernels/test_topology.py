@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve_kernels import load
-from specserve_kernels.topology import Topology, topology
+from specserve_kernels.threads import Topology, topology
 
 
 def machine(root, siblings):

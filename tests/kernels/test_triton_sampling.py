@@ -5,14 +5,12 @@ import torch
 import triton
 import triton.language as tl
 
+import specserve_kernels.cuda.graphs
 from specserve_kernels import NO_TOKEN, NOT_FINITE, SampleParams, reference
-from specserve_kernels.cuda import child_graphs
-from specserve_kernels.cuda.child_graphs import ChildGraphs
-from specserve_kernels.cuda.logprobs import logprobs
-from specserve_kernels.cuda.noise import gumbel
+from specserve_kernels.cuda.graphs import ChildGraphs
 from specserve_kernels.cuda.ops import changing
-from specserve_kernels.cuda.sample import bounds, edited, sample
-from specserve_kernels.cuda.top_children import launch_top_children, top_children
+from specserve_kernels.cuda.sample import bounds, edited, gumbel, sample
+from specserve_kernels.cuda.top_children import launch_top_children, logprobs, top_children
 from specserve_kernels.reference import sampling
 from tests.kernels.builds import DEVICE, ON_GPU
 from tests.kernels.edits import edits_of, masks_of, random_edits, random_masks
@@ -318,7 +316,7 @@ def test_recorded_launches_find_the_children_of_what_logits_and_parameters_are_t
 
 
 def test_recordings_are_bounded(monkeypatch):
-    monkeypatch.setattr(child_graphs, "MOST", 3)
+    monkeypatch.setattr(specserve_kernels.cuda.graphs, "MOST", 3)
     graphs, logits = ChildGraphs(torch.device(DEVICE), rerun), random_tensor(1, 30).to(DEVICE)
     graphs.follow(logits, 1)
     for k in (1, 2, 3, 4, 1, 4):

@@ -7,7 +7,7 @@ import torch
 
 from specserve.memory.arena import Arena, used_bytes
 from specserve_kernels import Rows, cpu, reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 
 def builds():

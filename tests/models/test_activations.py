@@ -7,7 +7,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
-from specserve.models.quantized.activations import read_activations
+from specserve.models.quantized.config import read_activations
 from specserve_kernels import cpu, reference
 from tests.kernels.random_steps import random_tensor
 from tests.kernels.test_rounded import rounding

@@ -6,7 +6,7 @@ import torch
 from specserve.models.adapters import AdapterSlots, read_adapter
 from specserve.models.loader import load_decoder
 from specserve_kernels import AdapterRows, cpu, reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import causal_rows, empty_kv, prompt
 from tests.models.test_adapters import FAMILIES, MAX_RANK, TOLD, peft_model

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.models.eagle_config import load_eagle_config
+from specserve.models.source import load_eagle_config
 from tests.models.eagle_heads import LAYERS, LLAMA, SPECULATORS
 
 FORMS = {"SpecForge": LLAMA, "speculators": SPECULATORS}

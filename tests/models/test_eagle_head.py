@@ -9,9 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specserve.errors import ConfigError
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve_kernels import cpu
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import (
     SPECULATORS,

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve.models.quantized.stored import is_finite
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint

@@ -21,12 +21,11 @@ from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of, resolve
 from specserve.models.gguf import source as gguf_source
-from specserve.models.gguf.blocks import OTHERS, TYPES
-from specserve.models.gguf.format import BY_NAME
-from specserve.models.gguf.header import read_header
+from specserve.models.gguf.header import OTHERS, TYPES, read_header
+from specserve.models.gguf.tensors import BY_NAME
 from specserve.models.loader import load_decoder
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.readers import reader
+from specserve.models.quantized.formats import FORMATS
 from specserve.models.quantized.stored import NotFinite
 from specserve.models.rotary import frequencies
 from specserve.models.source import open_source
@@ -54,7 +53,7 @@ def read(name, blocks):
     N, count, _ = blocks.shape
     told = Quantization(method="gguf")
     parts = {name: torch.from_numpy(blocks).view(N, -1)}
-    return reader(told).read((N, count * BY_NAME[name].width), parts)
+    return FORMATS[told.method](told).read((N, count * BY_NAME[name].width), parts)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -419,7 +418,7 @@ def test_files_differ_in_identity(tmp_path):
 
 def test_all_of_the_header_counts_for_the_identity_and_the_size_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_source, "BEGINNING", 0)
-    monkeypatch.setattr("specserve.models.source.SAMPLES", 0)
+    monkeypatch.setattr("specserve.models.folder.SAMPLES", 0)
     file, _ = write(tmp_path)
     before = b"".join(open_source(file).identity())
     data = file.read_bytes()

@@ -24,8 +24,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from specserve.errors import ConfigError
 from specserve.models.end_tokens import find_end_tokens
-from specserve.models.gguf.tokenizer import merges_by_score, split_merge
-from specserve.models.gguf.vocabulary import Kind, Vocabulary
+from specserve.models.gguf.tokenizer import GgufVocabulary, TokenKind, merges_by_score, split_merge
 from specserve.models.source import open_source
 from tests.checkpoints import EOS
 from tests.models.gguf_files import put_tokenizer, write
@@ -350,9 +349,9 @@ def vocabulary(*tokens, **ids):
     """A vocabulary of control tokens, and metadata."""
     metadata = {f"tokenizer.ggml.{key}": id for key, id in ids.items()}
     metadata["tokenizer.ggml.model"] = "gpt2"
-    made = Vocabulary.__new__(Vocabulary)
+    made = GgufVocabulary.__new__(GgufVocabulary)
     made.metadata, made.model, made.tokens = metadata, "gpt2", ["x", *tokens]
-    made.kinds = [Kind.NORMAL] + [Kind.CONTROL] * len(tokens)
+    made.kinds = [TokenKind.NORMAL] + [TokenKind.CONTROL] * len(tokens)
     made.ids = {token: id for id, token in enumerate(made.tokens)}
     return made
 
@@ -378,7 +377,7 @@ def test_control_tokens_of_known_texts_end_a_text(tokens, eos, want):
 
 def test_an_added_token_of_a_known_text_ends_a_text_unless_it_is_html():
     made = vocabulary("<|im_end|>", "</s>")
-    made.kinds = [Kind.NORMAL, Kind.USER_DEFINED, Kind.USER_DEFINED]
+    made.kinds = [TokenKind.NORMAL, TokenKind.USER_DEFINED, TokenKind.USER_DEFINED]
     assert made.ends() == {"known text": [1]}
 
 

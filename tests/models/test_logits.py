@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve.models.loader import load_decoder
-from specserve.models.rounding import Rounding
+from specserve.models.weight import Rounding
 from tests.checkpoints import tiny_checkpoint
 from tests.kernels.builds import MODEL_BUILDS
 from tests.models import test_eagle_head, test_mtp_head

@@ -22,7 +22,7 @@ import sys, torch
 from pathlib import Path
 from specserve_kernels import load
 from specserve.models.loader import load_decoder
-from specserve.models.rounding import Rounding
+from specserve.models.weight import Rounding
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -8,7 +8,7 @@ from specserve.cli import command as cli
 from specserve.config import LoraConfig
 from specserve.errors import ConfigError
 from specserve.models import folder
-from specserve.models.disk import not_written
+from specserve.models.folder import not_written
 from specserve.models.weight_files import check_is_at_home
 from specserve.server.adapters import find_folder
 

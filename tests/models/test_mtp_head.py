@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.mtp_config import has_mtp
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve_kernels import cpu
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from tests.checkpoints import tiny_checkpoint
 from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import Run, same_kv, single_rows

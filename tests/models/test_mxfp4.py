@@ -11,7 +11,7 @@ from specserve.cli import command as cli
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, open_reader, weight_bytes
-from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import cpu, reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import logits, prompt

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve.errors import ConfigError
 from specserve.models.loader import load_decoder, weight_bytes
-from specserve.models.rounding import AS_STORED, Rounding
+from specserve.models.weight import AS_STORED, Rounding
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_kernels import Codes, cpu, reference
 from tests.checkpoints import tiny_checkpoint

@@ -6,7 +6,7 @@ import torch
 from specserve.memory.arena import KVLayout
 from specserve.models.row_probe import CONTEXTS, differing_rows
 from specserve_kernels import reference
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 from specserve_kernels.types import Rotary
 from tests.models.transformers_models import foreign_checkpoint, load_foreign
 

@@ -10,12 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specserve.errors import ConfigError
 from specserve.models import transformers_loader
-from specserve.models.rounding import Rounding
 from specserve.models.row_probe import differing_rows
 from specserve.models.source import open_source
-from specserve.models.transformers_loader import TOLERANCE, refuse_other_sizes
+from specserve.models.transformers_loader import TOLERANCE, linears, norm_of, refuse_other_sizes
 from specserve.models.transformers_model import Hook, Norm, PackedLinear
-from specserve.models.transformers_packing import Target, linears, norm_of
+from specserve.models.weight import Rounding
 from specserve_kernels import Rows, cpu
 from tests.models.forward import builds, causal_rows, empty_kv, logits, prompt
 from tests.models.transformers_models import CASES, foreign_checkpoint, load_foreign
@@ -222,7 +221,7 @@ class Almost(torch.nn.Module):
      ({"mean": 1}, False)],
 )  # fmt: skip
 def test_a_module_that_is_almost_an_rms_norm_is_left_alone(spoil, is_norm):
-    assert (norm_of(Almost(spoil), Target(Hook(), cpu)) is not None) is is_norm
+    assert (norm_of(Almost(spoil), Hook(), cpu) is not None) is is_norm
 
 
 def test_torch_has_one_thread_and_our_ops_have_all(tmp_path, monkeypatch):

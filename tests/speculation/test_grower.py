@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Growth, Turn
 from specserve.speculation import planned_guesses
@@ -96,9 +96,9 @@ def test_what_a_model_finds_is_learnt_by_depth():
     for _ in range(60):
         trie = Trie(calibration, 1)
         trie.ask(ROOT, "a")
-        node = trie.put(ROOT, 5, trie.judges["a"].weigh(0.6, 1))
+        node = trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.6, 1))
         trie.ask(node, "a")
-        trie.put(node, 6, trie.judges["a"].weigh(0.6, 2))
+        trie.put(node, 6, trie.calibrators["a"].weigh(0.6, 2))
         trie.observe([5, 9])
     calibration.forget(1)
     trie = Trie(calibration, 2)
@@ -164,10 +164,10 @@ def test_what_both_guess_is_the_merit_of_the_one_that_was_run_first(engine, firs
     guesses = engine.guesses
     guesses.saved_by_guess, guesses.row_seconds = 1.0, 0.25
     trie = Trie(Calibration(), 1)
-    both = trie.put(ROOT, 5, trie.judges[first].weigh(0.6, 1))
-    trie.agree(both, trie.judges[other].weigh(0.9, 1))
-    own = trie.put(both, 6, trie.judges[other].weigh(0.9, 2))
-    wrong = trie.put(own, 7, trie.judges[other].weigh(0.9, 3))
+    both = trie.put(ROOT, 5, trie.calibrators[first].weigh(0.6, 1))
+    trie.agree(both, trie.calibrators[other].weigh(0.9, 1))
+    own = trie.put(both, 6, trie.calibrators[other].weigh(0.9, 2))
+    wrong = trie.put(own, 7, trie.calibrators[other].weigh(0.9, 3))
     sources = [trie.sources(node) for node in (both, own, wrong)]
     turns = {"eagle": Turn(), "model": Turn()}
     request = SimpleNamespace(id=1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specserve.exchange.sampling_params import Sampling
-from specserve.models.eagle_loader import load_eagle_head
-from specserve.models.mtp_loader import load_mtp_head
+from specserve.models.eagle_head import load_eagle_head
+from specserve.models.mtp_head import load_mtp_head
 from specserve.speculation import head_model
 from specserve_drafters import ROOT, Draft, Nodes
 from tests.checkpoints import tiny_checkpoint

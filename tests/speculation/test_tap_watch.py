@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.models.eagle_loader import load_eagle_head
+from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.head_model import LEAST, TOKENS, TapWatch, tap_words
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, Watch, engine_for, load_small

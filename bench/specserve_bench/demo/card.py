@@ -33,11 +33,11 @@ def read_card(folder: Path = DEMO) -> Card:
     return msgspec.json.decode((folder / JSON).read_bytes(), type=Card)
 
 
-def write_card(folder: Path, card: Card) -> None:
+def write_card(folder: Path, card: msgspec.Struct, text: str) -> None:
     """As JSON for programs, and in words."""
     plain = msgspec.json.format(msgspec.json.encode(card), indent=2)
     (folder / JSON).write_bytes(plain + b"\n")
-    (folder / TEXT).write_text(words(card), encoding="utf-8")
+    (folder / TEXT).write_text(text, encoding="utf-8")
 
 
 def words(card: Card) -> str:

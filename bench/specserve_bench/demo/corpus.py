@@ -86,18 +86,16 @@ def is_private(dotted: str) -> bool:
 def described(
     name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ) -> Iterator[Symbol]:
-    function = initializer(node) if isinstance(node, ast.ClassDef) else node
-    arguments = None if function is None else function.args
-    if arguments is not None and isinstance(node, ast.ClassDef):
-        arguments.args = arguments.args[1:]  # self
+    if isinstance(node, ast.ClassDef):
+        inits = (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+        arguments = next((init.args for init in inits), None)
+        if arguments is not None:
+            arguments.args = arguments.args[1:]  # self
+    else:
+        arguments = node.args
     signature = "()" if arguments is None else f"({ast.unparse(arguments)})"
     needed = [] if arguments is None else required(arguments)
     yield from symbol(name, signature, needed, ast.get_docstring(node))
-
-
-def initializer(node: ast.ClassDef) -> ast.FunctionDef | None:
-    inits = (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    return next(inits, None)
 
 
 def required(arguments: ast.arguments) -> list[str]:

@@ -61,7 +61,8 @@ def evaluate(target: Path, draft: Path, every: int = 1) -> Figures:
     settings: dict[str, Any] = {"speculation.max_nodes": NODES, "scheduler.max_running": 16}
     with LLM(target, draft, "model", set=settings) as llm:
         outputs = ask(llm, asked)
-        one_by_one = [output for q in asked[:: spacing(asked)] for output in ask(llm, [q])]
+        some = asked[:: max(1, len(asked) // ASKED_FOR_ACCEPTANCE)]
+        one_by_one = [output for q in some for output in ask(llm, [q])]
         completed = complete(llm)
         cost = draft_cost(llm)
         weights = llm.weights
@@ -126,10 +127,6 @@ def forward_seconds(llm: LLM, runner: Runner) -> list[float]:
         moments.append(perf_counter())
     table.clear()
     return [b - a for a, b in pairwise(moments)]
-
-
-def spacing(asked: Sequence[Any]) -> int:
-    return max(1, len(asked) // ASKED_FOR_ACCEPTANCE)
 
 
 def acceptance_length(outputs: Sequence[Output]) -> float:

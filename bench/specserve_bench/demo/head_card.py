@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from specserve_bench.demo.card import JSON, TEXT
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.card import JSON
 from specserve_bench.demo.head_figures import Rightness
+from specserve_bench.demo.training_config import HeadConfig
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,13 +27,6 @@ class HeadCard(msgspec.Struct, frozen=True):
 
 def read_head_card(folder: Path) -> HeadCard:
     return msgspec.json.decode((folder / JSON).read_bytes(), type=HeadCard)
-
-
-def write_head_card(folder: Path, card: HeadCard) -> None:
-    """As JSON for programs, and in words."""
-    plain = msgspec.json.format(msgspec.json.encode(card), indent=2)
-    (folder / JSON).write_bytes(plain + b"\n")
-    (folder / TEXT).write_text(head_words(card), encoding="utf-8")
 
 
 def head_words(card: HeadCard) -> str:

@@ -33,16 +33,12 @@ class Rightness(msgspec.Struct, frozen=True):
 def measure(
     head: Head, teacher: Teacher, kinds: Mapping[str, Sequence[Ids]], num_steps: int
 ) -> dict[str, Rightness]:
-    ends = end_ids(teacher.model)
+    told = teacher.model.generation_config.eos_token_id
+    ends = told if isinstance(told, list) else [] if told is None else [told]
     return {
         kind: rightness([hits(head, teacher, ids, ends, num_steps) for ids in beginnings])
         for kind, beginnings in kinds.items()
     }
-
-
-def end_ids(model: Any) -> list[int]:
-    told = model.generation_config.eos_token_id
-    return told if isinstance(told, list) else [] if told is None else [told]
 
 
 def rightness(hits: list[Tensor]) -> Rightness:

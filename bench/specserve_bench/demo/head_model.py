@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import ARCHITECTURES, TAPS
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.training_config import HeadConfig
 
 KV = list[tuple[Tensor, Tensor]]  # keys and values [B, Hk, L, D] of each draft step
 
@@ -184,15 +184,11 @@ def begin_head(head: Head, target: Any, vocabulary: Tensor) -> None:
         for name, matrix in matrices.items():
             nn.init.normal_(matrix, std=0.5 * matrix.shape[1] ** -0.5)
             own = given.get(last + name.removeprefix("midlayer."))
-            if own is not None and is_tail_of(own, matrix):
+            # Whether the target's matrix fits into the last columns of the head's.
+            if own is not None and len(own) == len(matrix) and own.shape[1] <= matrix.shape[1]:
                 matrix[:, -own.shape[1] :] = own
         head.fc.weight[:, -hidden:] += torch.eye(hidden)
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary])
-
-
-def is_tail_of(own: Tensor, matrix: Tensor) -> bool:
-    """Whether the target's matrix fits into the last columns of the head's."""
-    return len(own) == len(matrix) and own.shape[1] <= matrix.shape[1]
 
 
 def round_weights(head: Head) -> None:

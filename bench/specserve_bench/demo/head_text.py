@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve_bench.demo.batches import Corpus, Ids
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.training_config import HeadConfig
 
 CONVERSATIONS = ".jsonl"
 BEGINNING, GAP = 64, 512  # tokens of a beginning that is held out, and from one to the next
@@ -128,12 +128,10 @@ def held_out(corpus: Corpus, share: float) -> tuple[Corpus, dict[str, list[Ids]]
         starts=corpus.starts[: first + 1],
     )
     kinds = {"text": texts, "conversations": [q for q in questions if len(q)]}
-    return rest, {kind: drawn(each) for kind, each in kinds.items() if each}
-
-
-def drawn(beginnings: list[Ids]) -> list[Ids]:
-    """Evenly from all."""
-    return beginnings[:: -(-len(beginnings) // MAX_HELD_OUT)]
+    # MAX_HELD_OUT of each kind at most, evenly from all.
+    return rest, {
+        kind: each[:: -(-len(each) // MAX_HELD_OUT)] for kind, each in kinds.items() if each
+    }
 
 
 def draft_vocabulary(corpus: Corpus, vocab_size: int, size: int) -> Tensor:

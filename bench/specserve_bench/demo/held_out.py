@@ -40,10 +40,9 @@ def questions_about(known: Iterable[Symbol]) -> Iterator[Question]:
 def source_files() -> dict[str, str]:
     """Dotted name -> text, in order."""
     files = ((name.replace("/", "."), name) for name in EVALUATION_FILES)
-    return {dotted: read_file(dotted, name) for dotted, name in sorted(files)}
-
-
-def read_file(dotted: str, name: str) -> str:
-    committed = COMMITTED / "files" / f"{dotted}.txt"
-    file = committed if committed.exists() else library() / name
-    return file.read_text(encoding="utf-8")
+    texts = {}
+    for dotted, name in sorted(files):
+        committed = COMMITTED / "files" / f"{dotted}.txt"
+        file = committed if committed.exists() else library() / name
+        texts[dotted] = file.read_text(encoding="utf-8")
+    return texts

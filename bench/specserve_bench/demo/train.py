@@ -18,7 +18,7 @@ import torch  # isort: skip
 
 from specserve.errors import ConfigError
 from specserve_bench.demo.batches import Corpus, encode, load_corpus, save_corpus
-from specserve_bench.demo.card import Card, write_card
+from specserve_bench.demo.card import Card, words, write_card
 from specserve_bench.demo.corpus import library, read_source, source_files, symbols, turns
 from specserve_bench.demo.evaluate import evaluate
 from specserve_bench.demo.learning import Stage, Step, learn
@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
         return 0
     figures = evaluate(args.out / DEMO_TARGET.name, args.out / DEMO_DRAFT.name, config.ask_every)
     fields = msgspec.to_builtins(config)
-    write_card(args.out, Card(figures=figures, training=training, config=fields))
+    card = Card(figures=figures, training=training, config=fields)
+    write_card(args.out, card, words(card))
     return 0
 
 

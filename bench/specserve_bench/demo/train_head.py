@@ -21,8 +21,8 @@ from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import resolve
 from specserve.models.preflight import check_model
 from specserve_bench.demo.batches import Corpus, Ids, encode, load_corpus, save_corpus
-from specserve_bench.demo.head_card import HeadCard, Training, write_head_card
-from specserve_bench.demo.head_config import HeadConfig
+from specserve_bench.demo.card import write_card
+from specserve_bench.demo.head_card import HeadCard, Training, head_words
 from specserve_bench.demo.head_figures import measure
 from specserve_bench.demo.head_loss import Teacher, head_loss
 from specserve_bench.demo.head_model import (
@@ -44,7 +44,7 @@ from specserve_bench.demo.held_out import questions, source_files
 from specserve_bench.demo.learning import Stage, learn
 from specserve_bench.demo.own_text import own_text
 from specserve_bench.demo.train import device_named, hours, machine, read_corpus
-from specserve_bench.demo.training_config import check_config, read_config
+from specserve_bench.demo.training_config import HeadConfig, check_config, read_config
 from specserve_kernels.threads import allowed_threads
 
 BEGINNING = 1000  # characters of an evaluation file
@@ -167,7 +167,8 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
     figures = measure(head, teacher, lessons.held_out, max(3, config.draft_steps))
     half = folder.with_suffix(".part")
     export_head(half, head, vocabulary)
-    write_head_card(half, HeadCard(figures, facts(out, job, lessons.corpus, device), config))
+    card = HeadCard(figures, facts(out, job, lessons.corpus, device), config)
+    write_card(half, card, head_words(card))
     half.replace(folder)
     return folder
 
@@ -175,7 +176,12 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
 def prepare(out: Path, job: Job, tokenizer: Any) -> Lessons:
     """Of the texts as they were when OUT was begun."""
     config, file = job.config, out / "corpus.npz"
-    corpus = load_corpus(file) if file.exists() else read_text(job, tokenizer)
+    if file.exists():
+        corpus = load_corpus(file)
+    elif job.texts:
+        corpus = read_files([Path(text) for text in job.texts], tokenizer)
+    else:
+        corpus = encode(tokenizer, *read_corpus(config))
     lessons = (
         Lessons(*held_out(corpus, config.held_out))
         if job.texts
@@ -186,12 +192,6 @@ def prepare(out: Path, job: Job, tokenizer: Any) -> Lessons:
     if not file.exists():
         save_corpus(file, corpus)
     return lessons
-
-
-def read_text(job: Job, tokenizer: Any) -> Corpus:
-    if job.texts:
-        return read_files([Path(text) for text in job.texts], tokenizer)
-    return encode(tokenizer, *read_corpus(job.config))
 
 
 def evaluation(tokenizer: Any, config: HeadConfig) -> dict[str, list[Ids]]:

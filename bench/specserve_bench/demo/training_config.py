@@ -1,4 +1,4 @@
-"""What a training of the demo pair is made of: sizes, tokens, rates."""
+"""What the trainings of the demo pair and of a head are made of: sizes, tokens, rates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
-from specserve.models.disk import not_written
+from specserve.models.folder import not_written
 
 OWN_LENGTH = 128  # tokens that the target continues a beginning with
 
@@ -104,3 +104,22 @@ def values(config: msgspec.Struct) -> Iterator[tuple[str, Any]]:
     """Of the fields, and of those of a config in them."""
     for key, value in msgspec.structs.asdict(config).items():
         yield from values(value) if isinstance(value, msgspec.Struct) else [(key, value)]
+
+
+class HeadConfig(Course, frozen=True, forbid_unknown_fields=True):
+    """The defaults make the demo target's head on one core; a large model's takes more tokens."""
+
+    own_tokens: Annotated[int, Meta(ge=512)] = 400_000  # of the demo target's own continuations
+    step_tokens: Positive = 1024
+    long_length: Positive = 512
+    tokens: Positive = 540_000
+    draft_vocab_size: Positive = 4096  # the tokens that are most frequent in the text
+    mlp: Positive | None = None  # width of the head's MLP; the target's
+    draft_steps: Annotated[int, Meta(ge=1, le=16)] = 3  # of the training-time test
+    step_weight: Annotated[float, Meta(gt=0, le=1)] = 0.8  # of each draft step's loss to the last's
+    talk_share: Share = 0.6
+    peak_rate: Rate = 2e-3
+    weight_decay: Share = 0.1
+    held_out: Annotated[float, Meta(ge=0, le=0.5)] = 0.02  # share of --text, for the card's figures
+    ask_every: Positive = 16  # of the demo's questions, likewise
+    threads: Positive | None = None  # all; weights depend on them, as sums of gradients do

@@ -16,7 +16,7 @@ from specserve_bench.gpu.record import UNFINISHED
 from specserve_bench.gpu.stage import failed, ops_of, options, record_of, take
 from specserve_kernels import load
 from specserve_kernels.cuda.graphs import GraphProgram
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 MOST, CONTEXT = 64, 300
 REHEARSED = 1, 2, 4
@@ -51,7 +51,9 @@ class Rows:
         runner = batches.runner
         self.programs: dict[str, Any] = {"unpadded": EagerProgram(runner.decoder, runner.kv)}
         capture = Rerun() if runner.ops.place(torch.empty(0)).device.type == "cpu" else None
-        graphs = GraphProgram(runner.ops, runner.decoder, runner.kv, (), capture)  # type: ignore[arg-type]
+        ops: Any = runner.ops
+        counts = ops.child_graphs, ops.num_planned
+        graphs = GraphProgram(*counts, runner.decoder, runner.kv, (), capture)
         self.programs["padded"] = graphs
         self.wanted = {name: self.logits(name, self.groups[:1]) for name in self.programs}
 

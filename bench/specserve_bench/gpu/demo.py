@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec  # isort: skip
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
-from specserve.models.shapes import SHAPES
 from specserve_bench import suite
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.gpu.record import Record
 from specserve_bench.report import markdown
 from specserve_bench.results import Goals, Load

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from specserve.models import decoder_config, rotary
-from specserve.models.decoder import Decoder, Experts, Layer, Weights
+from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.eagle_config import load_eagle_config
 from specserve.models.eagle_head import EagleHead, EagleWeights
-from specserve.models.shapes import SHAPES
+from specserve.models.source import load_eagle_config
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
 
@@ -106,7 +106,9 @@ def random_decoder(
     layers = tuple(maker.layer(config, i, table) for i in range(config.num_layers))
     own = embedding if config.tied else maker.weight(config.vocab_size, config.hidden_size)
     norm = maker.ones(config.hidden_size)
-    return Decoder(config, ops, table, Weights(embedding, layers, norm, ops.prepack(own), dtype))
+    return Decoder(
+        config, ops, table, DecoderWeights(embedding, layers, norm, ops.prepack(own), dtype)
+    )
 
 
 def random_head(target: Decoder, max_len: int, draft_vocab_size: int = 32_000) -> EagleHead:
@@ -134,7 +136,7 @@ def random_head(target: Decoder, max_len: int, draft_vocab_size: int = 32_000) -
         config = load_eagle_config(Path(folder))
     maker, layers, hidden = Maker(target.ops, target.dtype), config.layers, told.hidden_size
     table = maker.table(layers, max_len)
-    body = Weights(
+    body = DecoderWeights(
         target.weights.embedding,
         (maker.layer(layers, 0, table),),
         maker.ones(hidden),

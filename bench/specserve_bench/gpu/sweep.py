@@ -28,7 +28,7 @@ from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.program import EagerProgram
+from specserve_kernels.ops import EagerProgram
 
 ROWS = (1, 4, 8, 16, 32, 64)
 MAP_ROWS = (*ROWS, 128)

@@ -12,7 +12,7 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.gguf.names import file_name, is_turned
+from specserve.models.gguf.config import file_name, is_turned
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

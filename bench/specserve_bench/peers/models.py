@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models.folder import read_json
-from specserve.models.shapes import SHAPES
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.scale import scale_model
 
 LIKE = "qwen3-0.6b"

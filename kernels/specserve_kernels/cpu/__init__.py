@@ -2,14 +2,16 @@
 
 from contextlib import nullcontext
 
-from specserve_kernels.cpu.adapters import adapted, adapter_slots
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
-from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
+    adapted,
+    add_gated,
     attention,
     copy,
     embed,
+    experts,
     layer_norm,
     linear,
     linear_add,
@@ -19,11 +21,13 @@ from specserve_kernels.cpu.ops import (
     move_kv,
     plan,
     prepack,
+    prepack_experts,
     quantize,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
     rope_write_kv,
+    route,
     sample,
     scale,
     soft_cap,

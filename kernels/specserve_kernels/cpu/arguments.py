@@ -10,7 +10,14 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
-from specserve_kernels.types import KVCache, KVLayer, QKNorm, Rotary
+from specserve_kernels.types import (
+    AdapterSums,
+    KVCache,
+    KVLayer,
+    PackedExperts,
+    QKNorm,
+    Rotary,
+)
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
 PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL = range(6)  # Epilogue in linear.h
@@ -45,25 +52,6 @@ class Packed(NamedTuple):
     kind: torch.dtype | Coding  # codes are multiplied by rows of either dtype
 
 
-class PackedExperts(NamedTuple):
-    """The weights of all experts, of one form."""
-
-    each: tuple[Packed, ...]
-    addresses: Tensor  # [E] int64  of their words
-    bias: Tensor | None  # [E, N], [E, 2 N] if gated, of the dtype of rows
-
-
-class Added(NamedTuple):
-    """What is added to a linear map's sums.
-
-    sums    [A, N]  float32, [A, 2N] of a gated map
-    places  [R]     int32    a row's row of `sums`, or -1
-    """
-
-    sums: Tensor
-    places: Tensor
-
-
 class AttentionPlan:
     """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
 
@@ -80,7 +68,7 @@ def linear(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Structure:
     assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
@@ -104,13 +92,22 @@ def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Struct
     num_experts, k = logits.shape[1], routing.weights.shape[1]
     assert 1 <= k <= num_experts <= MAX_EXPERTS, f"{k} of {num_experts} experts"
     pointers = logits.data_ptr(), *(part.data_ptr() for part in routing)
-    return native.Route(native.is_bf16(logits), domain, *pointers, num_experts, k, normalizes)
+    return native.filled(
+        "i64 is_bf16 domain ptr logits weights experts places rows begins "
+        "i64 num_experts k normalizes",
+        native.is_bf16(logits),
+        domain,
+        *pointers,
+        num_experts,
+        k,
+        normalizes,
+    )
 
 
 def expert_maps(
     x: Tensor,
     order: Tensor | None,
-    experts: "PackedExperts",
+    experts: PackedExperts,
     begins: Tensor,
     out: Tensor,
     limit: float | None = None,
@@ -125,8 +122,11 @@ def expert_maps(
     args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
-    pointers = experts.addresses.data_ptr(), begins.data_ptr()
-    return native.ExpertMaps(args, *pointers, len(experts.each))
+    assert experts.joined is not None, "no addresses"
+    pointers = experts.joined.data_ptr(), begins.data_ptr()
+    return native.filled(
+        "linear map ptr packed begins i64 num_experts", args, *pointers, len(experts.each)
+    )
 
 
 def adapter_maps(
@@ -137,7 +137,9 @@ def adapter_maps(
     args = linear(0, x, maps.form, None, out, epilogue)
     args.order = None if order is None else order.data_ptr()
     pointers = maps.addresses.data_ptr(), begins.data_ptr()
-    return native.AdapterMaps(args, *pointers, len(maps.addresses))
+    return native.filled(
+        "linear map ptr packed begins i64 num_slots", args, *pointers, len(maps.addresses)
+    )
 
 
 def add_experts(
@@ -145,14 +147,16 @@ def add_experts(
 ) -> Structure:
     pointers = sums.data_ptr(), weights.data_ptr(), places.data_ptr(), residual.data_ptr()
     shape = residual.shape[1], weights.shape[1]
-    return native.AddExperts(native.is_bf16(residual), domain, *pointers, *shape)
+    fields = "i64 is_bf16 domain ptr sums weights places residual i64 N k"
+    return native.filled(fields, native.is_bf16(residual), domain, *pointers, *shape)
 
 
 def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structure:
     assert x.shape == residual.shape and x.dtype == gate.dtype == residual.dtype, "other rows"
     assert gate.shape == (len(x), 1), "no gate for each row"
     pointers = x.data_ptr(), gate.data_ptr(), residual.data_ptr()
-    return native.AddGated(native.is_bf16(residual), domain, *pointers, x.shape[1])
+    fields = "i64 is_bf16 domain ptr x gate residual i64 N"
+    return native.filled(fields, native.is_bf16(residual), domain, *pointers, x.shape[1])
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:
@@ -160,7 +164,8 @@ def gather_codes(table: Codes, out: Tensor) -> Structure:
     assert all(x is None or x.is_contiguous() for x in parts), "a table with gaps"
     pointers = (None if x is None else x.data_ptr() for x in parts)
     sizes = out.shape[1], table.group, table.middle
-    return native.GatherCodes(native.is_bf16(out), *pointers, out.data_ptr(), *sizes)
+    fields = "i64 is_bf16 ptr q zero scale offset out i64 width group middle"
+    return native.filled(fields, native.is_bf16(out), *pointers, out.data_ptr(), *sizes)
 
 
 def norm(
@@ -180,11 +185,15 @@ def norm(
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     sizes = len(weight), x.stride(0), out.stride(0)
     is_bf16 = x.dtype == torch.bfloat16
-    return native.Norm(is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
+    fields = (
+        "i64 is_bf16 domain ptr x weight out i64 width x_stride out_stride is_centered adds f32 eps"
+    )
+    return native.filled(fields, is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
 
 
 def elementwise(domain: int, x: Tensor, curve: int, number: float) -> Structure:
-    return native.Elementwise(native.is_bf16(x), domain, x.data_ptr(), x.shape[1], curve, number)
+    fields = "i64 is_bf16 domain ptr x i64 width curve f32 number"
+    return native.filled(fields, native.is_bf16(x), domain, x.data_ptr(), x.shape[1], curve, number)
 
 
 def plan_attention(
@@ -195,7 +204,8 @@ def plan_attention(
     assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, "larger heads than kernels take"
     lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
     heads = num_heads, num_kv_heads, D
-    return native.PlanAttention(addressof(lengths), len(windows), *heads), lengths
+    fields = "ptr windows i64 num_windows num_heads num_kv_heads head_dim"
+    return native.filled(fields, addressof(lengths), len(windows), *heads), lengths
 
 
 def layer(kv: KVLayer) -> Any:
@@ -236,7 +246,8 @@ def rope_write_kv(
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
     eps = norm.eps if norm else 0.0
-    return native.Rope(addressof(layer(kv)), *pointers, q.shape[1], eps, is_bf16(qkv, kv))
+    fields = "ptr kv qkv q_norm k_norm q cos sin i64 num_heads f32 eps i64 is_bf16"
+    return native.filled(fields, addressof(layer(kv)), *pointers, q.shape[1], eps, is_bf16(qkv, kv))
 
 
 def attention(
@@ -252,4 +263,5 @@ def attention(
     if sinks is not None:
         assert sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2], "no sink for each head"
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
-    return native.Attention(*pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))
+    fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
+    return native.filled(fields, *pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))

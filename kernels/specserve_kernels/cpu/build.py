@@ -42,7 +42,9 @@ def kernels() -> Kernels:
         return Kernels(ctypes.CDLL(str(path)), "compiled for this CPU")
     except BuildError as e:
         if (found := prebuilt(levels[:-1])) is not None:
-            return Kernels(found, f"prebuilt for a lower level than this CPU's: {first_line(e)}")
+            return Kernels(
+                found, f"prebuilt for a lower level than this CPU's: {str(e).splitlines()[0]}"
+            )
         raise
 
 
@@ -57,10 +59,6 @@ def prebuilt(levels: Sequence[Level]) -> ctypes.CDLL | None:
 
 def prebuilt_name(level: Level) -> str:
     return f"{level.name}-{source_hash()}.so"
-
-
-def first_line(error: BuildError) -> str:
-    return str(error).splitlines()[0]
 
 
 def main() -> int:

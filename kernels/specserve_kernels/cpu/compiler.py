@@ -69,17 +69,12 @@ def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], 
         return path
     with locked(folder):
         if not is_good(path):  # it is, if this process has waited for one that compiled it
-            log.warning("compiling the C++ kernels for this CPU, once: about 15 s%s", note(folder))
+            note = f"; they are kept in {folder}: set XDG_CACHE_HOME to keep them elsewhere"
+            where = "" if folder == usual_folder() else note
+            log.warning("compiling the C++ kernels for this CPU, once: about 15 s%s", where)
             keep(path, flags, is_good)
             remove_unused(folder)
     return path
-
-
-def note(folder: Path) -> str:
-    """Where the kernels are kept, unless that is the usual place."""
-    if folder == usual_folder():
-        return ""
-    return f"; they are kept in {folder}: set XDG_CACHE_HOME to keep them elsewhere"
 
 
 @contextmanager
@@ -88,18 +83,14 @@ def locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a network's file system may have none
-            wait_for_lock(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.warning("waiting for another process that is compiling C++ kernels")
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
-
-
-def wait_for_lock(handle: int) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.warning("waiting for another process that is compiling C++ kernels")
-        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def mark_used(path: Path) -> None:

@@ -9,229 +9,66 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.cpu import build
-from specserve_kernels.types import Edits as EditTensors
-from specserve_kernels.types import Masks as MaskTensors
-from specserve_kernels.types import Rows as RowTensors
-from specserve_kernels.types import SampleParams as SampleTensors
+from specserve_kernels.types import Edits, Masks, Rows, SampleParams
 
 # The fields of Rows that the kernels read, in the order of rows.h.
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
 
 
-class Rows(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("num_requests", "num_rows")),
-        *((name, c_void_p) for name in ROW_FIELDS),
-    ]
+def declared(fields: str, **nested: Any) -> list[tuple[str, Any]]:
+    """The fields of a C struct: types, each with the names that follow it."""
+    kinds = {"i64": c_int64, "f32": c_float, "ptr": c_void_p, **nested}
+    kind: Any = None
+    found: list[tuple[str, Any]] = []
+    for word in fields.split():
+        if word in kinds:
+            kind = kinds[word]
+        else:
+            found.append((word, kind))
+    return found
+
+
+class RowsStruct(Structure):
+    _fields_ = declared("i64 num_requests num_rows ptr " + " ".join(ROW_FIELDS))
 
 
 class KV(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
-        *((name, c_int64) for name in ("block_stride", "scale_stride", "block_size")),
-        *((name, c_int64) for name in ("num_heads", "head_dim", "stored")),
-    ]
+    _fields_ = declared(
+        "ptr k v k_scale v_scale i64 block_stride scale_stride block_size num_heads head_dim stored"
+    )
 
 
-class SampleParams(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in SampleTensors._fields[:-2]),  # all but edits and masks
-        *((name, c_void_p) for some in (EditTensors, MaskTensors) for name in some._fields),
-    ]
-
-
-class Norm(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("x", "weight", "out")),
-        *((name, c_int64) for name in ("width", "x_stride", "out_stride", "is_centered", "adds")),
-        ("eps", c_float),
-    ]
-
-
-class Elementwise(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        ("x", c_void_p),
-        *((name, c_int64) for name in ("width", "curve")),
-        ("number", c_float),
-    ]
-
-
-class Pack(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("value_bytes", "is_gated")),
-        *((name, c_void_p) for name in ("weight", "packed")),
-        *((name, c_int64) for name in ("N", "K")),
-    ]
-
-
-class PackCodes(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "zero", "scale", "offset", "packed")),
-        *((name, c_int64) for name in ("N", "K", "bits", "group", "is_gated")),
-    ]
-
-
-class Quantize(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "bits")),
-        *((name, c_void_p) for name in ("weight", "q", "scale")),
-        *((name, c_int64) for name in ("N", "K")),
-    ]
+class SampleStruct(Structure):
+    _fields_ = declared(
+        "ptr " + " ".join((*SampleParams._fields[:-2], *Edits._fields, *Masks._fields))
+    )
 
 
 class Linear(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
-        *(
-            (name, c_int64)
-            for name in ("N", "K", "epilogue", "bits", "group", "has_zeros", "has_offsets")
-        ),
-        ("rounds_rows", c_int64),
-        ("factor", c_float),
-        *((name, c_void_p) for name in ("order", "added", "places")),
-        ("limit", c_float),
-    ]
+    _fields_ = declared(
+        "i64 is_bf16 domain ptr x packed bias out "
+        "i64 N K epilogue bits group has_zeros has_offsets rounds_rows "
+        "f32 factor ptr order added places f32 limit"
+    )
 
 
-class Route(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        *(
-            (name, c_void_p)
-            for name in ("logits", "weights", "experts", "places", "rows", "begins")
-        ),
-        *((name, c_int64) for name in ("num_experts", "k", "normalizes")),
-    ]
-
-
-class ExpertMaps(Structure):
-    _fields_ = [
-        ("map", Linear),
-        *((name, c_void_p) for name in ("packed", "begins")),
-        ("num_experts", c_int64),
-    ]
-
-
-class AdapterMaps(Structure):
-    _fields_ = [
-        ("map", Linear),
-        *((name, c_void_p) for name in ("packed", "begins")),
-        ("num_slots", c_int64),
-    ]
-
-
-class AddExperts(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("sums", "weights", "places", "residual")),
-        *((name, c_int64) for name in ("N", "k")),
-    ]
-
-
-class AddGated(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("is_bf16", "domain")),
-        *((name, c_void_p) for name in ("x", "gate", "residual")),
-        ("N", c_int64),
-    ]
-
-
-class Rope(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("kv", "qkv", "q_norm", "k_norm", "q", "cos", "sin")),
-        ("num_heads", c_int64),
-        ("eps", c_float),
-        ("is_bf16", c_int64),
-    ]
-
-
-class PlanAttention(Structure):
-    _fields_ = [
-        ("windows", c_void_p),
-        *((name, c_int64) for name in ("num_windows", "num_heads", "num_kv_heads", "head_dim")),
-    ]
-
-
-class Attention(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("kv", "q", "out")),
-        ("num_heads", c_int64),
-        *((name, c_float) for name in ("scale", "soft_cap")),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        ("is_bf16", c_int64),
-    ]
-
-
-class Moves(Structure):
-    _fields_ = [
-        ("layers", c_void_p),
-        ("num_layers", c_int64),
-        *((name, c_void_p) for name in ("source", "target")),
-        ("num_moves", c_int64),
-    ]
-
-
-class Sample(Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        ("vocab_size", c_int64),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("params", SampleParams),
-        ("out", c_void_p),
-    ]
-
-
-class Logprobs(Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        ("vocab_size", c_int64),
-        *((name, c_void_p) for name in ("rows", "tokens")),
-        *((name, c_int64) for name in ("num_rows", "k")),
-        *((name, c_void_p) for name in ("token", "rank", "ids", "top")),
-    ]
-
-
-class TopChildren(Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("num_rows", "vocab_size")),
-        ("params", SampleParams),
-        ("k", c_int64),
-        ("tau", c_float),
-        *((name, c_void_p) for name in ("ids", "weight")),
-    ]
-
-
-class Copy(Structure):
-    _fields_ = [
-        ("domain", c_int64),
-        *((name, c_void_p) for name in ("x", "out")),
-        ("row_bytes", c_int64),
-    ]
-
-
-class GatherCodes(Structure):
-    _fields_ = [
-        ("is_bf16", c_int64),
-        *((name, c_void_p) for name in ("q", "zero", "scale", "offset", "out")),
-        *((name, c_int64) for name in ("width", "group", "middle")),
-    ]
-
-
-class Step(Structure):
-    _fields_ = [
-        ("num_rows", c_int64 * 3),
-        *((name, c_void_p) for name in ("token_ids", "read", "rows", "attention")),
-    ]
+class StepStruct(Structure):
+    _fields_ = [("num_rows", c_int64 * 3), *declared("ptr token_ids read rows attention")]
 
 
 class Op(Structure):
-    _fields_ = [("run", c_void_p), ("args", c_void_p), ("domain", c_int64)]
+    _fields_ = declared("ptr run args i64 domain")
+
+
+@cache
+def _struct(fields: str) -> type[Structure]:
+    told = declared(fields, linear=Linear, sampling=SampleStruct)
+    return type("Args", (Structure,), {"_fields_": told})
+
+
+def filled(fields: str, *values: Any) -> Structure:
+    """The arguments of an op, as its C struct has them."""
+    return _struct(fields)(*values)
 
 
 def is_bf16(x: Tensor) -> bool:
@@ -243,9 +80,9 @@ def is_bf16(x: Tensor) -> bool:
     return False
 
 
-def sample_params_of(params: SampleTensors) -> SampleParams:
+def sample_params_of(params: SampleParams) -> SampleStruct:
     """With null pointers for what no row has."""
-    native = SampleParams(*[x.data_ptr() for x in params.columns])
+    native = SampleStruct(*[x.data_ptr() for x in params.columns])
     for some in (params.edits, params.masks):
         for name, x in zip(some._fields, some, strict=True) if some is not None else ():
             assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
@@ -253,9 +90,9 @@ def sample_params_of(params: SampleTensors) -> SampleParams:
     return native
 
 
-def rows_of(rows: RowTensors) -> Rows:
+def rows_of(rows: Rows) -> RowsStruct:
     sizes = len(rows.qo_indptr) - 1, len(rows.positions)
-    return Rows(*sizes, *(getattr(rows, name).data_ptr() for name in ROW_FIELDS))
+    return RowsStruct(*sizes, *(getattr(rows, name).data_ptr() for name in ROW_FIELDS))
 
 
 @cache
@@ -281,7 +118,7 @@ def _run_list(kernels: ctypes.CDLL) -> Any:
     return run
 
 
-def run(ops: Any, step: Step, threads: int) -> None:
+def run(ops: Any, step: StepStruct, threads: int) -> None:
     """Run an array of ops, one after the other, each on all of the threads."""
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 

@@ -1,13 +1,13 @@
 """The C++ kernels as functions from tensors to tensors: each call is a list of one op."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import MAX_ROUNDED, Codes
+from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
@@ -16,18 +16,18 @@ from specserve_kernels.cpu.arguments import (
     PLAIN,
     SCALE,
     SOFT_CAP,
-    Added,
     AttentionPlan,
     Coding,
     Packed,
 )
 from specserve_kernels.host import allocate
-from specserve_kernels.quantize import GROUP
 from specserve_kernels.types import (
     NO_WINDOW,
+    AdapterSums,
     KVCache,
     KVLayer,
     Logprobs,
+    PackedExperts,
     QKNorm,
     Rotary,
     Rows,
@@ -37,7 +37,7 @@ from specserve_kernels.types import (
 SHORT = 1 << 16  # elements: an op on fewer is done before further threads are awake
 
 
-class Plan(NamedTuple):
+class CpuPlan(NamedTuple):
     """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
 
     rows: Rows
@@ -55,14 +55,14 @@ def run(
     args: Structure,
     num_rows: int,
     size: int,
-    plan: Plan | None = None,
+    plan: CpuPlan | None = None,
     token_ids: Tensor | None = None,
     num_adapted: int = 0,
 ) -> None:
     """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
     planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
     ids = None if token_ids is None else token_ids.data_ptr()
-    step = native.Step((num_rows, 0, num_adapted), ids, None, *planned)
+    step = native.StepStruct((num_rows, 0, num_adapted), ids, None, *planned)
     ops = (native.Op * 1)(native.Op(native.address(name), addressof(args), 0))
     native.run(ops, step, torch.get_num_threads() if size >= SHORT else 1)
 
@@ -82,7 +82,8 @@ def _pack(weight: Tensor, is_gated: bool, tail: int = 0) -> tuple[Tensor, int]:
     N = rows // 2 if is_gated else rows
     kind = weight.itemsize, is_gated
     words = allocate(4 * (native.packed_words(N, K, *kind) + tail)).view(torch.int32)
-    args = native.Pack(*kind, weight.data_ptr(), words.data_ptr(), N, K)
+    fields = "i64 value_bytes is_gated ptr weight packed i64 N K"
+    args = native.filled(fields, *kind, weight.data_ptr(), words.data_ptr(), N, K)
     run("pack", args, 1, weight.numel())
     return words, N
 
@@ -103,7 +104,8 @@ def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
     form = bits, group, zero is not None, offset is not None
     words = allocate(native.code_bytes(N, K, form, is_gated))
     pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
-    args = native.PackCodes(*pointers, N, K, bits, group, is_gated)
+    fields = "ptr q zero scale offset packed i64 N K bits group is_gated"
+    args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
     run("pack_codes", args, 1, codes.q.numel())
     return Packed(words, N, K, is_gated, Coding(*form))
 
@@ -130,13 +132,15 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     # Not from malloc: freeing it would leave a hole in the heap between weights.
     q, scale = allocate(N * K).view(N, K), torch.empty(N, K // group)
     pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
-    args = native.Quantize(native.is_bf16(weight), bits, *pointers, N, K)
+    args = native.filled(
+        "i64 is_bf16 bits ptr weight q scale i64 N K", native.is_bf16(weight), bits, *pointers, N, K
+    )
     run("quantize", args, 1, weight.numel())
     return Codes(bits, group, q, scale)
 
 
 def linear(
-    x: Tensor, packed: Packed, bias: Tensor | None = None, added: Added | None = None
+    x: Tensor, packed: Packed, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), PLAIN, added=added)
 
@@ -152,7 +156,7 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     assert len(residual) == len(x), "a residual of another number of rows"
     return _multiply(x, packed, bias, residual, ADD, factor, added)
@@ -163,7 +167,7 @@ def linear_gated(
     packed: Packed,
     bias: Tensor | None = None,
     gate: str = "silu",
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     return _multiply(x, packed, bias, x.new_empty(len(x), packed.N), GATES[gate], added=added)
 
@@ -175,7 +179,7 @@ def _multiply(
     out: Tensor,
     epilogue: int,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     args = arguments.linear(0, x, packed, bias, out, epilogue, factor, added)
     num_adapted = 0 if added is None else len(added.sums)
@@ -245,17 +249,17 @@ def plan(
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
-) -> Plan:
+) -> CpuPlan:
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     heads = num_heads, num_kv_heads, D
-    made = Plan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CpuPlan
 ) -> Tensor:
     q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
@@ -266,7 +270,7 @@ def rope_write_kv(
 def attention(
     q: Tensor,
     kv: KVLayer,
-    plan: Plan,
+    plan: CpuPlan,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -281,7 +285,8 @@ def attention(
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     layers = (native.KV * len(kv.layers))(*(arguments.layer(layer) for layer in kv.layers))
     pointers = source.data_ptr(), target.data_ptr()
-    args = native.Moves(addressof(layers), len(layers), *pointers, len(source))
+    fields = "ptr layers i64 num_layers ptr source target i64 num_moves"
+    args = native.filled(fields, addressof(layers), len(layers), *pointers, len(source))
     run("move_kv", args, len(source), 0)
 
 
@@ -295,7 +300,8 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
     n, V = len(rows), logits.shape[1]
     out = torch.empty(n, dtype=torch.int64)
     places = rows.data_ptr(), n, native.sample_params_of(params), out.data_ptr()
-    args = native.Sample(floats(logits), V, *places)
+    fields = "ptr logits i64 vocab_size ptr rows i64 num_rows sampling params ptr out"
+    args = native.filled(fields, floats(logits), V, *places)
     run("sample", args, n, n * V if n > 1 else 0)
     return out
 
@@ -306,7 +312,8 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     ids = torch.empty(n, k, dtype=torch.int64)
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
     given = floats(logits), V, rows.data_ptr(), tokens.data_ptr(), n, k
-    args = native.Logprobs(*given, *(x.data_ptr() for x in out))
+    fields = "ptr logits i64 vocab_size ptr rows tokens i64 num_rows k ptr token rank ids top"
+    args = native.filled(fields, *given, *(x.data_ptr() for x in out))
     run("logprobs", args, n, n * V if n > 1 else 0)
     return out
 
@@ -315,6 +322,127 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
     R, V = logits.shape
     ids, weight = torch.empty(R, k, dtype=torch.int64), torch.empty(R, k)
     asked = native.sample_params_of(params), k, tau, ids.data_ptr(), weight.data_ptr()
-    args = native.TopChildren(floats(logits), R, V, *asked)
+    fields = "ptr logits i64 num_rows vocab_size sampling params i64 k f32 tau ptr ids weight"
+    args = native.filled(fields, floats(logits), R, V, *asked)
     run("top_children", args, R, R * V if R > 1 else 0)
     return ids, weight
+
+
+class SlotMaps:
+    """One of the two maps of the adapter in each slot. A program holds the address of `addresses`,
+    so what is put into a slot counts from the next step on.
+    """
+
+    def __init__(self, num_slots: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.packed: list[Packed | None] = [None] * num_slots
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of their words; 0: none
+        self.form = prepack(torch.zeros(N, K, dtype=dtype))._replace(words=self.addresses)
+
+    def pack(self, weight: Tensor) -> Packed:
+        packed = prepack(weight)
+        assert packed[1:] == self.form[1:], "an adapter of another shape or dtype"
+        return packed
+
+    def put(self, slot: int, packed: Packed | None) -> None:
+        self.packed[slot] = packed
+        self.addresses[slot] = 0 if packed is None else packed.words.data_ptr()
+
+
+class CpuMapAdapters:
+    """As the reference's."""
+
+    def __init__(self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.down = SlotMaps(num_slots, rank, K, dtype)
+        self.up = SlotMaps(num_slots, N, rank, dtype)
+
+    def packed(self, down: Tensor, up: Tensor) -> tuple[Packed, Packed]:
+        return self.down.pack(down), self.up.pack(up)
+
+    def put(self, slot: int, packed: tuple[Packed, Packed] | None) -> None:
+        down, up = packed or (None, None)
+        self.down.put(slot, down)
+        self.up.put(slot, up)
+
+
+def adapted(x: Tensor, adapters: CpuMapAdapters, plan: CpuPlan) -> AdapterSums | None:
+    told = plan.rows.adapters
+    if told is None:
+        return None
+    A, down, up = len(told.order), adapters.down, adapters.up
+    inner, sums = x.new_empty(A, down.form.N), torch.empty(A, up.form.N)
+    first = arguments.adapter_maps(x, told.order, down, told.begins, inner, PLAIN)
+    second = arguments.adapter_maps(inner, None, up, told.begins, sums, FLOATS)
+    run("adapter_maps", first, A, A * x.shape[1] * down.form.N)
+    run("adapter_maps", second, A, sums.numel() * down.form.N)
+    return AdapterSums(sums, told.places)
+
+
+class RoutedPairs(NamedTuple):
+    """The experts of each row, and the work list: by expert, which rows it has.
+
+    A row and one of its experts are a pair; pairs have places, in the order of experts and rows.
+
+    weights  [R, k]   float32
+    experts  [R, k]   int32    the likeliest first
+    places   [R, k]   int32    of each pair
+    rows     [R, k]   int32    flat: the row of the pair at a place
+    begins   [E + 1]  int32    the first place of each expert, and the end
+    """
+
+    weights: Tensor
+    experts: Tensor
+    places: Tensor
+    rows: Tensor
+    begins: Tensor
+
+
+def prepack_experts(
+    weights: Iterable[Tensor | Codes], is_gated: bool = False, bias: Tensor | None = None
+) -> PackedExperts:
+    each = tuple(prepack(weight, is_gated) for weight in weights)
+    forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
+    assert len(forms) == 1, f"experts of different forms: {forms}"
+    addresses = torch.tensor([packed.words.data_ptr() for packed in each])
+    outputs = each[0].N * (2 if is_gated else 1)
+    assert bias is None or bias.shape == (len(each), outputs), "no bias for each expert"
+    return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
+
+
+def route(logits: Tensor, k: int, normalizes: bool) -> RoutedPairs:
+    R, E = logits.shape
+    chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
+    begins = torch.zeros(E + 1, dtype=torch.int32)
+    routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
+    run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
+    return routing
+
+
+def experts(
+    x: Tensor,
+    routing: RoutedPairs,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    residual: Tensor,
+    limit: float | None = None,
+) -> Tensor:
+    R, k = routing.weights.shape
+    assert len(x) == len(residual) == R, "a routing or a residual of another number of rows"
+    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    rows, begins = routing.rows, routing.begins
+    calls: list[tuple[str, Any]] = [
+        ("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit)),
+        ("expert_maps", arguments.expert_maps(inner, None, down, begins, sums)),
+        (
+            "add_experts",
+            arguments.add_experts(0, sums, routing.weights, routing.places, residual),
+        ),
+    ]
+    for name, args in calls:
+        run(name, args, R, x.numel() * inner.shape[1])
+    return residual
+
+
+def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+    args = arguments.add_gated(0, x, gate, residual)
+    run("add_gated", args, len(x), x.numel())
+    return residual

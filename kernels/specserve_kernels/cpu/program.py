@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.recorder import ADAPTED, READ, STEP, Hosted, Index, Native, Recorder
-from specserve_kernels.program import Model, Outputs
+from specserve_kernels.ops import ModelForward, Outputs
 from specserve_kernels.types import AdapterRows, KVCache, Rows
 
 
-class Piece(NamedTuple):
+class NativePiece(NamedTuple):
     """Native ops that one call runs, or one op of Python's."""
 
     ops: Any  # a ctypes array; None for an op of Python's
@@ -25,7 +25,7 @@ class Recording:
     """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
 
     def __init__(
-        self, model: Model, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
+        self, model: ModelForward, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
     ) -> None:
         recorder: Any = Recorder((*max_rows, max_rows[STEP]))
         self.max_rows = max_rows
@@ -52,20 +52,19 @@ class Recording:
         return len(told.order)
 
 
-def pieces(calls: Sequence[Native | Hosted]) -> list[Piece]:
+def pieces(calls: Sequence[Native | Hosted]) -> list[NativePiece]:
     found = []
     for is_native, group in groupby(calls, lambda call: isinstance(call, Native)):
         if is_native:
-            native: list[Any] = list(group)
-            found.append(Piece(op_array(native), None))
+            filled = [
+                native.Op(native.address(c.name), addressof(c.args), c.domain)
+                for c in group
+                if isinstance(c, Native)
+            ]
+            found.append(NativePiece((native.Op * len(filled))(*filled), None))
         else:
-            found += [Piece(None, call) for call in group if isinstance(call, Hosted)]
+            found += [NativePiece(None, call) for call in group if isinstance(call, Hosted)]
     return found
-
-
-def op_array(calls: Sequence[Native]) -> Any:
-    filled = [native.Op(native.address(c.name), addressof(c.args), c.domain) for c in calls]
-    return (native.Op * len(filled))(*filled)
 
 
 class NativeProgram:
@@ -73,7 +72,7 @@ class NativeProgram:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelForward,
         kv: KVCache,
         max_rows: int,
         max_read: int,
@@ -82,7 +81,7 @@ class NativeProgram:
         self.model, self.kv, self.taps = model, kv, taps
         self.recording = Recording(model, kv, (max_rows, max_read), taps)
         self.attention = arguments.AttentionPlan()
-        self.step = native.Step(attention=self.attention.address)
+        self.step = native.StepStruct(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
 
     @property
@@ -141,10 +140,12 @@ class NativeProgram:
         most = self.recording.max_rows
         if num_rows <= most[STEP] and num_read <= most[READ]:
             return
-        larger = [max(n, power_of_two(k)) for n, k in zip(most, (num_rows, num_read), strict=True)]
+        # The next power of two, so that few numbers of rows record again.
+        asked = zip(most, (num_rows, num_read), strict=True)
+        larger = [max(n, 1 << (k - 1).bit_length()) for n, k in asked]
         self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
 
-    def run_pieces(self, found: Sequence[Piece]) -> None:
+    def run_pieces(self, found: Sequence[NativePiece]) -> None:
         threads = torch.get_num_threads()
         for piece in found:
             if piece.hosted is not None:
@@ -152,7 +153,3 @@ class NativeProgram:
                     piece.hosted.run(self.step.num_rows)
             else:
                 native.run(piece.ops, self.step, threads)
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

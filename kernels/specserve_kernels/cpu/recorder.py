@@ -11,10 +11,17 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
-from specserve_kernels.cpu.adapters import Adapters
-from specserve_kernels.cpu.arguments import Added, Packed, PackedExperts
-from specserve_kernels.cpu.experts import Routing
-from specserve_kernels.types import AdapterRows, KVCache, KVLayer, QKNorm, Rotary
+from specserve_kernels.cpu.arguments import Packed
+from specserve_kernels.cpu.ops import CpuMapAdapters, RoutedPairs
+from specserve_kernels.types import (
+    AdapterRows,
+    AdapterSums,
+    KVCache,
+    KVLayer,
+    PackedExperts,
+    QKNorm,
+    Rotary,
+)
 
 STEP, READ, ADAPTED = range(3)  # the domains of rows, as in op.h
 ALIGNMENT = 64  # bytes: a cache line
@@ -94,19 +101,12 @@ class Hosted(NamedTuple):
             self.out.tensor[: num_rows[self.out.domain]].copy_(result)
 
 
-class Plan(NamedTuple):
+class RecordedPlan(NamedTuple):
     """What a forward may know of any step."""
 
     num_heads: int
     head_dim: int
     also: "tuple[Index, Index]"  # a step's token ids, and the rows that are read
-
-
-class Adapted(NamedTuple):
-    """What adapters add, in a recording."""
-
-    sums: Any
-    places: Tensor
 
 
 @dataclass(eq=False)
@@ -141,10 +141,10 @@ class Recorder:
         windows: Any,
         also: Any,
         has_plain_scores: bool = True,
-    ) -> Plan:
+    ) -> RecordedPlan:
         args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
-        return Plan(num_heads, kv.layers[0].k.shape[3], (Index(STEP), Index(READ)))
+        return RecordedPlan(num_heads, kv.layers[0].k.shape[3], (Index(STEP), Index(READ)))
 
     def embed(self, table: Tensor | Codes, token_ids: Any, dtype: torch.dtype) -> Any:
         if isinstance(table, Tensor):
@@ -159,14 +159,16 @@ class Recorder:
     def copy(self, x: Any) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
         pointers = x.tensor.data_ptr(), out.tensor.data_ptr()
-        args = native.Copy(x.domain, *pointers, x.tensor[0].numel() * x.tensor.itemsize)
+        fields = "i64 domain ptr x out i64 row_bytes"
+        args = native.filled(fields, x.domain, *pointers, x.tensor[0].numel() * x.tensor.itemsize)
         self.note("copy", args, x.domain)
         return out
 
     def gather(self, x: Any, tensor: Tensor, index: Index) -> Any:
         out = self.new(index.domain, tensor.shape[1:], tensor.dtype)
         pointers = tensor.data_ptr(), out.tensor.data_ptr()
-        args = native.Copy(index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
+        fields = "i64 domain ptr x out i64 row_bytes"
+        args = native.filled(fields, index.domain, *pointers, tensor[0].numel() * tensor.itemsize)
         self.note("gather", args, index.domain, *([x] if isinstance(x, Tensor) else []))
         return out
 
@@ -205,7 +207,7 @@ class Recorder:
         return x
 
     def linear(
-        self, x: Any, packed: Packed, bias: Tensor | None = None, added: Adapted | None = None
+        self, x: Any, packed: Packed, bias: Tensor | None = None, added: AdapterSums | None = None
     ) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
         return self.multiply(x, packed, bias, out, arguments.PLAIN, added=added)
@@ -221,7 +223,7 @@ class Recorder:
         bias: Tensor | None,
         residual: Any,
         factor: float = 1.0,
-        added: Adapted | None = None,
+        added: AdapterSums | None = None,
     ) -> Any:
         return self.multiply(x, packed, bias, residual, arguments.ADD, factor, added)
 
@@ -231,7 +233,7 @@ class Recorder:
         packed: Packed,
         bias: Tensor | None = None,
         gate: str = "silu",
-        added: Adapted | None = None,
+        added: AdapterSums | None = None,
     ) -> Any:
         out = self.new(x.domain, (packed.N,), x.tensor.dtype)
         return self.multiply(x, packed, bias, out, arguments.GATES[gate], added=added)
@@ -244,42 +246,39 @@ class Recorder:
         out: Any,
         epilogue: int,
         factor: float = 1.0,
-        added: Adapted | None = None,
+        added: AdapterSums | None = None,
     ) -> Any:
-        more = None if added is None else Added(added.sums.tensor, added.places)
+        more = None if added is None else added._replace(sums=added.sums.tensor)
         args = arguments.linear(
             x.domain, x.tensor, packed, bias, out.tensor, epilogue, factor, more
         )
         self.note("linear", args, x.domain, packed, bias)
         return out
 
-    def adapted(self, x: Any, adapters: Adapters, plan: Plan) -> Adapted:
+    def adapted(self, x: Any, adapters: CpuMapAdapters, plan: RecordedPlan) -> AdapterSums:
         down, up = adapters.down, adapters.up
-        told = self.rows_of_adapters(len(down.addresses))
+        if self.adapter_rows is None:
+            order, places = torch.zeros(2, self.max_rows[STEP], dtype=torch.int32)
+            begins = torch.zeros(len(down.addresses) + 1, dtype=torch.int32)
+            self.adapter_rows = AdapterRows(order, begins, places)
+        told = self.adapter_rows
         inner = self.new(ADAPTED, (down.form.N,), x.tensor.dtype)
         sums = self.new(ADAPTED, (up.form.N,), torch.float32)
         first = x.tensor, told.order, down, told.begins, inner.tensor, arguments.PLAIN
         self.note("adapter_maps", arguments.adapter_maps(*first), ADAPTED, adapters)
         second = inner.tensor, None, up, told.begins, sums.tensor, arguments.FLOATS
         self.note("adapter_maps", arguments.adapter_maps(*second), ADAPTED, adapters)
-        return Adapted(sums, told.places)
+        return AdapterSums(sums, told.places)
 
-    def rows_of_adapters(self, num_slots: int) -> AdapterRows:
-        if self.adapter_rows is None:
-            order, places = torch.zeros(2, self.max_rows[STEP], dtype=torch.int32)
-            begins = torch.zeros(num_slots + 1, dtype=torch.int32)
-            self.adapter_rows = AdapterRows(order, begins, places)
-        return self.adapter_rows
-
-    def route(self, logits: Any, k: int, normalizes: bool) -> Routing:
+    def route(self, logits: Any, k: int, normalizes: bool) -> RoutedPairs:
         # A step's row has k pairs, so that no buffer needs pairs as its rows.
         domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
         weights = self.new(domain, (k,), torch.float32)
         chosen, places, rows = (self.new(domain, (k,), torch.int32) for _ in range(3))
-        tensors = Routing(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
+        tensors = RoutedPairs(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
         args = arguments.route(domain, logits.tensor, tensors, normalizes)
         self.note("route", args, domain, begins)
-        return Routing(weights, chosen, places, rows, begins)
+        return RoutedPairs(weights, chosen, places, rows, begins)
 
     def experts(
         self,
@@ -310,7 +309,7 @@ class Recorder:
         return residual
 
     def rope_write_kv(
-        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RecordedPlan
     ) -> Any:
         q = self.new(qkv.domain, (plan.num_heads, plan.head_dim), qkv.tensor.dtype)
         args = arguments.rope_write_kv(qkv.tensor, rotary, norm, kv, q.tensor)
@@ -321,7 +320,7 @@ class Recorder:
         self,
         q: Any,
         kv: KVLayer,
-        plan: Plan,
+        plan: RecordedPlan,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,

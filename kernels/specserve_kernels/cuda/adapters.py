@@ -1,19 +1,17 @@
 """LoRA adapters: the rows of each adapter are multiplied by its two maps alone, as by an expert."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.cuda.experts import multiply, tiles
-from specserve_kernels.types import AdapterRows
+from specserve_kernels.types import AdapterRows, AdapterSums
 
 BLOCK = 1024  # columns of a row that are added to
 
 
-class Adapters:
+class CudaMapAdapters:
     """As the reference's; a slot without a map here has zeros."""
 
     def __init__(
@@ -35,17 +33,6 @@ class Adapters:
                 own[slot].copy_(given)
 
 
-class Added(NamedTuple):
-    """What is added to the rows that have a place.
-
-    sums    [R, N]  float32
-    places  [R]     int32    -1: the row has none
-    """
-
-    sums: Tensor
-    places: Tensor
-
-
 @triton.jit
 def _add(sums, places, out, factor, N, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -56,14 +43,14 @@ def _add(sums, places, out, factor, N, BLOCK: tl.constexpr):
         tl.store(out + row * N + i, (before + factor * more).to(out.dtype.element_ty), mask=i < N)
 
 
-def adapted(x: Tensor, adapters: Adapters, rows: AdapterRows) -> Added:
+def adapted(x: Tensor, adapters: CudaMapAdapters, rows: AdapterRows) -> AdapterSums:
     """A row is a pair of itself and its slot, as if that were its only expert."""
     work = tiles(rows.order.long(), rows.begins.diff().long())
     inner = multiply(x, adapters.down, None, work, x.dtype)
-    return Added(multiply(inner, adapters.up, None, work, torch.float32), rows.places)
+    return AdapterSums(multiply(inner, adapters.up, None, work, torch.float32), rows.places)
 
 
-def add(out: Tensor, added: Added | None, factor: float = 1.0) -> Tensor:
+def add(out: Tensor, added: AdapterSums | None, factor: float = 1.0) -> Tensor:
     """Add to each row factor * what its adapter adds, in place; out."""
     if added is None or not len(out):
         return out

@@ -44,7 +44,7 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
-class Part(NamedTuple):
+class PlannedRows(NamedTuple):
     """Rows [begin, end) of a step, and FlashInfer's wrappers for them, by window."""
 
     begin: int
@@ -142,7 +142,7 @@ class FlashInfer:
         num_heads: int,
         windows: Sequence[int | None],
         masks: dict[int | None, tuple[Tensor, Tensor]],
-    ) -> list[Part]:
+    ) -> list[PlannedRows]:
         """Plan the step's parts: its causal requests, and its trees.
 
         indices, masks  on the device
@@ -157,14 +157,14 @@ class FlashInfer:
                 w: self.planned_wrapper("causal", w, slice(0, b), rows, indices, kv, num_heads)
                 for w in windows
             }
-            parts.append(Part(0, r, wrappers))
+            parts.append(PlannedRows(0, r, wrappers))
         if b < all_requests:
             trees = slice(b, all_requests)
             wrappers = {
                 w: self.planned_wrapper("tree", w, trees, rows, indices, kv, num_heads, masks[w])
                 for w in windows
             }
-            parts.append(Part(r, num_rows, wrappers))
+            parts.append(PlannedRows(r, num_rows, wrappers))
         if self.planned is not None:
             self.planned.record()
         return parts
@@ -236,7 +236,7 @@ class FlashInfer:
 
 
 def run_parts(
-    q: Tensor, kv: KVLayer, parts: list[Part], scale: float, window: int | None
+    q: Tensor, kv: KVLayer, parts: list[PlannedRows], scale: float, window: int | None
 ) -> Tensor:
     """Attention of the step that was planned last, part by part; q and result are [R, H, D]."""
     out = torch.empty_like(q)

@@ -1,21 +1,50 @@
-"""Linear maps of codes: few rows are multiplied as the codes are read, many by a widened weight.
+"""Linear maps: by cuBLAS, or of codes.
+
+Few rows are multiplied as the codes are read, many by a widened weight.
 
 A group of columns is cut into chunks, and an int32 word holds a code of each of several chunks: so
 words that lie side by side are the codes of columns that lie side by side. A tile is what a program
 reads at a time: a word for each column of a chunk, of some rows of the weight.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.cuda.maps import PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED, MIN_DOT
+
+
+class LinearMap(Protocol):
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def linear_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
+
+    def floats(self, x: Tensor) -> Tensor:
+        """The sums [R, N] as float32, not rounded to the dtype of x."""
+        ...
+
+
+class PlainMap(NamedTuple):
+    weight: Tensor  # [N, K]
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, self.weight, bias)
+
+    def linear_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if bias is None:
+            return residual.addmm_(x, self.weight.t())
+        return residual.add_(linear(x, self.weight, bias))
+
+    def floats(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return linear(x.float(), self.weight.float())  # the CPU's mm has no other dtype of its sums
+
 
 WORD = 32  # bits
 CHUNKS = 64, 32  # columns, where they divide a group; else MIN_DOT

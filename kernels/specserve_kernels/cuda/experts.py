@@ -5,7 +5,7 @@ each. How many tiles there are is known on the device alone, and a graph's launc
 there are as many programs as there may be tiles, and some do nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,17 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.cuda.maps import LinearMap, PlainMap
+from specserve_kernels.cuda.coded import LinearMap, PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED
+from specserve_kernels.types import PackedExperts, Routing
 
 TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs, outputs of a program, columns that it reads at a time
-
-
-class Routing(NamedTuple):
-    """As the reference's."""
-
-    weights: Tensor
-    experts: Tensor
 
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
@@ -36,21 +30,14 @@ def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
     return Routing(weights, experts.int())
 
 
-class Experts(NamedTuple):
-    """Weights of experts: codes are maps of their own, others are together in one tensor."""
-
-    weight: Tensor | None  # [E, N, K]
-    each: Sequence[LinearMap]
-    bias: Tensor | None  # [E, N]
-
-
-def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> Experts:
+def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> PackedExperts:
+    """Codes are maps of their own; other weights are joined in one tensor [E, N, K]."""
     each = [*maps]
     plain = [x.weight for x in each if isinstance(x, PlainMap)]
     if len(plain) < len(each):
-        return Experts(None, each, bias)
+        return PackedExperts(each, bias)
     weight = torch.stack(plain)
-    return Experts(weight, [PlainMap(x) for x in weight], bias)
+    return PackedExperts([PlainMap(x) for x in weight], bias, weight)
 
 
 class Tiles(NamedTuple):
@@ -158,19 +145,19 @@ def multiply(
 def add_experts(
     x: Tensor,
     routing: Routing,
-    gate_up: Experts,
-    down: Experts,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """As the reference's; what the first map makes is rounded before `gated`, too."""
-    if gate_up.weight is None or down.weight is None:
+    if gate_up.joined is None or down.joined is None:
         return add_each(x, routing, gate_up, down, residual, gated)
     if not len(x):
         return residual
-    work, k = tiles_of(routing.experts, len(gate_up.weight)), routing.experts.shape[1]
-    inner = gated(multiply(x, gate_up.weight, gate_up.bias, work, x.dtype, k))
-    sums = multiply(inner, down.weight, down.bias, work, torch.float32)
+    work, k = tiles_of(routing.experts, len(gate_up.joined)), routing.experts.shape[1]
+    inner = gated(multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k))
+    sums = multiply(inner, down.joined, down.bias, work, torch.float32)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
     return residual.copy_(residual.float() + shares.sum(dim=1))
 
@@ -178,8 +165,8 @@ def add_experts(
 def add_each(
     x: Tensor,
     routing: Routing,
-    gate_up: Experts,
-    down: Experts,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:

@@ -1,4 +1,6 @@
-"""The inputs of recorded steps: at the same addresses in every step, and uploaded in one copy."""
+"""A step's inputs on the device; those of recorded steps are at the same addresses in every step,
+and uploaded in one copy.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,21 +12,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import Plan, Shared
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import Rows
+from specserve_kernels.types import AdapterRows, Rows
+
+
+class PlacedRows(NamedTuple):
+    """The fields of the step's Rows that any kernel may read, on the device."""
+
+    positions: Tensor
+    slots: Tensor
+    indices: Tensor
+    indptr: Tensor
+
+
+class CudaPlan(NamedTuple):
+    """A step's inputs on the device, and its attention: FlashInfer's parts or Triton's work."""
+
+    also: list[Tensor]
+    shared: PlacedRows
+    parts: list[PlannedRows]
+    work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
+    adapters: AdapterRows | None = None
+
 
 NOWHERE = -1  # the slot of an unused row
 ALSO_BYTES = 64  # a row, for other tensors of a step; and for up to
 MAX_ALSO = 16  # of them their alignment
 PER_WINDOW = 5  # fields
 
-Array = NDArray[Any]
 Window = int | None
 
 
-class Field(NamedTuple):
+class InputArray(NamedTuple):
     """An array of the step's inputs; `unused` is what its end has if the step needs less."""
 
     shape: tuple[int, ...]
@@ -52,26 +73,26 @@ class GraphInputs:
         self, staging: Staging, size: int, heads: Heads, windows: Sequence[Window]
     ) -> None:
         self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
-        of_rows = Field((size,), "int64")
+        of_rows = InputArray((size,), "int64")
         tables = [
-            Field((size + paged.num_programs(heads.kv), 5), "int32"),
-            Field((size, 3), "int32"),
+            InputArray((size + paged.num_programs(heads.kv), 5), "int32"),
+            InputArray((size, 3), "int32"),
             *[of_rows] * 3,
         ]
         self.fields = [
-            *(of_rows, of_rows, Field((size,), "int32"), of_rows._replace(unused=NOWHERE)),
-            Field((size + 1,), "int32"),
+            *(of_rows, of_rows, InputArray((size,), "int32"), of_rows._replace(unused=NOWHERE)),
+            InputArray((size + 1,), "int32"),
             *tables * len(windows),
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
         self.indices_begin = self.also_begins + ALSO_BYTES * size + ALIGNMENT * MAX_ALSO
-        self.on_host: dict[int, list[Array]] = {}  # by the pinned buffer
+        self.on_host: dict[int, list[NDArray[Any]]] = {}  # by the pinned buffer
         self.on_device = [self.view(f, at) for f, at in zip(self.fields, self.begins, strict=True)]
         self.indices = staging.buffer[self.indices_begin :].view(torch.int32)
         self.also: dict[Any, list[Tensor]] = {}  # on the device, by what is uploaded
 
-    def view(self, field: Field, begin: int) -> Tensor:
+    def view(self, field: InputArray, begin: int) -> Tensor:
         some = self.staging.buffer[begin : begin + field.num_bytes]
         return some.view(getattr(torch, field.dtype)).view(field.shape)
 
@@ -80,7 +101,9 @@ class GraphInputs:
         has_room = sum(aligned(x.nbytes) for x in also) <= room
         return has_room and rows.indices.nbytes <= len(self.staging.buffer) - self.indices_begin
 
-    def upload(self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]) -> Plan:
+    def upload(
+        self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]
+    ) -> CudaPlan:
         """As `CudaOps.plan` for Triton's attention; `plan.also` begins with the token ids and what
         is read, both of full length.
         """
@@ -100,14 +123,14 @@ class GraphInputs:
         placed = self.place(host, also)
         self.staging.send(total)
         token_ids, read, positions, slots, indptr, *tables = self.on_device
-        shared = Shared(positions, slots, self.indices, indptr)
+        shared = PlacedRows(positions, slots, self.indices, indptr)
         by_window = {}
         for i, (window, w) in enumerate(zip(self.windows, work, strict=True)):
             mine = tables[PER_WINDOW * i : PER_WINDOW * (i + 1)]
             by_window[window] = w, paged.Inputs._make((*mine, self.indices, indptr))
-        return Plan([token_ids, read, *placed], shared, [], by_window)
+        return CudaPlan([token_ids, read, *placed], shared, [], by_window)
 
-    def arrays(self, host: Array) -> list[Array]:
+    def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
         """The fields in a pinned buffer."""
         at = host.ctypes.data
         if at not in self.on_host:
@@ -117,7 +140,7 @@ class GraphInputs:
             ]
         return self.on_host[at]
 
-    def place(self, host: Array, also: Sequence[Tensor]) -> list[Tensor]:
+    def place(self, host: NDArray[Any], also: Sequence[Tensor]) -> list[Tensor]:
         """Write other tensors to a pinned buffer; where they will be on the device."""
         begins = accumulate((aligned(x.nbytes) for x in also), initial=self.also_begins)
         parts = [(x, slice(at, at + x.nbytes)) for x, at in zip(also, begins, strict=False)]

@@ -10,7 +10,6 @@ from torch import Tensor
 from specserve_kernels.types import Rows
 
 Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
 WORD = np.arange(64, dtype=np.uint64)
 
 
@@ -23,7 +22,7 @@ class Sight(NamedTuple):
 
     first: Ints
     prefix: Ints
-    mask: Words
+    mask: NDArray[np.uint64]
 
     def from_row(self, begin: int) -> "Sight":
         return Sight(self.first[begin:], self.prefix[begin:], self.mask[begin:])

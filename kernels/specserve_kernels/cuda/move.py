@@ -1,7 +1,7 @@
 """KV moves; each program does all of them, in order, for a piece of a token of one K or V."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -73,20 +73,16 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
 def runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
     """Neighbors of one shape and dtype, at equal distances from one to the next."""
     run: list[Pair] = []
+    last: Any = None
     for pair in pairs:
-        if run and not (is_alike(run[-1], pair) and is_spaced_as(run, pair)):
+        offset = pair.v.data_ptr() - pair.k.data_ptr()
+        alike = pair.k.shape, pair.k.dtype, offset
+        at = [x.k.data_ptr() for x in (*run, pair)]
+        is_spaced = len(at) < 2 or at[-1] - at[-2] == at[1] - at[0]
+        if run and not (alike == last and is_spaced):
             yield run
             run = []
+        last = alike
         run.append(pair)
     if run:
         yield run
-
-
-def is_alike(a: Pair, b: Pair) -> bool:
-    offsets = [x.v.data_ptr() - x.k.data_ptr() for x in (a, b)]
-    return (a.k.shape, a.k.dtype) == (b.k.shape, b.k.dtype) and offsets[0] == offsets[1]
-
-
-def is_spaced_as(run: Sequence[Pair], pair: Pair) -> bool:
-    at = [x.k.data_ptr() for x in (*run, pair)]
-    return at[-1] - at[-2] == at[1] - at[0]

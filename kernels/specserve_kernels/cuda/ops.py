@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import Codes
+from specserve_kernels.codes import Codes, quantize
 from specserve_kernels.cuda import (
     adapters,
     coded,
     experts,
     gated,
-    logprobs,
     move,
     norm,
     paged,
@@ -25,28 +24,29 @@ from specserve_kernels.cuda import (
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
-from specserve_kernels.cuda.child_graphs import USUAL_WIDTH, ChildGraphs
-from specserve_kernels.cuda.graphs import SIZES, GraphProgram
+from specserve_kernels.cuda.coded import LinearMap, PlainMap
+from specserve_kernels.cuda.graph_inputs import CudaPlan, PlacedRows
+from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
-from specserve_kernels.cuda.maps import LinearMap, PlainMap
 from specserve_kernels.cuda.masks import sight
-from specserve_kernels.cuda.plan import Plan, Shared
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
-from specserve_kernels.program import EagerProgram, Model, Program
-from specserve_kernels.quantize import quantize
+from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterRows,
+    AdapterSums,
     Edits,
     KVCache,
     KVLayer,
     Logprobs,
     Masks,
+    PackedExperts,
     QKNorm,
     Rotary,
+    Routing,
     Rows,
     SampleParams,
 )
@@ -107,10 +107,12 @@ class CudaOps:
 
     def adapter_slots(
         self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype
-    ) -> adapters.Adapters:
-        return adapters.Adapters(num_slots, rank, N, K, dtype, self.device)
+    ) -> adapters.CudaMapAdapters:
+        return adapters.CudaMapAdapters(num_slots, rank, N, K, dtype, self.device)
 
-    def adapted(self, x: Tensor, slots: adapters.Adapters, plan: Plan) -> adapters.Added | None:
+    def adapted(
+        self, x: Tensor, slots: adapters.CudaMapAdapters, plan: CudaPlan
+    ) -> AdapterSums | None:
         return None if plan.adapters is None else adapters.adapted(x, slots, plan.adapters)
 
     def linear(
@@ -118,7 +120,7 @@ class CudaOps:
         x: Tensor,
         packed: LinearMap,
         bias: Tensor | None = None,
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         return adapters.add(packed.linear(x, bias), added)
 
@@ -132,7 +134,7 @@ class CudaOps:
         bias: Tensor | None,
         residual: Tensor,
         factor: float = 1.0,
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         # What adapters add comes last, so that rows without one have their bits in any step.
         if factor == 1:
@@ -147,7 +149,7 @@ class CudaOps:
         packed: LinearMap,
         bias: Tensor | None = None,
         gate: str = "silu",
-        added: adapters.Added | None = None,
+        added: AdapterSums | None = None,
     ) -> Tensor:
         return gated.gated(self.linear(x, packed, bias, added), gate)
 
@@ -162,18 +164,18 @@ class CudaOps:
         weights: Iterable[Tensor | Codes],
         is_gated: bool = False,
         bias: Tensor | None = None,
-    ) -> experts.Experts:
+    ) -> PackedExperts:
         return experts.packed((self.prepack(weight, is_gated) for weight in weights), bias)
 
-    def route(self, logits: Tensor, k: int, normalizes: bool) -> experts.Routing:
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> Routing:
         return experts.route(logits, k, normalizes)
 
     def experts(
         self,
         x: Tensor,
-        routing: experts.Routing,
-        gate_up: experts.Experts,
-        down: experts.Experts,
+        routing: Routing,
+        gate_up: PackedExperts,
+        down: PackedExperts,
         residual: Tensor,
         limit: float | None = None,
     ) -> Tensor:
@@ -202,7 +204,7 @@ class CudaOps:
         windows: Sequence[int | None] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
-    ) -> Plan:
+    ) -> CudaPlan:
         """Upload everything that the step's kernels read, in one copy."""
         flashinfer = self.flashinfer_for(kv, windows, has_plain_scores)
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
@@ -220,7 +222,7 @@ class CudaOps:
             window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
             for window, d, inputs in zip(windows, dealt, batched(rest[len(told) :], 5), strict=True)
         }
-        return Plan(placed_also, shared, [], work, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
 
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
@@ -256,24 +258,24 @@ class CudaOps:
         num_heads: int,
         windows: Sequence[int | None],
         also: Sequence[Tensor],
-    ) -> Plan:
+    ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
         told = rows.adapters or ()
         shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
         on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-        return Plan(placed_also, shared, parts, {}, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, parts, {}, adapters_of(rest, told))
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
-    ) -> tuple[Shared, list[Tensor], list[Tensor]]:
+    ) -> tuple[PlacedRows, list[Tensor], list[Tensor]]:
         shared = (rows.positions, rows.slots, rows.indices, rows.indptr)
         placed = iter(self.staging.upload([*shared, *also, *others]))
-        return Shared(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
+        return PlacedRows(*islice(placed, 4)), list(islice(placed, len(also))), list(placed)
 
     def program(
         self,
-        model: Model,
+        model: ModelForward,
         kv: KVCache,
         max_rows: int,
         max_read: int,
@@ -282,10 +284,10 @@ class CudaOps:
         """A program that records CUDA graphs, unless FlashInfer is to attend in every step."""
         if self.choice == "flashinfer" or self.device.type != "cuda":
             return EagerProgram(model, kv, taps)
-        return GraphProgram(self, model, kv, taps)
+        return GraphProgram(self.child_graphs, self.num_planned, model, kv, taps)
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CudaPlan
     ) -> Tensor:
         return rope.rope_write_kv(qkv, rotary, norm, kv, plan.shared.positions, plan.shared.slots)
 
@@ -293,7 +295,7 @@ class CudaOps:
         self,
         q: Tensor,
         kv: KVLayer,
-        plan: Plan,
+        plan: CudaPlan,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
@@ -317,7 +319,7 @@ class CudaOps:
     def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
         if rows.device != logits.device:
             rows, tokens = self.staging.upload([rows, tokens])
-        return logprobs.logprobs(logits, rows, tokens, k)
+        return top_children.logprobs(logits, rows, tokens, k)
 
     def top_children(
         self, logits: Tensor, params: SampleParams, k: int, tau: float

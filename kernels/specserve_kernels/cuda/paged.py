@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specserve_kernels.cuda import kv_codes
 from specserve_kernels.cuda.kv_codes import PLAIN, number
-from specserve_kernels.cuda.masks import Ints, Sight, Words
+from specserve_kernels.cuda.masks import Ints, Sight
 from specserve_kernels.types import KVLayer, Rows
 
 Table = NDArray[np.int32]
@@ -294,7 +294,7 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def bit_lengths(words: Words) -> Ints:
+def bit_lengths(words: NDArray[np.uint64]) -> Ints:
     """The number of the highest bit that is set, counted from 1; 0 without any.
 
     It is the exponent of the word as a float. That cannot round up to the next power of two, as the

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from contextlib import nullcontext
 
+from specserve_kernels.codes import quantize
 from specserve_kernels.host import (
     allocate,
     copy_blocks,
@@ -11,8 +12,7 @@ from specserve_kernels.host import (
     instruction_set,
     place,
 )
-from specserve_kernels.program import EagerProgram, Model
-from specserve_kernels.quantize import quantize
+from specserve_kernels.ops import EagerProgram, ModelForward
 from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
@@ -86,7 +86,7 @@ lock = nullcontext()  # forwards share no buffers
 
 
 def program(
-    model: Model, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    model: ModelForward, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
 ) -> EagerProgram:
     """A model's forward, prepared for its steps.
 

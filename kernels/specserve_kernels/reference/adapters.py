@@ -1,13 +1,15 @@
 """LoRA adapters (Hu et al. 2106.09685): what those of a step's rows add to a linear map."""
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specserve_kernels.types import AdapterSums
 
-class Adapters:
+
+class MapAdapters:
     """What adapters have for one linear map [N, K]: `adapter_slots` makes it, with empty slots."""
 
     def __init__(self, num_slots: int, rank: int, N: int, K: int) -> None:
@@ -28,23 +30,12 @@ class Adapters:
         self.slots[slot] = packed
 
 
-class Added(NamedTuple):
-    """What is added to x W^T + bias before anything else is done with it.
-
-    rows  [A]     int64
-    sums  [A, N]  float32
-    """
-
-    rows: Tensor
-    sums: Tensor
-
-
-def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> Adapters:
+def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> MapAdapters:
     """The slots for adapters of a linear map [N, K], all of one rank, for rows of `dtype`."""
-    return Adapters(num_slots, rank, N, K)
+    return MapAdapters(num_slots, rank, N, K)
 
 
-def adapted(x: Tensor, adapters: Adapters, plan: Any) -> Added | None:
+def adapted(x: Tensor, adapters: MapAdapters, plan: Any) -> AdapterSums | None:
     """up (down x) of each row's adapter, for `added` of a linear op; None if no row has one.
 
     down x is rounded to x's dtype, and the result is not.
@@ -62,4 +53,4 @@ def adapted(x: Tensor, adapters: Adapters, plan: Any) -> Added | None:
         for place in range(begin, end):
             inner = torch.mv(down, x[told.order[place]].float()).to(x.dtype)
             sums[place] = torch.mv(up, inner.float())
-    return Added(told.order.long(), sums)
+    return AdapterSums(sums, told.places)

@@ -10,7 +10,7 @@ from specserve_kernels.reference.kv import put, take
 from specserve_kernels.types import NO_WINDOW, KVCache, KVLayer, QKNorm, Rotary, Rows
 
 
-class Plan(NamedTuple):
+class RowsPlan(NamedTuple):
     rows: Rows
     also: Sequence[Tensor]
 
@@ -22,7 +22,7 @@ def plan(
     windows: Sequence[int | None] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
-) -> Plan:
+) -> RowsPlan:
     """Prepare what all layers of a step share.
 
     windows           every window that `attention` will be called with
@@ -30,11 +30,11 @@ def plan(
                       read them
     has_plain_scores  it will be called without `soft_cap` and `sinks`
     """
-    return Plan(rows, also)
+    return RowsPlan(rows, also)
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Plan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RowsPlan
 ) -> Tensor:
     """Normalize and rotate the heads; write K and V of every row into its slot, as the KV's dtype
     has them: `kv.py` says what KV of 8 bits is.
@@ -71,7 +71,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(
     q: Tensor,
     kv: KVLayer,
-    plan: Plan,
+    plan: RowsPlan,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,

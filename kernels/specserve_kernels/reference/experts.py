@@ -1,30 +1,13 @@
 """Mixtures of experts: which experts a row has, and what they add to the residual stream."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.reference.layers import linear_gated, prepack, products
-
-
-class Routing(NamedTuple):
-    """The experts of each row, the likeliest first.
-
-    weights  [R, k]  float32
-    experts  [R, k]  int32
-    """
-
-    weights: Tensor
-    experts: Tensor
-
-
-class PackedExperts(NamedTuple):
-    each: Sequence[Tensor | Codes]
-    bias: Tensor | None
-
+from specserve_kernels.types import PackedExperts, Routing
 
 ALPHA = 1.702  # of the clamped gate
 

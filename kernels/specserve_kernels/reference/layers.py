@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.reference.adapters import Added
 from specserve_kernels.reference.kv import quantize
 from specserve_kernels.threads import FixedThreads, Threads, check_threads
+from specserve_kernels.types import AdapterSums
 
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
@@ -23,7 +23,7 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
 
 
 def linear(
-    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: Added | None = None
+    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     """x W^T + bias, and what adapters add.
 
@@ -50,7 +50,7 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     factor: float = 1.0,
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     """Add factor * (x W^T + bias) to the residual stream, in place; the residual stream.
 
@@ -66,7 +66,7 @@ def linear_gated(
     packed: Tensor | Codes,
     bias: Tensor | None = None,
     gate: str = "silu",
-    added: Added | None = None,
+    added: AdapterSums | None = None,
 ) -> Tensor:
     """f(gate) * up, where gate and up are the halves of x W^T + bias (Shazeer 2002.05202). Rounded
     at the end; a build may round gate and up before, too.
@@ -96,14 +96,15 @@ GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
 def products(
-    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: Added | None = None
+    x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     """x W^T + bias + what is added, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     if bias is not None:
         out = out + bias.float()
     if added is not None:
-        out[added.rows] += added.sums
+        has = added.places >= 0
+        out[has] += added.sums[added.places[has].long()]
     return out
 
 

@@ -25,7 +25,11 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
         z = transform(z, *(float(x[i]) for x in params[:4]))
         if params.temperature[i] > 0:
             z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
-        out.append(first_argmax(z))
+        most = z.max()  # NaN if any number is
+        if most.isfinite():
+            out.append(int((z == most).nonzero()[0]))
+        else:
+            out.append(NO_TOKEN if most < 0 else NOT_FINITE)
     return torch.tensor(out, dtype=torch.int64)
 
 
@@ -43,13 +47,6 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     at, ids = tokens[:, None], order[:, :k].contiguous()
     rank = 1 + (order == at).long().argmax(1)
     return Logprobs(law.gather(1, at)[:, 0], rank, ids, law.gather(1, ids))
-
-
-def first_argmax(z: Tensor) -> int:
-    most = z.max()  # NaN if any number is
-    if not most.isfinite():
-        return NO_TOKEN if most < 0 else NOT_FINITE
-    return int((z == most).nonzero()[0])
 
 
 def edited(x: Tensor, edits: Edits | None, i: int) -> Tensor:

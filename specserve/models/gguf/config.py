@@ -1,4 +1,4 @@
-"""A GGUF file's metadata, said in the words of a config.json."""
+"""A GGUF file's metadata as a config.json, and llama.cpp's names of tensors."""
 
 import struct
 from math import prod
@@ -6,7 +6,56 @@ from typing import Any
 
 from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
 from specserve.models.gguf.header import Header, Tensor
-from specserve.models.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
+
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+
+def checkpoint_name(name: str) -> str | None:
+    """model.layers.3.self_attn.q_proj.weight of blk.3.attn_q.weight; None if it has no such."""
+    module, _, kind = name.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    block, _, rest = module.partition(".")
+    number, _, inner = rest.partition(".")
+    if block != "blk" or inner not in IN_LAYER:
+        return None
+    return f"model.layers.{number}.{IN_LAYER[inner]}.{kind}"
+
+
+def file_name(name: str) -> str:
+    """blk.3.attn_q.weight of model.layers.3.self_attn.q_proj.weight."""
+    module, _, kind = name.rpartition(".")
+    theirs = {ours: theirs for names in (TOP, IN_LAYER) for theirs, ours in names.items()}
+    if module in theirs:
+        return f"{theirs[module]}.{kind}"
+    number, _, inner = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{theirs[inner]}.{kind}"
+
+
+def is_turned(architecture: str, name: str) -> bool:
+    """Whether the tensor's rows are in the order of neighbours: the architecture turns (2i, 2i + 1)
+    of a head, and checkpoints have (i, i + D/2).
+    """
+    return architecture in ("llama", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k")
+
 
 ARCHITECTURES = {  # Mistral is a llama there
     "llama": "LlamaForCausalLM",
@@ -50,7 +99,12 @@ WITHOUT_EFFECT: dict[str, Any] = {  # keys that change the model -> the value th
 def read_config(header: Header) -> dict[str, Any]:
     """The fields of a config.json; ValueError for what is not supported."""
     architecture = find_architecture(header)
-    values = keys_of(header, architecture)
+    prefix = f"{architecture}."
+    values = {
+        key.removeprefix(prefix): value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
     for key, neutral in WITHOUT_EFFECT.items():
         if key in values and values[key] != neutral:
             raise ValueError(f"{architecture}.{key} = {values[key]!r} is not supported")
@@ -78,11 +132,6 @@ def find_architecture(header: Header) -> str:
         supported = ", ".join(ARCHITECTURES)
         raise ValueError(f"general.architecture = {named!r} is not supported: {supported} are")
     return named
-
-
-def keys_of(header: Header, architecture: str) -> dict[str, Any]:
-    prefix = f"{architecture}."
-    return {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
 
 
 def head_size(architecture: str, values: dict[str, Any]) -> Any:

@@ -1,7 +1,11 @@
-"""A GGUF file's header: what it says of the model, and where each tensor lies."""
+"""A GGUF file's header: what it says of the model, and where each tensor lies.
+
+A row of a quantized tensor is blocks of a few values that share their scales.
+"""
 
 import mmap
 import re
+import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
@@ -10,9 +14,164 @@ from typing import NamedTuple
 
 from specserve.errors import ConfigError
 from specserve.models.folder import MAGIC, check_pointer
-from specserve.models.gguf.blocks import Type, find_type
-from specserve.models.gguf.cursor import MAX_KEY, U32, U64, Array, Cursor, Value
 from specserve.models.weight_files import check_is_at_home
+
+
+class Type(NamedTuple):
+    name: str
+    width: int  # values in a block
+    size: int  # its bytes
+
+    @property
+    def is_plain(self) -> bool:
+        return self.width == 1
+
+
+TYPES = {  # by number
+    0: Type("F32", 1, 4),
+    1: Type("F16", 1, 2),
+    2: Type("Q4_0", 32, 18),
+    3: Type("Q4_1", 32, 20),
+    6: Type("Q5_0", 32, 22),
+    7: Type("Q5_1", 32, 24),
+    8: Type("Q8_0", 32, 34),
+    12: Type("Q4_K", 256, 144),
+    13: Type("Q5_K", 256, 176),
+    14: Type("Q6_K", 256, 210),
+    30: Type("BF16", 1, 2),
+}
+OTHERS = {  # names of types that are not supported, for messages
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
+QUANTIZED = tuple(type.name for type in TYPES.values() if not type.is_plain)
+
+
+LITTLE_ENDIAN = {  # by the number of a type of value
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+STRING, ARRAY = 8, 9
+U32, FLOAT32, U64 = 4, 6, 10
+MAX_KEY = 1 << 16  # bytes
+MAX_ARRAY = 1 << 24  # elements: a hundred times what a vocabulary has
+
+Value = int | float | bool | str
+
+
+class Cursor:
+    """A place in a file, which every read moves forward; ValueError for what cannot be there."""
+
+    def __init__(self, data: mmap.mmap, position: int = 0) -> None:
+        self.data, self.position = data, position
+
+    def skip(self, size: int) -> int:
+        """Where the skipped bytes begin."""
+        start = self.position
+        if size > len(self.data) - start:
+            raise ValueError("it ends too early")
+        self.position = start + size
+        return start
+
+    def number(self, kind: int) -> int | float | bool:
+        form = LITTLE_ENDIAN[kind]
+        value: int | float | bool = form.unpack_from(self.data, self.skip(form.size))[0]
+        return value
+
+    def count(self, most: int, what: str) -> int:
+        """A number of things to come."""
+        value = int(self.number(U64))
+        if value > most:
+            raise ValueError(f"{value} {what}, and at most {most} may be")
+        return value
+
+    def string(self, most: int | None = None) -> str:
+        size = self.count(len(self.data) if most is None else most, "bytes of text")
+        start = self.skip(size)
+        return self.data[start : start + size].decode("utf-8")
+
+    def value(self) -> "Value | Array":
+        kind = int(self.number(U32))
+        if kind == STRING:
+            return self.string()
+        return self.array() if kind == ARRAY else self.scalar(kind)
+
+    def scalar(self, kind: int) -> Value:
+        if kind not in LITTLE_ENDIAN:
+            raise ValueError(f"a value has the unknown type {kind}")
+        value = self.number(kind)
+        return shortest(value) if kind == FLOAT32 else value
+
+    def array(self) -> "Array":
+        kind = int(self.number(U32))
+        if kind != STRING and kind not in LITTLE_ENDIAN:
+            raise ValueError(f"an array has elements of the unsupported type {kind}")
+        array = Array(self.data, kind, self.count(MAX_ARRAY, "elements of an array"), self.position)
+        if kind == STRING:
+            for _ in range(array.count):
+                self.skip(int(self.number(U64)))
+        else:
+            self.skip(array.count * LITTLE_ENDIAN[kind].size)
+        return array
+
+
+class Array:
+    """An array of a file, decoded when it is asked for."""
+
+    def __init__(self, data: mmap.mmap, kind: int, count: int, start: int) -> None:
+        self.data, self.kind, self.count, self.start = data, kind, count, start
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count}"
+
+    def strings(self) -> list[str]:
+        if self.kind != STRING:
+            raise ValueError("it is no array of strings")
+        cursor = Cursor(self.data, self.start)
+        return [cursor.string() for _ in range(self.count)]
+
+    def numbers(self) -> list[int | float | bool]:
+        if self.kind == STRING:
+            raise ValueError("it is no array of numbers")
+        form = f"<{self.count}{LITTLE_ENDIAN[self.kind].format[-1]}"
+        return list(struct.unpack_from(form, self.data, self.start))
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal of a float32: 1e-06, where float64 would show 9.999999974752427e-07."""
+    pack = LITTLE_ENDIAN[FLOAT32].pack
+    decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((d for d in decimals if pack(d) == pack(value)), value)
+
 
 VERSIONS = 2, 3
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_SIZE = 1 << 16, 1 << 18, 4, 1 << 40
@@ -113,7 +272,12 @@ def parse(path: Path, data: mmap.mmap) -> Header:
     check_version(path, data[:8])
     cursor = Cursor(data, 8)
     num_tensors = cursor.count(MAX_TENSORS, "tensors")
-    metadata = read_metadata(cursor, cursor.count(MAX_KEYS, "keys"))
+    metadata: dict[str, Value | Array] = {}
+    for _ in range(cursor.count(MAX_KEYS, "keys")):
+        key = cursor.string(MAX_KEY)
+        if key in metadata:
+            raise ValueError(f"the key {key!r:.80} is there twice")
+        metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment = {alignment!r} is no power of two from 8 on")
@@ -145,16 +309,6 @@ def check_version(path: Path, head: bytes) -> None:
         )
 
 
-def read_metadata(cursor: Cursor, num_keys: int) -> dict[str, Value | Array]:
-    metadata: dict[str, Value | Array] = {}
-    for _ in range(num_keys):
-        key = cursor.string(MAX_KEY)
-        if key in metadata:
-            raise ValueError(f"the key {key!r:.80} is there twice")
-        metadata[key] = cursor.value()
-    return metadata
-
-
 def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
     """A tensor's entry; its offset is counted from where tensors begin."""
     name = cursor.string(MAX_KEY)
@@ -165,12 +319,13 @@ def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
     number, offset = int(cursor.number(U32)), int(cursor.number(U64))
     if not all(1 <= size <= MAX_SIZE for size in sizes):
         raise ValueError(f"{name!r:.80} has the shape {sizes[::-1]}")
-    try:
-        type = find_type(number)
-    except ValueError as e:
+    if number not in TYPES:
+        supported = ", ".join(type.name for type in TYPES.values())
         raise ConfigError(
-            f"{path}: the tensor {name!r:.80} {e}; take another quantization of the model"
-        ) from e
+            f"{path}: the tensor {name!r:.80} has the type {OTHERS.get(number, f'number {number}')}"
+            f", which is not supported: {supported} are; take another quantization of the model"
+        )
+    type = TYPES[number]
     if sizes[0] % type.width:
         raise ValueError(f"{name!r:.80}: rows of {sizes[0]} values are no {type.name} blocks")
     return name, Tensor(tuple(sizes[::-1]), type, path, offset)

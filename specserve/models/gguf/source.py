@@ -10,15 +10,17 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.folder import Scaled
-from specserve.models.gguf.blocks import QUANTIZED
-from specserve.models.gguf.config import read_config
-from specserve.models.gguf.header import Header, read_header
-from specserve.models.gguf.names import ROPE_FACTORS, checkpoint_name, file_name
-from specserve.models.gguf.tokenizer import build_tokenizer, check_tokenizer
-from specserve.models.gguf.vocabulary import PREFIX, Vocabulary, find_model
+from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
+from specserve.models.gguf.config import ROPE_FACTORS, checkpoint_name, file_name, read_config
+from specserve.models.gguf.header import QUANTIZED, Header, read_header
+from specserve.models.gguf.tokenizer import (
+    PREFIX,
+    GgufVocabulary,
+    build_tokenizer,
+    check_tokenizer,
+    find_model,
+)
 from specserve.models.quantized.config import Quantization
-from specserve.models.source import BEGINNING, refuse_transformers, samples
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.text.defaults import GenerationDefaults, read_defaults
@@ -50,7 +52,9 @@ class GgufFile:
         header = self.header
         try:
             config = decoder_config.parse(read_config(header))
-            check_factors(config)
+            factors, pairs = len(config.rope_parameters.factors), config.head_dim // 2
+            if factors not in (0, pairs):
+                raise ValueError(f"{ROPE_FACTORS} has {factors} for a head of {config.head_dim}")
         except ValueError as e:
             raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
@@ -80,10 +84,10 @@ class GgufFile:
             raise self.refusal(e) from e
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GgufVocabulary:
         header = self.header
         try:
-            return Vocabulary(header.metadata)
+            return GgufVocabulary(header.metadata)
         except ValueError as e:
             raise self.refusal(e) from e
 
@@ -156,10 +160,3 @@ class GgufFile:
         for file in sorted({self.path, *(tensor.file for tensor in header.tensors.values())}):
             size = header.data_offset if file == self.path else 0
             yield from samples(file, size + BEGINNING)
-
-
-def check_factors(config: DecoderConfig) -> None:
-    """ValueError unless there is a factor for each frequency, where there are factors."""
-    number = len(config.rope_parameters.factors)
-    if number not in (0, config.head_dim // 2):
-        raise ValueError(f"{ROPE_FACTORS} has {number} for a head of {config.head_dim}")

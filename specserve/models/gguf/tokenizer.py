@@ -1,13 +1,188 @@
 """A tokenizer built from a GGUF file's metadata: byte-level BPE, or SentencePiece's."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from specserve.models.gguf.cursor import Array, Value
-from specserve.models.gguf.pretokenizers import PreTokenizer, find_pre_tokenizer
-from specserve.models.gguf.vocabulary import PREFIX, Kind, Vocabulary, find_model
+from specserve.models.gguf.header import Array, Value
+
+PREFIX = "tokenizer.ggml."
+NAMED = {  # as chat templates know them -> their keys in the file
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # spelled so
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # by default
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+NEEDED = ("bos_token_id", *ENDS)  # wrong ids of others, as some files have, do no harm
+KNOWN = "known text"  # as a place that names an end token
+# Control or added tokens that end a text, whatever the metadata name; llama.cpp ends at them, too.
+END_TEXTS = (
+    "</s>",
+    "<EOT>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|call|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|return|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOS]",
+    "[EOT]",
+)
+HARMONY = {"<|return|>", "<|call|>"}  # ends of gpt-oss's texts, whose <|end|> ends only a message
+
+
+class TokenKind(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def find_model(metadata: dict[str, Value | Array]) -> str:
+    """The kind of tokenizer; ValueError for one that is not supported."""
+    model = metadata.get(f"{PREFIX}model")
+    if model not in ("gpt2", "llama"):
+        raise ValueError(f"{PREFIX}model = {model!r} is not supported: gpt2 and llama are")
+    return str(model)
+
+
+class GgufVocabulary:
+    """The fields of a tokenizer; ValueError where they are missing or do not fit each other."""
+
+    def __init__(self, metadata: dict[str, Value | Array]) -> None:
+        self.metadata = metadata
+        self.model = find_model(metadata)
+        self.tokens = self.array("tokens").strings()
+        self.kinds = self.numbers("token_type") or [TokenKind.NORMAL] * len(self.tokens)
+        kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
+        self.ids = dict(kept)
+        if len(self.ids) < len(kept):
+            raise ValueError(f"{PREFIX}tokens has a token twice")
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(PREFIX + key)
+
+    def array(self, key: str) -> Array:
+        value = self.get(key)
+        if not isinstance(value, Array):
+            raise ValueError(f"{PREFIX}{key} is missing, or is no array")
+        return value
+
+    def numbers(self, key: str) -> list[Any]:
+        """A number for each token; none if there are none."""
+        if self.get(key) is None:
+            return []
+        numbers = self.array(key).numbers()
+        if len(numbers) != len(self.tokens):
+            raise ValueError(f"{PREFIX}{key} has {len(numbers)} for {len(self.tokens)} tokens")
+        return numbers
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        return value if isinstance(value, bool) else default
+
+    def is_filler(self, id: int) -> bool:
+        """Whether it stands for an id of the embedding that has no token."""
+        return self.tokens[id] == f"[PAD{id}]"
+
+    def of_kind(self, *kinds: TokenKind) -> list[str]:
+        return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
+
+    def named(self) -> dict[str, str]:
+        """The special tokens that have names."""
+        found = {name: self.token_at(key) for name, key in NAMED.items()}
+        return {name: token for name, token in found.items() if token is not None}
+
+    def token_at(self, key: str) -> str | None:
+        id = self.get(key)
+        if id is None and self.model == "llama":
+            id = SENTENCEPIECE_IDS.get(key)
+        if isinstance(id, int) and 0 <= id < len(self.tokens) and not self.is_filler(id):
+            return self.tokens[id]
+        if id is not None and key in NEEDED:
+            raise ValueError(f"{PREFIX}{key} = {id!r} is none of its {len(self.tokens)} tokens")
+        return None
+
+    def ends(self) -> dict[str, list[int]]:
+        """The tokens that end a text, by the key that names them or as known texts."""
+        named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
+        found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
+        control = {*self.of_kind(TokenKind.CONTROL)}
+        added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
+        left_out = {"<|end|>"} if control >= HARMONY else set()
+        known = [text for text in END_TEXTS if text in (control | added) - left_out]
+        return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = LETTERS + r"|\p{N}{1,3}" + REST
+QWEN_2 = LETTERS + r"|\p{N}" + REST
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    splits: tuple[str, ...]  # expressions, one after the other: matches and what is between
+    is_nfc: bool = False
+    takes_whole_words: bool = False  # a word that is a token needs no merges
+    adds_bos: bool = False  # where the file does not say
+
+
+LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
+PRE_TOKENIZERS = {
+    "deepseek-r1-qwen": PreTokenizer((QWEN_2,)),
+    # llama.cpp's own, for models that it has no other for.
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "llama-bpe": LLAMA_BPE,
+    "llama-v3": LLAMA_BPE,
+    "llama3": LLAMA_BPE,
+    "qwen2": PreTokenizer((QWEN_2,), is_nfc=True),
+    "smaug-bpe": PreTokenizer((LLAMA_3,), takes_whole_words=True),  # SmolLM3, too
+    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "tekken": PreTokenizer((TEKKEN,), takes_whole_words=True, adds_bos=True),
+}
+
+
+def find_pre_tokenizer(name: object) -> PreTokenizer:
+    """llama.cpp's default for a file without a name. ValueError for a name that is not known: text
+    might be split in another way than in training.
+    """
+    if name is None:
+        return PRE_TOKENIZERS["default"]
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported: {known} are supported")
+    return PRE_TOKENIZERS[name]
 
 
 def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
@@ -16,28 +191,30 @@ def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
         find_pre_tokenizer(metadata.get(f"{PREFIX}pre"))
 
 
-def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """ValueError if the metadata describe none that is supported."""
     if vocabulary.model == "gpt2":
         pre = find_pre_tokenizer(vocabulary.get("pre"))
         backend, adds_bos = byte_level(vocabulary, pre), pre.adds_bos
     else:
         backend, adds_bos = sentencepiece(vocabulary), True
-    special = vocabulary.of_kind(Kind.CONTROL, Kind.UNKNOWN)
+    special = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    others = vocabulary.of_kind(Kind.USER_DEFINED)
+    others = vocabulary.of_kind(TokenKind.USER_DEFINED)
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in others])
     add_ends(backend, vocabulary, adds_bos)
     return backend
 
 
-def byte_level(vocabulary: Vocabulary, pre: PreTokenizer) -> Tokenizer:
+def byte_level(vocabulary: GgufVocabulary, pre: PreTokenizer) -> Tokenizer:
     merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
     model = models.BPE(vocabulary.ids, merges, ignore_merges=pre.takes_whole_words)
     backend = Tokenizer(model)
     if pre.is_nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre.pre_tokenizer()
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -47,13 +224,18 @@ def split_merge(merge: str) -> tuple[str, str]:
     return merge[:1] + left, right
 
 
-def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """BPE over whole texts in which ▁ stands for a space, with bytes for unknown characters."""
-    unknown = vocabulary.named().get("unk_token")
+    if vocabulary.get("merges") is not None:
+        merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    elif scores := vocabulary.numbers("scores"):
+        merges = merges_by_score(vocabulary.ids, scores)
+    else:
+        raise ValueError("tokenizer.ggml.scores is missing")
     model = models.BPE(
         vocabulary.ids,
-        sentencepiece_merges(vocabulary),
-        unk_token=unknown,
+        merges,
+        unk_token=vocabulary.named().get("unk_token"),
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -67,15 +249,6 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
         backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
     return backend
-
-
-def sentencepiece_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    if vocabulary.get("merges") is not None:
-        return [split_merge(merge) for merge in vocabulary.array("merges").strings()]
-    scores = vocabulary.numbers("scores")
-    if not scores:
-        raise ValueError("tokenizer.ggml.scores is missing")
-    return merges_by_score(vocabulary.ids, scores)
 
 
 def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -95,7 +268,7 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
     return [(token[:i], token[i:]) for _, i, _, token in found]
 
 
-def add_ends(backend: Tokenizer, vocabulary: Vocabulary, adds_bos: bool) -> None:
+def add_ends(backend: Tokenizer, vocabulary: GgufVocabulary, adds_bos: bool) -> None:
     """Put bos before texts and eos behind them, where the file asks for it."""
     named, before, behind = vocabulary.named(), None, None
     if vocabulary.flag("add_bos_token", adds_bos):

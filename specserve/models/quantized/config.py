@@ -1,11 +1,95 @@
-"""What a config.json says of its quantized weights; torch is not needed to read it."""
+"""What a config.json says of its quantized weights and of activations. Does not import torch."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
-from specserve.models.quantized.activations import Activations, read_activations
+
+class ActivationTarget(NamedTuple):
+    """What is asked of the activations of some maps with 8-bit integers."""
+
+    name: str  # a module's, or a pattern
+    are_rounded: bool  # to 8-bit integers, too
+    group: int | None  # columns that share a scale of the weight; None: whole rows
+
+
+class Activations(NamedTuple):
+    targets: tuple[ActivationTarget, ...] = ()
+    unmet: tuple[str, ...] = ()  # what is asked, in words, if it is not computed just so
+
+    def rounds(self, module: str, width: int) -> bool:
+        """Whether activations of a map with 8-bit integers in rows are such integers, too.
+
+        As its name says; without one as all patterns say, which are not matched.
+        """
+        told = [target for target in self.targets if target.group in (None, width)]
+        named = [target.are_rounded for target in told if target.name == module]
+        found = named or [target.are_rounded for target in told if is_pattern(target.name)]
+        return bool(found) and all(found)
+
+    def unmet_by(self, num_rounding: int) -> tuple[str, ...]:
+        """What of it a model does not compute just so, in which so many maps round activations."""
+        if any(target.are_rounded for target in self.targets) and not num_rounding:
+            return self.unmet or ("activations in integers of 8 bits",)
+        return self.unmet
+
+
+def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
+    targets: list[ActivationTarget] = []
+    unmet: list[str] = []
+    for group in groups:
+        found, weights = group.get("input_activations"), group.get("weights") or {}
+        scheme: Mapping[str, Any] | None = found if isinstance(found, dict) else None
+        names = group.get("targets")
+        if is_int8(weights) and isinstance(names, list):
+            are_rounded, columns = scheme is not None and is_int8(scheme), columns_of(weights)
+            targets += [ActivationTarget(str(name), are_rounded, columns) for name in names]
+        if scheme is not None and not are_row_codes(weights, scheme):
+            unmet.append(f"{words(scheme)} beside weights in {kind(weights)}")
+        if group.get("output_activations"):
+            unmet.append("output activations")
+    patterns = [target for target in targets if is_pattern(target.name) and target.group is None]
+    if len({target.are_rounded for target in patterns}) > 1:
+        unmet.append("activations of 8 bits by some patterns, which are not matched")
+    return Activations(tuple(targets), tuple(dict.fromkeys(unmet)))
+
+
+def columns_of(weights: Mapping[str, Any]) -> Any:
+    """As in ActivationTarget."""
+    size = weights.get("group_size")
+    return None if size == -1 else size
+
+
+def is_pattern(target: str) -> bool:
+    """Whether it stands for many modules: it is a regular expression, or a class of them."""
+    return target.startswith("re:") or ("." not in target and target != "lm_head")
+
+
+def is_int8(numbers: Mapping[str, Any]) -> bool:
+    return (numbers.get("type", "int"), numbers.get("num_bits", 8)) == ("int", 8)
+
+
+def are_row_codes(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool:
+    """Whether both are 8-bit integers without zero points, weights with a scale a row or a map, and
+    activations with a scale of each row's own: they are computed just as asked.
+    """
+    is_dynamic = activations.get("dynamic") is True and activations.get("strategy") == "token"
+    both = weights, activations
+    are_plain = all(is_int8(numbers) and numbers.get("symmetric", True) for numbers in both)
+    return are_plain and is_dynamic and not columns_of(weights)
+
+
+def words(scheme: Mapping[str, Any]) -> str:
+    time = "dynamic" if scheme.get("dynamic") else "static"
+    return f"activations in {kind(scheme)} ({time}, per {scheme.get('strategy') or 'tensor'})"
+
+
+def kind(numbers: Mapping[str, Any]) -> str:
+    name = "floats" if numbers.get("type", "int") == "float" else "integers"
+    group = " in groups" * bool(columns_of(numbers))
+    zeros = " with zero points" * (not numbers.get("symmetric", True))
+    return f"{name} of {numbers.get('num_bits', 8)} bits{group}{zeros}"
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,10 +202,6 @@ def fp8(fields: Mapping[str, Any]) -> Quantization:
     )
 
 
-def mxfp4(fields: Mapping[str, Any]) -> Quantization:
-    return Quantization(method="mxfp4", bits=4, group=32)
-
-
 COMPRESSED = (
     "pack-quantized",
     "int-quantized",
@@ -136,7 +216,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "gptq": gptq,
     "awq": awq,
     "fp8": fp8,
-    "mxfp4": mxfp4,
+    "mxfp4": lambda fields: Quantization(method="mxfp4", bits=4, group=32),
 }
 
 

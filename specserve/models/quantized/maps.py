@@ -8,10 +8,8 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint, drop_tensor
-from specserve.models.quantized import mxfp4
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.floats import FLOATS
-from specserve.models.quantized.readers import reader
+from specserve.models.quantized.formats import FLOATS, FORMATS, MXFP4_BITS, MXFP4_GROUP
 from specserve.models.quantized.stored import SCALES, UNUSED, NotFinite, Stored, is_finite
 from specserve_kernels import Codes
 
@@ -35,7 +33,7 @@ class QuantizedMaps:
         told: Quantization | None,
     ) -> None:
         self.checkpoint, self.told = checkpoint, told
-        self.format = reader(told) if told is not None else None
+        self.format = FORMATS[told.method](told) if told is not None else None
         self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
         self.suffixes: dict[str, list[str]] = {}  # of the tensors that are read
         self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint has to have
@@ -80,7 +78,11 @@ class QuantizedMaps:
         module = name.removesuffix(".weight")
         tensors = self.checkpoint.tensors(module, self.suffixes[name])
         try:
-            check_numbers(tensors)
+            for suffix, tensor in tensors.items():
+                if "scale" in suffix and not is_finite(tensor.float()):
+                    raise NotFinite(suffix)
+            if "bias" in tensors and tensors["bias"].any():
+                raise ValueError("it has a bias, and config.json asks for none")
             weight = self.format.read(self.shapes[name], tensors)
             if isinstance(weight, Tensor) and "weight" in tensors and not is_finite(weight):
                 raise NotFinite("weight")
@@ -100,19 +102,10 @@ class QuantizedMaps:
         parts = [found[suffix] for suffix in self.suffixes[name]]
         if self.told is not None and self.told.method == "mxfp4":
             size = math.prod(self.shapes[name])
-            return size * mxfp4.BITS // 8 + size // mxfp4.GROUP * torch.float32.itemsize
+            return size * MXFP4_BITS // 8 + size // MXFP4_GROUP * torch.float32.itemsize
         if any(part.dtypes[0] in FLOATS for part in parts):
             return math.prod(self.shapes[name]) * dtype.itemsize
         return sum(math.prod(part.shape) * SIZES[part.dtypes[0]] for part in parts)
 
     def refusal(self, module: str, reason: str) -> ConfigError:
         return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")
-
-
-def check_numbers(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError for numbers that no map can be made of."""
-    for suffix, tensor in tensors.items():
-        if "scale" in suffix and not is_finite(tensor.float()):
-            raise NotFinite(suffix)
-    if "bias" in tensors and tensors["bias"].any():
-        raise ValueError("it has a bias, and config.json asks for none")

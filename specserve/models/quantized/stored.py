@@ -25,7 +25,7 @@ class NotFinite(ValueError):
     """A map's tensor of this suffix has numbers that are not finite."""
 
 
-class Format(Protocol):
+class WeightFormat(Protocol):
     """Reads the linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -1,35 +1,70 @@
-"""The config.json of a small model's text at a large model's cost. Does not import torch.
+"""A demo model padded to a larger model's compute: its config, and its file in the package.
 
-`specserve.models.scaling` says how its weights are made.
+`specserve_bench.demo.scaled_weights` makes its weights as they are read. Does not import torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import structs
 
+from specserve.config import DEMO
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import DecoderConfig, load_config
-from specserve.models.eagle_config import (
-    LLAMA,
-    EagleConfig,
-    load_eagle_config,
-    names_head,
-    parts,
-)
-from specserve.models.folder import SCALED, read_json
-from specserve.models.shapes import SHAPES, shape_config
+from specserve.models.eagle_config import LLAMA, EagleConfig, names_head, parts
+from specserve.models.folder import SCALED, Scaled, read_json, refuse_transformers
+from specserve.models.source import Folder, load_eagle_config
 
 NOTE = (
     "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
     "the shape, its words and its acceptance of drafts are the source's, as far as its dtype goes"
 )
-DRAFT_VOCAB = 32_000  # tokens that a head knows; published ones mostly have as many
+DRAFT_VOCAB = 32_000  # tokens of a head: the size that most published heads have
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+LLAMA3 = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+}
 
 
-class Sizes(NamedTuple):
+def sizes_of(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, is_tied: bool
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": is_tied,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {  # config.json of known models, and of draft models for them
+    "qwen3-0.6b": QWEN3 | sizes_of(1024, 3072, 28, 16, 8, 128, True),
+    "qwen3-0.6b-draft": QWEN3 | sizes_of(256, 1024, 1, 4, 4, 64, True),
+    "llama-3.1-8b": LLAMA3 | sizes_of(4096, 14336, 32, 32, 8, 128, False),
+    "llama-3.1-8b-draft": LLAMA3 | sizes_of(1024, 3072, 1, 8, 8, 128, True),
+}
+
+
+def shape_config(shape: str) -> DecoderConfig:
+    return decoder_config.parse(SHAPES[shape])
+
+
+class ScaledSizes(NamedTuple):
     """A model and the larger one that is made of it, whose config.json has the fields."""
 
     small: DecoderConfig
@@ -37,14 +72,56 @@ class Sizes(NamedTuple):
     fields: dict[str, Any]
 
 
-class HeadSizes(NamedTuple):
-    """As `Sizes`, of an EAGLE-3 head."""
+class ScaledDemo:
+    """The `MadeModel` that a file of the package names: a demo model and a shape."""
 
-    small: EagleConfig
-    large: EagleConfig
+    def __init__(self, path: Path) -> None:
+        self.path, self.recipe = path, msgspec.json.decode(path.read_bytes(), type=Recipe)
+        self.source = source = Folder(DEMO / self.recipe.source)
+        self.defaults, self.ends = source.defaults, source.ends
+        self.tokenizer, self.check = source.tokenizer, source.check
+
+    @cached_property
+    def sizes(self) -> ScaledSizes:
+        return scaled_sizes(self.source.path, self.recipe.like, "bfloat16", self.recipe.source)
+
+    @property
+    def is_head(self) -> bool:
+        return names_head(read_json(self.source.path / "config.json"))
+
+    def head_config(self) -> EagleConfig:
+        return head_sizes(self.source.path, self.recipe.like)[1]
+
+    def config(self) -> DecoderConfig:
+        return self.sizes.large
+
+    def shape(self, implementation: str) -> DecoderConfig:
+        refuse_transformers(self.path, implementation)
+        return self.config()
+
+    def scaled(self) -> Scaled:
+        return Scaled(self.recipe.source, self.recipe.like, NOTE)
+
+    def identity(self) -> Iterator[bytes]:
+        yield self.path.read_bytes()
+        yield from self.source.identity()
+
+    def tensors(self) -> Any:
+        from specserve_bench.demo.scaled_weights import HeadTensors, ScaledTensors
+
+        folder = self.source.path
+        if self.is_head:
+            return HeadTensors(folder, *head_sizes(folder, self.recipe.like))
+        return ScaledTensors(folder, self.sizes.small, self.sizes.large)
 
 
-def sizes(source: Path, shape: str, dtype: str, name: str) -> Sizes:
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    made_by: str  # this module's ScaledDemo
+    source: str  # a model of the package
+    like: str  # the shape whose compute it has
+
+
+def scaled_sizes(source: Path, shape: str, dtype: str, name: str) -> ScaledSizes:
     """ConfigError if the source cannot be scaled to the shape: a name in SHAPES, or a folder with a
     config.json. `dtype` is torch's name of that of the weights, `name` what the source is called.
     """
@@ -59,11 +136,11 @@ def sizes(source: Path, shape: str, dtype: str, name: str) -> Sizes:
     refuse_smaller(source, small, shape, like)
     fields = scaled_fields(written, small, like, dtype)
     fields[SCALED] = {"source": name, "like": shape_name(shape), "note": NOTE}
-    return Sizes(small, decoder_config.parse(fields), fields)
+    return ScaledSizes(small, decoder_config.parse(fields), fields)
 
 
-def head_sizes(source: Path, shape: str) -> HeadSizes:
-    """As `sizes`, of an EAGLE-3 head; the shape is its target's."""
+def head_sizes(source: Path, shape: str) -> tuple[EagleConfig, EagleConfig]:
+    """As `scaled_sizes`, of an EAGLE-3 head; the shape is its target's."""
     small, like = load_eagle_config(source), read_shape(shape)
     refuse_unfit(source, small.layers, LLAMA)
     refuse_unfit_head(source, small)
@@ -75,7 +152,7 @@ def head_sizes(source: Path, shape: str) -> HeadSizes:
         target_hidden_size=like.hidden_size,
         draft_vocab_size=DRAFT_VOCAB,
     )
-    return HeadSizes(small, large)
+    return small, large
 
 
 def read_shape(shape: str) -> DecoderConfig:

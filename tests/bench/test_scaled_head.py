@@ -8,10 +8,9 @@ from safetensors.torch import save_file
 
 from specserve.config import DEMO_COST, DEMO_HEAD, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve.models import eagle_config, scaled_demo, source
+from specserve.models import folder
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.eagle_config import load_eagle_config
-from specserve.models.eagle_loader import (
+from specserve.models.eagle_head import (
     check_target,
     load_eagle_head,
     places,
@@ -19,11 +18,11 @@ from specserve.models.eagle_loader import (
     shown_shapes,
 )
 from specserve.models.loader import EMBEDDING, load_decoder
-from specserve.models.places import show
-from specserve.models.scaled_demo import ScaledDemo
-from specserve.models.scaled_head import HeadTensors
-from specserve.models.scaled_shape import head_sizes
-from specserve.models.source import open_source
+from specserve.models.source import load_eagle_config, open_source
+from specserve.models.tensor_views import show
+from specserve_bench.demo import scaled_model
+from specserve_bench.demo.scaled_model import ScaledDemo, head_sizes
+from specserve_bench.demo.scaled_weights import HeadTensors
 from specserve_bench.scale import scale_model
 from specserve_kernels import cpu
 from tests.checkpoints import TEXT, tiny_checkpoint
@@ -66,16 +65,16 @@ CASES = {  # how the head is written
 @pytest.fixture
 def demo(tmp_path, monkeypatch):
     """Folders in the place of the package's: of models, and of files that name them."""
-    for module in (source, scaled_demo, eagle_config):
-        monkeypatch.setattr(module, "DEMO_COST", tmp_path / "at_cost")
-    monkeypatch.setattr(scaled_demo, "DEMO", tmp_path)
+    monkeypatch.setattr(folder, "DEMO_COST", tmp_path / "at_cost")
+    monkeypatch.setattr(scaled_model, "DEMO", tmp_path)
     tied = {"num_hidden_layers": 4, "tie_word_embeddings": True}
     tiny_checkpoint(tmp_path / "target", "qwen3", dtype=torch.bfloat16, **EACH_OF, **tied)
     (tmp_path / "like").mkdir()
     (tmp_path / "like" / "config.json").write_text(json.dumps(LARGER))
     (tmp_path / "at_cost").mkdir()
     for name in ("target", "head"):
-        recipe = {"source": name, "like": str(tmp_path / "like")}
+        made_by = "specserve_bench.demo.scaled_model:ScaledDemo"
+        recipe = {"made_by": made_by, "source": name, "like": str(tmp_path / "like")}
         (tmp_path / "at_cost" / f"{name}.json").write_text(json.dumps(recipe))
     return tmp_path
 
@@ -135,7 +134,7 @@ def test_each_of_its_tokens_is_another_one_of_the_targets(demo):
 
 def test_what_is_added_reads_at_random_and_writes_nothing(demo):
     write_rounded(demo / "head")
-    tensors = HeadTensors(demo / "head", head_sizes(demo / "head", str(demo / "like")))
+    tensors = HeadTensors(demo / "head", *head_sizes(demo / "head", str(demo / "like")))
     get = lambda name: tensors.get_tensor(f"layers.0.{name}_proj.weight").float()  # noqa: E731
     heads = [i for i in range(10) if i not in (0, 2, 4, 6)]
     reads = [get("self_attn.q").view(10, 64, 512)[heads], get("mlp.gate")[96:], get("mlp.up")[96:]]
@@ -174,7 +173,7 @@ SIZES = {  # of a head for such a target, as others publish it
 @pytest.mark.parametrize("like", SIZES)
 def test_its_maps_have_the_sizes_of_a_head_for_such_a_target(tmp_path, like):
     write_rounded(tmp_path / "head")
-    found = HeadTensors(tmp_path / "head", head_sizes(tmp_path / "head", like)).shapes
+    found = HeadTensors(tmp_path / "head", *head_sizes(tmp_path / "head", like)).shapes
     assert {n.split(".")[-2]: shape for n, shape in found.items() if len(shape) > 1} == SIZES[like]
 
 
@@ -230,7 +229,7 @@ REFUSED = {  # how the head is written -> the complaint
 def test_a_head_that_cannot_be_scaled_is_refused_with_the_reason(demo, told, complaint):
     write_rounded(demo / "head", **told)
     with pytest.raises(ConfigError, match=complaint) as error:
-        HeadTensors(demo / "head", head_sizes(demo / "head", str(demo / "like")))
+        HeadTensors(demo / "head", *head_sizes(demo / "head", str(demo / "like")))
     assert str(error.value).startswith(str(demo / "head"))
 
 

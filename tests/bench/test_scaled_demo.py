@@ -8,8 +8,8 @@ from specserve.config import DEMO_COST, DEMO_DRAFT, DEMO_HEAD, DEMO_TARGET, load
 from specserve.models import preflight
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.folder import name_of
-from specserve.models.shapes import SHAPES
 from specserve.models.source import open_source
+from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.scale import scale_model
 
 PROMPTS = [

@@ -19,7 +19,7 @@ their outputs are multiplied by zero:
   depends on its text, and differs from layer to layer.
 
 The result is a Qwen3ForCausalLM, or a Qwen3MoeForCausalLM, in any shape: its q/k norms cost next to
-nothing.
+nothing. An EAGLE-3 head is padded as well: `HeadTensors`.
 """
 
 import math
@@ -36,12 +36,14 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.gguf.tensors import Slice
+from specserve.models.eagle_config import EagleConfig
+from specserve.models.eagle_head import FUSE, OFFSETS, places, read_targets, shown_shapes
+from specserve.models.loader import EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
-from specserve.models.scaled_demo import ScaledDemo
-from specserve.models.scaled_shape import Sizes
+from specserve.models.tensor_views import stored_shapes
+from specserve.models.weight_files import Slice
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+NORM = "model.norm.weight"
 DTYPE = torch.bfloat16  # of demos
 RANDOM = ("q_proj", "k_proj", "v_proj", "gate", "gate_proj", "up_proj")  # added parts read by them
 EXPERT = re.compile(r"experts\.\d+\.")
@@ -49,12 +51,12 @@ STD = 0.02
 REST = -1  # of a tensor's size: an axis of an MLP is as wide as an expert or as a dense layer's
 CONSTANT_SHARE = 2.0**-40  # of the constant's square in mean(x^2) + eps, at most
 SILENCE = 1e10  # over RMS(hidden): how far below zero the logit of an added token is
+HEAD_SILENCE = 1e20  # the same of a head: ten draft steps may divide the constant by 50 each
 BLOCK = 1 << 20  # random numbers, which a tensor repeats: what they are costs nothing
 
 
-def open_checkpoint(source: Path, scaled: Sizes) -> Checkpoint:
+def open_checkpoint(source: Path, small: DecoderConfig, large: DecoderConfig) -> Checkpoint:
     """ConfigError for weights that cannot be scaled."""
-    small, large = scaled.small, scaled.large
     checkpoint = Checkpoint(source)
     shapes = decoder_config.tensor_shapes(small)
     if HEAD in checkpoint:  # it counts even where config.json calls it tied
@@ -92,20 +94,36 @@ class Axis(NamedTuple):
         return slice(0, self.num * self.stride, self.stride)
 
 
-class Scaling:
-    """The tensors of the larger model, one at a time. Same arguments, same bytes."""
+class ScaledTensors:
+    """The larger model's tensors, made as they are read, with the interface of a safetensors file.
 
-    def __init__(self, source: Path, scaled: Sizes, dtype: torch.dtype, seed: int = 0) -> None:
+    The same arguments give the same bytes.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        small: DecoderConfig,
+        large: DecoderConfig,
+        dtype: torch.dtype = DTYPE,
+        seed: int = 0,
+    ) -> None:
         """ConfigError for weights that cannot be scaled."""
-        self.small, self.large = small, large = scaled.small, scaled.large
-        self.checkpoint = open_checkpoint(source, scaled)
+        self.small, self.large = small, large
+        self.checkpoint = open_checkpoint(source, small, large)
         self.dtype, self.seed = dtype, seed
         self.source_shapes = decoder_config.tensor_shapes(small)
         self.source_shapes[HEAD] = self.source_shapes[EMBEDDING]
         self.shapes = decoder_config.tensor_shapes(large)
         self.axes, self.factors = axes(small, large), factors(small, large)
 
-    def tensor(self, name: str) -> Tensor:
+    def keys(self) -> list[str]:
+        return list(self.shapes)
+
+    def get_slice(self, name: str) -> Slice:
+        return Slice(self.shapes[name], "BF16" if self.dtype == torch.bfloat16 else "F32")
+
+    def get_tensor(self, name: str) -> Tensor:
         out = self.added(name)
         given = self.given(name)
         if given is not None:
@@ -216,17 +234,104 @@ def factors(small: DecoderConfig, large: DecoderConfig) -> dict[str, float]:
     }
 
 
-class ScaledTensors:
-    """The tensors of a demo, made as they are read, in the way that safetensors gives a file's."""
+class HeadTensors:
+    """The tensors of a small model's EAGLE-3 head, padded as its target is.
 
-    def __init__(self, demo: ScaledDemo) -> None:
-        self.scaling = Scaling(demo.source.path, demo.sizes, DTYPE)
+    The first layers of the padded target, and so the taps, are the source's.
+
+    * `fc` reads each tap, and the first layer's q/k/v read embedding and feature, side by side.
+      Each of them is padded, and what is made of them is padded with zeros.
+    * Without q/k norms, the queries make up for the sqrt(d/d0) that scores are divided by.
+    * Added tokens must not win. The first tap has the target's constant, and `fc` hands it on to
+      the feature. A norm divides it by the source's RMS, as it does with a dimension whose weight
+      is 1: in each draft step again, if it norms features. Tokens are added under any ids that are
+      left.
+    """
+
+    def __init__(self, source: Path, small: EagleConfig, large: EagleConfig) -> None:
+        """ConfigError for weights that cannot be scaled."""
+        refuse_other_rotation(source, small.layers, large.layers)
+        self.small, self.checkpoint = small.layers, Checkpoint(source)
+        self.num_known, self.axes = small.draft_vocab_size, head_axes(small, large)
+        self.offsets = head_offsets(read_targets(self.checkpoint, small), large)
+        self.source_shapes = head_shapes(self.checkpoint, small)
+        self.shapes = head_shapes(self.checkpoint, large)
+        self.checkpoint.check(unquantized(self.source_shapes))
+        self.norm_factor = math.sqrt(small.layers.hidden_size / large.layers.hidden_size)
+        self.query_factor = math.sqrt(large.layers.head_dim / small.layers.head_dim)
 
     def keys(self) -> list[str]:
-        return list(self.scaling.shapes)
+        return [*self.shapes, OFFSETS]
 
     def get_slice(self, name: str) -> Slice:
-        return Slice(self.scaling.shapes[name], "BF16")
+        if name == OFFSETS:
+            return Slice(tuple(self.offsets.shape), "I64")
+        return Slice(self.shapes[name], "BF16")
 
     def get_tensor(self, name: str) -> Tensor:
-        return self.scaling.tensor(name)
+        if name == OFFSETS:
+            return self.offsets
+        out = torch.zeros(self.shapes[name], dtype=DTYPE)
+        if part(name) in RANDOM:
+            fill(out, crc32(name.encode()))
+        put(self.given(name), out, self.layout(name))
+        self.silence(name, out)
+        return out
+
+    def given(self, name: str) -> Tensor:
+        """The source's tensor, in float32 and scaled."""
+        out = torch.empty(self.source_shapes[name])
+        self.checkpoint.read(name, out)
+        if out.dim() == 1:
+            return out.mul_(self.norm_factor)
+        return out.mul_(self.query_factor) if part(name) == "q_proj" else out
+
+    def layout(self, name: str) -> tuple[Axis, ...]:
+        if len(self.shapes[name]) > 1:
+            return self.axes[part(name)]
+        (hidden,) = self.axes["norm"]
+        num = self.shapes[name][0] // hidden.size  # of taps that are normed together, else 1
+        return Axis(num, num), hidden
+
+    def silence(self, name: str, out: Tensor) -> None:
+        """Keep added tokens from winning. No layer reads the constant."""
+        at = self.small.hidden_size
+        if out.dim() == 1:
+            out[at] = self.norm_factor
+        if name == FUSE:
+            out[at, at] = 1
+        if name == HEAD:
+            out[self.num_known :, at] = -HEAD_SILENCE / constant(self.small)
+
+
+def head_axes(small: EagleConfig, large: EagleConfig) -> dict[str, tuple[Axis, ...]]:
+    """As `axes`."""
+    layers = axes(small.layers, large.layers)
+    (hidden,), num_taps = layers["norm"], len(small.taps)
+    inputs = {
+        name: (*layers[name][:-1], Axis(2, 2), hidden) for name in ("q_proj", "k_proj", "v_proj")
+    }
+    return (
+        layers
+        | inputs
+        | {
+            "fc": (hidden, Axis(num_taps, num_taps), hidden),
+            "lm_head": (Axis(small.draft_vocab_size, large.draft_vocab_size), hidden),
+        }
+    )
+
+
+def head_shapes(checkpoint: Checkpoint, config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Of a head that has its target's embedding, under the checkpoint's names."""
+    shown = shown_shapes(config)
+    del shown[EMBEDDING]
+    return stored_shapes(shown, places(checkpoint, config, shown))
+
+
+def head_offsets(known: Tensor, large: EagleConfig) -> Tensor:
+    """How far the target's ids are from the head's, with those of added tokens."""
+    is_left = torch.ones(large.layers.vocab_size, dtype=torch.bool)
+    is_left[known] = False
+    num_added = large.draft_vocab_size - len(known)
+    added = is_left.nonzero()[len(is_left) - len(known) - num_added :, 0]
+    return torch.cat([known, added]) - torch.arange(large.draft_vocab_size)

@@ -1,0 +1,276 @@
+"""What a build offers: the ops, and a model's forward prepared for its steps."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.codes import Codes
+from specserve_kernels.threads import Threads
+from specserve_kernels.types import (
+    NO_WINDOW,
+    KVCache,
+    KVLayer,
+    Logprobs,
+    QKNorm,
+    Rotary,
+    Rows,
+    SampleParams,
+)
+
+
+class ModelForward(Protocol):
+    """A forward written against the ops alone. With a recorder's ops it gets handles as tensors."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The windows of its layers, each once; None is full attention."""
+        ...
+
+    def on(self, ops: "Ops") -> "ModelForward": ...
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any: ...
+
+    def forward(
+        self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """`plan.also` begins with the token ids, where a run has any, so that a forward can read
+        them beside the residual.
+        """
+        ...
+
+    def logits(self, residual: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class Outputs(NamedTuple):
+    """What a forward gave. The tensors may be overwritten by the program's next run.
+
+    residual  [R, hidden]  after the last layer
+    logits    [n, V]       of the rows that are read; None where none is
+    taps      [R, hidden]  by layer: the residual that came into it, for the layers that are tapped
+    also      other tensors of the step, on the ops' device
+    """
+
+    residual: Tensor
+    logits: Tensor | None
+    taps: Mapping[int, Tensor]
+    also: Sequence[Tensor]
+
+
+class Program(Protocol):
+    """Computes the KV, the residual stream and the logits of a step's rows."""
+
+    @property
+    def words(self) -> str:
+        """How it runs, for the start-up's table."""
+        ...
+
+    def run(
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        """One forward, from token ids or from a residual.
+
+        token_ids  [R]          int64            host tensor; beside a residual they are for a model
+                                                 whose forward reads them, too
+        read       [n]          int64            host tensor: the rows whose logits are wanted
+        also       host tensors that later ops of the step take
+        residual   [R, hidden]  the model's dtype  on the ops' device, in the embeddings' place
+        """
+        ...
+
+    def logits(self, read: Tensor) -> Tensor:
+        """The logits of other rows of the last run, [n, V]; `read` as for `run`."""
+        ...
+
+
+class Ops(Protocol):
+    """What a build must offer. The reference build's docstrings are the contract.
+
+    A packed weight, a routing and a plan are a build's own objects: callers only hand them back,
+    and read nothing of them but `plan.also`.
+    """
+
+    samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
+    rounds_rows: bool  # codes that ask for it are multiplied by rounded rows
+    records_steps: bool  # a program records a step when it first sees its size
+
+    # Held from a forward's plan until its results are read, as a device's buffers are shared.
+    @property
+    def lock(self) -> AbstractContextManager[None]: ...
+
+    def place(self, x: Tensor) -> Tensor: ...
+
+    def allocate(self, num_bytes: int) -> Tensor: ...
+
+    def free_memory(self) -> int: ...
+
+    def has_bf16(self) -> bool: ...
+
+    def arithmetic(self) -> str: ...
+
+    def prepack(self, weight: Tensor | Codes, is_gated: bool = False) -> Any: ...
+
+    def quantize(self, weight: Tensor, bits: int) -> Codes: ...
+
+    def embed(self, table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor: ...
+
+    def copy(self, x: Tensor) -> Tensor: ...
+
+    def adapter_slots(
+        self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype
+    ) -> Any: ...
+
+    def adapted(self, x: Tensor, adapters: Any, plan: Any) -> Any: ...
+
+    def linear(
+        self, x: Tensor, packed: Any, bias: Tensor | None = None, added: Any = None
+    ) -> Tensor: ...
+
+    def lm_head(self, x: Tensor, packed: Any) -> Tensor: ...
+
+    def linear_add(
+        self,
+        x: Tensor,
+        packed: Any,
+        bias: Tensor | None,
+        residual: Tensor,
+        factor: float = 1.0,
+        added: Any = None,
+    ) -> Tensor: ...
+
+    def linear_gated(
+        self,
+        x: Tensor,
+        packed: Any,
+        bias: Tensor | None = None,
+        gate: str = "silu",
+        added: Any = None,
+    ) -> Tensor: ...
+
+    def prepack_experts(
+        self,
+        weights: Iterable[Tensor | Codes],
+        is_gated: bool = False,
+        bias: Tensor | None = None,
+    ) -> Any: ...
+
+    def route(self, logits: Tensor, k: int, normalizes: bool) -> Any: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        routing: Any,
+        gate_up: Any,
+        down: Any,
+        residual: Tensor,
+        limit: float | None = None,
+    ) -> Tensor: ...
+
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rms_norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor: ...
+
+    def rms_norm_columns(self, x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor: ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor: ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
+
+    def plan(
+        self,
+        rows: Rows,
+        kv: KVCache,
+        num_heads: int,
+        windows: Sequence[int | None] = NO_WINDOW,
+        also: Sequence[Tensor] = (),
+        has_plain_scores: bool = True,
+    ) -> Any: ...
+
+    def rope_write_kv(
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Any
+    ) -> Tensor: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        plan: Any,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def program(
+        self,
+        model: ModelForward,
+        kv: KVCache,
+        max_rows: int,
+        max_read: int,
+        taps: Collection[int] = (),
+    ) -> Program: ...
+
+    def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None: ...
+
+    def copy_blocks(self, blocks: Tensor, source: Tensor, target: Tensor) -> None: ...
+
+    def sample(self, logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor: ...
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs: ...
+
+    def top_children(
+        self, logits: Tensor, params: SampleParams, k: int, tau: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def tune(
+        self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
+    ) -> tuple[Threads, str]: ...
+
+
+class EagerProgram:
+    """Calls the forward at every run: for builds that record nothing, and the oracle of others."""
+
+    def __init__(
+        self, model: ModelForward, kv: KVCache, taps: Collection[int] = (), words: str = "op by op"
+    ) -> None:
+        self.model, self.kv, self.taps, self.words = model, kv, taps, words
+        self.residual: Tensor | None = None
+
+    def run(
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        ids = [] if token_ids is None else [token_ids]
+        plan = self.model.plan(rows, self.kv, [*ids, read, *also])
+        ids, (read, *also) = plan.also[: len(ids)], plan.also[len(ids) :]
+        # The layers add to it in place.
+        entry = self.model.embed(*ids) if residual is None else residual.clone()
+        self.residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
+        logits = self.model.logits(self.residual, read) if len(read) else None
+        return Outputs(self.residual, logits, taps, also)
+
+    def logits(self, read: Tensor) -> Tensor:
+        assert self.residual is not None, "no step has been run"
+        return self.model.logits(self.residual, read.to(self.residual.device))
