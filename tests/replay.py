@@ -1,8 +1,9 @@
 """`python -m tests.replay FILE SERVE...`: replays 300 recorded requests.
 
-`SERVE...` is the command of a server, e.g. `PYTHON -m specserve serve MODEL --drafter ngram`. The
-first run writes the responses to FILE, and later runs compare theirs with these: whole responses,
-and streams with their deltas joined. Ids, times and the wording of errors may differ.
+`SERVE...` is the command of a server with absolute paths, e.g. `CHECKOUT/.venv/bin/python -m
+specserve serve MODEL --drafter=ngram --set=speculation.max_nodes=4`. The first run writes the
+responses to FILE. Later runs compare theirs with these: whole responses, and streams with their
+deltas joined. Ids, times and the wording of errors may differ.
 """
 
 import json
@@ -193,13 +194,14 @@ def delta_of(event):
 
 
 class Command(ServerProcess):
-    """A server of any checkout."""
+    """A server of any checkout: it must not import from this one's folder."""
 
     def __init__(self, command):
         self.process = subprocess.Popen(
             [*command, "--port=0", "--set=server.access_log=false"],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(command[0]).parent,
         )
 
 

@@ -24,8 +24,6 @@ GONE = (
 )
 LONGEST = 1000  # characters of an error, which may repeat what a file says
 
-Read = Callable[[Path], PackedAdapter]  # ConfigError says what is wrong with its files
-
 
 class Resident:
     """An adapter in a slot, and the requests that have it."""
@@ -42,7 +40,10 @@ class Adapters:
     well, so that everyone has a turn.
     """
 
-    def __init__(self, slots: AdapterSlots, num_slots: int, read: Read) -> None:
+    def __init__(
+        self, slots: AdapterSlots, num_slots: int, read: Callable[[Path], PackedAdapter]
+    ) -> None:
+        """`read` raises ConfigError, which says what is wrong with an adapter's files."""
         self.slots, self.num_slots, self.read = slots, num_slots, read
         self.free = [*reversed(range(num_slots))]
         self.residents: OrderedDict[str, Resident] = OrderedDict()  # by digest, the last used last

@@ -21,9 +21,6 @@ KEPT = 64  # compiled grammars, for requests that bring the same again
 NUM_THREADS = 2  # one tenant's grammars take one of them
 
 
-Key = tuple[int, str, str]  # tenant, salt, grammar
-
-
 class Vocabulary(NamedTuple):
     """The tokens that texts are made of.
 
@@ -44,7 +41,8 @@ class Grammars:
         self.read = read
         self.threads = FairThreads(NUM_THREADS, "grammars")
         self.vocabulary: Future[Vocabulary] | None = None
-        self.compiled: OrderedDict[Key, Future[Compiled]] = OrderedDict()
+        # By tenant, salt and grammar.
+        self.compiled: OrderedDict[tuple[int, str, str], Future[Compiled]] = OrderedDict()
         self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}  # by the first's id
 
     def prepare(self) -> Future[Vocabulary]:

@@ -221,7 +221,7 @@ class StepInput(NamedTuple):
         return Rows._make([*arrays, self.adapters])
 
 
-class Columns(NamedTuple):
+class StepColumns(NamedTuple):
     """The arrays of a StepInput while they grow. They are of the standard library: for the few rows
     of most steps, calls of NumPy would take longer.
     """
@@ -355,8 +355,8 @@ def adapter_rows(groups: Sequence[RowGroup], num_slots: int) -> AdapterRows | No
     return AdapterRows.of(slots, num_slots)
 
 
-def empty_columns() -> Columns:
-    return Columns(
+def empty_columns() -> StepColumns:
+    return StepColumns(
         token_ids=array("q"),
         qo_indptr=array("i", [0]),
         indptr=array("i", [0]),
@@ -370,7 +370,7 @@ def empty_columns() -> Columns:
     )
 
 
-def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
+def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
     token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
     positions, slots, prefix, mask = by_row
     for group in groups:
@@ -393,7 +393,7 @@ def add_groups(columns: Columns, groups: Sequence[RowGroup]) -> None:
         read.extend(range(num_rows - num_read, num_rows))
 
 
-def add_rows(columns: Columns, group: RowGroup) -> None:
+def add_rows(columns: StepColumns, group: RowGroup) -> None:
     """A chunk of causal rows, or a tree."""
     table, tokens, start, _, prefix, masks, _ = group
     end = start + len(tokens)

@@ -126,10 +126,10 @@ class Cell:
             self.point = self.point.scaled(factor)
 
 
-Key = tuple[int, int]  # of a cell: what steps with about the same context and requests share
+CellKey = tuple[int, int]  # of a cell: what steps with about the same context and requests share
 
 
-def key_of(rows: int, sample: Sample) -> Key:
+def key_of(rows: int, sample: Sample) -> CellKey:
     return (int(sample.attended / rows) // BAND).bit_length(), int(sample.requests).bit_length()
 
 
@@ -137,17 +137,17 @@ class Stair:
     """The latest steps of up to so many rows."""
 
     def __init__(self) -> None:
-        self.cells: dict[Key, Cell] = {}
+        self.cells: dict[CellKey, Cell] = {}
         self.latest: Cell | None = None  # of those that are known
         self.estimate = 0.0  # of the rows alone; 0 until it is known
         self.last = 0  # number of the step that `latest` was last added to
         self.kept = 0.0  # the estimate of an earlier start
         self.unproven = 0  # more steps that it takes to contradict it
 
-    def point(self, key: Key) -> Sample | None:
+    def point(self, key: CellKey) -> Sample | None:
         return self.cells[key].point if key in self.cells else None
 
-    def add(self, key: Key, sample: Sample, by: Sequence[float], number: int) -> bool:
+    def add(self, key: CellKey, sample: Sample, by: Sequence[float], number: int) -> bool:
         """Whether what is known has changed, by the step of this number."""
         cell = self.cells.setdefault(key, Cell())
         has_changed = cell.add(sample, by, number)
@@ -157,7 +157,7 @@ class Stair:
         self.latest, self.last = cell, number
         return has_changed
 
-    def begin_with(self, key: Key, sample: Sample) -> None:
+    def begin_with(self, key: CellKey, sample: Sample) -> None:
         """Take a step of an earlier start."""
         self.latest = self.cells[key] = cell = Cell()
         cell.samples.append(sample)

@@ -22,7 +22,7 @@ BAN = (float("-inf"), 1.0, 0.0)
 Edit = tuple[float, float, float]  # bias, factor, penalty: see Edits
 
 
-class Columns(NamedTuple):
+class EditColumns(NamedTuple):
     """Edits of some ids, as the ops take them."""
 
     ids: "array[int]"
@@ -39,7 +39,7 @@ class Columns(NamedTuple):
         for column, value in zip(self[1:], edit, strict=True):
             column[place] = value
 
-    def join(self, others: "Columns") -> None:
+    def join(self, others: "EditColumns") -> None:
         self.ids.extend(others.ids)
         for column, other in zip(self[1:], others[1:], strict=True):
             column.extend(other)
@@ -52,12 +52,12 @@ class Columns(NamedTuple):
             column.extend(values)  # of no edits there are no values
 
 
-def no_edits() -> Columns:
-    return Columns(array("i"), array("f"), array("f"), array("f"))
+def no_edits() -> EditColumns:
+    return EditColumns(array("i"), array("f"), array("f"), array("f"))
 
 
-def equal_edits(tokens: Collection[int], edit: Edit) -> Columns:
-    return Columns(array("i", tokens), *(array("f", [value]) * len(tokens) for value in edit))
+def equal_edits(tokens: Collection[int], edit: Edit) -> EditColumns:
+    return EditColumns(array("i", tokens), *(array("f", [value]) * len(tokens) for value in edit))
 
 
 NOTHING = no_edits()
@@ -67,7 +67,7 @@ class Own(NamedTuple):
     """A node's own edits: some by id, then those of other ids, which nodes share."""
 
     edits: dict[int, Edit]
-    others: Columns
+    others: EditColumns
 
     def __len__(self) -> int:
         return len(self.edits) + len(self.others.ids)

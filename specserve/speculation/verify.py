@@ -11,9 +11,9 @@ from specserve.scheduling import Request, ScheduledRequest
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Logprobs
 
-Node = tuple[int, int]  # a request's number in the step, and a node of its tree
-# The target's token after each node; called only for nodes that the walk has reached.
-TokensAfter = Callable[[list[Node]], list[int]]
+# The target's token after each node, given as (request's number in the step, node of its tree);
+# called only for nodes that the walk has reached.
+TokensAfter = Callable[[list[tuple[int, int]]], list[int]]
 IsLast = Callable[[int, list[int]], bool]
 
 
@@ -64,7 +64,7 @@ def accepted_paths(sampled: Sequence[ScheduledRequest], answers: Answers) -> lis
     drafts = [item.draft for item in sampled]
     roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
 
-    def tokens_after(at: list[Node]) -> list[int]:
+    def tokens_after(at: list[tuple[int, int]]) -> list[int]:
         return answers.after([roots[i] + node for i, node in at])
 
     def is_last(i: int, tokens: list[int]) -> bool:
