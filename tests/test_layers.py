@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ PACKAGES = [
 FILES = [file for package in PACKAGES for file in sorted(package.rglob("*.py"))]
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def name_of(path):
     package = next(p for p in PACKAGES if p in path.parents)
     return ".".join(path.relative_to(package.parent).with_suffix("").parts)
@@ -79,7 +85,7 @@ def is_listed(module):
 def test_imports_run_downward(path):
     own = name_of(path)
     assert is_listed(own) or own == "specserve.__init__", f"{own} has no layer: give it one"
-    up = [m for m in imports(ast.parse(path.read_text())) if (layer(m) or 0) > layer(own)]
+    up = [m for m in imports(tree_of(path)) if (layer(m) or 0) > layer(own)]
     assert not up, f"{own} imports {up} from a layer above it"
 
 
@@ -90,7 +96,7 @@ def modules():
 def imported_modules(path, known):
     """The known modules that a file imports, also inside of functions and for type checks only."""
     found = set()
-    for name in imports(ast.parse(path.read_text())):
+    for name in imports(tree_of(path)):
         module = name if name in known else name.rpartition(".")[0]
         found |= {module} & known.keys()
     return found
@@ -133,7 +139,7 @@ def types(tree):
 
 def test_no_type_name_is_defined_twice_in_the_product():
     product = [path for path in FILES if "specserve_bench" not in path.parts]
-    count = Counter(name for path in product for name in {*types(ast.parse(path.read_text()))})
+    count = Counter(name for path in product for name in {*types(tree_of(path))})
     assert [name for name, number in count.items() if number > 1] == []
 
 
@@ -144,7 +150,7 @@ def test_no_thread_has_a_low_priority(path):
     """
     used = {
         ast.unparse(n)
-        for n in ast.walk(ast.parse(path.read_text()))
+        for n in ast.walk(tree_of(path))
         if isinstance(n, ast.Attribute)
     }
     assert "os.setpriority" not in used
@@ -154,7 +160,7 @@ def test_no_thread_has_a_low_priority(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_nothing_unpickles(path):
     """A model file or a socket that is unpickled runs whatever its author wrote into it."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     roots = {module.partition(".")[0] for module in imports(tree)}
     assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
     loads = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
@@ -164,7 +170,7 @@ def test_nothing_unpickles(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_text_is_run_as_code(path):
     """Nor does anything import what runs texts, or unpickles where its name does not say so."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not names & {"eval", "exec", "compile", "__import__"}
     assert not {*imports(tree)} & {"code", "codeop", "runpy", "joblib", "numpy.load", "torch.load"}
