@@ -148,11 +148,7 @@ def test_no_thread_has_a_low_priority(path):
     """A niced thread that holds the GIL stalls all others while it gets no CPU. Processes may be
     niced.
     """
-    used = {
-        ast.unparse(n)
-        for n in ast.walk(tree_of(path))
-        if isinstance(n, ast.Attribute)
-    }
+    used = {ast.unparse(n) for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute)}
     assert "os.setpriority" not in used
     assert "os.nice" not in used or path.stem.endswith("_process")
 
@@ -188,7 +184,7 @@ def test_the_folder_of_a_floor_is_no_package(folder):
     ("importer", "imported"),
     [
         ("specserve_kernels.reference", "specserve_drafters.tree"),
-        ("specserve.memory.pool", "specserve.engine.batch"),
+        ("specserve.memory.blocks", "specserve.engine.batch"),
         ("specserve.engine.engine", "specserve.LLM"),
         ("specserve.api.llm", "specserve_bench.figures"),
     ],

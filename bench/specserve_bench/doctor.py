@@ -12,7 +12,7 @@ from specserve import LLM
 from specserve.config import Config
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.pool import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder import LoadedModel
 from specserve.models.decoder_config import Shape
 from specserve_bench.bound import Bound, Rates

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT
-from specserve.memory.block_keys import Keys
-from specserve.memory.pool import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable, Keys
 from specserve.speculation.draft_model import DraftModel
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import source_tokens

@@ -17,7 +17,7 @@ from specserve import LLM
 from specserve.config import parse_overrides
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.models.folder import resolve
 from specserve.models.source import open_source
 from specserve_bench.demo.held_out import source_files

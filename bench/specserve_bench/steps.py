@@ -15,7 +15,7 @@ from specserve.engine.loading import Model, ModelKey
 from specserve.engine.pool_plan import Models
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.engine.tuning import tune
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.models.decoder import LoadedModel
 from specserve.models.decoder_config import Shape
 from specserve.models.loader import load_decoder

@@ -13,8 +13,7 @@ from itertools import count, pairwise
 from math import isfinite
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.calibration import BOUNDS, LEAST, MOST, CalibrationBin
-from specserve_drafters.candidates import Candidate
+from specserve_drafters.candidates import BOUNDS, LEAST, MOST, CalibrationBin, Candidate
 from specserve_drafters.owners import Owner, Owners
 from specserve_drafters.tree import ROOT
 

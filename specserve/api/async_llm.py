@@ -35,7 +35,7 @@ from specserve.exchange.guessing import Guessing, change_of
 from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.spawn import ForkServer
-from specserve.memory.block_keys import Keys, prompt_keys
+from specserve.memory.blocks import Keys, prompt_keys
 from specserve.models import preflight
 from specserve.models.folder import resolve
 from specserve.models.selection import served_name

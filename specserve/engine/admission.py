@@ -12,8 +12,7 @@ from specserve.engine.grammars import Grammars
 from specserve.errors import RequestError
 from specserve.exchange.messages import AdapterRef, Begun, Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.memory.block_keys import Keys
-from specserve.memory.pool import KVTables
+from specserve.memory.blocks import Keys, KVTables
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.processors import LogitsProcessor, LogitsProcessors
 from specserve.scheduling.scheduler import seconds

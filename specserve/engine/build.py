@@ -16,7 +16,7 @@ from specserve.engine.tuning import model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
-from specserve.memory.pool import BlockPool, KVTables
+from specserve.memory.blocks import BlockPool, KVTables
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.end_tokens import find_end_tokens

@@ -21,8 +21,7 @@ from specserve.exchange.messages import (
     StepOutput,
 )
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.block_keys import Keys
-from specserve.memory.pool import BlockPool, KVTables
+from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import KeptCosts, PlainSteps
 from specserve.scheduling.processors import LogitsProcessor
@@ -31,7 +30,7 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.guesses import Guesses
 from specserve.speculation.head_model import HeadModel
-from specserve.speculation.ledger import Told, cost_state
+from specserve.speculation.learned import Told, cost_state
 from specserve.speculation.verify import Path, accepted_paths, give_logprobs
 from specserve_kernels import is_out_of_memory
 

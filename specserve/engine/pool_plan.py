@@ -9,7 +9,7 @@ from specserve.engine.loading import asked_for
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
-from specserve.memory.pool import BlockPool
+from specserve.memory.blocks import BlockPool
 from specserve.models.decoder import LoadedModel
 from specserve.models.draft_head import DraftHead
 from specserve.models.loader import KV_DTYPES

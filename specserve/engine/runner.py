@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
-from specserve.memory.pool import BlockTable, KVUpdates, PendingUpdates
+from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
 from specserve.models.decoder import LoadedModel
 from specserve.scheduling import ScheduledRequest
 from specserve.scheduling.text_state import (
@@ -575,15 +575,16 @@ class Runner:
         try:
             for name, slots in updates.moves.items():
                 self.ops.move_kv(self.arena.views[name], *columns(slots))
-            if len(updates.copies):
+            if updates.copies:
                 self.ops.copy_blocks(self.arena.blocks, *columns(updates.copies))
         except Exception as e:
             raise KVLost(f"KV could not be moved ({e})") from e
 
 
-def columns(pairs: np.ndarray) -> tuple[Tensor, Tensor]:
-    source, target = np.ascontiguousarray(pairs.T)
-    return torch.from_numpy(source), torch.from_numpy(target)
+def columns(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """[n] int64 each: the first and the second of each pair."""
+    source, target = zip(*pairs, strict=True)
+    return torch.tensor(source), torch.tensor(target)
 
 
 def joined(each: Sequence[Logprobs]) -> Logprobs:

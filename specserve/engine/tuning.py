@@ -7,7 +7,7 @@ from specserve.config import Config
 from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.pool import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.version import VERSION
 from specserve_drafters.tree import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads

@@ -42,7 +42,7 @@ from specserve.exchange.messages import (
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.spawn import Engine, Spawned
-from specserve.memory.block_keys import Keys
+from specserve.memory.blocks import Keys
 
 log = logging.getLogger("specserve")
 

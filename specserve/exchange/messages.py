@@ -9,7 +9,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.block_keys import Keys, KVFormat
+from specserve.memory.blocks import Keys, KVFormat
 from specserve.models.weight_forms import WeightForms
 
 

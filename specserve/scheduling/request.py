@@ -10,7 +10,7 @@ import msgspec
 from specserve.errors import WEIGHTS
 from specserve.exchange.messages import AdapterRef, Caller, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.scheduling.grammar_state import GrammarState
 from specserve.scheduling.processors import LogitsProcessors
 from specserve.scheduling.text_state import TextState

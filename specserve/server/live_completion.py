@@ -19,7 +19,7 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Caller, StepDetails, StepOutput
 from specserve.exchange.sampling_params import Sampling
 from specserve.logs import request_id
-from specserve.memory.block_keys import Keys
+from specserve.memory.blocks import Keys
 from specserve.server.deadline import Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import DeadlineExceeded

@@ -27,7 +27,7 @@ from specserve.exchange.sampling_params import (
     choices_of,
     ruled,
 )
-from specserve.memory.block_keys import Keys, KVFormat, prompt_keys
+from specserve.memory.blocks import Keys, KVFormat, prompt_keys
 from specserve.models.folder import Scaled
 from specserve.models.selection import (
     resolve_draft,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specserve.engine.runner import RowGroup, Runner, build_step_input
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve_drafters import ROOT, Draft, DraftItem, Nodes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.engine.runner import Runner
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.grammar_state import GrammarState

@@ -12,16 +12,12 @@ from specserve.engine.runner import Answers, KVLost
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.ledger import DraftSources, Ledger, Told
+from specserve.speculation.learned import DraftSources, Ledger, Told
 from specserve.speculation.verify import Path
 from specserve_drafters import ROOT, Draft, Drafter, DraftItem
-from specserve_drafters.candidates import MOST, Candidate, Rules, checked, of_draft
+from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
-
-RATE = 1 / 16  # of a step in what a source has lately taken and saved
-FREE = 0.02  # of a step's time, which a source may take whatever it saves
-FIRST = 8  # steps that show nothing yet
 
 log = logging.getLogger("specserve")
 
@@ -72,7 +68,7 @@ class UserSource:
 
     def valid(self, found: Iterable[object]) -> list[Candidate]:
         """Those before the first that is not valid; a warning names the first such one."""
-        given = [*islice(found, MOST)]
+        given = [*islice(found, MAX_CANDIDATES)]
         valid = checked(given, self.name, self.vocab_size)
         if len(valid) < len(given) and not self.has_told:
             self.has_told = True
@@ -90,22 +86,6 @@ class UserSource:
 
     def forget(self, id: int) -> None:
         tell(self.drafter, "forget", id)
-
-
-class Pace:
-    """The seconds of a step that a source has lately taken, and those that it has saved."""
-
-    def __init__(self) -> None:
-        self.taken = self.saved = 0.0
-        self.num_steps = 0
-
-    def add(self, taken: float, saved: float) -> None:
-        self.num_steps += 1
-        self.taken += RATE * (taken - self.taken)
-        self.saved += RATE * (saved - self.saved)
-
-    def is_late(self, step_seconds: float) -> bool:
-        return self.num_steps > FIRST and self.taken > max(self.saved, FREE * step_seconds)
 
 
 def tell(drafter: object, what: str, *args: object) -> None:

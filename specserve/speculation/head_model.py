@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specserve.engine.runner import KVLost, RowGroup, Runner, build_step_input
 from specserve.exchange.messages import SourceStats, Stats
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts

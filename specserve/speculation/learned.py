@@ -6,25 +6,139 @@ from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
+import msgspec
+
 from specserve.engine.runner import Answers
+from specserve.exchange.messages import (
+    CostState,
+    GuessKind,
+    PlanState,
+    RowCost,
+    SourceCounts,
+    SourceStats,
+    Stats,
+    Tree,
+)
 from specserve.scheduling import Request, ScheduledRequest
-from specserve.scheduling.cost import Step
+from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Plan, Trials, Turns
-from specserve.speculation.guesses import Pace
 from specserve.speculation.verify import Path
-from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import CHILDREN_BY
+from specserve_drafters import Draft
+from specserve_drafters.candidates import CHILDREN_BY, Calibration
 from specserve_drafters.owners import Owner
 from specserve_drafters.recycle import NUM_SUCCESSORS, RecycleSource
 
+
+class Told(msgspec.Struct, frozen=True):
+    """What a step's output tells of its guesses."""
+
+    sources: dict[str, SourceCounts] = {}
+    tree: Tree | None = None
+
+
+class DraftSources(NamedTuple):
+    """A draft, the sources of each of its guesses, and how many each source had proposed."""
+
+    draft: Draft
+    sources: Sequence[Sequence[str]]
+    proposed: dict[str, int]
+
+
+class Ledger:
+    """Sums over all steps by source, in `stats`. A guess of several sources counts for each."""
+
+    def __init__(self, names: Sequence[str], stats: Stats) -> None:
+        """Adds to the sums that there are. A source that comes later has the next bit."""
+        self.names, self.sums = names, stats.sources
+        for name in names:
+            self.sums.setdefault(name, SourceStats())
+        self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
+        self.saved_by_guess = self.row_seconds = 0.0
+
+    def took(self, name: str, seconds: float) -> None:
+        self.sums[name].seconds += seconds
+        self.sums[name].saved_seconds -= seconds
+
+    def begin(self, saved_by_guess: float, row_seconds: float) -> None:
+        """Begin a step, with the seconds that an accepted guess saves, and that each one took."""
+        self.saved_by_guess, self.row_seconds = saved_by_guess, row_seconds
+
+    def enter(self, guesses: DraftSources, accepted: Sequence[int], is_tree_asked: bool) -> Told:
+        """Count a request's guesses of the step. One of several sources saves for all together."""
+        draft, sources, proposed = guesses
+        verified, right = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
+        for names in sources:
+            for name in names:
+                verified[name] += 1
+                self.sums[name].saved_seconds -= self.row_seconds / len(names)
+        for depth, node in enumerate(accepted):
+            for name in (names := sources[node - 1]):
+                right[name] += 1
+                self.add_accepted(name, depth, self.saved_by_guess / len(names))
+        for name, number in proposed.items():
+            self.sums[name].proposed += number
+            self.sums[name].verified += verified[name]
+        each = proposed, verified, right
+        counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
+        if not is_tree_asked or not draft.tokens:
+            return Told(counts)
+        bits = [sum(self.bits[name] for name in names) for names in sources]
+        return Told(counts, Tree(draft.tokens, draft.parents, bits, [*accepted]))
+
+    def add_accepted(self, name: str, depth: int, saved: float) -> None:
+        sums = self.sums[name]
+        sums.accepted += [0] * (depth + 1 - len(sums.accepted))
+        sums.accepted[depth] += 1
+        sums.saved_seconds += saved
+
+
+def cost_state(costs: StepCosts) -> CostState:
+    steps = [RowCost(rows, s, costs.is_known(rows)) for rows, s in costs.table().items()]
+    per_token, per_row, per_request = costs.added
+    return CostState(steps, per_token, per_row, per_request, costs.slowdown)
+
+
+def calibration_state(calibration: Calibration) -> dict[str, list[GuessKind]]:
+    return msgspec.convert(calibration.table(), dict[str, list[GuessKind]])
+
+
+def plan_state(plan: Plan, step: Step) -> PlanState:
+    return PlanState(
+        roots=step.num_roots,
+        prompt_rows=step.prompt_rows,
+        guesses=plan.rows - step.rows,
+        rows=plan.rows,
+        tokens=plan.tokens,
+        seconds=plan.seconds,
+    )
+
+
 LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
 RATE = 1 / 16  # of a step in what planning usually takes, and what promises are worth
+FREE = 0.02  # of a step's time, which a source may take whatever it saves
+FIRST = 8  # steps that show nothing yet
 DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
 def owner_of(request: Request) -> Owner:
     digest = "" if request.adapter is None else request.adapter.digest
     return request.caller.tenant, request.sampling.cache_salt, digest
+
+
+class Pace:
+    """The seconds of a step that a source has lately taken, and those that it has saved."""
+
+    def __init__(self) -> None:
+        self.taken = self.saved = 0.0
+        self.num_steps = 0
+
+    def add(self, taken: float, saved: float) -> None:
+        self.num_steps += 1
+        self.taken += RATE * (taken - self.taken)
+        self.saved += RATE * (saved - self.saved)
+
+    def is_late(self, step_seconds: float) -> bool:
+        return self.num_steps > FIRST and self.taken > max(self.saved, FREE * step_seconds)
 
 
 class Learned:

@@ -14,8 +14,17 @@ from specserve.scheduling.planner import Ask, Growth, Plan, Planner, Turn, Turns
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import Grower, ModelExecutor
 from specserve.speculation.guesses import Foreseen, Source, UserCode, draft_item
-from specserve.speculation.learned import Harvester, Learned, owner_of, reached
-from specserve.speculation.ledger import DraftSources, Ledger, Told, calibration_state, plan_state
+from specserve.speculation.learned import (
+    DraftSources,
+    Harvester,
+    Learned,
+    Ledger,
+    Told,
+    calibration_state,
+    owner_of,
+    plan_state,
+    reached,
+)
 from specserve.speculation.levels import Levels
 from specserve.speculation.verify import Path
 from specserve_drafters import DraftItem

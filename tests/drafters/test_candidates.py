@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from specserve.scheduling.planner import Ask, likeliest, most_urgent
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.calibration import LEAST, UNSCORED, WORTH, Calibration
-from specserve_drafters.candidates import Candidate, Trie, checked, of_draft
+from specserve_drafters.candidates import (
+    LEAST,
+    UNSCORED,
+    WORTH,
+    Calibration,
+    Candidate,
+    Trie,
+    checked,
+    of_draft,
+)
 from tests.drafters.paths import path_value
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import DROPPED, Candidate, Trie
+from specserve_drafters.candidates import DROPPED, Calibration, Candidate, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.tree import ROOT

@@ -2,8 +2,7 @@
 
 import pytest
 
-from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import Candidate, Trie
+from specserve_drafters.candidates import Calibration, Candidate, Trie
 from specserve_drafters.model_source import Grown, ModelSource
 from specserve_drafters.tree import ROOT
 from tests.drafters.paths import path_value

@@ -16,7 +16,7 @@ from specserve.engine.runner import RowGroup
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
 from specserve.speculation import head_model

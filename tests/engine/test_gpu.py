@@ -18,7 +18,7 @@ from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.grammars import Grammars
 from specserve.engine.runner import RowGroup
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
 from specserve.text.tokenizer import load_tokenizer

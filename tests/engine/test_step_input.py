@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specserve.engine.runner import KVLost, RowGroup, StepInput, build_step_input, greedy_draws
-from specserve.memory.pool import BlockPool, BlockTable, PendingUpdates
+from specserve.memory.blocks import BlockPool, BlockTable, PendingUpdates
 from specserve.models.decoder import Decoder
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small, logits_of
@@ -95,11 +95,11 @@ def test_a_step_takes_the_pending_updates_once_and_moves_come_in_order():
     pending.move("draft", [(3, 2)])
     pending.copy(5, 6)
     first, second = (build_step_input(groups, pending).updates for _ in range(2))
-    assert {name: pairs.tolist() for name, pairs in first.moves.items()} == {
-        "target": [[9, 7], [8, 9]],
-        "draft": [[3, 2]],
+    assert first.moves == {
+        "target": [(9, 7), (8, 9)],
+        "draft": [(3, 2)],
     }
-    assert first.copies.tolist() == [[5, 6]] and first and not second
+    assert first.copies == [(5, 6)] and first and not second
 
 
 def test_a_step_that_cannot_be_built_leaves_the_updates_pending():
@@ -108,7 +108,7 @@ def test_a_step_that_cannot_be_built_leaves_the_updates_pending():
     [group] = random_groups(3)[:1]
     with pytest.raises(TypeError):
         build_step_input([group._replace(token_ids=["no id"] * len(group.token_ids))], pending)
-    assert pending.take().copies.tolist() == [[1, 2]]
+    assert pending.take().copies == [(1, 2)]
 
 
 @pytest.fixture(scope="module")

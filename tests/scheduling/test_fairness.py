@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.queue import Places, Queue, prefill_rows
+from specserve.scheduling.scheduler import Places, Queue, prefill_rows
 from tests.scheduling.simulation import Simulation, ids, request, scheduler
 
 

@@ -19,8 +19,7 @@ from specserve.scheduling.planner import (
     tokens_behind,
 )
 from specserve_drafters import ROOT
-from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import Trie
+from specserve_drafters.candidates import Calibration, Trie
 from tests.drafters.paths import path_value
 
 

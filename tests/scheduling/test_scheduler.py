@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.queue import Places, share
+from specserve.scheduling.scheduler import Places, share
 from tests.scheduling.simulation import filled, ids, request, rows, run, scheduler
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones

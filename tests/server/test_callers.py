@@ -13,7 +13,7 @@ from specserve.config import Config
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Caller, Ready
 from specserve.exchange.sampling_params import SamplingParams
-from specserve.memory.block_keys import KVFormat, prompt_keys
+from specserve.memory.blocks import KVFormat, prompt_keys
 from specserve.server import service as service_module
 from specserve.server.app import KeyGuard
 from specserve.server.live_completion import Arrival, arrival

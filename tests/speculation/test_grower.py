@@ -15,8 +15,7 @@ from specserve.speculation import planned_guesses
 from specserve.speculation.learned import LAST_TRIAL, Learned
 from specserve.speculation.levels import Levels
 from specserve.speculation.planned_guesses import Asked, in_order
-from specserve_drafters.calibration import Calibration
-from specserve_drafters.candidates import FINDS, Candidate, Trie
+from specserve_drafters.candidates import FINDS, Calibration, Candidate, Trie
 from specserve_drafters.tree import ROOT
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock

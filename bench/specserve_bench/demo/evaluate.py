@@ -20,7 +20,7 @@ from specserve.api.generation import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.memory.pool import BlockTable
+from specserve.memory.blocks import BlockTable
 from specserve_bench.demo.card import JSON, Figures, read_card
 from specserve_bench.demo.held_out import Question, questions, source_files
 

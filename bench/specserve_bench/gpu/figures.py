@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.loading import Model, ModelKey
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockPool, KVTables
+from specserve.memory.blocks import BlockPool, KVTables
 from specserve.models.decoder import Decoder
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from specserve.engine.runner import RowGroup, Runner, build_step_input, greedy_draws
 from specserve.memory.arena import Arena, used_bytes
-from specserve.memory.pool import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
 from specserve_drafters import Draft

@@ -14,7 +14,7 @@ from torch import Tensor
 from specserve.engine.engine import Engine
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.pool import BlockPool, KVTables
+from specserve.memory.blocks import BlockPool, KVTables
 from specserve.scheduling import Scheduler
 from specserve.scheduling.scheduler import StepBudget
 from specserve_bench.gpu.ceilings import copy_bandwidth

@@ -1,28 +1,86 @@
 """Blocks of the KV pool: which are free, cached or held, and the block table of a request."""
 
+import hashlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
-from specserve.memory.block_keys import BlockHasher, Keys, KVFormat, prompt_keys
+Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by the name of the KV's format
+
+
+def root_key(*parts: str | int) -> bytes:
+    """The first key of a chain, over what KV depends on besides the tokens."""
+    return hashlib.sha256(msgspec.json.encode(parts)).digest()
+
+
+class BlockHasher:
+    """The keys of one request's full blocks of one model, in order.
+
+    key = SHA-256(parent key, tokens): equal keys mean equal tokens from the first one on. Not a
+    weaker hash: by a collision, one prompt could be answered with the KV of another.
+    """
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self.root, self.block_size = root, block_size
+        self.keys: list[bytes] = []
+
+    def extend(self, token_ids: "array[int]", num_tokens: int) -> list[bytes]:
+        """Add the keys of full blocks among the first `num_tokens` tokens; returns all keys."""
+        size, keys = self.block_size, self.keys
+        for start in range(len(keys) * size, num_tokens - size + 1, size):
+            tokens = token_ids[start : start + size].tobytes()
+            keys.append(hashlib.sha256((keys[-1] if keys else self.root) + tokens).digest())
+        return keys
+
+
+class KVFormat(msgspec.Struct, frozen=True):
+    """What the keys of one model's blocks depend on besides tokens and salt."""
+
+    name: str  # the model, and the dtype of its KV
+    block_size: int  # tokens
+    is_per_tenant: bool = False  # each API key finds only blocks of its own requests
+
+    def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
+        """`adapter` is the digest of what changes the model, if anything does."""
+        parts: list[str | int] = [salt, adapter] if adapter else [salt]
+        if self.is_per_tenant and tenant:
+            parts.append(tenant)  # a number, as an adapter is a text
+        return BlockHasher(root_key(self.name, *parts), self.block_size)
+
+
+def prompt_keys(
+    formats: Mapping[str, KVFormat],
+    token_ids: Sequence[int],
+    salt: str,
+    adapter: str = "",
+    tenant: int = 0,
+) -> Keys:
+    """The keys of a prompt's full blocks for every model with a prefix cache. Adapters change the
+    target alone.
+    """
+    tokens = array("i", token_ids)
+    hashers = {
+        of.name: of.hasher(salt, adapter if model == "target" else "", tenant)
+        for model, of in formats.items()
+    }
+    return {name: hasher.extend(tokens, len(tokens)) for name, hasher in hashers.items()}
 
 
 class KVUpdates(NamedTuple):
     """What a launch does to the arena before anything else: the moves in order, then the copies.
 
-    moves   by model, [m, 2] int64  KV of a token, from slot to slot: block * block_size + offset
-    copies  [c, 2]           int64  whole blocks, from block to block
+    moves   by model: KV of a token, from slot to slot: block * block_size + offset
+    copies  whole blocks, from block to block
     """
 
-    moves: dict[str, NDArray[np.int64]]
-    copies: NDArray[np.int64]
+    moves: dict[str, list[tuple[int, int]]]
+    copies: list[tuple[int, int]]
 
     def __bool__(self) -> bool:
-        return bool(self.moves) or len(self.copies) > 0
+        return bool(self.moves or self.copies)
 
 
 class PendingUpdates:
@@ -45,21 +103,11 @@ class PendingUpdates:
         self.copies.append((source, target))
 
     def take(self) -> KVUpdates:
-        """All pending updates, as arrays; the caller has to carry them out."""
-        if not self.copies and not self.moves:
-            return NONE
-        moves = {model: pairs(slots) for model, slots in self.moves.items() if slots}
-        updates = KVUpdates(moves, pairs(self.copies))
-        self.moves.clear()
-        self.copies.clear()
+        """All pending updates; the caller has to carry them out."""
+        moves = {model: slots for model, slots in self.moves.items() if slots}
+        updates = KVUpdates(moves, self.copies)
+        self.moves, self.copies = defaultdict(list), []
         return updates
-
-
-def pairs(of: list[tuple[int, int]]) -> NDArray[np.int64]:
-    return np.array(of, dtype=np.int64).reshape(-1, 2)
-
-
-NONE = KVUpdates({}, pairs([]))
 
 
 class BlockPool:
