@@ -31,7 +31,7 @@ class Tables(RuleBasedStateMachine):
 
     def launch(self):
         """What is pending is done before anything is written."""
-        for source, target in self.pool.updates.take().copies.tolist():
+        for source, target in self.pool.updates.take().copies:
             self.content[target] = dict(self.content[source])
 
     def table(self, size):
