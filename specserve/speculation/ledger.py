@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.exchange.messages import SourceCounts, SourceStats, Stats, Tree
+from specserve.exchange.messages import SourceCounts, SourceStats, Stats, VerifiedTree
 from specserve_drafters import Draft
 
 
@@ -13,7 +13,7 @@ class Told(msgspec.Struct, frozen=True):
     """What a step's output tells of its guesses."""
 
     sources: dict[str, SourceCounts] = {}
-    tree: Tree | None = None
+    tree: VerifiedTree | None = None
 
 
 class DraftSources(NamedTuple):
@@ -63,7 +63,7 @@ class Ledger:
         if not is_tree_asked or not draft.tokens:
             return Told(counts)
         bits = [sum(self.bits[name] for name in names) for names in sources]
-        return Told(counts, Tree(draft.tokens, draft.parents, bits, [*accepted]))
+        return Told(counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted]))
 
     def add_accepted(self, name: str, depth: int, saved: float) -> None:
         sums = self.sums[name]

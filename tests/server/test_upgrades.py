@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.server.connection import Connection
-from specserve.server.response import HEADERS
+from specserve.server.stream import HEADERS
 from tests.server.asking import COMPLETIONS, head, saying, streaming
 from tests.server.test_connections import is_cut, reply
 
