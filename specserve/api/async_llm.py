@@ -31,10 +31,10 @@ from specserve.api.vllm_arguments import EngineArgs, check_call, known_arguments
 from specserve.config import Config, python_config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
-from specserve.exchange.guessing import Guessing, change_of
 from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
 from specserve.exchange.spawn import ForkServer
+from specserve.exchange.speculation_control import SpeculationControl, change_of
 from specserve.memory.blocks import Keys, prompt_keys
 from specserve.models import preflight
 from specserve.models.folder import resolve
@@ -108,7 +108,7 @@ class AsyncLLM:
             "drafter": drafter,
         }
         self.config = python_config("AsyncLLM", given, config, set)
-        self.guessing = Guessing(self.config)
+        self.guessing = SpeculationControl(self.config)
         self.adapters = AdapterNames(self.config, served_name(self.config))
         self.adapter_changes = asyncio.Lock()  # one at a time
         self.seeds = seeds_from("AsyncLLM", seed)

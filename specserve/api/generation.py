@@ -10,7 +10,7 @@ from specserve.exchange.messages import (
     StepDetails,
     StepOutput,
     TokenLogprobs,
-    Tree,
+    VerifiedTree,
 )
 from specserve.exchange.sampling_params import Sampling, SamplingParams
 from specserve.text.detokenizer import TextStream
@@ -309,7 +309,7 @@ def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
 
 def details(output: StepOutput, ends: list[int]) -> StepDetails:
     """Of the step's tokens up to the one that completed a stop string: one for each end."""
-    tree = output.tree or Tree([], [], [], [])
+    tree = output.tree or VerifiedTree([], [], [], [])
     bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # the bonus token was no guess
     return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
 

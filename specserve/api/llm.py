@@ -33,10 +33,10 @@ from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.process import Control
 from specserve.errors import RequestError, of_failure
-from specserve.exchange.guessing import Guessing, change_of
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
+from specserve.exchange.speculation_control import SpeculationControl, change_of
 from specserve.models import preflight
 from specserve.models.folder import resolve
 from specserve.models.selection import served_name
@@ -125,7 +125,7 @@ class LLM:
         if progress:
             show_phases(self.loaded.phases)
         self.engine = self.loaded.engine
-        self.guessing, self.control = Guessing(self.config), Control(self.loaded)
+        self.guessing, self.control = SpeculationControl(self.config), Control(self.loaded)
         self.changes = Lock()  # one at a time
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests

@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def known_sources(self) -> tuple[str, ...]:
-        """All that could ever guess, in the order of the bits in `Tree.sources`."""
+        """All that could ever guess, in the order of the bits in `VerifiedTree.sources`."""
         return tuple(self.stats.sources)
 
     @property

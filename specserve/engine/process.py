@@ -23,7 +23,6 @@ from specserve.engine.loading import Model, Progress, Weights, load_models, sett
 from specserve.engine.pool_plan import another_draft
 from specserve.engine.tuning import tune
 from specserve.errors import ConfigError, RequestError
-from specserve.exchange.guessing import NO_HEAD
 from specserve.exchange.messages import (
     AdapterLoaded,
     AdapterRef,
@@ -41,6 +40,7 @@ from specserve.exchange.messages import (
     decode_commands,
 )
 from specserve.exchange.phases import Phases
+from specserve.exchange.speculation_control import NO_HEAD
 from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
 from specserve.models.selection import check_drafter, head_sources

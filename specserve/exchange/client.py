@@ -41,7 +41,7 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.spawn import Engine, Spawned
+from specserve.exchange.spawn import Forked, Spawned
 from specserve.memory.blocks import Keys
 
 log = logging.getLogger("specserve")
@@ -527,7 +527,7 @@ class EngineClient(asyncio.Protocol):
         return 0.0 if self.owed_since is None else self.loop.time() - self.owed_since
 
 
-def ended(process: Engine) -> int:
+def ended(process: Forked) -> int:
     """Kill an engine process, and with it the fork server if that does not tell of the end."""
     process.kill()
     try:

@@ -34,7 +34,7 @@ def has_room(asked: int, own: int, held: int, most: int) -> bool:
     return current_tenant() is not None and is_small
 
 
-class Job(Generic[T]):
+class QueuedJob(Generic[T]):
     """One job, from `FairQueue.add` to `FairQueue.end`."""
 
     def __init__(self, owner: Hashable, item: T, is_large: bool, number: int) -> None:
@@ -46,10 +46,10 @@ class Waiting(Generic[T]):
     """One owner's waiting jobs: small and large ones in turn, each kind in order of arrival."""
 
     def __init__(self) -> None:
-        self.kinds: tuple[deque[Job[T]], deque[Job[T]]] = deque(), deque()  # small, large
+        self.kinds = deque[QueuedJob[T]](), deque[QueuedJob[T]]()  # small, large
         self.last = True  # whether the last job that was taken is large
 
-    def first(self, allows_large: bool) -> Job[T] | None:
+    def first(self, allows_large: bool) -> QueuedJob[T] | None:
         small, large = self.kinds
         if large and allows_large and not (small and self.last):
             return large[0]
@@ -76,14 +76,14 @@ class FairQueue(Generic[T]):
         self.floor = 0.0  # the fewest seconds of an owner with a job
         self.num_jobs = 0
 
-    def add(self, owner: Hashable | None, item: T, is_large: bool = False) -> Job[T]:
+    def add(self, owner: Hashable | None, item: T, is_large: bool = False) -> QueuedJob[T]:
         self.num_jobs += 1
-        job = Job(object() if owner is None else owner, item, is_large, self.num_jobs)
+        job = QueuedJob(object() if owner is None else owner, item, is_large, self.num_jobs)
         self.spent[job.owner] = max(self.spent.get(job.owner, 0.0), self.floor)
         self.waiting.setdefault(job.owner, Waiting()).kinds[is_large].append(job)
         return job
 
-    def take(self) -> Job[T] | None:
+    def take(self) -> QueuedJob[T] | None:
         """Give a place to the next job; None if none may have one."""
         if self.held.total() >= self.num_places:
             return None
@@ -99,7 +99,7 @@ class FairQueue(Generic[T]):
         job.began = self.clock()
         return job
 
-    def remove(self, job: Job[T]) -> None:
+    def remove(self, job: QueuedJob[T]) -> None:
         """Take a waiting job out of the queue."""
         waiting = self.waiting[job.owner]
         waiting.kinds[job.is_large].remove(job)
@@ -107,7 +107,7 @@ class FairQueue(Generic[T]):
         if not waiting:
             del self.waiting[job.owner]
 
-    def end(self, job: Job[T]) -> None:
+    def end(self, job: QueuedJob[T]) -> None:
         """End a job, whether it has a place or waits; its owner is charged the seconds."""
         if job.began is None:
             self.remove(job)
@@ -125,7 +125,7 @@ class FairQueue(Generic[T]):
             self.spent = {o: self.spent[o] for o in active}
 
 
-class Turns:
+class FairTurns:
     """A fair queue for tasks of an event loop."""
 
     def __init__(self, num_places: int) -> None:
@@ -172,7 +172,7 @@ class FairThreads:
             while (job := self.queue.take()) is not None:
                 self.threads.submit(self.run, job)
 
-    def run(self, job: Job[tuple[Future[object], Callable[[], object]]]) -> None:
+    def run(self, job: QueuedJob[tuple[Future[object], Callable[[], object]]]) -> None:
         future, do = job.item
         try:
             if future.set_running_or_notify_cancel():

@@ -156,7 +156,7 @@ class SourceCounts(msgspec.Struct, frozen=True):
     accepted: int
 
 
-class Tree(msgspec.Struct, frozen=True):
+class VerifiedTree(msgspec.Struct, frozen=True):
     """The verified guesses of a step: `tokens[k - 1]` is node k, below node `parents[k - 1]` < k.
 
     Node 0 is the root, the last token before the step.
@@ -173,8 +173,8 @@ class StepDetails(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     ends: list[int]  # characters of the choice's text, up to and with each token's
-    sources: list[int]  # of each token, as in `Tree.sources`; 0 is the target alone
-    tree: Tree  # of the guesses that the step verified
+    sources: list[int]  # of each token, as in `VerifiedTree.sources`; 0 is the target alone
+    tree: VerifiedTree  # of the guesses that the step verified
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -203,7 +203,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""  # why the request cannot continue; empty if it can
     blamed: str = ""  # the parameter that it is due to; empty: to none
     sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
-    tree: Tree | None = None  # only where the request asked for details and had guesses
+    tree: VerifiedTree | None = None  # only where the request asked for details and had guesses
     logprobs: list[TokenLogprobs] = []  # of `tokens`, where the request asked for them
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from its second on
 
@@ -346,7 +346,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     # construction, as far as the build has that
     weights: WeightForms = WeightForms()  # of the target
     sources: tuple[str, ...] = ()  # of guesses
-    known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in `Tree.sources`
+    known_sources: tuple[str, ...] = ()  # all so far, by their bits in `VerifiedTree.sources`
     draft_weights: WeightForms | None = None  # None without a draft model
     draft_head: DraftHeadCard | None = None
 

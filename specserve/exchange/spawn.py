@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,29 +18,11 @@ from specserve.exchange.messages import Begin, pack
 NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
 
 
-class Engine(Protocol):
-    """An engine process, as its client needs it."""
-
-    def kill(self) -> None: ...
-
-    def wait(self, seconds: float | None = None) -> int:
-        """Its exit code, or minus the number of the signal that ended it; subprocess.TimeoutExpired
-        if it has not ended by then.
-        """
-        ...
-
-    def end(self) -> None:
-        """Kill it, and whatever process would start another one."""
-        ...
+Child = tuple[subprocess.Popen[bytes], socket.socket]
 
 
 class Spawned(NamedTuple):
-    process: Engine
-    socket: socket.socket
-
-
-class Started(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: "Forked"
     socket: socket.socket
 
 
@@ -51,7 +33,7 @@ class ForkServer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.started: Started | None = None
+        self.server: Child | None = None
         self.begin_with(config)
 
     def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
@@ -61,22 +43,22 @@ class ForkServer:
 
     def start(self) -> Spawned:
         """To be called in the main thread: processes end with the thread that starts them."""
-        if self.started is None or self.started.process.poll() is not None:
-            if self.started is not None:
-                self.started.socket.close()
-            self.started = start_module("specserve.engine.fork_server")
+        if self.server is not None and self.server[0].poll() is not None:
+            self.server[1].close()
+            self.server = None
+        self.server = self.server or start_module("specserve.engine.fork_server")
         ours, theirs = socket.socketpair()
         with theirs, suppress(BrokenPipeError, ConnectionResetError):  # reading will show that
-            socket.send_fds(self.started.socket, [b"\0"], [theirs.fileno()])
+            socket.send_fds(self.server[1], [b"\0"], [theirs.fileno()])
             ours.sendall(self.first)
-        return Spawned(Forked(self.started), ours)
+        return Spawned(Forked(*self.server), ours)
 
 
 class Forked:
     """An engine process that a fork server starts, or will start once it has read the weights."""
 
-    def __init__(self, server: Started) -> None:
-        self.server, self.control = server
+    def __init__(self, server: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self.server, self.control = server, control
         self.told = b""
 
     def kill(self) -> None:
@@ -90,13 +72,17 @@ class Forked:
                 os.kill(NUMBER.unpack_from(self.told)[0], signal.SIGKILL)
 
     def wait(self, seconds: float | None = None) -> int:
-        """The fork server's, if that has ended, which ends this process, too."""
+        """Its exit code, or minus the number of the signal that ended it; subprocess.TimeoutExpired
+        if it has not ended by then. That of the fork server, if that has ended, which ends this
+        process, too.
+        """
         self.read(seconds)
         if len(self.told) < 2 * NUMBER.size:
             return self.server.wait()
         return os.waitstatus_to_exitcode(NUMBER.unpack_from(self.told, NUMBER.size)[0])
 
     def end(self) -> None:
+        """Kill it, and the fork server, which would start another one."""
         self.kill()
         self.server.kill()
         self.server.wait()
@@ -117,15 +103,15 @@ class Forked:
             self.told += data
 
 
-def start_process(module: str, first: bytes) -> Started:
+def start_process(module: str, first: bytes) -> Child:
     """Run a module in a child process, and send `first` as its first frame."""
-    started = start_module(module)
+    process, sock = start_module(module)
     with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which reading will show
-        started.socket.sendall(pack(first))
-    return started
+        sock.sendall(pack(first))
+    return process, sock
 
 
-def start_module(module: str) -> Started:
+def start_module(module: str) -> Child:
     """Run a module in a child process; its arguments are the file descriptor of its end of the
     socket pair and the form of its log lines, which is that of this process.
     """
@@ -141,4 +127,4 @@ def start_module(module: str) -> Started:
         )
     if process.stderr is not None:
         logs.relay(process.stderr)
-    return Started(process, ours)
+    return process, ours

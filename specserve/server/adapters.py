@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -17,14 +17,14 @@ from specserve.exchange.messages import AdapterRef
 from specserve.logs import escaped
 from specserve.models.folder import download, name_of
 from specserve.server.body import read_fields
-from specserve.server.refusal import NotFound, cut
-from specserve.server.response import json_response
-from specserve.server.service import Service
+from specserve.server.completion import Service
+from specserve.server.protocol import AdapterDetails, Deleted, ModelCard
+from specserve.server.refusal import Refusal, cut, json_response
 
 log = logging.getLogger("specserve")
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+AdapterText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,15 +35,15 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     load_inplace  in place of the adapter that has the name, if one has: its requests go on with it
     """
 
-    lora_name: Text | None = None
-    lora_path: Text | None = None
+    lora_name: AdapterText | None = None
+    lora_path: AdapterText | None = None
     load_inplace: bool = False
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """Which adapter requests can no longer choose; those that have it go on."""
 
-    lora_name: Text | None = None
+    lora_name: AdapterText | None = None
 
 
 async def load_adapter(request: Request) -> Response:
@@ -74,24 +74,24 @@ async def unload_adapter(request: Request) -> Response:
     name = given("lora_name", asked.lora_name)
     async with service.adapter_changes:
         if name not in service.adapters.known:
-            raise NotFound(f"lora_name: there is no adapter {cut(name)!r}", "lora_name")
+            message = f"lora_name: there is no adapter {cut(name)!r}"
+            raise Refusal(404, message, param="lora_name")
         service.forget_adapter(name)
     log.info("the adapter %s is unloaded", escaped(cut(name)))
-    return json_response({"id": name, "object": "model", "deleted": True})
+    return json_response(Deleted(name, deleted=True))
 
 
-def adapter_card(service: Service, name: str, ref: AdapterRef) -> dict[str, Any]:
+def adapter_card(service: Service, name: str, ref: AdapterRef) -> ModelCard:
     """As `/v1/models` lists it."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "specserve",
-        "root": name_of(ref.folder),
-        "parent": service.name,
-        "max_model_len": service.input_processor.max_model_len,
-        "adapter": {"digest": ref.digest, "rank": ref.rank},
-    }
+    return ModelCard(
+        id=name,
+        created=service.started_at,
+        owned_by="specserve",
+        root=name_of(ref.folder),
+        parent=service.name,
+        max_model_len=service.prompts.processor.max_model_len,
+        adapter=AdapterDetails(ref.digest, ref.rank),
+    )
 
 
 def given(field: str, value: str | None) -> str:

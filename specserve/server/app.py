@@ -1,47 +1,54 @@
-"""The ASGI application: observers, the checks of origin and API key, and error responses."""
+"""The ASGI application: the access log, checks of origin and API key, and error responses."""
 
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specserve.config import ServerConfig
 from specserve.errors import RequestError, SpecserveError
 from specserve.exchange.fair_queue import owner
-from specserve.server.access_log import AccessLog, Ended, Observed
-from specserve.server.connection import canonical
-from specserve.server.key_limits import KeyLimits
+from specserve.server.completion import (
+    ACCOUNT,
+    ASKED,
+    TENANT,
+    EndedRequest,
+    LiveCompletion,
+    Service,
+    at_end,
+    tenant_of,
+)
+from specserve.server.connection import canonical, log_request
 from specserve.server.keys import read_admin_keys, read_keys
-from specserve.server.live_completion import set_tenant
+from specserve.server.limits import Account
 from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import (
-    Foreign,
-    NoRoute,
-    NotAllowed,
-    Unauthorized,
+    RateLimited,
+    Refusal,
     cut,
     error_response,
 )
 from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
-from specserve.server.service import Service
 from specserve.server.tracing import Tracer
 
-NO_KEY = "no valid API key: send the header Authorization: Bearer KEY"
-ADMIN_ONLY = "this is an admin key, which asks for no text: send a key of server.api_key_file"
-PROBES = "/health", "/health/ready", LIVENESS, "/ping"
-OPEN_SCOPES = ("cache",)  # to all clients of a server without admin keys
-MODEL = re.compile("/+v1/+models/(.+)", re.DOTALL)  # a name may begin with a slash or end with one
-POLLED = frozenset([*PROBES, "/metrics", "/v1/speculation", *PAGES, *PARTS])
+LONGEST_TEXT = 2000  # characters of a prompt or a response in the log
+GENERATING_ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 
 
 def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
@@ -51,7 +58,7 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
         exception_handlers={
             SpecserveError: refuse,
             HTTPException: refuse_route,
-            ClientDisconnect: client_gone,
+            ClientDisconnect: lambda request, error: Response(status_code=499),
             Exception: refuse,  # a bug in specserve, which is logged as well
         },
     )
@@ -64,9 +71,11 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
     limits = service.limits
     yield Middleware(CanonicalPath, service=service)
-    observers: list[Callable[[Ended], None]] = [] if tracer is None else [tracer.record]
+    observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
-        observers.append(AccessLog(POLLED, limits.log_texts, lambda: service.loaded is None))
+        probes = "/health", "/health/ready", LIVENESS, "/ping"
+        polled = frozenset([*probes, "/metrics", "/v1/speculation", *PAGES, *PARTS])
+        observers.append(AccessLog(polled, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)
     yield Middleware(OriginGuard, origins=limits.cors_origins, host=limits.host)
@@ -86,6 +95,68 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
         yield Middleware(KeyLimits, limits=limits, reject=service.reject)
 
 
+class Observed:
+    """Tells observers of each request that has ended."""
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Callable[[EndedRequest], None]]) -> None:
+        self.app, self.observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ASKED] = []
+        ended = EndedRequest({}, scope[ASKED], perf_counter())
+
+        async def send_noted(message: Message) -> None:
+            ended.status = message.get("status", ended.status)
+            await send(message)
+
+        with at_end(scope, partial(self.tell, ended)):
+            try:
+                await self.app(scope, receive, send_noted)
+            finally:
+                kept = "type", "method", "path", "headers", "server", TENANT
+                ended.scope = {key: scope[key] for key in kept if key in scope}
+
+    def tell(self, ended: EndedRequest) -> None:
+        for observe in self.observers:
+            observe(ended)
+        ended.asked.clear()  # the connection keeps the scope until its next request
+
+
+class AccessLog:
+    """Logs a line for a request that has ended; for what is polled, only if it failed. While the
+    model loads, clients poll any route: each has one line for its first 503 then.
+    """
+
+    def __init__(
+        self, polled: Collection[str], has_texts: bool, is_loading: Callable[[], bool]
+    ) -> None:
+        self.polled, self.has_texts, self.is_loading = polled, has_texts, is_loading
+        self.waiting: set[tuple[str, str]] = set()  # methods and paths that had their line
+
+    def __call__(self, ended: EndedRequest) -> None:
+        path, status = ended.scope["path"], ended.status
+        if path in self.polled and status in (200, 304):
+            return
+        if status == 503 and self.is_loading():
+            route = ended.scope["method"], path
+            if route in self.waiting:
+                return
+            self.waiting.add(route)
+        tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid one
+        fields: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
+        for completion in ended.asked:
+            fields |= completion.log_fields | (texts(completion) if self.has_texts else {})
+        log_request(ended.scope["method"], path, status, perf_counter() - ended.begun, fields)
+
+
+def texts(completion: LiveCompletion) -> dict[str, str]:
+    """The beginnings of its prompts and of its choices' texts, a line for each."""
+    # A token has a byte at least, and a character at most four.
+    prompts = [g.stream.tokenizer.decode(g.prompt[: 4 * LONGEST_TEXT]) for g in completion.firsts]
+    answers = [g.text for g in completion.generations]
+    return {"prompt": "\n".join(prompts)[:LONGEST_TEXT], "text": "\n".join(answers)[:LONGEST_TEXT]}
+
+
 class CanonicalPath:
     """Gives all layers below it one path. No redirect: it would use the client's Host header."""
 
@@ -98,7 +169,8 @@ class CanonicalPath:
         await self.app(scope, receive, send)
 
     def path_of(self, given: str) -> str:
-        model = MODEL.fullmatch(given)
+        # A name may begin with a slash or end with one.
+        model = re.fullmatch("/+v1/+models/(.+)", given, re.DOTALL)
         if model is not None and model[1] in (self.service.name, *self.service.adapters.known):
             return f"/v1/models/{model[1]}"
         return canonical(given)
@@ -126,9 +198,11 @@ class OriginGuard:
         ):
             await self.app(scope, receive, send)
             return
-        error = Foreign(
+        error = Refusal(
+            403,
             f"pages of {cut(origin)} may not call this server: its operator can name them in "
-            "server.cors_origins"
+            "server.cors_origins",
+            "origin_not_allowed",
         )
         await error_response(error)(scope, receive, send)
 
@@ -141,15 +215,12 @@ class OriginGuard:
             name = parts.hostname or ""
         except ValueError:
             return False
-        return parts.netloc == host and (name in self.names or is_address(name))
-
-
-def is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+        if name not in self.names:
+            try:
+                ip_address(name)
+            except ValueError:
+                return False
+        return parts.netloc == host
 
 
 class KeyGuard:
@@ -176,26 +247,68 @@ class KeyGuard:
         """Why a request is refused, if it is."""
         tenant, admin = place(scope, self.keys), place(scope, self.admins)
         if tenant is not None:
-            set_tenant(scope, tenant)
+            scope[TENANT] = tenant
         owner.set(scope.get("client") if tenant is None else tenant)
         needed = SCOPES.get((scope["method"], scope["path"]))
         if admin is not None and needed is not None:
             return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
-            return Unauthorized(ADMIN_ONLY if admin is not None else NO_KEY)
-        if needed is None or (needed in OPEN_SCOPES and not self.admins):
+            why = "no valid API key: send the header Authorization: Bearer KEY"
+            if admin is not None:
+                why = "this is an admin key, which asks for no text: send a key of "
+                why += "server.api_key_file"
+            return Refusal(401, why, "invalid_api_key")
+        # Without admin keys all clients may reset the cache.
+        if needed is None or (needed == "cache" and not self.admins):
             return None
         if not self.admins:
-            return NotAllowed(
+            return Refusal(
+                403,
                 "this server was started without admin keys: its operator can name a file of them "
-                "in server.admin_key_file (--admin-key-file)"
+                "in server.admin_key_file (--admin-key-file)",
+                "admin_key_needed",
             )
         return lacking(needed)
 
 
-def lacking(scope: str) -> NotAllowed:
-    return NotAllowed(f"this needs an admin key with the scope {scope}")
+class KeyLimits:
+    """Gives each request that generates a place of its key, for as long as it lasts, and tells the
+    limits in the headers of answers.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ServerConfig, reject: Callable[[str], None]) -> None:
+        self.app = app
+        most = limits.max_requests_per_key, limits.max_tokens_per_minute_per_key
+        self.accounts = defaultdict[int, Account](lambda: Account(*most, reject))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["path"] not in GENERATING_ROUTES
+            or scope["method"] != "POST"
+        ):
+            await self.app(scope, receive, send)
+            return
+        account = self.accounts[tenant_of(scope)]
+
+        async def send_told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(account.headers)
+            await send(message)
+
+        try:
+            account.enter()
+        except RateLimited as e:
+            await error_response(e)(scope, receive, send_told)
+            return
+        with at_end(scope, account.leave):
+            scope[ACCOUNT] = account
+            await self.app(scope, receive, send_told)
+
+
+def lacking(scope: str) -> Refusal:
+    return Refusal(403, f"this needs an admin key with the scope {scope}", "admin_key_needed")
 
 
 def place(scope: Scope, known: Sequence[bytes]) -> int | None:
@@ -219,12 +332,7 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     where = f"{request.method} {cut(request.url.path)}"
     routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
     why = "; specserve generates text only" if error.status_code == 404 else ""
-    refusal = NoRoute(f"{where}: {error.detail}{why}; the routes are {routes}")
-    refusal.status = error.status_code
-    response = error_response(refusal)
+    message = f"{where}: {error.detail}{why}; the routes are {routes}"
+    response = error_response(Refusal(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
-
-
-async def client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)

@@ -27,7 +27,7 @@ from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import has_room, owner
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
-from specserve.server.refusal import TimedOut, TooLarge, cut
+from specserve.server.refusal import Refusal, cut
 from specserve.text.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -124,8 +124,6 @@ IGNORED = {  # path of objects in a body -> their fields without effect
     "input.output": OF_PARTS,
     "input.summary": OF_PARTS,
 }
-EMPTY: tuple[Any, ...] = None, False, "", [], {}
-CONTINUE = "partial", "prefix"  # in the last message, at DeepSeek, Mistral, Moonshot and Alibaba
 
 SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
 
@@ -195,7 +193,7 @@ class StreamOptions(PaddingOptions, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Texts obey the schema. `strict` closes all objects; `name` and `description` do nothing."""
 
     schema: dict[str, Any] | bool | None = None
@@ -208,7 +206,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A structural tag has `format`, or `structures` and `triggers`, as in vLLM."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchemaFormat | None = None
     format: dict[str, Any] | None = None
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
@@ -347,7 +345,8 @@ class BodyReader:
                 async for chunk in request.stream():
                     self.extend(body, chunk)
         except TimeoutError as e:
-            raise TimedOut(f"the body did not come within {limits.body_seconds:g} s") from e
+            message = f"the body did not come within {limits.body_seconds:g} s"
+            raise Refusal(408, message, "request_timeout") from e
         finally:
             self.count(-counted(body))
         return bytes(body)
@@ -377,8 +376,9 @@ def counted(body: bytearray) -> int:
     return max(0, len(body) - SMALL)
 
 
-def too_large(most: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {most} bytes: send less (server.max_body_bytes)")
+def too_large(most: int) -> Refusal:
+    message = f"the body is larger than {most} bytes: send less (server.max_body_bytes)"
+    return Refusal(413, message, "request_too_large")
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def drop_ignored(body: dict[str, Any]) -> tuple[str, ...]:
     for path, names in IGNORED.items():
         for each in objects_at(body, path.split(".")):
             for name in names & each.keys():
-                if each.pop(name) not in EMPTY:
+                if each.pop(name) not in (None, False, "", [], {}):
                     found[f"{path}.{name}"] = None
     return tuple(sorted(found))
 
@@ -437,7 +437,8 @@ def continue_last(body: dict[str, Any]) -> None:
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     if isinstance(last, dict) and last.get("role") == "assistant":
-        asked = [name for name in CONTINUE if last.get(name) is True]
+        # At DeepSeek, Mistral, Moonshot and Alibaba.
+        asked = [name for name in ("partial", "prefix") if last.get(name) is True]
         for name in asked:
             del last[name]
         if asked:

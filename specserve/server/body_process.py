@@ -22,19 +22,15 @@ from specserve.server.completions import COMPLETION
 from specserve.server.responses import RESPONSES
 from specserve.server.texts import DETOKENIZE, TOKENIZE
 
-SECONDS = 2.0  # of CPU time to read one body
-MAX_MEMORY = 1 << 29  # bytes of address space for a body
-TOO_MUCH = "reading the body needs too much memory: send a smaller one"
-YIELDING = 10  # niceness: the steps of streams come first
 KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DETOKENIZE)}
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:
     """The first frame is the most items of a body; each other one is a kind's name and a body."""
     with suppress(OSError):
-        os.nice(YIELDING)
+        os.nice(10)  # the steps of streams come first
     most = msgspec.msgpack.decode(first, type=int)
-    bound_memory(address_space() + MAX_MEMORY)
+    bound_memory(address_space() + (1 << 29))
     start()
     return lambda asked: read(most, *msgspec.msgpack.decode(asked, type=tuple[str, bytes]))
 
@@ -42,7 +38,7 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
 def read(most: int, name: str, raw: bytes) -> Data | Refused:
     kind: BodyKind[object] = KINDS[name]  # type: ignore[assignment]
     try:
-        with bounded_time(SECONDS):
+        with bounded_time(2.0):
             check_items(raw, most)
             return Data(msgspec.json.encode(kind.read(raw)))
     except RequestError as e:
@@ -50,4 +46,4 @@ def read(most: int, name: str, raw: bytes) -> Data | Refused:
 
 
 if __name__ == "__main__":
-    main(prepare, TOO_MUCH)
+    main(prepare, "reading the body needs too much memory: send a smaller one")

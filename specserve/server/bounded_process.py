@@ -16,7 +16,7 @@ from specserve.exchange.messages import Link
 from specserve.process import die_with_parent, ignore_signals, return_freed_memory
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class ProcessStarted(msgspec.Struct, frozen=True, tag=True):
     """The process has started and received its first frame."""
 
 
@@ -37,7 +37,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Done | Data | Refused
 Do = Callable[[bytes], Reply]
-FromProcess = Started | Reply
+FromProcess = ProcessStarted | Reply
 
 
 Prepare = Callable[[bytes, Callable[[], None]], Do]
@@ -66,7 +66,7 @@ def main(
 def serve(link: Link, prepare: Prepare, too_much: str) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         [first] = link.receive(wait=True)
-        do = prepare(first, lambda: link.send(Started()))
+        do = prepare(first, lambda: link.send(ProcessStarted()))
         while True:
             [asked] = link.receive(wait=True)
             try:

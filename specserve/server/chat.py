@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages, rendered by the model's chat template."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,12 +21,33 @@ from specserve.server.body import (
     read,
     refuse_unknown,
 )
-from specserve.server.live_completion import Arrival, LiveCompletion, arrival
-from specserve.server.logprobs import chat_form
+from specserve.server.completion import Arrival, LiveCompletion, Service, arrival
+from specserve.server.formatter import CompletionFormatter, RouteSchema
+from specserve.server.logprobs import chat_logprobs, sealed
+from specserve.server.prompt import blaming
+from specserve.server.protocol import (
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChoice,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatLogprobs,
+    FunctionCall,
+    FunctionDelta,
+    MessageDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from specserve.server.refusal import cut
-from specserve.server.response import RouteSchema, respond, while_connected
-from specserve.server.service import Service, blaming
-from specserve.server.tools import NO_TOOLS, ToolsAsked, check_keys, read_calls, read_tools
+from specserve.server.stream import respond, while_connected
+from specserve.server.tools import (
+    NO_TOOLS,
+    ToolsAsked,
+    check_depth,
+    check_keys,
+    read_calls,
+    read_tools,
+)
 from specserve.text.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
 from specserve.text.answer.formats import AnswerReader, Wanted
 from specserve.text.chat_template import ChatOptions
@@ -44,16 +65,24 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 B = TypeVar("B", bound=Body)
-EFFORT = "reasoning_effort"  # as templates name it
 THINKING = "thinking"  # type of a part, and the name of its text
-MAX_DEPTH = 32  # of values for a template
 JSON_KINDS = "json", "json_object"  # of forms that may stand beside tools, or after reasoning
 
 
 SOME = Meta(extra_json_schema={"minItems": 1})
 AnyMessage = Annotated[
-    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/ChatMessage"})
 ]
+
+
+class Conversation(NamedTuple):
+    """What is asked to be answered, whatever the route's body looks like."""
+
+    messages: Sequence[dict[str, Any]]
+    options: ChatOptions
+    tools: ToolsAsked
+    add_special_tokens: bool = False
+    include_reasoning: bool = True
 
 
 class ChatBody(FormattedBody, frozen=True, kw_only=True):
@@ -94,39 +123,14 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return msgspec.structs.replace(super().params, logprobs=num_top)
 
-    def options(self, tools: ToolsAsked) -> ChatOptions:
-        kwargs = self.chat_template_kwargs or {}
-        return read_options(self.add_generation_prompt, self.continue_final_message, kwargs, tools)
+    def conversation(self, tools: ToolsAsked) -> Conversation:
+        how = self.add_generation_prompt, self.continue_final_message
+        options = read_options(*how, self.chat_template_kwargs or {}, tools)
+        more = self.add_special_tokens, self.include_reasoning
+        return Conversation(self.messages, options, tools, *more)
 
 
-class Conversation(Protocol):
-    """What an answer is asked for by, whatever the route's body looks like."""
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def messages(self) -> Sequence[dict[str, Any]]: ...
-
-    def options(self, tools: ToolsAsked) -> ChatOptions: ...
-
-    @property
-    def form(self) -> StructuredOutputsParams | None: ...
-
-    @property
-    def form_field(self) -> str: ...
-
-    @property
-    def include_reasoning(self) -> bool: ...
-
-    @property
-    def add_special_tokens(self) -> bool: ...
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a message. `name` is ignored but for a tool's, as by most templates; so are
     `parsed` and `provider_specific_fields`, in which clients repeat what they were answered.
     """
@@ -142,49 +146,44 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     provider_specific_fields: Any = None
 
 
-def piece(event: Event, is_first: bool) -> dict[str, Any]:
+def chunk_choice(event: Event, is_first: bool, **fields: Any) -> ChatChunkChoice:
     """The role comes with the first token, not before: clients take its chunk for that token."""
-    role = {"role": "assistant", "content": None} if is_first else {}
+    delta = MessageDelta(role="assistant", content=None) if is_first else MessageDelta()
     match event:
         case Content(text):
-            return {"delta": role | {"content": text} if text or is_first else {}}
+            if text or is_first:
+                delta.content = text
         case Reasoning(text):
-            return {"delta": role | told_reasoning(text)}
+            delta.reasoning_content = delta.reasoning = text  # both names are read by clients
         case CallBegin(index, id, name):
-            return {"delta": role | {"tool_calls": [{"index": index} | call_of(id, name, "")]}}
+            function = FunctionDelta(name, "")
+            delta.tool_calls = [ToolCallDelta(index, id, "function", function)]
         case CallArguments(index, text):
-            call = {"index": index, "function": {"arguments": text}}
-            return {"delta": role | {"tool_calls": [call]}}
+            function = FunctionDelta(arguments=text)
+            delta.tool_calls = [ToolCallDelta(index, function=function)]
+    return ChatChunkChoice(delta=delta, **fields)
 
 
-def message(answer: Answer) -> dict[str, Any]:
+def whole_choice(answer: Answer, **fields: Any) -> ChatCompletionChoice:
     has_only_calls = answer.calls and not answer.content
-    told = {"role": "assistant", "content": None if has_only_calls else answer.content}
-    told["refusal"] = None
+    content = None if has_only_calls else answer.content
+    message = ChatCompletionMessage("assistant", content, refusal=None)
     if answer.reasoning:
-        told |= told_reasoning(answer.reasoning)
+        message.reasoning_content = message.reasoning = answer.reasoning
     if answer.calls:
-        calls = [call_of(call.id, call.name, call.arguments) for call in answer.calls]
-        return {"message": told | {"tool_calls": calls}}
-    return {"message": told}
-
-
-def told_reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients read."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        each = answer.calls
+        calls = [ToolCall(c.id, "function", FunctionCall(c.name, c.arguments)) for c in each]
+        message.tool_calls = calls
+    return ChatCompletionChoice(message=message, **fields)
 
 
 SCHEMA = RouteSchema(
     "chatcmpl",
-    "chat.completion.chunk",
-    "chat.completion",
-    piece,
-    message,
-    chat_form,
+    ChatCompletionChunk,
+    ChatCompletion,
+    chunk_choice,
+    whole_choice,
+    lambda scored, namer: ChatLogprobs(sealed(chat_logprobs(scored, namer)), refusal=None),
     choices_have_prompts=False,
 )
 
@@ -193,11 +192,13 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked, tools = await service.parse(await service.bodies.read(request), CHAT)
+    asked, tools = await service.prompts.parse(await service.bodies.read(request), CHAT)
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
-        completion, reader = await begin(request, asked, tools, arrived)
-    return await respond(request, SCHEMA, asked, completion, reader=reader)
+        completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
+    served = service.served_to(completion.arrived)
+    formatter = CompletionFormatter(SCHEMA, served, asked, completion, reader=reader)
+    return await respond(request, completion, formatter, asked)
 
 
 async def fit_to_template(
@@ -206,13 +207,14 @@ async def fit_to_template(
     """The body whose template gets the effort as one of its names. An effort or tools that the
     template does not read are among the fields without effect.
     """
-    template, (name, effort) = service.input_processor.tokenizer.chat_template, asked.effort
+    template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
     if effort is None and not tools.tools:
         return asked
-    given, past, in_thread = kwargs or {}, list[str](), service.in_thread
-    is_free = template is not None and effort is not None and EFFORT not in given
-    if template is not None and is_free and await in_thread(template.reads, EFFORT):
-        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, EFFORT: effort})
+    given, past, in_thread = kwargs or {}, list[str](), service.prompts.in_thread
+    own = "reasoning_effort"  # as templates name it
+    is_free = template is not None and effort is not None and own not in given
+    if template is not None and is_free and await in_thread(template.reads, own):
+        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, own: effort})
     elif effort not in (None, "none"):
         past.append(name)
     if template is not None and tools.tools and not await in_thread(template.reads_tools):
@@ -221,51 +223,50 @@ async def fit_to_template(
 
 
 async def begin(
-    request: Request, asked: Conversation, tools: ToolsAsked, arrived: Arrival
+    request: Request, asked: Body, conversation: Conversation, arrived: Arrival
 ) -> tuple[LiveCompletion, AnswerReader | None]:
     """Queue the answer of a conversation; errors of its text name `messages`. Without a reader all
     of the text is content.
     """
     service: Service = request.app.state.service
+    tools = conversation.tools
     arrived = arrived._replace(adapter=service.check_model(asked.model))
-    checking = service.check_asked(asked.params, 1, "messages", asked.form_field)
+    checking = service.check_params(asked.params, 1, "messages", asked.form_field)
     await while_connected(request, checking)
     if tools.tools:
         check_readable(service, tools)
         check_form(service, asked, tools)
-    kept = service.input_processor.num_kept(asked.params)
-    rendering = render(service, asked, tools, kept)
-    text, prompt = await while_connected(request, rendering)
+    kept = service.prompts.processor.num_kept(asked.params)
+    text, prompt = await while_connected(request, render(service, conversation, kept))
     with blaming("messages"):
-        service.input_processor.check_length(prompt)
+        service.prompts.processor.check_length(prompt)
     formats, params = service.served.formats, asked.params
     if not tools.tools and formats.reasoning == "none":
-        return await service.ask([prompt], params, arrived, "messages"), None
-    reader = AnswerReader(formats, wanted(asked, tools), text)
+        return await service.admit([prompt], params, arrived, "messages"), None
+    most = None if tools.is_parallel else 1
+    enforced = tools.is_enforced, tools.is_named
+    wanted = Wanted(tools.tools, *enforced, conversation.include_reasoning, most)
+    reader = AnswerReader(formats, wanted, text)
     form = asked.form if tools.tools or reader.reasoning == "think" else None
     if form is not None and not tools.tools and form.kinds[0] not in JSON_KINDS:
         # All of the text obeys the form, which has no room for reasoning.
-        return await service.ask([prompt], params, arrived, "messages"), None
-    grammar = await service.in_thread(lambda: call_grammar(service, tools, reader, form))
+        return await service.admit([prompt], params, arrived, "messages"), None
+    grammar = await service.prompts.in_thread(lambda: call_grammar(service, tools, reader, form))
     if form is not None:  # that grammar has it
         params = msgspec.structs.replace(params, structured_outputs=None)
-    if grammar:  # `ask` checks it again, and finds what is known by then
-        checking = service.check_grammar(grammar, "tools", params.cache_salt)
+    if grammar:  # `admit` checks it again, and finds what is known by then
+        checking = service.prompts.check_grammar(grammar, "tools", params.cache_salt)
         await while_connected(request, checking)
-    return await service.ask([prompt], params, arrived, "messages", grammar, reader), reader
+    return await service.admit([prompt], params, arrived, "messages", grammar, reader), reader
 
 
 async def render(
-    service: Service, asked: Conversation, tools: ToolsAsked, kept: int | None
+    service: Service, conversation: Conversation, kept: int | None = None
 ) -> tuple[str, list[int]]:
     """The conversation as text, and its tokens or the last `kept` of them."""
-    text = await service.render(asked.messages, asked.options(tools))
-    return text, await service.tokenize(text, "messages", asked.add_special_tokens, kept)
-
-
-def wanted(asked: Conversation, tools: ToolsAsked) -> Wanted:
-    most = None if tools.is_parallel else 1
-    return Wanted(tools.tools, tools.is_enforced, tools.is_named, asked.include_reasoning, most)
+    prompts, special = service.prompts, conversation.add_special_tokens
+    text = await prompts.render(conversation.messages, conversation.options)
+    return text, await prompts.tokenize(text, "messages", special, kept)
 
 
 def check_readable(service: Service, asked: ToolsAsked) -> None:
@@ -287,7 +288,7 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         )
 
 
-def check_form(service: Service, asked: Conversation, tools: ToolsAsked) -> None:
+def check_form(service: Service, asked: Body, tools: ToolsAsked) -> None:
     """Refuse a form of the text beside tools where a text could not be told from a call, or has to
     be one.
     """
@@ -318,7 +319,7 @@ def call_grammar(
     if not asked.is_enforced and not asked.strict and form is None:
         return ""
     formats = service.served.formats
-    special = special_tokens(service.input_processor.tokenizer, formats)
+    special = special_tokens(service.prompts.processor.tokenizer, formats)
     thinks = reader.reasoning == "think"
     is_inside = thinks and reader.is_inside
     calls = CallGrammar(formats, asked.callable, special, thinks, is_inside, asked.strict)
@@ -332,18 +333,6 @@ def call_grammar(
         return calls.triggered()
     except GrammarError as e:
         raise RequestError(f"tools: {e}", "tools") from e
-
-
-async def encode(
-    service: Service,
-    messages: Sequence[dict[str, Any]],
-    options: ChatOptions,
-    add_special_tokens: bool,
-    kept: int | None = None,
-) -> list[int]:
-    """The conversation's tokens, or the last `kept` of them."""
-    text = await service.render(messages, options)
-    return await service.tokenize(text, "messages", add_special_tokens, kept)
 
 
 def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
@@ -365,19 +354,10 @@ def read_options(
     kwargs: dict[str, Any],
     asked: ToolsAsked,
 ) -> ChatOptions:
-    check_depth(kwargs, MAX_DEPTH)
+    if kwargs:
+        check_depth(kwargs, 32, "chat_template_kwargs")
     tools = [*asked.tools] or None
     return ChatOptions(add_generation_prompt, continue_final_message, kwargs, tools)
-
-
-def check_depth(value: Any, most: int) -> None:
-    if not most:
-        raise RequestError(
-            f"chat_template_kwargs: nested more than {MAX_DEPTH} deep", "chat_template_kwargs"
-        )
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            check_depth(item, most - 1)
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -387,7 +367,7 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
-    known = fields(Message)
+    known = fields(ChatMessage)
     kept = {key: value for key, value in given.items() if value is not None}
     values = {k: convert(v, known[k], f"{path}.{k}") for k, v in kept.items() if k in known}
     for key, value in kept.items():
@@ -400,7 +380,7 @@ def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
         raise RequestError(
             f"{path}.content: missing; give a string or text parts", f"{path}.content"
         )
-    return for_template(Message(**values), path)
+    return for_template(ChatMessage(**values), path)
 
 
 def check_role(values: dict[str, Any], path: str) -> None:
@@ -419,7 +399,7 @@ def check_role(values: dict[str, Any], path: str) -> None:
             )
 
 
-def for_template(message: Message, path: str) -> dict[str, Any]:
+def for_template(message: ChatMessage, path: str) -> dict[str, Any]:
     content, thoughts = message.content, list[str]()
     if isinstance(content, list):
         texts = list[str]()
@@ -464,6 +444,6 @@ def read_part(part: dict[str, Any], path: str) -> str:
 
 def check_no_op(key: str, value: Any, path: str) -> None:
     if key not in NO_OP:
-        refuse_unknown(key, [*fields(Message), *NO_OP], f"{path}.")
+        refuse_unknown(key, [*fields(ChatMessage), *NO_OP], f"{path}.")
     if not any(is_same(value, off) for off in NO_OP[key]):
         raise RequestError(f"{path}.{key} is not supported yet: leave it out", f"{path}.{key}")

@@ -11,13 +11,19 @@ from starlette.responses import Response
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.server.body import REFUSED, BodyKind, FormattedBody, convert, read
-from specserve.server.live_completion import Arrival, LiveCompletion, arrival
-from specserve.server.logprobs import completion_form
-from specserve.server.response import RouteSchema, respond, while_connected
-from specserve.server.service import Service
-from specserve.text.answer.events import Content
+from specserve.server.completion import Arrival, LiveCompletion, Service, arrival
+from specserve.server.formatter import CompletionFormatter, RouteSchema
+from specserve.server.logprobs import Namer, ScoredTokens, completion_logprobs, sealed
+from specserve.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+)
+from specserve.server.stream import respond, while_connected
+from specserve.text.answer.events import Content, Event
 
-Prompt = str | list[int]
 MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
 
 
@@ -57,13 +63,24 @@ class CompletionBody(FormattedBody, frozen=True, kw_only=True):
         return msgspec.structs.replace(given, max_tokens=most, prompt_logprobs=top)
 
 
+def chunk_choice(event: Event, is_first: bool, **fields: Any) -> CompletionChunkChoice:
+    text = event.text if isinstance(event, Content) else ""
+    return CompletionChunkChoice(text=text, **fields)
+
+
+def logprobs(scored: ScoredTokens, namer: Namer) -> CompletionLogprobs:
+    form = completion_logprobs(scored, namer)
+    form.top_logprobs = sealed(form.top_logprobs)
+    return form
+
+
 SCHEMA = RouteSchema(
     "cmpl",
-    "text_completion",
-    "text_completion",
-    lambda event, is_first: {"text": event.text if isinstance(event, Content) else ""},
-    lambda answer: {"text": answer.content},
-    completion_form,
+    CompletionChunk,
+    Completion,
+    chunk_choice,
+    lambda answer, **fields: CompletionChoice(text=answer.content, **fields),
+    logprobs,
     choices_have_prompts=True,
 )
 
@@ -73,38 +90,43 @@ async def completions(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     raw = await service.bodies.read(request)
-    asked, prompts = await service.parse(raw, COMPLETION)
+    asked, prompts = await service.prompts.parse(raw, COMPLETION)
     check_prompts(prompts, service.limits.max_prompts)
     if asked.reasoning_effort not in (None, "none"):  # no template could read it
         asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "reasoning_effort"))
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
-    return await respond(request, SCHEMA, asked, completion, echoed)
+    served = service.served_to(completion.arrived)
+    formatter = CompletionFormatter(SCHEMA, served, asked, completion, echoed)
+    return await respond(request, completion, formatter, asked)
 
 
 async def begin(
-    request: Request, asked: CompletionBody, prompts: list[Prompt], arrived: Arrival
+    request: Request, asked: CompletionBody, prompts: list[str | list[int]], arrived: Arrival
 ) -> tuple[LiveCompletion, Sequence[str]]:
     """Queue the prompts; with the texts that the choices begin with."""
     service: Service = request.app.state.service
     arrived = arrived._replace(adapter=service.check_model(asked.model))
-    checking = service.check_asked(asked.params, len(prompts), "prompt", asked.form_field)
+    checking = service.check_params(asked.params, len(prompts), "prompt", asked.form_field)
     await while_connected(request, checking)
-    kept = service.input_processor.num_kept(asked.params)
-    ids = await service.read_all(prompts, kept, asked.add_special_tokens)
+    kept = service.prompts.processor.num_kept(asked.params)
+    ids = await service.prompts.read_all(prompts, kept, asked.add_special_tokens)
     check_told(asked.params, ids)
-    echoed = await service.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
-    completion = await service.ask(ids, asked.params, arrived, "prompt")
+    echoed = (
+        await service.prompts.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
+    )
+    completion = await service.admit(ids, asked.params, arrived, "prompt")
     if asked.max_tokens == 0:
-        completion.keep_no_tokens()
+        for generation in completion.generations:  # before any token has come
+            generation.sampling = msgspec.structs.replace(generation.sampling, max_tokens=0)
     return completion, echoed
 
 
 def echo(
-    service: Service, asked: CompletionBody, prompts: list[Prompt], ids: list[list[int]]
+    service: Service, asked: CompletionBody, prompts: list[str | list[int]], ids: list[list[int]]
 ) -> list[str]:
     """The prompts' texts: as given, unless as ids or cut."""
-    decode = service.input_processor.tokenizer.decode
+    decode = service.prompts.processor.tokenizer.decode
     is_cut = asked.truncate_prompt_tokens is not None
     return [
         given if isinstance(given, str) and not is_cut else decode(its, asked.skip_special_tokens)
@@ -129,7 +151,7 @@ def check_told(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
         )
 
 
-def read_completion(raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
+def read_completion(raw: bytes) -> tuple[CompletionBody, list[str | list[int]]]:
     body = read(raw, CompletionBody)
     if body.logprobs is True:
         raise RequestError(
@@ -146,10 +168,10 @@ def read_completion(raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
     return body, read_prompts(body.prompt)
 
 
-COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[Prompt]])
+COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[str | list[int]]])
 
 
-def read_prompts(prompt: str | list[Any] | None) -> list[Prompt]:
+def read_prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
     """The prompts, from any of the four forms that the field may have."""
     if prompt is None or prompt == []:
         raise RequestError(
@@ -160,10 +182,10 @@ def read_prompts(prompt: str | list[Any] | None) -> list[Prompt]:
     if isinstance(prompt[0], int):
         return [convert(prompt, list[int], "prompt")]
     kind = list[str] if isinstance(prompt[0], str) else list[list[int]]
-    prompts: list[Prompt] = convert(prompt, kind, "prompt")
+    prompts: list[str | list[int]] = convert(prompt, kind, "prompt")
     return prompts
 
 
-def check_prompts(prompts: Sequence[Prompt], most: int) -> None:
+def check_prompts(prompts: Sequence[str | list[int]], most: int) -> None:
     if len(prompts) > most:
         raise RequestError(f"prompt: {len(prompts)} prompts, and {most} are allowed", "prompt")

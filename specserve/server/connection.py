@@ -5,12 +5,12 @@ import re
 import secrets
 from asyncio import BaseTransport, Event, TimerHandle, Transport
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, ClassVar
+from urllib.parse import quote, unquote
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -18,34 +18,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
 from specserve.errors import Overloaded, RequestError
-from specserve.logs import request_id
+from specserve.logs import ACCESS, request_id
 from specserve.process import empty_free_lists
-from specserve.server.access_log import write
-from specserve.server.live_completion import ENDS
+from specserve.server.completion import ENDS, LiveCompletion
 from specserve.server.refusal import (
-    HeadersTooLarge,
-    NoTunnel,
-    TimedOut,
+    Refusal,
     error_body,
     error_headers,
 )
 from specserve.server.uvicorn_interface import FlowControl, HttpToolsProtocol, RequestResponseCycle
 
-GRACE = 5.0  # seconds beyond the application's own timeout, whose error says what was too slow
 SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
 CHUNKS = "1.1"  # the first version of HTTP that has them
-SLASHES = re.compile("/+")
 CONNECTION = "specserve.connection"  # key of the ASGI scope: a `Connection` that takes streams over
-SEPARATORS = len(": \r\n")  # bytes of a header beside its name and value
 LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
 
 HEADER = b"x-request-id"  # by which an answer and its log lines are found
 TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
 
-# A connection has no second request before the first is answered, and an empty deque takes 0.7 KB.
-NO_PIPELINE = deque[Any](maxlen=0)
-
-log = logging.getLogger("specserve")
+log, access_log = logging.getLogger("specserve"), logging.getLogger(ACCESS)
 
 
 class Streaming(RequestResponseCycle):
@@ -80,10 +71,10 @@ class Connection(HttpToolsProtocol):
     # With uvicorn's attributes they are too many for the small kind of an instance's dict, by 1 KB.
     __slots__ = (
         "begun",
+        "completion",
         "ends",
         "is_in_headers",
         "is_input_closed",
-        "leave",
         "num_body",
         "num_pending",
         "stalled",
@@ -91,10 +82,12 @@ class Connection(HttpToolsProtocol):
     )
 
     limits: ServerConfig
+    # A connection answers one request at a time, and an empty deque takes 0.7 KB.
+    no_pipeline: ClassVar[deque[Any]] = deque(maxlen=0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pipeline = NO_PIPELINE
+        self.pipeline = self.no_pipeline
         self.timer: TimerHandle | None = None  # set while the rest of a request is awaited
         self.stalled: TimerHandle | None = None  # set while the client does not read its response
         self.is_in_headers = True
@@ -102,9 +95,8 @@ class Connection(HttpToolsProtocol):
         self.num_pending = 0  # bytes received since the last piece of a body or end of a request
         self.num_body = 0  # bytes of the request's body
         self.begun = 0.0  # seconds, perf_counter: when the request's first bytes came
-        # While it streams: what is called if it is lost, and, the last one first, when it has ended
-        self.leave: Callable[[], None] | None = None
-        self.ends: Sequence[Callable[[], None]] = ()
+        self.completion: LiveCompletion | None = None  # while it streams one
+        self.ends: Sequence[Callable[[], None]] = ()  # called when that has ended, the last first
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -119,9 +111,10 @@ class Connection(HttpToolsProtocol):
         self.resume_writing()
         if self.stalled is not None:
             self.stalled.cancel()
+            self.stalled = None
         super().connection_lost(exc)
-        if self.leave is not None:
-            self.leave()
+        if self.completion is not None:
+            self.completion.leave()
 
     @property
     def is_answering(self) -> bool:
@@ -162,7 +155,7 @@ class Connection(HttpToolsProtocol):
             self.close_input()
         elif self.parser.get_method() == b"CONNECT":
             log.warning("refused CONNECT from %s: this server is no proxy", self.client)
-            self.refuse(NoTunnel("this server is no proxy: send requests to it itself"))
+            self.refuse(Refusal(405, "this server is no proxy: send requests to it itself"))
         else:
             head = self.plain_head()
             self.parser = self.new_parser()
@@ -189,7 +182,7 @@ class Connection(HttpToolsProtocol):
             return
         self.expect_nothing()
         self.is_in_headers = False
-        lines = (len(name) + len(value) + SEPARATORS for name, value in self.headers)
+        lines = (len(name) + len(value) + len(": \r\n") for name, value in self.headers)
         size = len(self.url) + sum(lines)
         if self.is_answering:
             self.close_input()
@@ -201,7 +194,8 @@ class Connection(HttpToolsProtocol):
             )
         else:
             self.num_body = 0
-            self.timer = self.loop.call_later(self.limits.body_seconds + GRACE, self.cut)
+            # 5 s more than the application has, whose error says what was too slow.
+            self.timer = self.loop.call_later(self.limits.body_seconds + 5.0, self.cut)
             is_old = self.parser.get_http_version() < CHUNKS
             self.expect_100_continue = self.expect_100_continue and not is_old
             super().on_headers_complete()
@@ -238,10 +232,12 @@ class Connection(HttpToolsProtocol):
         request_id.set(id)  # until this task ends, which is the request's own
 
         async def send_open(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            is_start = message["type"] == "http.response.start"
+            if is_start:
                 message["headers"] = [*message.get("headers", ()), (HEADER, id.encode())]
-            if not is_begin_of_events(message):
-                if is_old and message["type"] == "http.response.start" and cycle.keep_alive:
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            if not (is_start and kind.startswith(b"text/event-stream")):
+                if is_old and is_start and cycle.keep_alive:
                     message["headers"].append((b"connection", b"keep-alive"))
                 await send(message)
                 return
@@ -255,48 +251,39 @@ class Connection(HttpToolsProtocol):
         try:
             await app(scope, receive, send_open)
         finally:
-            if self.leave is None:
-                call_all(scope[ENDS])
+            if self.completion is None:
+                for end in reversed(scope[ENDS]):
+                    end()
         if self.num_body > LARGE:
             empty_free_lists()
 
-    def take_over(self, leave: Callable[[], None], ends: Sequence[Callable[[], None]]) -> None:
-        """Go on with an event stream, whose head is sent, without the application, which is to
-        return: its task and the frames of its layers take memory for as long as they wait, and time
-        of each piece.
+    def take_over(self, completion: LiveCompletion, ends: Sequence[Callable[[], None]]) -> None:
+        """Become the sink of an event stream whose head is sent. The application is to return: its
+        task and the frames of its layers take memory for as long as they wait, and time of each
+        piece.
         """
         self.cycle.response_complete = True  # for uvicorn
         self.cycle = Streaming(self.cycle.keep_alive, self.cycle.chunked_encoding is True)
-        self.leave, self.ends = leave, ends
+        self.completion, self.ends = completion, ends
         if self.is_in_headers and not self.num_pending:  # nothing has come of another request
             self.scope, self.parser = None, None  # type: ignore[assignment]
         if self.transport.is_closing():
-            leave()
+            completion.leave()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a part of the stream in a task."""
-        task = self.loop.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client reads. What is written for one that has left is dropped."""
+        return self.stalled is None or self.transport.is_closing()
 
-    def write_events(self, events: bytes) -> bool:
-        """Send a piece of the stream; False where the client does not read, or has left, so that
-        `send_events` has to do it.
-        """
-        if self.stalled is not None or self.transport.is_closing():
-            return False
-        is_chunked = self.cycle.chunked_encoding
-        self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if is_chunked else events)
-        return True
+    def push(self, events: bytes) -> None:
+        """Send a part of the stream."""
+        if not self.transport.is_closing():
+            is_chunked = self.cycle.chunked_encoding
+            self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if is_chunked else events)
 
-    async def send_events(self, events: bytes) -> None:
-        """Send a piece of the stream once the client reads; drop it if the client has left."""
-        await self.flow.drain()
-        self.write_events(events)
-
-    def end_events(self) -> None:
+    def end(self) -> None:
         """End the stream."""
-        self.cycle.response_complete, self.leave = True, None
+        self.cycle.response_complete, self.completion = True, None
         if not self.transport.is_closing():
             if self.cycle.chunked_encoding:
                 self.transport.write(b"0\r\n\r\n")
@@ -304,7 +291,8 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             self.on_response_complete()
         ends, self.ends = self.ends, ()
-        call_all(ends)
+        for end in reversed(ends):
+            end()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -329,7 +317,8 @@ class Connection(HttpToolsProtocol):
     def on_slow_headers(self) -> None:
         self.timer = None
         if not self.is_answering:  # else a stray line end started the timer
-            self.refuse(TimedOut(f"no headers came within {self.limits.header_seconds:g} s"))
+            message = f"no headers came within {self.limits.header_seconds:g} s"
+            self.refuse(Refusal(408, message, "request_timeout"))
 
     def pause_writing(self) -> None:
         self.stalled = self.loop.call_later(self.limits.stall_seconds, self.cut)
@@ -341,6 +330,8 @@ class Connection(HttpToolsProtocol):
             self.stalled = None
         super().resume_writing()
         self.watch_last_bytes()
+        if self.completion is not None:
+            self.completion.wake()
 
     def watch_last_bytes(self) -> None:
         """Cut a client that does not read them: a transport that is closed waits for it."""
@@ -383,25 +374,12 @@ class Connection(HttpToolsProtocol):
         given = unquote(url.partition(b"?")[0].decode("latin-1"))
         path = canonical(given) if given else "-"
         method = self.parser.get_method().decode() if url else "-"
-        write(method, path, status, perf_counter() - self.begun, {}, id)
-
-
-def call_all(ends: Sequence[Callable[[], None]]) -> None:
-    for end in reversed(ends):
-        end()
-
-
-def is_begin_of_events(message: Message) -> bool:
-    """Whether this ASGI message begins a stream of server-sent events."""
-    return message["type"] == "http.response.start" and any(
-        name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in message.get("headers", ())
-    )
+        log_request(method, path, status, perf_counter() - self.begun, {}, id)
 
 
 def canonical(path: str) -> str:
     """Without empty segments, and without a slash at the end."""
-    return SLASHES.sub("/", path).rstrip("/") or "/"
+    return re.sub("/+", "/", path).rstrip("/") or "/"
 
 
 def bounded(limits: ServerConfig) -> type[Connection]:
@@ -409,11 +387,39 @@ def bounded(limits: ServerConfig) -> type[Connection]:
     return type("Bounded", (Connection,), {"limits": limits})
 
 
-def too_large(limits: ServerConfig) -> HeadersTooLarge:
-    return HeadersTooLarge(f"the headers are larger than {limits.max_header_bytes} bytes")
+def too_large(limits: ServerConfig) -> Refusal:
+    message = f"the headers are larger than {limits.max_header_bytes} bytes"
+    return Refusal(431, message, "headers_too_large")
 
 
 def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's own, if it can be shown anywhere; else a new one."""
     given = next((value for name, value in headers if name == HEADER), b"")
     return given.decode() if TAKEN.fullmatch(given) else f"req-{secrets.token_hex(16)}"
+
+
+def log_request(
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    fields: dict[str, Any],
+    request_id: str = "",
+) -> None:
+    """A line of the access log; without `request_id`, with that of the current task.
+
+    It has no query, which may hold a secret. It is quoted, as a path may move the cursor. Optional
+    are the number of the API key and, of a completion, tokens, milliseconds and the end.
+    """
+    path, ms = quote(path[:200], safe="/:"), 1e3 * seconds
+    words = [f"{method} {path} {status} {ms:.0f} ms"]
+    if "key" in fields:
+        words.append(f"key {fields['key']}")
+    if "prompt_tokens" in fields:
+        counts = fields["prompt_tokens"], fields["completion_tokens"]
+        words.append("{} prompt tokens, {} completed".format(*counts))
+        words += [f"TTFT {fields['ttft_ms']:.0f} ms"] if "ttft_ms" in fields else []
+        words.append("client left" if fields["client_left"] else fields["finish_reason"])
+    known = {"method": method, "path": path, "status": status, "duration_ms": round(ms, 1)}
+    extra = {"fields": known | fields, "request_id": request_id}
+    access_log.info("%s", ", ".join(words), extra=extra)

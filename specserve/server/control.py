@@ -3,27 +3,31 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.config import Config
 from specserve.errors import ConfigError, RequestError, SpecserveError
-from specserve.exchange.guessing import Change, Guesses, Guessing, differences
+from specserve.exchange.speculation_control import (
+    Change,
+    SpeculationControl,
+    SpeculationSettings,
+    differences,
+    settings_of,
+)
 from specserve.logs import escaped
 from specserve.models import preflight
 from specserve.models.folder import name_of
 from specserve.server.body import read_fields
-from specserve.server.live_completion import tenant_of
-from specserve.server.refusal import cut
-from specserve.server.response import json_response
-from specserve.server.service import Service
+from specserve.server.completion import Service, tenant_of
+from specserve.server.protocol import SpeculationStatus, Targets
+from specserve.server.refusal import cut, json_response
 
 log = logging.getLogger("specserve")
-
-Asked = Callable[[Guessing], Config]  # ConfigError for what cannot be
 
 
 class DraftModelBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,29 +44,33 @@ class DraftModelBody(msgspec.Struct, frozen=True, kw_only=True):
 async def speculation(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
-    return await told(request)
+    return await status_of(request)
 
 
-async def told(request: Request) -> Response:
+async def status_of(request: Request) -> Response:
     service: Service = request.app.state.service
-    state = msgspec.structs.asdict(await service.engine.speculation(tenant_of(request.scope)))
-    del state["tenant"]
-    config, served = service.guessing.config, service.served
-    draft_model = None if served.draft_weights is None else name_of(str(config.draft))
+    state = await service.engine.speculation(tenant_of(request.scope))
+    config, served = service.speculation.config, service.served
+    is_off = served.row_invariant is False  # no drafter runs, whatever was asked for
     options = {k: v for k, v in config.drafter.options.items() if k != "sources"}
-    chosen: dict[str, Any] = {
-        "drafter": config.drafter.name,
-        "draft_model": draft_model,
-        "draft_head": None if served.draft_head is None else served.draft_head.name,
-        "options": options,
-    }
-    if served.row_invariant is not None:
-        chosen["row_invariant"] = served.row_invariant
-    if served.row_invariant is False:  # whoever was to guess does not
-        chosen |= {"drafter": "none", "options": {}}
-    targets = {"ttft_ms": config.scheduler.ttft_ms, "tpot_ms": config.scheduler.tpot_ms}
-    targets["min_tpot_ms"] = config.min_tpot_ms
-    return json_response({"object": "speculation"} | chosen | state | {"slo": targets})
+    ttft_ms, tpot_ms = config.scheduler.ttft_ms, config.scheduler.tpot_ms
+    status = SpeculationStatus(
+        drafter="none" if is_off else config.drafter.name,
+        draft_model=None if served.draft_weights is None else name_of(str(config.draft)),
+        draft_head=None if served.draft_head is None else served.draft_head.name,
+        options={} if is_off else options,
+        sources=[*state.sources],
+        known_sources=[*state.known_sources],
+        max_nodes=state.max_nodes,
+        max_step_nodes=state.max_step_nodes,
+        costs=state.costs,
+        plain_steps=state.plain_steps,
+        calibration=state.calibration,
+        plan=state.plan,
+        slo=Targets(ttft_ms, tpot_ms, config.min_tpot_ms),
+        row_invariant=UNSET if served.row_invariant is None else served.row_invariant,
+    )
+    return json_response(status)
 
 
 async def change_speculation(request: Request) -> Response:
@@ -74,54 +82,61 @@ async def load_draft_model(request: Request) -> Response:
 
 
 async def remove_draft_model(request: Request) -> Response:
-    return await changed(request, lambda _: Guessing.without_draft_model)
+    return await changed(request, lambda _: SpeculationControl.without_draft_model)
 
 
-def change_asked(raw: bytes) -> Asked:
+def change_asked(raw: bytes) -> Callable[[SpeculationControl], Config]:
     change = read_fields(raw, Change)
-    return lambda guessing: guessing.changed(change)
+    return lambda control: control.changed(change)
 
 
-def draft_model_asked(raw: bytes) -> Asked:
+def draft_model_asked(raw: bytes) -> Callable[[SpeculationControl], Config]:
     asked = read_fields(raw, DraftModelBody)
     model = asked.model
     if model is None:
         raise RequestError(
             "model: name the draft model: a folder, a .gguf file or a hub id", "model"
         )
-    return lambda guessing: guessing.with_draft_model(model, asked.quantize)
+    return lambda control: control.with_draft_model(model, asked.quantize)
 
 
-async def changed(request: Request, read: Callable[[bytes], Asked]) -> Response:
+async def changed(
+    request: Request, read: Callable[[bytes], Callable[[SpeculationControl], Config]]
+) -> Response:
     """Have the engine guess as the body asks; the state of speculation then. The log tells what
     differs, or why nothing does.
     """
     service: Service = request.app.state.service
     service.check_open()
     try:
-        before, after = await change(service, read(await service.bodies.read(request)))
+        difference = await change(service, read(await service.bodies.read(request)))
     except (SpecserveError, OSError) as e:
         log.info("speculation stays as it is: %s", escaped(cut(str(e))))
         if isinstance(e, ConfigError | OSError):  # a path may be one that the system refuses
             raise RequestError(str(e)) from e
         raise
-    log.info("speculation is changed: %s", differences(before, after))
-    return await told(request)
+    log.info("speculation is changed: %s", difference)
+    return await status_of(request)
 
 
-async def change(service: Service, asked: Asked) -> tuple[Guesses, Guesses]:
-    """By what the engine guessed, and guesses from the next step on."""
-    before: list[Guesses] = []
+async def change(service: Service, asked: Callable[[SpeculationControl], Config]) -> str:
+    """Change speculation from the next step on. Returns what differs, in words."""
+    before: list[SpeculationSettings] = []
+
+    def settings() -> SpeculationSettings:
+        served = service.served
+        has_draft_model = served.draft_weights is not None
+        return settings_of(service.speculation.config, served.sources, has_draft_model)
 
     def find() -> Config:
-        config = asked(service.guessing)
+        config = asked(service.speculation)
         preflight.check(config)
         return config
 
     async def checked() -> Config:
         config = await asyncio.to_thread(find)
-        before.append(service.guesses)  # once the changes before it are done
+        before.append(settings())  # once the changes before it are done
         return config
 
     await service.engine.change(checked)
-    return before[0], service.guesses
+    return differences(before[0], settings())

@@ -25,12 +25,10 @@ from specserve.text.grammars.compiled import (
 )
 
 SECONDS = 0.8  # of CPU time to compile one, of the second within which it is refused
-MAX_MEMORY = 1 << 28  # bytes of address space for a grammar, beside the vocabulary
 TOO_MUCH = "it needs too much memory"
-YIELDING = 10  # niceness: the steps of streams come first
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """The model's folder or file, the size of its logits, and the ids that end texts."""
 
     model: str
@@ -39,14 +37,14 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:
-    """The first frame is `Tokens`; each other one is a grammar."""
+    """The first frame is `GrammarSetup`; each other one is a grammar."""
     with suppress(OSError):
-        os.nice(YIELDING)
-    tokens = msgspec.msgpack.decode(first, type=Tokens)
-    tokenizer = open_source(Path(tokens.model)).tokenizer()
-    vocabulary = vocabulary_of(tokenizer, tokens.size, tokens.end_ids)
+        os.nice(10)  # the steps of streams come first
+    setup = msgspec.msgpack.decode(first, type=GrammarSetup)
+    tokenizer = open_source(Path(setup.model)).tokenizer()
+    vocabulary = vocabulary_of(tokenizer, setup.size, setup.end_ids)
     del tokenizer
-    bound_memory(address_space() + MAX_MEMORY)
+    bound_memory(address_space() + (1 << 28))
     start()
 
     def compiled(grammar: bytes) -> Done | Refused:

@@ -1,13 +1,19 @@
-"""Logprobs in the JSON of the completion routes."""
+"""Logprobs as the completion routes send them."""
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from specserve.api.generation import Logprob, prompt_tables
 from specserve.exchange.messages import TokenLogprobs
+from specserve.server.protocol import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from specserve.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM's number
@@ -15,8 +21,8 @@ encode = msgspec.json.Encoder().encode
 NEAR = 8  # characters in which a token's text is searched for where the text is another
 
 
-class Told(NamedTuple):
-    """Tokens of a choice and, where it is told, of its prompt."""
+class ScoredTokens(NamedTuple):
+    """Tokens of a choice or of its prompt, and their logprobs."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]  # None of a prompt's first token
@@ -44,20 +50,19 @@ class Namer:
         return zip(its.ids[: self.num_top], its.top, strict=False)
 
 
-def chat_form(told: Told, namer: Namer) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        written = [*namer.tokenizer.token_bytes(token)]
-        return {"token": namer.name(token), "logprob": finite(logprob), "bytes": written}
+def chat_logprobs(scored: ScoredTokens, namer: Namer) -> list[TokenLogprob]:
+    def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return namer.name(token), finite(logprob), [*namer.tokenizer.token_bytes(token)]
 
     content = []
-    for token, its in zip(told.tokens, told.logprobs, strict=True):
-        assert its is not None, "a chat does not tell its prompt"
-        top = [entry(*one) for one in namer.top(its)]
-        content.append(entry(token, its.logprob) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
+    for token, its in zip(scored.tokens, scored.logprobs, strict=True):
+        assert its is not None, "a chat does not echo its prompt"
+        top = [TopLogprob(*entry(*one)) for one in namer.top(its)]
+        content.append(TokenLogprob(*entry(token, its.logprob), top))
+    return content
 
 
-def completion_form(told: Told, namer: Namer) -> dict[str, Any]:
+def completion_logprobs(scored: ScoredTokens, namer: Namer) -> CompletionLogprobs:
     def table(token: int, its: TokenLogprobs) -> dict[str, float]:
         """By name; of tokens with one name, the likelier."""
         found = dict[str, float]()
@@ -66,18 +71,18 @@ def completion_form(told: Told, namer: Namer) -> dict[str, Any]:
             found[name] = max(finite(logprob), found.get(name, LEAST))
         return found
 
-    both = [*zip(told.tokens, told.logprobs, strict=True)]
-    return {
-        "tokens": [namer.name(token) for token in told.tokens],
-        "token_logprobs": [its and finite(its.logprob) for its in told.logprobs],
-        "top_logprobs": [its and table(token, its) for token, its in both],
-        "text_offset": told.starts,
-    }
+    both = [*zip(scored.tokens, scored.logprobs, strict=True)]
+    return CompletionLogprobs(
+        tokens=[namer.name(token) for token in scored.tokens],
+        token_logprobs=[None if its is None else finite(its.logprob) for _, its in both],
+        top_logprobs=[None if its is None else table(token, its) for token, its in both],
+        text_offset=[*scored.starts],
+    )
 
 
-def prompt_form(
+def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int, tokenizer: Tokenizer
-) -> list[dict[int, Logprob] | None]:
+) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`."""
 
     def sendable(entry: Logprob) -> Logprob:
@@ -91,15 +96,11 @@ def prompt_form(
     return [table and {id: sendable(entry) for id, entry in table.items()} for table in told]
 
 
-def sealed(form: Any) -> Any:
-    """A form whose tables are JSON already, each by itself: an encoder that is given all of them
-    lets no other thread run until it is done.
+def sealed(tables: Iterable[Any]) -> list[Any]:
+    """Tables as JSON, each by itself: an encoder that is given all of them lets no other thread run
+    until it is done.
     """
-    if isinstance(form, dict):
-        return {name: sealed(column) for name, column in form.items()}
-    if not isinstance(form, list):
-        return form
-    return [msgspec.Raw(encode(x)) if isinstance(x, dict) else x for x in form]
+    return [None if table is None else msgspec.Raw(encode(table)) for table in tables]
 
 
 def finite(logprob: float) -> float:

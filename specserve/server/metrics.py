@@ -1,9 +1,10 @@
 """Prometheus metrics: vLLM's names where it has one, so that dashboards work unchanged."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
+from time import time
 from typing import TypeVar
 
 from prometheus_client import (
@@ -13,20 +14,25 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from specserve.api.generation import Generation
-from specserve.exchange.messages import Ready, Report, Stats
-from specserve.server.source_metrics import SourceMetrics
+from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 
 # From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
 SLOW = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 SECONDS = FAST + SLOW
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+LABELS = ["model_name", "engine", "source"]
 M = TypeVar("M", bound=MetricWrapperBase)
 
 # These would be a second series for every counter, which no dashboard reads.
@@ -57,13 +63,82 @@ class Histogram(Collector):
         yield family
 
 
+class SourceMetrics(Collector):
+    """What several sources guess at once counts for each. `sums` are those of the last report."""
+
+    def __init__(self, model: str, max_nodes: int) -> None:
+        self.model, self.max_nodes = model, max_nodes
+        self.sums: Mapping[str, SourceStats] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        yield self.counter("source_proposed_tokens", "Guesses proposed.", "proposed")
+        yield self.counter("source_verified_tokens", "Guesses verified.", "verified")
+        yield self.counter("source_seconds", "Wall time of proposing.", "seconds")
+        yield self.counter("drafter_errors", "Exceptions of a drafter.", "errors")
+        yield self.accepted()
+        yield self.saved()
+
+    def counter(self, name: str, words: str, field: str) -> Metric:
+        counter = CounterMetricFamily(f"specserve_{name}", words, labels=LABELS)
+        for source, sums in self.sums.items():
+            counter.add_metric(self.labels(source), getattr(sums, field))
+        return counter
+
+    def accepted(self) -> Metric:
+        words = "Guesses accepted, by depth in the tree from 0."
+        name, labels = "specserve_source_accepted_tokens", [*LABELS, "position"]
+        counter = CounterMetricFamily(name, words, labels=labels)
+        for source, sums in self.sums.items():
+            for depth in range(self.max_nodes):
+                count = sums.accepted[depth] if depth < len(sums.accepted) else 0
+                counter.add_metric([*self.labels(source), str(depth)], count)
+        return counter
+
+    def saved(self) -> Metric:
+        words = "Estimated time saved so far, less the time of proposing."
+        gauge = GaugeMetricFamily("specserve_source_saved_seconds", words, labels=LABELS)
+        for source, sums in self.sums.items():
+            gauge.add_metric(self.labels(source), sums.saved_seconds)
+        return gauge
+
+    def labels(self, source: str) -> list[str]:
+        return [self.model, "0", source]
+
+
+class AdapterMetrics(Collector):
+    """The adapters that requests have, under vLLM's name, by which routers choose a replica. Empty
+    without adapters.
+
+    `names` are those of completions that have had tokens, or of the others.
+    """
+
+    def __init__(self, num_slots: int, names: Callable[[bool], set[str]]) -> None:
+        self.num_slots, self.names = num_slots, names
+
+    def collect(self) -> Iterator[Metric]:
+        if self.num_slots == 0:
+            return
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        words = "Adapters of running and of waiting requests; the value is the time."
+        gauge = GaugeMetricFamily("vllm:lora_requests_info", words, labels=labels)
+        waiting, running = (",".join(sorted(self.names(has))) for has in (False, True))
+        gauge.add_metric([str(self.num_slots), waiting, running], time())
+        yield gauge
+
+
 class Metrics:
     """Counts engine reports and ended requests; `text` is the body of /metrics.
 
     What comes with every step is only noted, and counted by `settle` when somebody asks.
     """
 
-    def __init__(self, model: str, max_nodes: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        max_nodes: int,
+        num_adapter_slots: int = 0,
+        adapters: Callable[[bool], set[str]] = lambda has_tokens: set(),
+    ) -> None:
         self.registry, self.model = CollectorRegistry(), model
         self.report: Report | None = None  # the last one
         self.stats = Stats()  # its own
@@ -131,6 +206,7 @@ class Metrics:
         )
         self.step_tokens = self.histogram("vllm:iteration_tokens_total", "Rows of a step.", TOKENS)
         self.add_request_series()
+        self.registry.register(AdapterMetrics(num_adapter_slots, adapters))
 
     def add_request_series(self) -> None:
         self.ttft = self.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from specserve.server.answers import Error
 from specserve.server.body import UNSET, Body, passed_over
+from specserve.server.protocol import Error
 from specserve.version import VERSION
 
 REF = "#/components/schemas/{name}"

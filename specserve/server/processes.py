@@ -14,31 +14,28 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from specserve.errors import Overloaded, RequestError
-from specserve.exchange.fair_queue import Turns, current_tenant, owner
+from specserve.exchange.fair_queue import FairTurns, current_tenant, owner
 from specserve.exchange.messages import Frames, pack
 from specserve.exchange.spawn import start_process
 from specserve.server import grammar_process, template_process
 from specserve.server.body import LARGE, BodyKind
-from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started
-from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
+from specserve.server.bounded_process import Data, Done, FromProcess, ProcessStarted, Refused, Reply
+from specserve.server.grammar_process import SECONDS, TOO_MUCH, GrammarSetup
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.grammars.verdicts import Verdicts
 from specserve.text.template_messages import Message
 
-READER = "specserve.server.body_process"  # it imports the routes, and these this module
 T = TypeVar("T")
 NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
-SOON = 1.0  # seconds from the server's start to that of the first process for grammars
+SOON = 1.0  # seconds from the server's start to that of a first process that is not urgent
 PATIENCE = 4 * SECONDS  # for a grammar, on the clock: other processes may need the CPU, too
-BODY_PATIENCE = 8.0  # seconds to read a body, on the clock
-FAULTS = -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS  # where memory or a stack ends
 
 log = logging.getLogger("specserve")
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
-class Ended(Exception):
+class ProcessEnded(Exception):
     """The process has ended while it was at work, with this status."""
 
     def __init__(self, status: int) -> None:
@@ -53,20 +50,21 @@ class Processes:
     """
 
     def __init__(
-        self, module: str, first: bytes, seconds: float, name: str, at_start: int = NUM_PROCESSES
+        self, module: str, first: bytes, seconds: float, name: str, is_urgent: bool = False
     ) -> None:
-        """`first` is a process's first frame; `name` tells in messages what it works on. More than
-        `at_start` processes start when something is asked.
+        """`first` is a process's first frame; `name` tells in messages what it works on. Unless it
+        is urgent, the first process starts after the server's own start, or once it is needed.
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
         self.asked = Counter[Hashable]()  # by owner: what is done or waits for it
         self.is_closed = False
-        self.turns = Turns(NUM_PROCESSES)
+        self.turns = FairTurns(NUM_PROCESSES)
         self.free: asyncio.Queue[Process] = asyncio.Queue()
-        self.processes = [self.begun() for _ in range(at_start)]
+        self.processes = [self.begun() for _ in range(NUM_PROCESSES if is_urgent else 0)]
         self.replaced: list[Process] = []  # those that have not ended yet
         for process in self.processes:
             self.free.put_nowait(process)
+        self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -81,7 +79,7 @@ class Processes:
                 del self.asked[who]
 
     async def ask(self, payload: bytes) -> Reply:
-        """TimeoutError after the deadline, `Ended` if the process has ended."""
+        """TimeoutError after the deadline, `ProcessEnded` if the process has ended."""
         async with self.turns.turn(is_large=len(payload) > LARGE):
             return await self.ask_now(payload)
 
@@ -142,7 +140,13 @@ class Processes:
         self.replaced = [p for p in [*self.replaced, old] if not p.ended.is_set()]
         return new
 
+    def begin_first(self) -> None:
+        if not self.processes:
+            with suppress(Overloaded):  # whoever needs it tries again
+                self.begin_another()
+
     async def close(self) -> None:
+        self.timer.cancel()
         self.is_closed = True
         for process in [*self.processes, *self.replaced]:
             process.close()
@@ -191,7 +195,7 @@ class Process(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for payload in self.frames.feed(data):
             match decode(payload):
-                case Started():
+                case ProcessStarted():
                     self.started.set()
                 case reply if self.reply is not None and not self.reply.done():
                     if isinstance(reply, Refused) and reply.is_last:
@@ -204,7 +208,7 @@ class Process(asyncio.Protocol):
         self.started.set()  # wakes `ask`, which then sees has_ended
         self.ended.set()
         if self.reply is not None and not self.reply.done():
-            self.reply.set_exception(Ended(status))
+            self.reply.set_exception(ProcessEnded(status))
 
 
 def packed(value: Any, field: str) -> msgspec.Raw:
@@ -216,7 +220,8 @@ def packed(value: Any, field: str) -> msgspec.Raw:
 
 class TemplateProcesses(Processes):
     def __init__(self, template: ChatTemplate, seconds: float) -> None:
-        super().__init__(template_process.__name__, encode(template), seconds, "chat template")
+        module = template_process.__name__
+        super().__init__(module, encode(template), seconds, "chat template", is_urgent=True)
 
     async def render(
         self,
@@ -233,7 +238,7 @@ class TemplateProcesses(Processes):
                 f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
                 "messages",
             ) from e
-        except Ended as e:
+        except ProcessEnded as e:
             raise Overloaded("the process of the chat template ended: ask again") from e
         match reply:
             case Done(text):
@@ -250,27 +255,12 @@ class Check(msgspec.Struct):
     num_waiting: int = 0
 
 
-class LaterProcesses(Processes):
-    """Processes of which the first starts before it is needed, but after the server's own start."""
-
-    def __init__(self, module: str, first: bytes, seconds: float, name: str) -> None:
-        super().__init__(module, first, seconds, name, at_start=0)
-        self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
-
-    def begin_first(self) -> None:
-        if not self.processes:
-            with suppress(Overloaded):  # whoever needs it tries again
-                self.begin_another()
-
-    async def close(self) -> None:
-        self.timer.cancel()
-        await super().close()
-
-
-class BodyProcesses(LaterProcesses):
+class BodyProcesses(Processes):
     def __init__(self, max_items: int) -> None:
         """Bodies have at most so many items."""
-        super().__init__(READER, encode(max_items), BODY_PATIENCE, "request body")
+        # The process imports the routes, and these import this module. 8 s are on the clock.
+        module = "specserve.server.body_process"
+        super().__init__(module, encode(max_items), 8.0, "request body")
 
     async def read(self, raw: bytes, kind: BodyKind[T]) -> T:
         """RequestError for a body that is refused, or takes too long."""
@@ -279,7 +269,7 @@ class BodyProcesses(LaterProcesses):
                 reply = await self.ask(encode((kind.name, raw)))
         except TimeoutError as e:
             raise Overloaded("other processes need the CPU: ask again") from e
-        except Ended as e:
+        except ProcessEnded as e:
             if e.status == -signal.SIGPROF:
                 raise RequestError("the body takes too long to read: send fewer items") from e
             raise Overloaded("the process that reads the body ended: ask again") from e
@@ -294,9 +284,9 @@ class BodyProcesses(LaterProcesses):
         raise TypeError(reply)
 
 
-class GrammarProcesses(LaterProcesses):
-    def __init__(self, tokens: Tokens) -> None:
-        first = msgspec.msgpack.encode(tokens)
+class GrammarProcesses(Processes):
+    def __init__(self, setup: GrammarSetup) -> None:
+        first = msgspec.msgpack.encode(setup)
         super().__init__(grammar_process.__name__, first, PATIENCE, "grammar")
         self.verdicts = Verdicts()
         # That run or wait, by owner, grammar and salt.
@@ -340,10 +330,11 @@ class GrammarProcesses(LaterProcesses):
                 return reply.message if isinstance(reply, Refused) else ""
             except TimeoutError as e:
                 raise Overloaded("other processes need the CPU: ask again") from e
-            except Ended as e:
+            except ProcessEnded as e:
                 if e.status == -signal.SIGPROF:
                     log.warning("a grammar took more than %g s: its process is replaced", SECONDS)
                     return f"it takes more than {SECONDS:g} s to compile: send a simpler one"
-                if e.status in FAULTS:
+                # The memory or a stack has ended.
+                if -e.status in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
                     return TOO_MUCH
         raise Overloaded("the process that compiles the grammar ended: ask again")

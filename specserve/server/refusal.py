@@ -1,49 +1,24 @@
-"""Error responses in OpenAI's shape, and the request errors that only HTTP has."""
+"""JSON responses, errors in OpenAI's shape, and the request errors that only HTTP has."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
 
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
+from specserve.server.protocol import Error, ErrorDetails
 
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
 
 
-class NotFound(RequestError):
-    status = 404
+class Refusal(RequestError):
+    """A request error with another status than 400."""
 
-
-class NoRoute(RequestError):
-    status = 404
-
-
-class Foreign(RequestError):
-    status, code = 403, "origin_not_allowed"
-
-
-class NotAllowed(RequestError):
-    status, code = 403, "admin_key_needed"
-
-
-class Unauthorized(RequestError):
-    status, code = 401, "invalid_api_key"
-
-
-class NoTunnel(RequestError):
-    status = 405
-
-
-class TooLarge(RequestError):
-    status, code = 413, "request_too_large"
-
-
-class HeadersTooLarge(RequestError):
-    status, code = 431, "headers_too_large"
-
-
-class TimedOut(RequestError):
-    status, code = 408, "request_timeout"
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message, param)
+        self.status, self.code = status, code
 
 
 class DeadlineExceeded(RequestError):
@@ -67,8 +42,7 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    """OpenAI's shape: four fields, `code` a string or null."""
+def error_body(error: BaseException) -> Error:
     message, param, code = str(error), None, None
     match error:
         case RequestError():
@@ -82,7 +56,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
         case _:
             # A bug: its message may hold anything, and goes to the log only.
             message, kind, code = "the server failed; its log says why", "server_error", "internal"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return Error(ErrorDetails(message, kind, param, code))
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
@@ -96,14 +70,19 @@ def error_headers(error: BaseException) -> dict[str, str]:
             return {"Retry-After": str(error.retry_after)}
         case EndsEngines() | DamagedModel():
             return {"x-should-retry": "false"}
-        case Unauthorized():
+        case Refusal(status=401):
             return {"WWW-Authenticate": "Bearer"}
-        case NoTunnel():
+        case Refusal(status=405):
             return {"Allow": "GET, HEAD, POST"}
     return {}
 
 
 def error_response(error: BaseException) -> Response:
-    body = msgspec.json.encode(error_body(error))
-    status = getattr(error, "status", 500)
-    return Response(body, status, error_headers(error), "application/json")
+    return json_response(error_body(error), getattr(error, "status", 500), error_headers(error))
+
+
+def json_response(
+    content: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status, headers=headers, media_type="application/json")

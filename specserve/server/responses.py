@@ -1,7 +1,10 @@
 """POST /v1/responses: a chat in the form of OpenAI's newer route; nothing is stored."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+import secrets
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -11,21 +14,55 @@ from starlette.responses import Response
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
 from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
-from specserve.server.chat import begin, fit_to_template, read_message, read_options
-from specserve.server.live_completion import arrival
-from specserve.server.response import EventStream, answer_whole
-from specserve.server.response_events import ResponseWriter
-from specserve.server.response_items import AnyItem, read_input
-from specserve.server.response_tools import AnyTool, read_flat_tools
-from specserve.server.service import Service
+from specserve.server.chat import Conversation, begin, fit_to_template, read_message, read_options
+from specserve.server.completion import ChoiceDelta, LiveCompletion, ServedModel, Service, arrival
+from specserve.server.formatter import statistics, usage_of
+from specserve.server.logprobs import Namer, ScoredTokens, chat_logprobs, sealed
+from specserve.server.protocol import (
+    AnyOutput,
+    ArgumentsDelta,
+    ArgumentsDone,
+    Completed,
+    Created,
+    ErrorEvent,
+    FailedEnd,
+    IncompleteDetails,
+    IncompleteEnd,
+    InProgress,
+    InputDetails,
+    ItemAdded,
+    ItemDone,
+    OutputCall,
+    OutputDetails,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningSettings,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponseUsage,
+    TextDelta,
+    TextDone,
+)
+from specserve.server.refusal import error_body
+from specserve.server.response_input import AnyItem, AnyTool, read_flat_tools, read_input
+from specserve.server.stream import COMMENT, event, respond
 from specserve.server.tools import ToolsAsked
-from specserve.text.chat_template import ChatOptions
+from specserve.text.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
+from specserve.text.answer.formats import AnswerReader, PlainParser
 from specserve.text.grammars.asked import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
 STORED = "responses are not stored: send the whole conversation as input"
 IN_CHATS = "send the conversation to /v1/chat/completions, where it is supported"
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+E = TypeVar("E", bound=ResponseEvent)
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +92,8 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return StructuredOutputsParams(json=self.schema, strict=bool(self.strict))
 
     @property
-    def told(self) -> dict[str, Any]:
-        """As answers repeat it."""
+    def echoed(self) -> dict[str, Any]:
+        """As responses repeat it."""
         given = msgspec.structs.asdict(self)
         return {name: value for name, value in given.items() if value is not None}
 
@@ -144,7 +181,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     messages: tuple[dict[str, Any], ...] = ()  # what `input` and `instructions` become
-    add_special_tokens: ClassVar[bool] = False  # the template writes its own
 
     @property
     def effort(self) -> tuple[str, str | None]:
@@ -165,26 +201,290 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     def form_field(self) -> str:
         return super().form_field if self.text.format.asked is None else "text.format"
 
-    def options(self, tools: ToolsAsked) -> ChatOptions:
-        return read_options(None, False, self.chat_template_kwargs or {}, tools)
+    def conversation(self, tools: ToolsAsked) -> Conversation:
+        options = read_options(None, False, self.chat_template_kwargs or {}, tools)
+        # The template writes the special tokens.
+        return Conversation(self.messages, options, tools, False, self.include_reasoning)
+
+
+class OpenItem:
+    """The last item of the output, while text is added to it. `item` has none of it."""
+
+    def __init__(self, index: int, item: AnyOutput) -> None:
+        self.index, self.item = index, item
+        self.texts, self.logprobs = list[str](), list[Any]()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where its text is, in events."""
+        within = {} if isinstance(self.item, OutputCall) else {"content_index": 0}
+        return {"item_id": self.item.id, "output_index": self.index} | within
+
+    @property
+    def part(self) -> OutputText | ReasoningText | None:
+        """Its text; None of a call, whose text is its arguments."""
+        match self.item:
+            case OutputMessage():
+                return OutputText(self.text, [], self.logprobs)
+            case OutputReasoning():
+                return ReasoningText(self.text)
+        return None
+
+    def finished(self, status: str) -> AnyOutput:
+        part = self.part
+        text = {"arguments": self.text} if part is None else {"content": [part]}
+        return msgspec.structs.replace(self.item, status=status, **text)
+
+
+class ResponseFormatter:
+    """A `Formatter` of OpenAI's response object: the state that all of its events lead to."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        asked: ResponsesBody,
+        completion: LiveCompletion,
+        reader: AnswerReader | None,
+    ) -> None:
+        self.served, self.completion = served, completion
+        self.parser = PlainParser() if reader is None else reader.parser()
+        self.has_reasoning = reader is not None and reader.has_reasoning
+        [self.generation] = completion.generations
+        self.num_top = asked.params.num_top
+        self.is_long = self.num_top is not None
+        self.namer = Namer(self.generation.stream.tokenizer, self.num_top or 0, has_ids=False)
+        self.output = list[AnyOutput]()  # items that are finished
+        self.open: OpenItem | None = None
+        self.num_chars = 0  # of the text so far
+        self.num_scored = 0  # tokens whose logprobs are sent, or are not of a message
+        self.unsent = list[Any]()  # logprobs for the next text
+        self.number = 0  # of events so far
+        self.head = self.echo(asked)
+        completion.response_id = self.head["id"]
+
+    def echo(self, asked: ResponsesBody) -> dict[str, Any]:
+        """The fields that are known before the first token: what was asked for, as it is done."""
+        sampling, verbosity = self.generation.sampling, asked.text.verbosity or "medium"
+        return {
+            "id": identifier("resp"),
+            "created_at": int(time.time()),
+            "model": self.served.model,
+            "system_fingerprint": self.served.fingerprint,
+            "background": False,
+            "conversation": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": ReasoningSettings(asked.reasoning.effort, summary=None),
+            "safety_identifier": asked.safety_identifier,
+            "seed": sampling.seed,
+            "service_tier": "default",
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": asked.text.format.echoed, "verbosity": verbosity},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "user": asked.user,
+        }
+
+    def response(self, status: str, **changes: Any) -> ResponseObject:
+        unset = dict.fromkeys(("error", "incomplete_details", "usage", "stop_reason"))
+        state = {"status": status, "output": [*self.output]}
+        return ResponseObject(**self.head | unset | state | changes)
+
+    def event(self, kind: type[E], **fields: Any) -> E:
+        self.number += 1
+        return kind(sequence_number=self.number - 1, **fields)
+
+    def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
+        if self.num_top is None:
+            return 0
+        return sum(len(d.token_ids) for d in deltas) * (1 + self.num_top)
+
+    def beginning(self) -> list[bytes]:
+        state = self.response("in_progress")
+        return encoded(self.event(kind, response=state) for kind in (Created, InProgress))
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
+        return encoded(each for delta in deltas for each in self.events(delta))
+
+    def idle(self, choice: int) -> bytes:
+        if self.open is None:  # there is no item yet that anything could be added to
+            return COMMENT
+        return b"".join(encoded([self.delta(self.open, "", [])]))
+
+    def ending(self, error: Exception | None) -> list[bytes]:
+        return encoded(self.last_events() if error is None else self.failing(error))
+
+    def events(self, delta: ChoiceDelta) -> Iterator[ResponseEvent]:
+        for text in self.cut(delta.text):
+            yield from self.events_of(self.parser.push(text))
+        if delta.is_last:
+            self.score(len(self.generation.token_ids))
+            yield from self.events_of(self.parser.finish())
+
+    def cut(self, text: str) -> Iterator[str]:
+        """A step's text, cut where tokens begin if it has logprobs."""
+        before, end = self.num_chars, self.num_chars + len(text)
+        starts = self.generation.starts if self.num_top is not None else []
+        while self.num_chars < end:
+            number = bisect_right(starts, self.num_chars)
+            self.score(number)
+            begin = self.num_chars
+            self.num_chars = min(end, starts[number]) if number < len(starts) else end
+            yield text[begin - before : self.num_chars - before]
+
+    def score(self, number: int) -> None:
+        """Send the logprobs of tokens up to a number with the next text of a message."""
+        if self.num_top is not None:
+            its, new = self.generation, slice(self.num_scored, number)
+            scored = ScoredTokens(its.token_ids[new], its.logprobs[new], its.starts[new])
+            self.unsent += sealed(chat_logprobs(scored, self.namer))
+            self.num_scored = max(self.num_scored, number)
+
+    def events_of(self, pieces: Sequence[Event]) -> Iterator[ResponseEvent]:
+        if pieces and not any(isinstance(piece, Content) for piece in pieces):
+            self.unsent = []  # only messages have logprobs
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    if self.open is None or not isinstance(self.open.item, OutputMessage):
+                        yield from self.begin(OutputMessage, "msg", role="assistant", content=[])
+                    yield from self.add(text)
+                case Reasoning(text):
+                    if self.open is None or not isinstance(self.open.item, OutputReasoning):
+                        yield from self.begin(OutputReasoning, "rs", content=[], summary=[])
+                    yield from self.add(text)
+                case CallBegin(_, id, name):
+                    yield from self.begin(OutputCall, "fc", call_id=id, name=name, arguments="")
+                case CallArguments(_, text):
+                    yield from self.add(text)
+
+    def begin(self, kind: type[AnyOutput], prefix: str, **fields: Any) -> Iterator[ResponseEvent]:
+        """Begin another item, after the end of the last one."""
+        yield from self.close("completed")
+        item = kind(id=identifier(prefix), status="in_progress", **fields)
+        self.open = its = OpenItem(len(self.output), item)
+        yield self.event(ItemAdded, output_index=its.index, item=item)
+        if (part := its.part) is not None:
+            yield self.event(PartAdded, **its.place, part=part)
+
+    def add(self, text: str) -> Iterator[ResponseEvent]:
+        its = self.open
+        assert its is not None, "text is added to an item that has begun"
+        its.texts.append(text)
+        logprobs = list[Any]()
+        if isinstance(its.item, OutputMessage):
+            logprobs, self.unsent = self.unsent, []
+            its.logprobs += logprobs
+        yield self.delta(its, text, logprobs)
+
+    def delta(self, its: OpenItem, text: str, logprobs: list[Any]) -> ResponseEvent:
+        match its.item:
+            case OutputMessage():
+                return self.event(TextDelta, **its.place, delta=text, logprobs=logprobs)
+            case OutputReasoning():
+                return self.event(ReasoningDelta, **its.place, delta=text)
+        return self.event(ArgumentsDelta, **its.place, delta=text)
+
+    def close(self, status: str) -> Iterator[ResponseEvent]:
+        its, self.open = self.open, None
+        if its is None:
+            return
+        match its.item:
+            case OutputMessage():
+                its.logprobs += self.unsent  # of tokens without text
+                self.unsent, its_own = [], its.logprobs
+                yield self.event(TextDone, **its.place, text=its.text, logprobs=its_own)
+            case OutputReasoning():
+                yield self.event(ReasoningDone, **its.place, text=its.text)
+            case OutputCall():
+                yield self.event(ArgumentsDone, **its.place, arguments=its.text)
+        if (part := its.part) is not None:
+            yield self.event(PartDone, **its.place, part=part)
+        item = its.finished(status)
+        self.output.append(item)
+        yield self.event(ItemDone, output_index=its.index, item=item)
+
+    def last_events(self) -> Iterator[ResponseEvent]:
+        """After the last text."""
+        if self.open is None and not self.output:  # an answer without any text
+            yield from self.events_of([Content("")])
+        is_cut = self.generation.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        yield from self.close(status)
+        reason = IncompleteDetails("max_output_tokens") if is_cut else None
+        known = {"usage": self.usage(), "stop_reason": self.generation.stop_reason}
+        known |= statistics(self.completion, self.served)
+        state = self.response(status, incomplete_details=reason, **known)
+        yield self.event(IncompleteEnd if is_cut else Completed, response=state)
+
+    def failing(self, error: Exception) -> Iterator[ResponseEvent]:
+        """Of an answer that fails; clients raise the second one."""
+        its = error_body(error).error
+        failed = self.response("failed", error=ResponseError("server_error", its.message))
+        yield self.event(FailedEnd, response=failed)
+        named = {"code": its.code, "message": its.message, "param": its.param}
+        yield self.event(ErrorEvent, **named, error=its)
+
+    def whole(self) -> msgspec.Struct:
+        its = self.generation
+        everything = ChoiceDelta(0, its.text, 0, its.token_ids, is_last=True)
+        *_, last = *self.events(everything), *self.last_events()
+        assert isinstance(last, IncompleteEnd | Completed)
+        return last.response
+
+    def usage(self) -> ResponseUsage:
+        """The Responses API has other names for what chats count. Tokens of the reasoning include
+        those of its markers.
+        """
+        counts, num_reasoning = usage_of(self.completion), 0
+        if self.has_reasoning:
+            num_reasoning = bisect_left(self.generation.starts, self.parser.num_reasoning)
+        cached = counts.prompt_tokens_details.cached_tokens
+        return ResponseUsage(
+            input_tokens=counts.prompt_tokens,
+            input_tokens_details=InputDetails(cached, cache_write_tokens=0),
+            output_tokens=counts.completion_tokens,
+            output_tokens_details=OutputDetails(num_reasoning),
+            total_tokens=counts.total_tokens,
+        )
+
+
+def encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
+    return [event(each, str(each.__struct_config__.tag)) for each in events]
+
+
+def identifier(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
 
 
 async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = arrival(request)
     service.check_open()
-    asked, tools = await service.parse(await service.bodies.read(request), RESPONSES)
+    asked, tools = await service.prompts.parse(await service.bodies.read(request), RESPONSES)
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
-            completion, reader = await begin(request, asked, tools, arrived)
+            completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     except RequestError as e:
         e.param = "input" if e.param == "messages" else e.param
         raise
-    writer = ResponseWriter(service.served_to(completion.arrived), asked, completion, reader)
-    if asked.stream:
-        return EventStream(completion, writer, service, asked)
-    return await answer_whole(request, completion, writer, asked.headers)
+    served = service.served_to(completion.arrived)
+    formatter = ResponseFormatter(served, asked, completion, reader)
+    return await respond(request, completion, formatter, asked)
 
 
 def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
@@ -193,9 +493,10 @@ def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
         raise RequestError(
             f'top_logprobs: only with logprobs; let include have "{LOGPROBS}"', "top_logprobs"
         )
+    tools = body.tools, body.tool_choice, body.parallel_tool_calls
     said = read_input(body.input, body.instructions)
     messages = tuple(read_message(message, "input") for message in said)
-    return msgspec.structs.replace(body, messages=messages), read_flat_tools(body)
+    return msgspec.structs.replace(body, messages=messages), read_flat_tools(*tools)
 
 
 RESPONSES = BodyKind("responses", read_responses, tuple[ResponsesBody, ToolsAsked])

@@ -9,8 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.exchange.guessing import Change
-from specserve.server import answers
+from specserve.exchange.speculation_control import Change
 from specserve.server.adapters import (
     LoadAdapterBody,
     UnloadAdapterBody,
@@ -18,7 +17,8 @@ from specserve.server.adapters import (
     load_adapter,
     unload_adapter,
 )
-from specserve.server.chat import ChatBody, Message, chat
+from specserve.server.chat import ChatBody, ChatMessage, chat
+from specserve.server.completion import ServedModel, Service
 from specserve.server.completions import CompletionBody, completions
 from specserve.server.control import (
     DraftModelBody,
@@ -30,11 +30,25 @@ from specserve.server.control import (
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS, redirected
-from specserve.server.response import json_response
-from specserve.server.response_items import ITEMS
-from specserve.server.response_tools import FunctionTool
+from specserve.server.protocol import (
+    AnyEvent,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Deleted,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    ResponseObject,
+    SpeculationStatus,
+    Status,
+    TokenizeResponse,
+    Version,
+)
+from specserve.server.refusal import json_response
+from specserve.server.response_input import ITEMS, FunctionTool
 from specserve.server.responses import ResponsesBody, responses
-from specserve.server.service import ServedModel, Service
 from specserve.server.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from specserve.version import VERSION
 
@@ -44,7 +58,7 @@ LIVENESS = "/health/live"
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
     adapters = [adapter_card(service, *each) for each in service.adapters.known.items()]
-    return json_response({"object": "list", "data": [card(service), *adapters]})
+    return json_response(ModelList([card(service), *adapters]))
 
 
 async def show_model(request: Request) -> Response:
@@ -53,17 +67,17 @@ async def show_model(request: Request) -> Response:
     return json_response(card(service) if adapter is None else adapter_card(service, *adapter))
 
 
-def card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "specserve",
-        "root": service.name,
-        "parent": None,
-        "max_model_len": service.input_processor.max_model_len if service.loaded else None,
-        **(details(service.served) if service.loaded else {}),
-    }
+def card(service: Service) -> ModelCard:
+    is_loaded = service.loaded is not None
+    return ModelCard(
+        id=service.name,
+        created=service.started_at,
+        owned_by="specserve",
+        root=service.name,
+        parent=None,
+        max_model_len=service.prompts.processor.max_model_len if is_loaded else None,
+        **(details(service.served) if is_loaded else {}),
+    )
 
 
 def details(served: ServedModel) -> dict[str, Any]:
@@ -71,42 +85,42 @@ def details(served: ServedModel) -> dict[str, Any]:
     the head, the forms of weights and KV, how tool calls and reasoning are read, and which models
     are scaled demos.
     """
-    kept = {"weights": served.weights, "kv_dtype": served.kv_dtype}
-    fields: dict[str, Any] = {"implementation": served.implementation}
-    if served.row_invariant is not None:
-        fields["row_invariant"] = served.row_invariant
-    fields |= {"drafter": served.drafter, "max_nodes": served.max_nodes, **kept}
-    fields["sources"] = served.sources
-    fields["tool_parser"] = served.formats.tools
-    fields["reasoning_parser"] = served.formats.reasoning
-    if served.draft_weights is not None:
-        fields["draft_weights"] = served.draft_weights
-    if served.draft_head is not None:
-        fields["draft_head"] = served.draft_head
-    if served.scaled:
-        fields["scaled"] = served.scaled
-    return fields
+    fields = {
+        "implementation": served.implementation,
+        "row_invariant": served.row_invariant,
+        "drafter": served.drafter,
+        "max_nodes": served.max_nodes,
+        "sources": served.sources,
+        "tool_parser": served.formats.tools,
+        "reasoning_parser": served.formats.reasoning,
+        "kv_dtype": served.kv_dtype,
+        "weights": served.weights,
+        "draft_weights": served.draft_weights,
+        "draft_head": served.draft_head,
+        "scaled": served.scaled or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 async def reset_cache(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     await service.engine.reset_cache()
-    return json_response({"status": "reset"})
+    return json_response(Status("reset"))
 
 
 async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
-    return json_response({"status": "ready"}) if service.is_ready else unavailable("not ready")
+    return json_response(Status("ready")) if service.is_ready else unavailable("not ready")
 
 
 async def live(request: Request) -> Response:
     service: Service = request.app.state.service
-    return json_response({"status": "alive"}) if service.is_alive else unavailable("engine dead")
+    return json_response(Status("alive")) if service.is_alive else unavailable("engine dead")
 
 
 def unavailable(status: str) -> Response:
-    return json_response({"status": status}, 503, {"Retry-After": "1"})
+    return json_response(Status(status), 503, {"Retry-After": "1"})
 
 
 async def metrics(request: Request) -> Response:
@@ -115,12 +129,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": VERSION})
+    return json_response(Version(VERSION))
 
 
 @cache
 def described() -> dict[str, Any]:
-    return document(OPERATIONS, more=[Message, FunctionTool, *ITEMS.values()])
+    return document(OPERATIONS, more=[ChatMessage, FunctionTool, *ITEMS.values()])
 
 
 @cache
@@ -147,9 +161,9 @@ OPERATIONS = (
         "/v1/chat/completions",
         chat,
         "Answer messages, through the model's own chat template",
-        answers.ChatAnswer,
+        ChatCompletion,
         ChatBody,
-        chunk=answers.ChatChunk,
+        chunk=ChatCompletionChunk,
         required=["messages"],
         statuses=GENERATING,
     ),
@@ -158,9 +172,9 @@ OPERATIONS = (
         "/v1/completions",
         completions,
         "Continue one or several prompts",
-        answers.CompletionAnswer,
+        Completion,
         CompletionBody,
-        chunk=answers.CompletionChunk,
+        chunk=CompletionChunk,
         required=["prompt"],
         statuses=GENERATING,
     ),
@@ -169,9 +183,9 @@ OPERATIONS = (
         "/v1/responses",
         responses,
         "Answer a conversation in the form of OpenAI's Responses API; nothing is stored",
-        answers.ResponseAnswer,
+        ResponseObject,
         ResponsesBody,
-        chunk=answers.AnyEvent,
+        chunk=AnyEvent,
         required=["input"],
         statuses=GENERATING,
     ),
@@ -180,14 +194,14 @@ OPERATIONS = (
         "/v1/models",
         list_models,
         "The model that is served, and its adapters",
-        answers.ModelList,
+        ModelList,
     ),
     Operation(
         "GET",
         "/v1/models/{id:path}",
         show_model,
         "One of them, by its name",
-        answers.ModelCard,
+        ModelCard,
         statuses=[404],
     ),
     Operation(
@@ -195,7 +209,7 @@ OPERATIONS = (
         "/v1/speculation",
         speculation,
         "What guesses are chosen by: sources, limits, costs, calibration and the last plan",
-        answers.Speculation,
+        SpeculationStatus,
         statuses=WITH_ENGINE,
     ),
     Operation(
@@ -203,7 +217,7 @@ OPERATIONS = (
         "/v1/speculation",
         change_speculation,
         "Change who guesses, and how much, while requests run; their texts stay the same",
-        answers.Speculation,
+        SpeculationStatus,
         Change,
         statuses=WITH_ENGINE,
         scope="speculation",
@@ -213,7 +227,7 @@ OPERATIONS = (
         "/v1/speculation/draft-model",
         load_draft_model,
         "Load a draft model beside the steps, and have it guess instead of the one there is",
-        answers.Speculation,
+        SpeculationStatus,
         DraftModelBody,
         required=["model"],
         statuses=WITH_ENGINE,
@@ -224,7 +238,7 @@ OPERATIONS = (
         "/v1/speculation/draft-model",
         remove_draft_model,
         "Go on without the draft model, whose memory is given back",
-        answers.Speculation,
+        SpeculationStatus,
         statuses=WITH_ENGINE,
         scope="speculation",
     ),
@@ -233,7 +247,7 @@ OPERATIONS = (
         "/v1/load_lora_adapter",
         load_adapter,
         "Read a LoRA adapter beside the steps, and let requests choose it by name",
-        answers.ModelCard,
+        ModelCard,
         LoadAdapterBody,
         required=["lora_name", "lora_path"],
         statuses=WITH_ENGINE,
@@ -244,7 +258,7 @@ OPERATIONS = (
         "/v1/unload_lora_adapter",
         unload_adapter,
         "Let no more requests choose a LoRA adapter; the last one that has it frees its memory",
-        answers.Deleted,
+        Deleted,
         UnloadAdapterBody,
         required=["lora_name"],
         statuses=[*WITH_ENGINE, 404],
@@ -255,7 +269,7 @@ OPERATIONS = (
         "/v1/cache/reset",
         reset_cache,
         "Empty the prefix cache",
-        answers.Status,
+        Status,
         statuses=WITH_ENGINE,
         scope="cache",
     ),
@@ -264,7 +278,7 @@ OPERATIONS = (
         "/tokenize",
         tokenize,
         "Turn a prompt or messages into token ids",
-        answers.Tokens,
+        TokenizeResponse,
         TokenizeBody,
         statuses=[503],
     ),
@@ -273,7 +287,7 @@ OPERATIONS = (
         "/detokenize",
         detokenize,
         "Turn token ids into text",
-        answers.Text,
+        DetokenizeResponse,
         DetokenizeBody,
         required=["tokens"],
         statuses=[503],
@@ -283,40 +297,40 @@ OPERATIONS = (
         "/health",
         ready,
         "Whether the model is loaded and the server does not drain",
-        answers.Status,
+        Status,
         statuses=[503],
-        unavailable=answers.Status,
+        unavailable=Status,
     ),
     Operation(
         "GET",
         "/health/ready",
         ready,
         "The same as /health",
-        answers.Status,
+        Status,
         statuses=[503],
-        unavailable=answers.Status,
+        unavailable=Status,
     ),
     Operation(
         "GET",
         "/ping",
         ready,
         "The same as /health",
-        answers.Status,
+        Status,
         statuses=[503],
-        unavailable=answers.Status,
+        unavailable=Status,
     ),
     Operation(
         "GET",
         LIVENESS,
         live,
         "Whether the engine process runs and steps",
-        answers.Status,
+        Status,
         statuses=[503],
-        unavailable=answers.Status,
+        unavailable=Status,
         is_open=True,
     ),
     Operation("GET", "/metrics", metrics, "Metrics for Prometheus", "text/plain"),
-    Operation("GET", "/version", version, "The version of specserve", answers.Version),
+    Operation("GET", "/version", version, "The version of specserve", Version),
     Operation(
         "GET",
         "/openapi.json",

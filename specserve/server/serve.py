@@ -40,23 +40,15 @@ from specserve.process import (
     tell,
 )
 from specserve.server.app import make_app
+from specserve.server.completion import ServedModel, Service, fingerprint
 from specserve.server.connection import SPARE, bounded
-from specserve.server.handshake import Handshakes
-from specserve.server.handshake import log as handshakes_log
-from specserve.server.service import ServedModel, Service, fingerprint
-from specserve.server.tls import TLS
+from specserve.server.tls import TLS, Handshakes, handshake_log
 from specserve.server.tracing import Tracer, start_tracing
 from specserve.text.answer.formats import Formats, find_formats
 from specserve.text.tokenizer import Tokenizer
 
 ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
-KEEP_ALIVE = 60  # seconds; longer than clients keep an idle connection, so that they close it first
 FLUSH_SECONDS = 5.0  # for the last bytes to reach clients at shutdown
-OTHER_FILES = 64  # than connections, at most
-HURRIED_FLUSH_SECONDS = 0.5  # after a second signal
-REST = '"max_tokens": 64, "temperature": 0, "stream": true}'
-QUESTION = '{"messages": [{"role": "user", "content": "%s"}], ' + REST
-PREFIX = '{"prompt": "def ", ' + REST
 
 log = logging.getLogger("specserve")
 
@@ -146,7 +138,7 @@ async def load(service: Service, start: Start) -> Ready:
         with phases.phase("tokenizer"):
             paths = folders.target, folders.draft, service.config.model.chat_template
             files = await asyncio.to_thread(load_text_files, *paths)
-        service.start_templates(files.tokenizer.chat_template)
+        service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
         for name, folder in modules.items():
@@ -169,7 +161,7 @@ async def load(service: Service, start: Start) -> Ready:
     )
     limits = ready.vocab_size, ready.max_model_len
     service.open(make_input_processor(files, *limits, ready.sources), served, ready)
-    service.start_grammars(folders.target)
+    service.prompts.start_grammars(folders.target)
     if service.limits.log_format == "json":
         log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})
     else:
@@ -220,7 +212,7 @@ async def drain(service: Service, server: "Server") -> int:
         raise EngineDiedWhileUp("the engine process has ended before its last answers did")
     if not again.done():
         return 0
-    server.flush_seconds = HURRIED_FLUSH_SECONDS
+    server.flush_seconds = 0.5
     return 128 + again.result()
 
 
@@ -243,11 +235,11 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
+            timeout_keep_alive=60,  # seconds; clients close an idle connection before that
             ssl_context_factory=None if tls is None else lambda *_: tls.context,
         )
         super().__init__(config)
-        handshakes_log.disabled = not service.limits.access_log
+        handshake_log.disabled = not service.limits.access_log
         self.limits = service.limits
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self.is_signalled = False
@@ -303,7 +295,7 @@ def raise_file_limit(max_connections: int) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = max_connections + SPARE + OTHER_FILES
+    needed = max_connections + SPARE + 64  # files that are no connections
     if hard != resource.RLIM_INFINITY and hard < needed:
         log.warning(
             "server.max_connections = %d needs %d open files, and %d are allowed: raise that limit "
@@ -319,21 +311,21 @@ def url_of(address: Sequence[object], scheme: str) -> str:
     return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
 
-IMPLEMENTED = "computed by transformers' modules, run eagerly"
-VARIANT = (
-    "a row has other bits in other steps: no guesses and no prefix hits, as the text might depend "
-    "on them"
-)
-
-
 def introduction(service: Service, ready: Ready, url: str, seconds: float) -> list[str]:
     """The start-up message: model, drafter, memory, URL, and a curl command to try."""
     config, told = service.config, service.served
     sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
     guesses = f"{sources}, up to {config.max_nodes} guesses a request and step"
-    has_chat = bool(service.input_processor.tokenizer.chat_template)
+    has_chat = bool(service.prompts.processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
-    body = QUESTION % question if has_chat else PREFIX
+    chat = '{"messages": [{"role": "user", "content": "' + question + '"}]'
+    body = chat if has_chat else '{"prompt": "def "'
+    body += ', "max_tokens": 64, "temperature": 0, "stream": true}'
+    variant = (
+        "a row has other bits in other steps: no guesses and no prefix hits, as the text might "
+        "depend on them"
+    )
+    own_code = "computed by transformers' modules, run eagerly"
     route = "chat/completions" if has_chat else "completions"
     file = config.server.api_key_file
     first = f"grep -m 1 '^[^#]' {shlex.quote(file)}" if file else ""
@@ -343,11 +335,11 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
         *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
         *([adapters_words(service)] if config.lora.num_slots else []),
-        *([IMPLEMENTED] if ready.implementation == "transformers" else []),
-        *([VARIANT] if ready.row_invariant is False else []),
+        *([own_code] if ready.implementation == "transformers" else []),
+        *([variant] if ready.row_invariant is False else []),
         *([told.formats.words] if has_chat else []),
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
-        f"{service.input_processor.max_model_len} tokens a request",
+        f"{service.prompts.processor.max_model_len} tokens a request",
         f"ready in {seconds:.1f} s at {url}",
         f"open {url} in a browser, or ask by",
         f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -9,20 +9,17 @@ from specserve.errors import RequestError
 from specserve.server.bounded_process import Do, Done, Refused, bound_memory, main
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 
-MAX_MEMORY = 1 << 29  # bytes of address space; Python and jinja2 take an eighth of it
 MAX_TEXT = 1 << 24  # characters; every prompt that fits a model is far shorter
-TOO_MUCH = "the chat template needs too much memory for these messages"
-
-Chat = tuple[list[dict[str, Any]], ChatOptions]
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:
     """The first frame is the template; each other one is a chat."""
-    bound_memory(MAX_MEMORY)
+    bound_memory(1 << 29)  # Python and jinja2 take an eighth of it
     template = msgspec.msgpack.decode(first, type=ChatTemplate)
     start()
     template.prepare()
-    return lambda chat: render(template, *msgspec.msgpack.decode(chat, type=Chat))
+    kind = tuple[list[dict[str, Any]], ChatOptions]
+    return lambda chat: render(template, *msgspec.msgpack.decode(chat, type=kind))
 
 
 def render(
@@ -41,4 +38,4 @@ def render(
 
 
 if __name__ == "__main__":
-    main(prepare, TOO_MUCH)
+    main(prepare, "the chat template needs too much memory for these messages")

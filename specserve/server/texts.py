@@ -8,9 +8,18 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.server.body import BodyKind, checked_fields, decode_object, drop_ignored, warning
-from specserve.server.chat import SOME, AnyMessage, encode, read_messages, read_options
-from specserve.server.response import json_response, while_connected
-from specserve.server.service import Service
+from specserve.server.chat import (
+    SOME,
+    AnyMessage,
+    Conversation,
+    read_messages,
+    read_options,
+    render,
+)
+from specserve.server.completion import Service
+from specserve.server.protocol import DetokenizeResponse, TokenizeResponse
+from specserve.server.refusal import json_response
+from specserve.server.stream import while_connected
 from specserve.server.tools import read_tools
 
 
@@ -60,7 +69,7 @@ async def asked_of(
 ) -> tuple[T, tuple[str, ...]]:
     service: Service = request.app.state.service
     service.check_open()
-    asked, past = await service.parse(await service.bodies.read(request), kind)
+    asked, past = await service.prompts.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
     return asked, past
 
@@ -71,18 +80,17 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if asked.messages is not None:
-        kwargs = asked.chat_template_kwargs
-        how = asked.add_generation_prompt, asked.continue_final_message, kwargs
-        options = read_options(*how, read_tools(asked.tools, None, None))
-        adds_special = asked.add_special_tokens is True
-        encoding = encode(service, read_messages(asked.messages), options, adds_special)
-        ids = await while_connected(request, encoding)
+        tools = read_tools(asked.tools, None, None)
+        how = asked.add_generation_prompt, asked.continue_final_message
+        options = read_options(*how, asked.chat_template_kwargs, tools)
+        messages, adds_special = read_messages(asked.messages), asked.add_special_tokens is True
+        conversation = Conversation(messages, options, tools, adds_special)
+        _, ids = await while_connected(request, render(service, conversation))
     else:
         adds_special = asked.add_special_tokens is not False
-        ids = await service.tokenize(asked.prompt or "", "prompt", adds_special)
-    limit = service.input_processor.max_model_len
-    told = {"count": len(ids), "max_model_len": limit, "tokens": ids}
-    return json_response(told, headers=warning(past))
+        ids = await service.prompts.tokenize(asked.prompt or "", "prompt", adds_special)
+    limit = service.prompts.processor.max_model_len
+    return json_response(TokenizeResponse(len(ids), limit, ids), headers=warning(past))
 
 
 async def detokenize(request: Request) -> Response:
@@ -90,9 +98,11 @@ async def detokenize(request: Request) -> Response:
     asked, _ = await asked_of(request, DETOKENIZE)
     if asked.tokens is None:
         raise RequestError("tokens: give a list of token ids", "tokens")
-    most = service.input_processor.max_model_len
+    most = service.prompts.processor.max_model_len
     if len(asked.tokens) > most:
         raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
-    ids = await service.in_thread(service.input_processor.read_ids, asked.tokens, "tokens")
-    text = await service.in_thread(service.input_processor.tokenizer.decode, ids, False)
-    return json_response({"prompt": text})
+    ids = await service.prompts.in_thread(
+        service.prompts.processor.read_ids, asked.tokens, "tokens"
+    )
+    text = await service.prompts.in_thread(service.prompts.processor.tokenizer.decode, ids, False)
+    return json_response(DetokenizeResponse(text))

@@ -1,22 +1,20 @@
-"""HTTPS by the operator's certificate, which may be renewed while the server runs."""
+"""HTTPS: the operator's certificate, which may be renewed, and the handshakes of connections."""
 
 import asyncio
 import logging
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from specserve.config import ServerConfig
 from specserve.errors import ConfigError
+from specserve.logs import Seldom
 
-RENEWAL_SECONDS = 5.0  # between looks at the files
-
-# NO_CERTIFICATE_ASSIGNED: key and certificate are of different algorithms.
-MISMATCHES = "KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"
-
-log = logging.getLogger("specserve")
+log, handshake_log = logging.getLogger("specserve"), logging.getLogger("specserve.tls")
+handshake_log.addFilter(Seldom(1.0))  # anybody can make many handshakes fail
 
 
 class TLS:
@@ -54,12 +52,15 @@ class TLS:
 
     def complaint(self, error: ssl.SSLError) -> str:
         """Which file is wrong, and how."""
-        if error.reason in MISMATCHES:
+        # NO_CERTIFICATE_ASSIGNED: key and certificate are of different algorithms.
+        if error.reason in ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
             return (
                 f"{self.key}: is no key of the certificate {self.certificate}: name the one that "
                 "it was made with"
             )
-        if not has_certificates(self.certificate):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.certificate)
+        except ssl.SSLError:
             return f"{self.certificate}: holds no certificate in PEM: check what the file holds"
         return f"{self.key}: holds no key in PEM: check what the file holds"
 
@@ -74,7 +75,7 @@ class TLS:
         and connections have the certificate before.
         """
         while True:
-            await asyncio.sleep(RENEWAL_SECONDS)
+            await asyncio.sleep(5.0)
             try:
                 self.renew_once()
             except ConfigError as e:
@@ -90,14 +91,6 @@ class TLS:
         self.loaded()  # first apart: a context is broken by a key that is not the certificate's
         self.load(self.context)
         log.info("the certificate is renewed from %s", self.certificate)
-
-
-def has_certificates(file: Path) -> bool:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
-    except ssl.SSLError:
-        return False
-    return True
 
 
 @contextmanager
@@ -116,3 +109,71 @@ def tls_of(limits: ServerConfig) -> TLS | None:
     if limits.tls_certificate_file is None or limits.tls_key_file is None:
         return None
     return TLS(Path(limits.tls_certificate_file), Path(limits.tls_key_file))
+
+
+class Handshakes:
+    """Accepts connections, and makes their TLS handshakes.
+
+    asyncio's own server tells nobody of a handshake that fails.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        seconds: float,
+        most: int,
+        made: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """`made` makes the protocol of a connection. A handshake may take so many `seconds`, and
+        `most` of them go on at a time: a connection is counted by its protocol after that.
+        """
+        listener.setblocking(False)
+        self.listener, self.context, self.seconds, self.made = listener, context, seconds, made
+        self.most = most
+        self.loop = asyncio.get_running_loop()
+        self.handshakes = set[asyncio.Task[None]]()
+        self.accepting = asyncio.create_task(self.accept())
+
+    def close(self) -> None:
+        """Accept no further connections."""
+        self.accepting.cancel()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for; uvicorn asks."""
+
+    async def accept(self) -> NoReturn:
+        while True:
+            try:
+                client, address = await self.loop.sock_accept(self.listener)
+            except OSError as e:  # as of too many open files
+                handshake_log.warning("a connection could not be accepted: %s", e)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self.handshakes) >= self.most:
+                client.close()
+                handshake_log.info(
+                    "TLS handshake of %s refused: %d go on already", address[0], self.most
+                )
+                continue
+            handshake = asyncio.create_task(self.make(client, address))
+            self.handshakes.add(handshake)
+            handshake.add_done_callback(self.handshakes.discard)
+
+    async def make(self, client: socket.socket, address: tuple[object, ...]) -> None:
+        try:
+            await self.loop.connect_accepted_socket(
+                self.made, client, ssl=self.context, ssl_handshake_timeout=self.seconds
+            )
+        except OSError as e:
+            host, port = address[:2]
+            handshake_log.info("TLS handshake of %s port %s failed: %s", host, port, self.reason(e))
+
+    def reason(self, error: OSError) -> str:
+        if isinstance(error, ssl.SSLError):
+            if error.reason == "HTTP_REQUEST":
+                return "plain HTTP, where this port has HTTPS: ask by https://"
+            return (error.reason or str(error)).replace("_", " ").lower()
+        if isinstance(error, ConnectionAbortedError):
+            return f"it has not ended within {self.seconds:g} s"
+        return "the client has closed the connection"

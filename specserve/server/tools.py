@@ -116,12 +116,12 @@ def check_keys(given: Mapping[str, Any], known: list[str], path: str) -> None:
             refuse_unknown(key, known, path)
 
 
-def check_depth(value: Any, most: int, path: str) -> None:
-    if not most:
-        raise RequestError(f"{path}: nested more than {MAX_DEPTH} deep", path)
+def check_depth(value: Any, most: int, path: str, depth: int = 0) -> None:
+    if depth == most:
+        raise RequestError(f"{path}: nested more than {most} deep", path)
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            check_depth(item, most - 1, path)
+            check_depth(item, most, path, depth + 1)
 
 
 def as_described(function: Function) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from specserve.logs import Seldom
-from specserve.server.access_log import Ended
-from specserve.server.live_completion import LiveCompletion
+from specserve.server.completion import EndedRequest, LiveCompletion
 from specserve.version import VERSION
 
 OPERATIONS = {
@@ -21,7 +20,6 @@ OPERATIONS = {
 }
 ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-LAST_SECONDS = 0.8  # for the last spans to reach a collector at the server's end
 OFF = {  # of a request's parameters, the values that change nothing
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -29,13 +27,10 @@ OFF = {  # of a request's parameters, the values that change nothing
     "top_p": 1.0,
 }
 
-SECONDS = 60.0  # between two lines about spans that cannot be sent
-SECRETS = re.compile(r"[^/]*@|\?.*")  # of a URL: user and password, and the query
-REMEDY = "tokens are not held up; start a collector there, or set OTEL_TRACES_EXPORTER=none"
 
 log = logging.getLogger("specserve")
 failures = logging.getLogger("specserve.traces")
-failures.addFilter(Seldom(SECONDS))
+failures.addFilter(Seldom(60.0))
 
 
 class Tracer:
@@ -49,7 +44,7 @@ class Tracer:
         self.extract: Callable[[Mapping[str, str]], Any] = propagate.extract
         self.tracer = provider.get_tracer("specserve", VERSION)
 
-    def record(self, ended: Ended) -> None:
+    def record(self, ended: EndedRequest) -> None:
         """An Observed's observer."""
         operation = OPERATIONS.get(ended.scope["path"])
         if operation is None or ended.scope["method"] != "POST":
@@ -78,7 +73,7 @@ class Tracer:
         span.end(now[0])
 
     def attributes(
-        self, ended: Ended, operation: str, completion: LiveCompletion | None
+        self, ended: EndedRequest, operation: str, completion: LiveCompletion | None
     ) -> Iterator[tuple[str, Any]]:
         host, port = ended.scope["server"]
         yield "gen_ai.operation.name", operation
@@ -101,10 +96,10 @@ class Tracer:
         """Send the last spans, as far as the collector takes them soon."""
         closing = Thread(target=self.provider.shutdown, name="tracing", daemon=True)
         closing.start()
-        closing.join(LAST_SECONDS)
+        closing.join(0.8)
 
 
-def error_type(ended: Ended, completion: LiveCompletion | None) -> str | None:
+def error_type(ended: EndedRequest, completion: LiveCompletion | None) -> str | None:
     """Why there is no whole answer: the status where no error is known. None if there is one."""
     if completion is not None and completion.has_left:
         return "client_left"
@@ -130,13 +125,13 @@ def asked_attributes(completion: LiveCompletion) -> Iterator[tuple[str, Any]]:
 
 
 def answer_attributes(completion: LiveCompletion, model: str) -> Iterator[tuple[str, Any]]:
-    counts, generations = completion.usage(), completion.generations
+    generations = completion.generations
     yield "gen_ai.response.id", completion.response_id
     yield "gen_ai.response.model", model
     yield "gen_ai.response.finish_reasons", [*map(completion.reason, generations)]
-    yield "gen_ai.usage.input_tokens", counts["prompt_tokens"]
-    yield "gen_ai.usage.output_tokens", counts["completion_tokens"]
-    yield "specserve.cached_tokens", counts["prompt_tokens_details"]["cached_tokens"]
+    yield "gen_ai.usage.input_tokens", completion.num_prompt_tokens
+    yield "gen_ai.usage.output_tokens", completion.num_tokens
+    yield "specserve.cached_tokens", sum(g.num_cached for g in completion.firsts)
     yield "specserve.drafted_tokens", sum(g.num_drafted for g in generations)
     yield "specserve.accepted_tokens", sum(g.num_accepted for g in generations)
     if completion.has_tokens:
@@ -199,7 +194,11 @@ class Failures(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = next((a for a in record.args or () if isinstance(a, Exception)), None)
         why = record.getMessage() if error is None else root_of(error)
-        failures.warning("traces cannot be sent to %s (%s): %s", self.where, why, REMEDY)
+        failures.warning(
+            "traces cannot be sent to %s (%s): tokens are not held up; start a collector there, or "
+            "set OTEL_TRACES_EXPORTER=none",
+            *(self.where, why),
+        )
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -216,7 +215,7 @@ def report_failures(where: str) -> None:
 def endpoint_of(environ: Mapping[str, str]) -> tuple[str, str]:
     """The variable that says where spans go, and what it says, without what may be secret."""
     name = next(name for name in ENDPOINTS if environ.get(name))
-    return name, SECRETS.sub("", environ[name])
+    return name, re.sub(r"[^/]*@|\?.*", "", environ[name])  # without user, password and query
 
 
 def warn_of_what_is_not_done(environ: Mapping[str, str]) -> None:

@@ -49,7 +49,6 @@ METHODS: dict[type, dict[str, str]] = {
     },
     FlowControl: {
         "__init__": "self transport",
-        "drain": "self",
         "pause_writing": "self",
         "resume_writing": "self",
     },
@@ -64,7 +63,7 @@ METHODS: dict[type, dict[str, str]] = {
 ATTRIBUTES: dict[type, str] = {
     HttpToolsProtocol: (
         "client connections cycle expect_100_continue flow headers loop parser pipeline scope "
-        "tasks transport url"
+        "transport url"
     ),
     FlowControl: "_is_writable_event _transport read_paused write_paused",
     RequestResponseCycle: (

@@ -17,7 +17,7 @@ from specserve.exchange.messages import (
     SourceCounts,
     SourceStats,
     Stats,
-    Tree,
+    VerifiedTree,
 )
 from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
@@ -33,7 +33,7 @@ class Told(msgspec.Struct, frozen=True):
     """What a step's output tells of its guesses."""
 
     sources: dict[str, SourceCounts] = {}
-    tree: Tree | None = None
+    tree: VerifiedTree | None = None
 
 
 class DraftSources(NamedTuple):
@@ -83,7 +83,7 @@ class Ledger:
         if not is_tree_asked or not draft.tokens:
             return Told(counts)
         bits = [sum(self.bits[name] for name in names) for names in sources]
-        return Told(counts, Tree(draft.tokens, draft.parents, bits, [*accepted]))
+        return Told(counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted]))
 
     def add_accepted(self, name: str, depth: int, saved: float) -> None:
         sums = self.sums[name]

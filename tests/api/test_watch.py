@@ -9,9 +9,9 @@ from specserve import LLM, SamplingParams
 from specserve.api import watch
 from specserve.api.watch import Colored, harmless, legend, step_words, tree_lines
 from specserve.cli import command as cli
-from specserve.exchange.messages import StepDetails, Tree
+from specserve.exchange.messages import StepDetails, VerifiedTree
 
-NO_TREE = Tree([], [], [], [])
+NO_TREE = VerifiedTree([], [], [], [])
 COLOR = {1: "32", 2: "34", 3: "32;4"}
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 
@@ -48,7 +48,7 @@ def test_text_of_no_told_token_is_plain_and_nothing_is_lost(colors):
     assert colored.rest() == "de"
 
 
-TREE = Tree([318, 11, 262, 9], [0, 0, 1, 1], [3, 1, 2, 2], [1, 3])
+TREE = VerifiedTree([318, 11, 262, 9], [0, 0, 1, 1], [3, 1, 2, 2], [1, 3])
 TEXTS = {318: " is", 11: ",", 262: " a long token of many letters", 9: "\n"}
 
 
@@ -64,7 +64,7 @@ def test_a_tree_has_a_line_for_each_of_its_leaves(colors):
 
 
 def test_no_text_moves_the_cursor_or_hides_a_token(colors):
-    tree = Tree([1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1], [])
+    tree = VerifiedTree([1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1], [])
     texts = {1: "\x1b[2J", 2: "", 3: "\r\t", 4: "\x9b\x07\u202e"}
     [line] = tree_lines(step([9], [1], [0], tree), texts.__getitem__)
     assert ANSI.sub("", line) == "● ─── ␛[2J ─── ∅ ─── ␍⇥ ─── ���"

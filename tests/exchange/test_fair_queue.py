@@ -6,7 +6,14 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from specserve.exchange.fair_queue import MAX_IDLE, FairQueue, FairThreads, Turns, has_room, owner
+from specserve.exchange.fair_queue import (
+    MAX_IDLE,
+    FairQueue,
+    FairThreads,
+    FairTurns,
+    has_room,
+    owner,
+)
 
 
 class Clock:
@@ -129,7 +136,7 @@ def test_owners_that_are_idle_take_bounded_memory():
 
 def test_tasks_take_turns_by_their_owner():
     async def run():
-        turns, done, go = Turns(1), [], asyncio.Event()
+        turns, done, go = FairTurns(1), [], asyncio.Event()
 
         async def task(name):
             owner.set(name[0])
@@ -150,7 +157,7 @@ def test_tasks_take_turns_by_their_owner():
 
 def test_an_error_within_a_turn_gives_its_place_back():
     async def run():
-        turns = Turns(1)
+        turns = FairTurns(1)
         for _ in range(3):
             with pytest.raises(ValueError, match="wrong"):
                 async with turns.turn():

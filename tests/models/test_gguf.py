@@ -28,9 +28,9 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.formats import FORMATS
 from specserve.models.quantized.stored import NotFinite
 from specserve.models.rotary import frequencies
+from specserve.models.selection import served_name
 from specserve.models.source import open_source
 from specserve.models.weight_forms import MapForm
-from specserve.server.service import served_name
 from specserve_kernels import cpu, reference
 from tests.models import gguf_files
 from tests.models.forward import logits, prompt

@@ -12,9 +12,9 @@ from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, load_config
 from specserve.errors import RequestError
 from specserve.exchange.messages import Ready, StepOutput, TokenLogprobs
+from specserve.server.completion import ServedModel, Service
 from specserve.server.listen import listen
 from specserve.server.serve import Server, formats_of
-from specserve.server.service import ServedModel, Service
 from specserve.text.chat_template import ChatTemplate
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
@@ -110,11 +110,11 @@ class ScriptedServer(ServerProcess):
         ready = Ready({}, "none", size, MAX_LEN, "fp32", "fp32", "", 16, 1, {})
         defaults = GenerationDefaults(eos_token_ids=(self.tokenizer.get_vocab()[EOS],))
         files = TextFiles(self.tokenizer, defaults)
-        service.start_templates(self.tokenizer.chat_template)
+        service.prompts.start_templates(self.tokenizer.chat_template)
         formats = formats_of(self.config.server, self.tokenizer)
         served = ServedModel(service.name, "fp", "none", 0, [], "fp32", formats=formats)
         service.open(make_input_processor(files, size, MAX_LEN), served, ready)
-        service.grammars = Grammars(self.tokenizer, size)
+        service.prompts.grammars = Grammars(self.tokenizer, size)
         server = Server(service)
         with listen(self.config.server) as listener:
             self.port = listener.getsockname()[1]

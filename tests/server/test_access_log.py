@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from specserve import process
-from specserve.server.access_log import AccessLog, Ended
+from specserve.server.app import AccessLog
+from specserve.server.completion import EndedRequest
 from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body, is_running, saying, streaming
 from tests.server.server_process import ServerProcess, eventually
 
@@ -90,7 +91,7 @@ def test_clients_that_wait_for_the_model_are_one_line_each_way(caplog):
 
     def ask(path, status, number=50):
         for _ in range(number):
-            log(Ended({"method": "GET", "path": path}, [], 0.0, status))
+            log(EndedRequest({"method": "GET", "path": path}, [], 0.0, status))
         lines = [" ".join(r.getMessage().split()[1:3]) for r in caplog.records]
         caplog.clear()
         return lines

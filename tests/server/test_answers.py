@@ -6,7 +6,7 @@ import json
 import pytest
 
 from specserve import LLM, SamplingParams
-from specserve.server.response import event
+from specserve.server.stream import event
 from tests.checkpoints import tiny_tokenizer
 from tests.server.asking import (
     CHAT,

@@ -6,9 +6,9 @@ import threading
 from types import SimpleNamespace
 
 from specserve.exchange.client import EngineClient
-from specserve.server import response
+from specserve.server import formatter
 from specserve.server.app import make_app
-from specserve.server.service import ServedModel, Service
+from specserve.server.completion import ServedModel, Service
 from tests.server.asking import COMPLETIONS, completion_body
 from tests.server.in_process import config_of, engine_thread
 
@@ -67,9 +67,9 @@ def test_any_server_streams_the_application(folder, llm):
 
 def test_logprobs_are_written_beside_the_event_loop(folder, llm, monkeypatch):
     threads = []
-    known = response.sealed
+    known = formatter.sealed
     monkeypatch.setattr(
-        response, "sealed", lambda form: threads.append(threading.get_ident()) or known(form)
+        formatter, "sealed", lambda form: threads.append(threading.get_ident()) or known(form)
     )
     config, asked = config_of(folder), {"prompt": [5] * 100, "prompt_logprobs": 20}
     for is_stream in (True, False):

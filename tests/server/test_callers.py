@@ -14,10 +14,9 @@ from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Caller, Ready
 from specserve.exchange.sampling_params import SamplingParams
 from specserve.memory.blocks import KVFormat, prompt_keys
-from specserve.server import service as service_module
+from specserve.server import prompt as prompt_module
 from specserve.server.app import KeyGuard
-from specserve.server.live_completion import Arrival, arrival
-from specserve.server.service import Service
+from specserve.server.completion import Arrival, Service, arrival
 from specserve.text.defaults import GenerationDefaults
 from tests.checkpoints import tiny_tokenizer
 
@@ -50,7 +49,7 @@ def open_service():
     processor = InputProcessor(tiny_tokenizer(), GenerationDefaults(), 9000, 320)
     service.open(
         processor,
-        None,
+        SimpleNamespace(),
         Ready(
             phases={},
             drafter="none",
@@ -74,7 +73,7 @@ def asked(*calls):
         service = open_service()
         for tenant, prompts in calls:
             params = SamplingParams(n=2, cache_salt="salt")
-            await service.ask(prompts, params, Arrival(0.0, tenant), "prompt")
+            await service.admit(prompts, params, Arrival(0.0, tenant), "prompt")
         return service.engine.adds
 
     return asyncio.run(ask_all())
@@ -89,7 +88,7 @@ def test_prompts_of_one_http_request_are_one_call():
     ]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 100, service_module.LONG + 1])
+@pytest.mark.parametrize("num_tokens", [1, 100, prompt_module.LONG + 1])
 def test_prompts_are_sent_with_the_keys_of_their_blocks(num_tokens):
     prompt = [i % 300 for i in range(num_tokens)]
     [add] = asked((0, [prompt]))
@@ -112,9 +111,9 @@ def test_long_prompts_are_hashed_beside_the_event_loop(monkeypatch):
     async def threads_of(prompts):
         service, seen = open_service(), []
         monkeypatch.setattr(
-            service_module, "prompt_keys", lambda *args: seen.append(get_ident()) or {}
+            prompt_module, "prompt_keys", lambda *args: seen.append(get_ident()) or {}
         )
-        await service.ask(prompts, SamplingParams(), Arrival(0.0), "prompt")
+        await service.admit(prompts, SamplingParams(), Arrival(0.0), "prompt")
         return {ident == get_ident() for ident in seen}
 
     assert asyncio.run(threads_of([[1] * 100])) == {True}

@@ -288,6 +288,7 @@ def test_last_bytes_that_nobody_reads_hold_no_connection(unread, is_cut):
         cuts, buffer = [], [1 << 16]
         connection = Connection.__new__(Connection)
         connection.loop, connection.stalled = asyncio.get_running_loop(), None
+        connection.completion = None
         connection.limits = ServerConfig(stall_seconds=0.05)
         connection.flow = SimpleNamespace(pause_writing=list, resume_writing=list)
         connection.transport = SimpleNamespace(

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from specserve.server import response
-from specserve.server.response import CompletionWriter, event
+from specserve.server import formatter
+from specserve.server.formatter import CompletionFormatter
+from specserve.server.stream import event
 from tests.checkpoints import tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS
 from tests.server.calling import TEMPLATE
@@ -37,15 +38,15 @@ def raw_stream(server, path, **asked):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_an_event_put_together_is_the_one_that_is_encoded(server, monkeypatch, path, n, options):
     asked, made = {"n": n, "stream_options": options}, []
-    find = CompletionWriter.find_around
+    find = CompletionFormatter.find_around
     monkeypatch.setattr(
-        CompletionWriter, "find_around", lambda *args: made.append(args) or find(*args)
+        CompletionFormatter, "find_around", lambda *args: made.append(args) or find(*args)
     )
     with server.saying(TEXT, 1):
         fast = raw_stream(server, path, **asked)
         assert len(made) == n  # once for each choice
         monkeypatch.setattr(
-            CompletionWriter, "events_of", lambda self, delta: [*map(event, self.chunks(delta))]
+            CompletionFormatter, "events_of", lambda self, delta: [*map(event, self.chunks(delta))]
         )
         assert raw_stream(server, path, **asked) == fast
     assert len(made) == n and fast.count("data: ") > 20
@@ -55,7 +56,7 @@ def test_a_step_that_cannot_be_written_ends_its_stream_with_an_error(folder_serv
     def fail(text):
         raise RuntimeError("no text")
 
-    monkeypatch.setattr(response, "json_text", fail)
+    monkeypatch.setattr(formatter, "json_text", fail)
     asked = {"prompt": [5] * 8, "max_tokens": 200, "ignore_eos": True}
     *_, error, done = folder_server.stream(COMPLETIONS, asked)
     assert done == "[DONE]" and error["error"]["type"] == "server_error"

@@ -10,8 +10,8 @@ import pytest
 
 from specserve.config import load_config
 from specserve.errors import ConfigError
-from specserve.server.flush import ROOM, SIZE, merged, padded, tokens_of, with_room
-from specserve.server.live_completion import ChoiceDelta
+from specserve.server.completion import ChoiceDelta
+from specserve.server.stream import ROOM, SIZE, merged, padded, tokens_of, with_room
 from tests.checkpoints import tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, saying
 from tests.server.calling import TEMPLATE

@@ -10,7 +10,7 @@ import pytest
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import owner
 from specserve.server.bounded_process import address_space
-from specserve.server.grammar_process import SECONDS, Tokens
+from specserve.server.grammar_process import SECONDS, GrammarSetup
 from specserve.server.processes import GrammarProcesses
 from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from tests.checkpoints import EOS, tiny_tokenizer
@@ -30,7 +30,7 @@ STUCK = [grammar(**EVERY[name]) for name in sorted(ENDLESS)]
 def with_grammars(folder, test):
     async def run():
         end = tiny_tokenizer().convert_tokens_to_ids(EOS)
-        grammars = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        grammars = GrammarProcesses(GrammarSetup(str(folder), 320, (end,)))
         try:
             await grammars.check(GOOD, FIELD, "")
             await test(grammars)
@@ -97,12 +97,12 @@ def test_the_first_starts_soon_after_the_server_or_when_it_is_needed(folder, mon
     end = tiny_tokenizer().convert_tokens_to_ids(EOS)
 
     async def run():
-        grammars = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        grammars = GrammarProcesses(GrammarSetup(str(folder), 320, (end,)))
         assert not grammars.processes
         await asyncio.sleep(0.1)
         assert len(grammars.processes) == 1
         await grammars.close()
-        needed = GrammarProcesses(Tokens(str(folder), 320, (end,)))
+        needed = GrammarProcesses(GrammarSetup(str(folder), 320, (end,)))
         await needed.check(GOOD, FIELD, "")
         await needed.close()
 

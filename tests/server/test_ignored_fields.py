@@ -53,7 +53,8 @@ def effort(source, body, tools=NO_TOOLS):
 
     template = None if source is None else ChatTemplate(source, {})
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
-    service = SimpleNamespace(input_processor=processor, in_thread=in_thread)
+    prompts = SimpleNamespace(processor=processor, in_thread=in_thread)
+    service = SimpleNamespace(prompts=prompts)
     return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs, tools))
 
 

@@ -11,7 +11,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError, Overloaded, RequestError
 from specserve.exchange.fair_queue import owner
 from specserve.server.body import BodyReader
-from specserve.server.key_limits import Account
+from specserve.server.limits import Account
 from specserve.server.refusal import RateLimited
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, saying
 from tests.server.server_process import eventually, payloads

@@ -8,7 +8,7 @@ import pytest
 from specserve.exchange.messages import Ready
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve.server import serve
-from specserve.server.service import fingerprint
+from specserve.server.completion import fingerprint
 from specserve.text.chat_template import ChatTemplate
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import COMPLETIONS, saying

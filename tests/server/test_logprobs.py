@@ -17,10 +17,10 @@ from specserve.exchange.sampling_params import mix64
 from specserve.server.completions import check_told
 from specserve.server.logprobs import (
     Namer,
-    Told,
-    chat_form,
-    completion_form,
-    prompt_form,
+    ScoredTokens,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
     prompt_starts,
 )
 from specserve.text.tokenizer import Tokenizer
@@ -380,23 +380,22 @@ NEVER = -math.inf
 
 
 def test_minus_infinity_is_a_number(tokenizer):
-    told = Told([5], [TokenLogprobs(NEVER, 300, [6, 7], [-0.5, NEVER])], [0])
+    scored = ScoredTokens([5], [TokenLogprobs(NEVER, 300, [6, 7], [-0.5, NEVER])], [0])
     namer = Namer(tokenizer, 2, has_ids=True)
-    [content] = chat_form(told, namer)["content"]
-    assert [content["logprob"], content["top_logprobs"][1]["logprob"]] == [-9999.0, -9999.0]
-    form = completion_form(told, namer)
-    assert form["token_logprobs"] == [-9999.0]
-    assert form["top_logprobs"] == [
-        {"token_id:6": -0.5, "token_id:7": -9999.0, "token_id:5": -9999.0}
-    ]
-    table = prompt_form([1, 5], told.logprobs, 1, tokenizer)[1]
+    [content] = chat_logprobs(scored, namer)
+    assert [content.logprob, content.top_logprobs[1].logprob] == [-9999.0, -9999.0]
+    form = completion_logprobs(scored, namer)
+    assert form.token_logprobs == [-9999.0]
+    assert form.top_logprobs == [{"token_id:6": -0.5, "token_id:7": -9999.0, "token_id:5": -9999.0}]
+    table = prompt_logprobs([1, 5], scored.logprobs, 1, tokenizer)[1]
     assert {id: entry.logprob for id, entry in table.items()} == {5: -9999.0, 6: -0.5}
 
 
 def test_of_tokens_with_one_text_the_likelier_is_told(tokenizer):
     none, other = 318, 319  # ids without text
-    told = Told([none], [TokenLogprobs(-3.0, 2, [other], [-1.0])], [0])
-    assert completion_form(told, Namer(tokenizer, 1, has_ids=False))["top_logprobs"] == [{"": -1.0}]
+    scored = ScoredTokens([none], [TokenLogprobs(-3.0, 2, [other], [-1.0])], [0])
+    form = completion_logprobs(scored, Namer(tokenizer, 1, has_ids=False))
+    assert form.top_logprobs == [{"": -1.0}]
 
 
 @pytest.mark.parametrize(

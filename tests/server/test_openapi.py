@@ -40,7 +40,7 @@ def test_every_type_is_a_schema_and_every_name_is_one_of_them(document):
         Draft202012Validator.check_schema(schema)
     named = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
     assert named and named <= schemas.keys()
-    assert schemas.keys() - named == {"Message"} - named
+    assert schemas.keys() - named == {"ChatMessage"} - named
 
 
 def closed(schema):
@@ -72,7 +72,10 @@ ASKED = {
     ),
 }
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
-NAMES = {CHAT: ("ChatAnswer", "ChatChunk"), COMPLETIONS: ("CompletionAnswer", "CompletionChunk")}
+NAMES = {
+    CHAT: ("ChatCompletion", "ChatCompletionChunk"),
+    COMPLETIONS: ("Completion", "CompletionChunk"),
+}
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED.values(), ids=ASKED)
@@ -88,7 +91,7 @@ def test_answers_and_chunks_have_the_fields_that_the_document_names(document, se
 OTHERS = {
     "/v1/models": "ModelList",
     "/v1/models/tiny": "ModelCard",
-    "/v1/speculation": "Speculation",
+    "/v1/speculation": "SpeculationStatus",
     "/health": "Status",
     "/version": "Version",
     "/v1/nothing": "Error",
@@ -101,8 +104,8 @@ def test_the_other_answers_have_them_too(document, server, presets):
     for each in (server, presets["model"]):
         for path, name in OTHERS.items():
             check(document, name, each.get(path).body)
-    check(document, "Tokens", server.post("/tokenize", {"messages": MESSAGES}).body)
-    check(document, "Text", server.post("/detokenize", {"tokens": [5]}).body)
+    check(document, "TokenizeResponse", server.post("/tokenize", {"messages": MESSAGES}).body)
+    check(document, "DetokenizeResponse", server.post("/detokenize", {"tokens": [5]}).body)
 
 
 def body_schema(document, path):
@@ -181,7 +184,7 @@ def test_the_page_shows_the_document_and_asks_nobody_for_anything(document, serv
     assert set(page.words) >= {*document["paths"], *schemas, *schemas["ChatBody"]["properties"]}
     assert sorted(page.ids) == sorted(schemas)
     assert {link.removeprefix("#") for link in page.links} <= {"openapi.json", *schemas}
-    assert {"#ChatChunk", "#CompletionChunk", "#TextDelta"} <= {*page.links}
+    assert {"#ChatCompletionChunk", "#CompletionChunk", "#TextDelta"} <= {*page.links}
     assert not any(tag in ("script", "img", "iframe", "link", "form") for tag, _ in page.tags)
     assert not any({"src", "style", "onclick"} & attributes.keys() for _, attributes in page.tags)
 

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from specserve.server.response_items import read_input
+from specserve.server.response_input import read_input
 from tests.server.asking import CHAT, MESSAGES, chat_body
 from tests.server.scripted import scripted, with_template
 from tests.server.server_process import eventually

@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, ServerConfig
 from specserve.errors import PromptTooLong
+from specserve.server.completion import Service
 from specserve.server.processes import NUM_PROCESSES
-from specserve.server.service import Service
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
@@ -196,7 +196,7 @@ def service_with(tokenizer, **limits):
     """A service whose engine is never reached."""
     service = Service(Config(server=ServerConfig(**limits)), SimpleNamespace())
     processor = make_input_processor(TextFiles(tokenizer, GenerationDefaults()), 320, 32)
-    service.loaded = processor, SimpleNamespace()
+    service.prompts.loaded = processor
     return service
 
 
@@ -204,7 +204,7 @@ def test_prompts_after_the_first_that_is_too_long_are_not_tokenized():
     tokenizer = Counting()
     service = service_with(tokenizer)
     with pytest.raises(PromptTooLong) as e:
-        asyncio.run(service.read_all(["the cat", "x" * 40, "later", "still later"]))
+        asyncio.run(service.prompts.read_all(["the cat", "x" * 40, "later", "still later"]))
     assert e.value.param == "prompt"
     assert tokenizer.asked == ["the cat", "x" * 40]
 
@@ -212,5 +212,5 @@ def test_prompts_after_the_first_that_is_too_long_are_not_tokenized():
 def test_ids_that_are_too_many_are_refused_before_any_text_is_tokenized():
     tokenizer = Counting()
     with pytest.raises(PromptTooLong):
-        asyncio.run(service_with(tokenizer).read_all(["the cat", [1] * 40]))
+        asyncio.run(service_with(tokenizer).prompts.read_all(["the cat", [1] * 40]))
     assert tokenizer.asked == []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.server.connection import Connection
-from specserve.server.response import HEADERS
+from specserve.server.stream import HEADERS
 from tests.server.asking import COMPLETIONS, head, saying, streaming
 from tests.server.test_connections import is_cut, reply
 
@@ -154,7 +154,7 @@ def test_of_requests_sent_after_each_other_the_first_alone_is_answered(strict, f
 
 
 def test_a_second_request_ends_the_connection_though_it_comes_as_a_stream_begins():
-    connection = SimpleNamespace(is_input_closed=False, num_body=0, leave=None)
+    connection = SimpleNamespace(is_input_closed=False, num_body=0, completion=None)
     cycle = SimpleNamespace(keep_alive=True)
 
     async def app(scope, receive, send):

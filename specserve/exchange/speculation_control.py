@@ -1,4 +1,4 @@
-"""Who guesses, changed while requests run: the config that a change leads to."""
+"""Changes of speculation while requests run: the config that a change leads to."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,9 +65,9 @@ def change_of(
         raise ConfigError(str(e)) from e
 
 
-class Guessing:
-    """The config that an engine guesses by. The draft model is kept in mind while no drafter uses
-    it, until it is removed. Its methods may read files.
+class SpeculationControl:
+    """The config that an engine drafts by. The draft model is kept while no drafter uses it, until
+    it is removed. The methods may read files.
     """
 
     def __init__(self, config: Config) -> None:
@@ -188,8 +188,8 @@ class Guessing:
             raise ConfigError(str(e)) from e
 
 
-class Guesses(msgspec.Struct, frozen=True, kw_only=True):
-    """By what guesses are made, as the log tells it. The fields are in the order of a line."""
+class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculation as the log reports it. The fields are in the order of a line."""
 
     drafter: str
     draft_model: str | None
@@ -200,8 +200,10 @@ class Guesses(msgspec.Struct, frozen=True, kw_only=True):
     max_step_nodes: int
 
 
-def guesses_of(config: Config, sources: tuple[str, ...], has_draft_model: bool) -> Guesses:
-    return Guesses(
+def settings_of(
+    config: Config, sources: tuple[str, ...], has_draft_model: bool
+) -> SpeculationSettings:
+    return SpeculationSettings(
         drafter=config.drafter.name,
         draft_model=config.draft if has_draft_model else None,
         quantize=config.drafter.quantize,
@@ -212,7 +214,7 @@ def guesses_of(config: Config, sources: tuple[str, ...], has_draft_model: bool) 
     )
 
 
-def differences(before: Guesses, after: Guesses) -> str:
+def differences(before: SpeculationSettings, after: SpeculationSettings) -> str:
     """What another one differs in, in words on one line: "max_nodes 63 -> 8"."""
     pairs = zip(plain(before).items(), plain(after).values(), strict=True)
     told = [f"{name} {worded(a)} -> {worded(b)}" for (name, a), b in pairs if a != b]

@@ -1,6 +1,6 @@
-"""What the routes answer, as types: for `/openapi.json`. Nothing is made of them.
+"""The JSON that the routes send. Responses are built from these types, and so is /openapi.json.
 
-UNSET is a field that an answer may lack; tests compare all of this with answers.
+A field that is UNSET is left out.
 """
 
 from typing import Any, Literal
@@ -47,7 +47,7 @@ class AdapterDetails(Struct):
     rank: int
 
 
-class ModelCard(Struct):
+class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     """The served model; the fields after `max_model_len` come once it is loaded.
 
     max_model_len   tokens of prompt and answer together; null while the model is being loaded
@@ -69,7 +69,6 @@ class ModelCard(Struct):
     """
 
     id: str
-    object: Literal["model"]
     created: int
     owned_by: str
     root: str
@@ -90,14 +89,12 @@ class ModelCard(Struct):
     adapter: AdapterDetails | UnsetType = UNSET
 
 
-class Deleted(Struct):
+class Deleted(Struct, tag_field="object", tag="model"):
     id: str
-    object: Literal["model"]
     deleted: Literal[True]
 
 
-class ModelList(Struct):
-    object: Literal["list"]
+class ModelList(Struct, tag_field="object", tag="list"):
     data: list[ModelCard]
 
 
@@ -109,7 +106,7 @@ class Targets(Struct):
     min_tpot_ms: float | None
 
 
-class Speculation(Struct):
+class SpeculationStatus(Struct, tag_field="object", tag="speculation"):
     """What guesses are chosen by.
 
     drafter         auto, none, ngram, model, eagle or a package.module:Class
@@ -128,7 +125,6 @@ class Speculation(Struct):
     plan            of the latest step that could have guesses, and had such requests alone
     """
 
-    object: Literal["speculation"]
     drafter: str
     draft_model: str | None
     draft_head: str | None
@@ -145,23 +141,23 @@ class Speculation(Struct):
     row_invariant: bool | UnsetType = UNSET
 
 
-class Tokens(Struct):
+class TokenizeResponse(Struct):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class Text(Struct):
+class DetokenizeResponse(Struct):
     prompt: str
 
 
-class PromptDetails(Struct):
+class PromptTokensDetails(Struct):
     """Of the prompt's tokens, how many were found in the prefix cache."""
 
     cached_tokens: int
 
 
-class CompletionDetails(Struct):
+class CompletionTokensDetails(Struct):
     """Of an answer's tokens, how many are reasoning; of the prediction's, how many came."""
 
     reasoning_tokens: int | UnsetType = UNSET
@@ -169,7 +165,7 @@ class CompletionDetails(Struct):
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
-class Usage(Struct):
+class CompletionUsage(Struct):
     """Tokens of the prompts, each of them once, and of all choices.
 
     completion_tokens_details  of a chat whose model tells reasoning, and where a text was predicted
@@ -178,8 +174,8 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class SpeculativeDecoding(Struct):
@@ -198,7 +194,7 @@ class SpeculativeDecoding(Struct):
     sources: dict[str, SourceCounts]
 
 
-class Metrics(Struct):
+class RequestMetrics(Struct):
     """vLLM's names.
 
     row_invariant  as in the entry of the model
@@ -261,7 +257,7 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Choice(Struct, kw_only=True):
+class ChoiceFields(Struct, kw_only=True):
     """What choices of both completion routes have.
 
     stop_reason     the stop string, or the id of stop_token_ids, that ended it
@@ -278,7 +274,7 @@ class Choice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CalledFunction(Struct):
+class FunctionCall(Struct):
     """arguments are JSON."""
 
     name: str
@@ -288,10 +284,10 @@ class CalledFunction(Struct):
 class ToolCall(Struct):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
-class ChatMessage(Struct):
+class ChatCompletionMessage(Struct):
     """reasoning_content and reasoning are the same; both names are read by clients."""
 
     role: Literal["assistant"]
@@ -302,19 +298,19 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Choice, kw_only=True):
-    message: ChatMessage
+class ChatCompletionChoice(ChoiceFields, kw_only=True):
+    message: ChatCompletionMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionChoice(Choice, kw_only=True):
+class CompletionChoice(ChoiceFields, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Head(Struct, kw_only=True):
+class ResponseHead(Struct, kw_only=True):
     """What answers and chunks begin with.
 
     system_fingerprint  servers of the same one, given the same seed, have the same text
@@ -326,25 +322,23 @@ class Head(Struct, kw_only=True):
     system_fingerprint: str
 
 
-class ChatAnswer(Head, kw_only=True):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
-    metrics: Metrics
+class ChatCompletion(ResponseHead, tag_field="object", tag="chat.completion", kw_only=True):
+    choices: list[ChatCompletionChoice]
+    usage: CompletionUsage
+    metrics: RequestMetrics
     timings: Timings
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class CompletionAnswer(Head, kw_only=True):
-    object: Literal["text_completion"]
+class Completion(ResponseHead, tag_field="object", tag="text_completion", kw_only=True):
     choices: list[CompletionChoice]
-    usage: Usage
-    metrics: Metrics
+    usage: CompletionUsage
+    metrics: RequestMetrics
     timings: Timings
 
 
-class ChunkChoice(Struct, kw_only=True):
+class ChunkChoiceFields(Struct, kw_only=True):
     """A step of a choice, or its end.
 
     finish_reason   null but in the choice's last chunk
@@ -363,7 +357,7 @@ class FunctionDelta(Struct):
     arguments: str | UnsetType = UNSET
 
 
-class CallDelta(Struct):
+class ToolCallDelta(Struct):
     """The beginning of a call, with its id and name, or more of its arguments."""
 
     index: int
@@ -372,27 +366,27 @@ class CallDelta(Struct):
     function: FunctionDelta | UnsetType = UNSET
 
 
-class Delta(Struct):
+class MessageDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[CallDelta] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(ChunkChoice, kw_only=True):
-    delta: Delta
+class ChatChunkChoice(ChunkChoiceFields, kw_only=True):
+    delta: MessageDelta
     logprobs: ChatLogprobs | None
 
 
-class CompletionChunkChoice(ChunkChoice, kw_only=True):
+class CompletionChunkChoice(ChunkChoiceFields, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Chunk(Head, kw_only=True):
+class ChunkFields(ResponseHead, kw_only=True):
     """An event of a stream.
 
     usage       where `stream_options` ask for it
@@ -402,20 +396,20 @@ class Chunk(Head, kw_only=True):
     """
 
     obfuscation: str | UnsetType = UNSET
-    usage: Usage | UnsetType | None = UNSET
-    metrics: Metrics | UnsetType = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
 
-class ChatChunk(Chunk, kw_only=True):
-    object: Literal["chat.completion.chunk"]
+class ChatCompletionChunk(
+    ChunkFields, tag_field="object", tag="chat.completion.chunk", kw_only=True
+):
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class CompletionChunk(Chunk, kw_only=True):
-    object: Literal["text_completion"]
+class CompletionChunk(ChunkFields, tag_field="object", tag="text_completion", kw_only=True):
     choices: list[CompletionChunkChoice]
 
 
@@ -478,7 +472,7 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
-class Incomplete(Struct):
+class IncompleteDetails(Struct):
     reason: Literal["max_output_tokens"]
 
 
@@ -487,12 +481,12 @@ class ResponseError(Struct):
     message: str
 
 
-class Effort(Struct):
+class ReasoningSettings(Struct):
     effort: str | None
     summary: None
 
 
-class ResponseAnswer(Struct, kw_only=True):
+class ResponseObject(Struct, tag_field="object", tag="response", kw_only=True):
     """A response: what was asked for, as it is done, and the output.
 
     usage           null until all of the output is there
@@ -504,7 +498,6 @@ class ResponseAnswer(Struct, kw_only=True):
     """
 
     id: str
-    object: Literal["response"]
     created_at: int
     model: str
     system_fingerprint: str
@@ -512,7 +505,7 @@ class ResponseAnswer(Struct, kw_only=True):
     output: list[AnyOutput]
     usage: ResponseUsage | None
     error: ResponseError | None
-    incomplete_details: Incomplete | None
+    incomplete_details: IncompleteDetails | None
     stop_reason: str | int | None
     seed: int
     background: Literal[False]
@@ -524,7 +517,7 @@ class ResponseAnswer(Struct, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None
-    reasoning: Effort
+    reasoning: ReasoningSettings
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]
@@ -536,7 +529,7 @@ class ResponseAnswer(Struct, kw_only=True):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
-    metrics: Metrics | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
 
@@ -548,7 +541,7 @@ class ResponseEvent(Struct, tag_field="type", kw_only=True):
 
 
 class StateEvent(ResponseEvent, kw_only=True):
-    response: ResponseAnswer
+    response: ResponseObject
 
 
 class ItemEvent(ResponseEvent, kw_only=True):

@@ -1,4 +1,4 @@
-"""The input of /v1/responses: a text or items, which become the messages of a chat."""
+"""The input and the tools of /v1/responses, which become the messages and tools of a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,9 +9,8 @@ from msgspec import Meta
 from specserve.errors import RequestError
 from specserve.server.body import convert, fields, from_fields, refuse_unknown
 from specserve.server.refusal import cut
-from specserve.server.tools import FunctionName
+from specserve.server.tools import FunctionName, ToolsAsked, read_tools
 
-Message = dict[str, Any]  # of a chat
 State = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 PART_FIELDS = ["type", "text"]
@@ -75,9 +74,11 @@ AnyItem = Annotated[
 ]
 
 
-def read_input(given: str | Sequence[dict[str, Any]], instructions: str | None) -> list[Message]:
+def read_input(
+    given: str | Sequence[dict[str, Any]], instructions: str | None
+) -> list[dict[str, Any]]:
     """The conversation as messages, which a chat may have; errors name the item."""
-    messages = list[Message]()
+    messages = list[dict[str, Any]]()
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -108,7 +109,7 @@ def read_item(raw: dict[str, Any], path: str) -> Item:
     return from_fields(known, kind, f"{path}.")
 
 
-def add(messages: list[Message], item: Item, path: str) -> None:
+def add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     """Append the message of an item, or add to the answer that it is a part of."""
     match item:
         case MessageItem(role="assistant", content=content):
@@ -133,7 +134,7 @@ def add(messages: list[Message], item: Item, path: str) -> None:
             answer["reasoning_content"] = text_of(content or summary, where)
 
 
-def unfinished(messages: list[Message], *lacking: str) -> Message:
+def unfinished(messages: list[dict[str, Any]], *lacking: str) -> dict[str, Any]:
     """The last message, if it is an answer that lacks these fields; else a new answer."""
     if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & {*lacking}:
         messages.append({"role": "assistant"})
@@ -156,3 +157,57 @@ def read_part(part: dict[str, Any], path: str) -> str:
         if key not in PART_FIELDS:
             refuse_unknown(key, PART_FIELDS, f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call.
+
+    parameters      a JSON schema of its arguments, an object
+    strict          true: the arguments fit it
+    """
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+AnyTool = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/FunctionTool"})
+]
+
+
+def read_flat_tools(
+    tools: Sequence[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    is_parallel: bool | None,
+) -> ToolsAsked:
+    """The three fields of tools, as a chat has them. A function's fields are the tool's own."""
+    given = [as_in_chats(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    if isinstance(choice, dict):
+        choice = choice_in_chats(choice)
+    try:
+        return read_tools(given, choice, is_parallel)
+    except RequestError as e:  # with a chat's paths
+        param = (e.param or "").replace(".function", "") or None
+        raise RequestError(str(e).replace(".function", ""), param) from e
+
+
+def as_in_chats(given: dict[str, Any], path: str) -> dict[str, Any]:
+    if given.get("type") != "function":
+        raise RequestError(
+            f"{path}.type: only functions can be called, not {cut(str(given.get('type')))!r}",
+            f"{path}.type",
+        )
+    tool = convert(given, FunctionTool, path)
+    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    return {"type": "function", "function": {n: v for n, v in fields.items() if v is not None}}
+
+
+def choice_in_chats(given: dict[str, Any]) -> dict[str, Any]:
+    if given.keys() != {"type", "name"} or given["type"] != "function":
+        raise RequestError(
+            'tool_choice: none, auto, required or {"type": "function", "name": ...}', "tool_choice"
+        )
+    return {"type": "function", "function": {"name": given["name"]}}

@@ -1,21 +1,66 @@
-"""Limits of each API key: its requests at once, and its tokens in a minute."""
+"""Limits of time and tokens: the deadline of a request, and what an API key may use."""
 
+import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Callable
-from time import monotonic
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import monotonic, perf_counter
+from typing import NamedTuple
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from specserve.config import ServerConfig
 from specserve.errors import RequestError
-from specserve.server.live_completion import at_end, set_account, tenant_of
-from specserve.server.refusal import RateLimited, error_response
+from specserve.server.refusal import DeadlineExceeded, RateLimited
 
 MINUTE = 60.0
 SOON = 1  # seconds after which to ask again for a place: nobody knows when one is free
-ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+
+
+class Deadline(NamedTuple):
+    """Of a request that asks for one, or that the server gives one."""
+
+    at: float  # seconds, perf_counter
+    timeout_ms: float
+
+    @classmethod
+    def after(cls, arrived_at: float, asked: float | None, most: float | None) -> "Deadline":
+        """The deadline that a request asks for, or the server's, one of which there is;
+        RequestError beyond the server's. Both are milliseconds.
+        """
+        if asked is not None and most is not None and asked > most:
+            raise RequestError(
+                f"timeout_ms = {asked:g}: this server allows {most:g} at most: ask for that or "
+                "less, or leave it out; its operator can raise server.timeout_ms",
+                "timeout_ms",
+            )
+        timeout_ms = most if asked is None else asked
+        assert timeout_ms is not None, "there is no deadline"
+        return cls(arrived_at + timeout_ms / 1e3, timeout_ms)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.at - perf_counter()
+
+    @property
+    def error(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the answer was not complete after {self.timeout_ms:g} ms, the deadline of this "
+            "request (timeout_ms, or server.timeout_ms)"
+        )
+
+    def call(self, end: Callable[[DeadlineExceeded], None]) -> asyncio.TimerHandle:
+        """Have a function called with the error when the time has come."""
+        left = max(0.0, self.seconds_left)
+        return asyncio.get_running_loop().call_later(left, end, self.error)
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Cancel the block when the time has come, and raise the error."""
+        try:
+            async with asyncio.timeout(self.seconds_left) as timeout:
+                yield
+        except TimeoutError as e:
+            if timeout.expired():
+                raise self.error from e
+            raise
 
 
 class Account:
@@ -108,34 +153,3 @@ class Account:
             told |= {"limit-tokens": self.max_tokens, "remaining-tokens": self.num_left}
             told["reset-tokens"] = f"{self.seconds_until(self.max_tokens)}s"
         return {f"x-ratelimit-{name}": str(value) for name, value in told.items()}
-
-
-class KeyLimits:
-    """Gives each request that generates a place of its key, for as long as it lasts, and tells the
-    limits in the headers of answers.
-    """
-
-    def __init__(self, app: ASGIApp, limits: ServerConfig, reject: Callable[[str], None]) -> None:
-        self.app = app
-        most = limits.max_requests_per_key, limits.max_tokens_per_minute_per_key
-        self.accounts = defaultdict[int, Account](lambda: Account(*most, reject))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in ROUTES or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        account = self.accounts[tenant_of(scope)]
-
-        async def send_told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(account.headers)
-            await send(message)
-
-        try:
-            account.enter()
-        except RateLimited as e:
-            await error_response(e)(scope, receive, send_told)
-            return
-        with at_end(scope, account.leave):
-            set_account(scope, account)
-            await self.app(scope, receive, send_told)
