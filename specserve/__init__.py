@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
-    from specserve.text.grammars.asked import StructuredOutputsParams
+    from specserve.text.grammars.structured_outputs import StructuredOutputsParams
 
 process.prepare()  # before any module of this package imports torch
 
@@ -57,7 +57,7 @@ MODULES = {
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
-    "StructuredOutputsParams": "specserve.text.grammars.asked",
+    "StructuredOutputsParams": "specserve.text.grammars.structured_outputs",
     "TextPrompt": "specserve.api.vllm_arguments",
     "TokensPrompt": "specserve.api.vllm_arguments",
 }

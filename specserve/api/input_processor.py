@@ -22,9 +22,8 @@ from specserve.models.end_tokens import EndTokens, find_end_tokens, report
 from specserve.models.source import open_source
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.defaults import GenerationDefaults
-from specserve.text.grammars.asked import FIELD
-from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
-from specserve.text.grammars.verdicts import Verdicts
+from specserve.text.grammars.compiled import GrammarError, Verdicts, compile_grammar, vocabulary_of
+from specserve.text.grammars.structured_outputs import FIELD
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer, check_same_vocabulary
 from specserve_drafters.base import HEADS

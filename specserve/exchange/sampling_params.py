@@ -19,7 +19,7 @@ from specserve.text.defaults import (
     TopP,
     check_temperature,
 )
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 
 T = TypeVar("T")
 MAX_CHOICES = 128

@@ -22,7 +22,7 @@ from specserve.server.body import LARGE, BodyKind
 from specserve.server.bounded_process import Data, Done, FromProcess, Refused, Reply, Started
 from specserve.server.grammar_process import SECONDS, TOO_MUCH, Tokens
 from specserve.text.chat_template import ChatOptions, ChatTemplate
-from specserve.text.grammars.verdicts import Verdicts
+from specserve.text.grammars.compiled import Verdicts
 from specserve.text.template_messages import Message
 
 READER = "specserve.server.body_process"  # it imports the routes, and these this module

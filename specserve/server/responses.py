@@ -20,7 +20,7 @@ from specserve.server.response_tools import AnyTool, read_flat_tools
 from specserve.server.service import Service
 from specserve.server.tools import ToolsAsked
 from specserve.text.chat_template import ChatOptions
-from specserve.text.grammars.asked import StructuredOutputsParams
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
 STORED = "responses are not stored: send the whole conversation as input"

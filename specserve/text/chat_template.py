@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specserve.errors import ConfigError, RequestError
-from specserve.text.special_tokens import NAMES
 from specserve.text.template_messages import (
     Fields,
     Message,
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 USED = "default", "tool_use"  # of templates with names
 # Arguments of every template; nobody else may give them.
 OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+SPECIAL_TOKENS = (  # names that templates may read
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message; a template may trim its space
 
 
@@ -62,16 +64,13 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         continued = continued_text(chat, asked) if asked.continue_final_message else None
         if continued is not None:
             chat[-1] = tagged(chat[-1])
-        source = self.source_for(asked)
+        source = self.sources[-1] if asked.tools else self.source
         text = self.run_either(source, fitted(chat, needs_of(source)), asked)
         return text if continued is None else up_to_tag(text, continued)
 
     @property
     def sources(self) -> list[str]:
         return [self.source] if self.tool_use is None else [self.source, self.tool_use]
-
-    def source_for(self, options: ChatOptions) -> str:
-        return self.sources[-1] if options.tools else self.source
 
     def run_either(self, source: str, chat: list[Fields], options: ChatOptions) -> str:
         """With the arguments of calls as objects or, if the template refuses these, as text."""
@@ -111,7 +110,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         """The values as templates see them; RequestError for a name that is not the template's."""
         if not given:
             return {}
-        names = sorted(names_read(source) - OWN - {*NAMES, *self.variables})
+        names = sorted(names_read(source) - OWN - {*SPECIAL_TOKENS, *self.variables})
         for name in given:
             if name not in names:
                 known = ", ".join(names) or "none"
@@ -126,7 +125,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     def reads(self, name: str) -> bool:
         """Whether a request can give this name a value."""
         with suppress(Exception):  # a template that is no valid program reads none
-            known = OWN | {*NAMES, *self.variables}
+            known = OWN | {*SPECIAL_TOKENS, *self.variables}
             return name not in known and any(name in names_read(s) for s in self.sources)
         return False
 

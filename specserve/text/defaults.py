@@ -12,7 +12,6 @@ from specserve.models.folder import read_json
 
 TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
-TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # logits times it stay finite
@@ -49,7 +48,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     eos_token_ids: tuple[TokenId, ...] = ()
     temperature: Temperature = 1.0
-    top_k: TopK = 0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     top_p: TopP = 1.0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
