@@ -301,7 +301,7 @@ class AsyncLLM:
         folders = await asyncio.to_thread(preflight.check, self.config)
         modules = modules_of(self.config, self.adapters.model)
         # In the loop's thread: the process ends with the thread that starts it.
-        engines = ForkServer(self.config)
+        engines = ForkServer(self.config, folders.drafters)
         client = EngineClient(engines.start(), engines.start)
         try:
             await client.connect()

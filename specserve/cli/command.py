@@ -344,7 +344,7 @@ def generate(args: argparse.Namespace) -> None:
             return
         steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
         streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
-        say_scaled(scaled_models(llm.folders))
+        say_scaled(scaled_models(llm.folders[:3]))
         if args.watch:
             show_legend(llm.speculation().known_sources)
         for number, stream in enumerate(streams, 1):
@@ -377,7 +377,7 @@ def serve(args: argparse.Namespace) -> int:
     folders = preflight.check(config)
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
-        engines = ForkServer(config)
+        engines = ForkServer(config, folders.drafters)
         spawned = engines.start()  # it imports and loads while this process does
         from specserve.server.serve import Start, serve
 
@@ -412,7 +412,7 @@ def chat(args: argparse.Namespace) -> None:
     params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
     with LLM(config=args.config, **settings) as llm:
         local = Local(llm, params, Colored() if args.show_guesses else None)
-        say_scaled(scaled_models(llm.folders))
+        say_scaled(scaled_models(llm.folders[:3]))
         if args.show_guesses:
             show_legend(llm.speculation().known_sources)
         converse(Chat(local, args.system))
