@@ -11,9 +11,9 @@ from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.api.async_llm import AsyncLLM
-    from specserve.api.generation import CompletionOutput, Logprob, Output, RequestOutput
     from specserve.api.llm import LLM
     from specserve.api.lora import LoRARequest
+    from specserve.api.outputs import CompletionOutput, Logprob, Output, RequestOutput
     from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
@@ -45,15 +45,15 @@ __all__ = [
 MODULES = {
     "AsyncEngineArgs": "specserve.api.vllm_arguments",
     "AsyncLLM": "specserve.api.async_llm",
-    "CompletionOutput": "specserve.api.generation",
+    "CompletionOutput": "specserve.api.outputs",
     "ConfigError": "specserve.errors",
     "EngineArgs": "specserve.api.vllm_arguments",
     "LLM": "specserve.api.llm",
     "LoRARequest": "specserve.api.lora",
-    "Logprob": "specserve.api.generation",
-    "Output": "specserve.api.generation",
+    "Logprob": "specserve.api.outputs",
+    "Output": "specserve.api.outputs",
     "RequestError": "specserve.errors",
-    "RequestOutput": "specserve.api.generation",
+    "RequestOutput": "specserve.api.outputs",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",

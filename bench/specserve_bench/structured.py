@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams, StructuredOutputsParams
-from specserve.api.generation import Output
+from specserve.api.outputs import Output
 from specserve.config import load_config
 from specserve.engine.grammar_state import GrammarState
 from specserve.text.grammars.compiled import Compiled, vocabulary_of

@@ -264,7 +264,7 @@ def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
     """Record the target's text for every request, for the scripted drafter."""
     local = Local(llm)
     checked = [local.check(ask) for workload in workloads for ask in workload.asks]
-    outputs = llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+    outputs = llm.generate([ids for ids, _ in checked], [asked.params for _, asked in checked])
     file.write_text(json.dumps([o.prompt_token_ids + o.token_ids for o in outputs]))
 
 

@@ -14,7 +14,7 @@ from specserve.exchange.sampling_params import (
     Prediction,
     Sampling,
     SamplingParams,
-    in_room,
+    for_prompt,
     pick,
     resolve,
 )
@@ -287,11 +287,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return ids
 
     def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
-        """As `resolve`, for prompts of so many tokens each; checked once."""
-        if num_prompts:
-            yield (first := self.resolve(params, num_prompts[0]))
-        for num_prompt in num_prompts[1:]:
-            yield in_room(first, params, self.defaults, self.max_model_len - num_prompt)
+        """As `resolve`, for prompts of so many tokens each; resolved once."""
+        resolved = self.resolve(params)
+        for num_prompt in num_prompts:
+            yield for_prompt(resolved, params.own_seed, self.max_model_len - num_prompt)
 
     def tokens_of_all(self, words: tuple[str, ...]) -> Words:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""

@@ -12,8 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from specserve.api.generation import Generation, proposing, sums_of
 from specserve.api.lora import NamedAdapter
+from specserve.api.outputs import Generation, proposing, sums_of
 from specserve.errors import SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import Caller, StepDetails, StepOutput

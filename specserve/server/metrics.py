@@ -18,7 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, Stats
 from specserve.server.source_metrics import SourceMetrics
 

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specserve.api.generation import Generation, best
+from specserve.api.outputs import Generation, best
 from specserve.exchange.messages import StepDetails
 from specserve.logs import request_id
 from specserve.server.body import Body, FormattedBody
