@@ -181,7 +181,11 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 "best_of",
             )
         seed = self.seed_of(asked)
-        adapter = None if lora is None else await self.adapter_of(lora)
+        adapter = None
+        if lora is not None:
+            if self.adapters.is_to_be_loaded(lora):
+                await self.load_lora_adapter(lora.lora_name, lora.lora_path, load_inplace=True)
+            adapter = self.adapters.find(lora.lora_name)
         digest = "" if adapter is None else adapter.digest
         ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest)
         self.check_open(engine)
@@ -249,11 +253,6 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             unnamed = self.adapters.remove(name)
             if unnamed is not None:
                 engine.client.forget_adapter(unnamed)
-
-    async def adapter_of(self, asked: LoRARequest) -> AdapterRef:
-        if self.adapters.is_to_be_loaded(asked):
-            await self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
-        return self.adapters.find(asked.lora_name)
 
     async def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""

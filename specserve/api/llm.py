@@ -141,8 +141,10 @@ class LLM(BaseLLM[None]):
         """
         check_call("LLM.generate", vllm)
         processors = read_processors(logits_processors)
-        given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
-        asked = [unwrapped(prompt) for prompt in given]
+        given: Any = prompts
+        is_text = isinstance(given, str | bytes) or not isinstance(given, Sequence)
+        is_one = is_text or (len(given) > 0 and isinstance(given[0], Integral))  # a prompt's ids
+        asked = [unwrapped(prompt) for prompt in ([given] if is_one else given)]
         each = self.resolve_each(one_of(params, sampling_params), len(asked))
         refs = self.adapters_of(lora, lora_request, len(asked))
         checked = [
@@ -467,10 +469,3 @@ def refuse_failed(generations: Iterable[Generation]) -> None:
             raise RequestError(generation.failure, generation.disabled_by)
         if generation.failure:
             raise of_failure(generation.failure, generation.blamed)
-
-
-def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A string, or one list of token ids."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], Integral)

@@ -1,6 +1,5 @@
 """The adapters that requests choose by name. Does not import torch."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +46,8 @@ class AdapterNames:
         if self.lora.num_slots == 0:
             raise RequestError(f"there is no adapter {name!r:.100}: {NO_SLOTS}", "lora")
         if name not in self.known:
-            raise RequestError(
-                f"there is no adapter {name!r:.100}: {worded(self.known)}; load it first", "lora"
-            )
+            known = f"there are {', '.join(self.known)}" if self.known else "there is none"
+            raise RequestError(f"there is no adapter {name!r:.100}: {known}; load it first", "lora")
         return self.known[name]
 
     def check_new(self, name: str, in_place: bool = False) -> None:
@@ -122,7 +120,3 @@ def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[LoRAReques
                 field,
             )
     return [LoRARequest(asked) if isinstance(asked, str) else asked for asked in given]
-
-
-def worded(known: Mapping[str, Any] | Sequence[str]) -> str:
-    return f"there are {', '.join(known)}" if known else "there is none"

@@ -180,7 +180,7 @@ class Generation:
         self.ends = ends
         if self.sampling.return_speculation_details:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
-            self.details.append(details(output, [len(self.text) + end for end in ends]))
+            self.details.append(step_details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         if self.alignment is not None:
             self.alignment.follow_all(output.tokens[:num_tokens])
@@ -296,7 +296,7 @@ def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
     return {name: counts for name, counts in sources.items() if counts.proposed}
 
 
-def details(output: StepOutput, ends: list[int]) -> StepDetails:
+def step_details(output: StepOutput, ends: list[int]) -> StepDetails:
     """Of the step's tokens up to the one that completed a stop string: one for each end."""
     tree = output.tree or Tree([], [], [], [])
     bits = [tree.sources[node - 1] for node in tree.accepted] + [

@@ -45,11 +45,10 @@ INSTEAD = {
     "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
 }
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
-BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 NumTop = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -65,7 +64,7 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     enabled: bool = True
     learn: bool = True
-    sources: Annotated[tuple[SourceName, ...], Meta(max_length=64)] | None = None
+    sources: Annotated[tuple[ShortText, ...], Meta(max_length=64)] | None = None
     max_nodes: Limit | None = None
     max_depth: Limit | None = None
 
@@ -199,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[LogitBias, Meta(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
-    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] | None = ()
+    bad_words: Annotated[tuple[ShortText, ...], Meta(max_length=256)] | None = ()
     min_tokens: Limit = 0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | tuple[StopString, ...] | None = ()

@@ -95,16 +95,12 @@ def read_defaults(path: Path, written: dict[str, Any]) -> GenerationDefaults:
     values = {key: written.get(key) for key in names}
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
-    warn_of_what_is_not_applied(path, written)
+    keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
+    if keys:
+        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))
     try:
         return msgspec.convert(
             {key: value for key, value in values.items() if value is not None}, GenerationDefaults
         )
     except msgspec.ValidationError as e:
         raise ConfigError(f"{path}: {e}; correct the file, or remove the key") from e
-
-
-def warn_of_what_is_not_applied(path: Path, written: dict[str, Any]) -> None:
-    keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
-    if keys:
-        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))

@@ -49,6 +49,8 @@ class Tokenizer:
         self.response_template = response_template  # as it is written, unchecked
         self.variables = variables or {}
         self.kept_ids: frozenset[int] = frozenset()
+        self.known_texts: dict[int, str] = {}
+        self.known_bytes: dict[int, bytes] = {}
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
         """The same, but `decode` does not skip special tokens of these texts; None is all."""
@@ -138,22 +140,10 @@ class Tokenizer:
         """
         known = self.known_texts.get(token)
         if known is None:
-            known = self.known_texts[token] = self.find_text(token)
+            is_apart = self.decoders == {"ByteLevel"} and token not in self.special_ids
+            text = self.token_bytes(token).decode(errors="replace") if is_apart else ""
+            known = self.known_texts[token] = "" if UNFINISHED in text else text
         return known
-
-    def find_text(self, token: int) -> str:
-        if self.decoders != {"ByteLevel"} or token in self.special_ids:
-            return ""
-        text = self.token_bytes(token).decode(errors="replace")
-        return "" if UNFINISHED in text else text
-
-    @cached_property
-    def known_texts(self) -> dict[int, str]:
-        return {}
-
-    @cached_property
-    def known_bytes(self) -> dict[int, bytes]:
-        return {}
 
     @cached_property
     def decoders(self) -> frozenset[str]:

@@ -239,8 +239,10 @@ class Unions:
         if all(len(options) == 1 for options in each):
             first, *others = [self.strings_of(options[0]) for options in each] or [{}]
             tags = [name for name in first if all(name in found for found in others)]
-            if any(are_disjoint([found[name] for found in (first, *others)]) for name in tags):
-                return True
+            for name in tags:
+                sets = [found[name] for found in (first, *others)]
+                if len(set().union(*sets)) == sum(map(len, sets)):  # no string is in two of them
+                    return True
         if sum(map(len, each)) > MAX_OPTIONS:
             raise GrammarError(ONE_OF)
         pairs = ((a, b) for x, y in combinations(each, 2) for a in x for b in y)
@@ -286,10 +288,6 @@ class Unions:
         values = next((found for found in lists if isinstance(found, list)), None)
         self.num_left -= len(values or ()) + 1
         return values if self.num_left >= 0 else None
-
-
-def are_disjoint(sets: Sequence[set[str]]) -> bool:
-    return len(set().union(*sets)) == sum(map(len, sets))
 
 
 def kinds(schema: SchemaNode) -> set[str]:
