@@ -1,7 +1,7 @@
 """JSON schemas in the keywords of llguidance, with closed objects."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -69,7 +69,7 @@ class Simplifier:
     def __init__(self, root: SchemaNode, is_strict: bool) -> None:
         self.root, self.is_strict = root, is_strict
         self.num_left = MAX_WORK
-        self.unions = Unions(self.options)
+        self.num_strings_left = MAX_STRINGS  # that may still be read to compare schemas
         self.own = {**mapping(root.get("definitions")), **mapping(root.get("$defs"))}
         self.names: dict[str, str] = {}  # of definitions, by the reference or the schema as JSON
         self.pending: list[tuple[str, Any]] = []  # definitions that are not written yet
@@ -196,45 +196,13 @@ class Simplifier:
         return found
 
     def are_apart(self, choices: Any) -> bool:
-        """Whether no two schemas of a oneOf fit the same value; GrammarError if objects may."""
-        return is_list(choices) and self.unions.are_apart(choices)
+        """Whether no two schemas of a oneOf fit the same value, so that anyOf means the same.
 
-    def options(self, schema: Any) -> list[SchemaNode]:
-        """The schemas without compositions that one stands for."""
-        if not isinstance(schema, Mapping):
-            return [{}]
-        node = self.composed(schema)
-        choices = node.get("anyOf", node.get("oneOf"))
-        return [node] if choices is None else [o for c in choices for o in self.options(c)]
-
-    def spend(self, work: int) -> None:
-        self.num_left -= work
-        if self.num_left < 0:
-            raise GrammarError(TOO_MUCH)
-
-
-def is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def is_composed(schema: SchemaNode) -> bool:
-    """Whether several schemas describe one value; a union or reference alone does not."""
-    if not schema.keys() & COMPOSERS:
-        return False
-    return "allOf" in schema or len(schema.keys() - ANNOTATIONS) > 1
-
-
-class Unions:
-    """Compares schemas; `options` are the schemas without compositions that one stands for."""
-
-    def __init__(self, options: Callable[[Any], list[SchemaNode]]) -> None:
-        self.options = options
-        self.num_left = MAX_STRINGS  # strings that may still be read
-
-    def are_apart(self, choices: Sequence[Any]) -> bool:
-        """False where llguidance has to find out. GrammarError if two objects may be the same, as
+        False where llguidance has to find out. GrammarError if two objects may be the same, as
         closed objects differ where the schemas do not.
         """
+        if not is_list(choices):
+            return False
         each = [self.options(choice) for choice in choices]
         if all(len(options) == 1 for options in each):
             first, *others = [self.strings_of(options[0]) for options in each] or [{}]
@@ -286,8 +254,32 @@ class Unions:
         each = [schema, *(s for s in schema.get("allOf", ()) if isinstance(s, Mapping))]
         lists = ([s["const"]] if "const" in s else s.get("enum") for s in each)
         values = next((found for found in lists if isinstance(found, list)), None)
-        self.num_left -= len(values or ()) + 1
-        return values if self.num_left >= 0 else None
+        self.num_strings_left -= len(values or ()) + 1
+        return values if self.num_strings_left >= 0 else None
+
+    def options(self, schema: Any) -> list[SchemaNode]:
+        """The schemas without compositions that one stands for."""
+        if not isinstance(schema, Mapping):
+            return [{}]
+        node = self.composed(schema)
+        choices = node.get("anyOf", node.get("oneOf"))
+        return [node] if choices is None else [o for c in choices for o in self.options(c)]
+
+    def spend(self, work: int) -> None:
+        self.num_left -= work
+        if self.num_left < 0:
+            raise GrammarError(TOO_MUCH)
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_composed(schema: SchemaNode) -> bool:
+    """Whether several schemas describe one value; a union or reference alone does not."""
+    if not schema.keys() & COMPOSERS:
+        return False
+    return "allOf" in schema or len(schema.keys() - ANNOTATIONS) > 1
 
 
 def kinds(schema: SchemaNode) -> set[str]:
