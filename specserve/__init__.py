@@ -11,13 +11,13 @@ from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.api.async_llm import AsyncLLM
-    from specserve.api.generation import CompletionOutput, Logprob, Output, RequestOutput
     from specserve.api.llm import LLM
     from specserve.api.lora import LoRARequest
+    from specserve.api.outputs import CompletionOutput, Logprob, Output, RequestOutput
     from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
-    from specserve.text.grammars.asked import StructuredOutputsParams
+    from specserve.text.grammars.structured_outputs import StructuredOutputsParams
 
 process.prepare()  # before any module of this package imports torch
 
@@ -45,19 +45,19 @@ __all__ = [
 MODULES = {
     "AsyncEngineArgs": "specserve.api.vllm_arguments",
     "AsyncLLM": "specserve.api.async_llm",
-    "CompletionOutput": "specserve.api.generation",
+    "CompletionOutput": "specserve.api.outputs",
     "ConfigError": "specserve.errors",
     "EngineArgs": "specserve.api.vllm_arguments",
     "LLM": "specserve.api.llm",
     "LoRARequest": "specserve.api.lora",
-    "Logprob": "specserve.api.generation",
-    "Output": "specserve.api.generation",
+    "Logprob": "specserve.api.outputs",
+    "Output": "specserve.api.outputs",
     "RequestError": "specserve.errors",
-    "RequestOutput": "specserve.api.generation",
+    "RequestOutput": "specserve.api.outputs",
     "SamplingParams": "specserve.exchange.sampling_params",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
-    "StructuredOutputsParams": "specserve.text.grammars.asked",
+    "StructuredOutputsParams": "specserve.text.grammars.structured_outputs",
     "TextPrompt": "specserve.api.vllm_arguments",
     "TokensPrompt": "specserve.api.vllm_arguments",
 }

@@ -28,7 +28,6 @@ TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
-Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
 Name = Annotated[str, Meta(min_length=1)]
@@ -105,7 +104,9 @@ class MemoryConfig(Section, frozen=True):
         None
     )
     kv_fraction: Annotated[
-        Fraction, about("share of the memory free after the weights, above 0 and at most 1")
+        float,
+        Meta(gt=0.0, le=1.0),
+        about("share of the memory free after the weights, above 0 and at most 1"),
     ] = 0.5
     draft_block_size: Annotated[
         Positive | None, about("draft tokens in a block, at least 1; unset: as many as fit")
@@ -590,11 +591,12 @@ def load_config(
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in settings:
         put(values, setting)
-    sections = {section: build(section, values[section], settings) for section in SECTIONS}
     try:
+        sections: dict[str, Any] = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
         return Config(**sections)
-    except ValueError as e:
-        raise ConfigError(f"{origins(settings, str(e))}: {e}") from e
+    except ValueError as e:  # its message names settings
+        last = {s.key: s.origin for s in settings if s.key in str(e)}
+        raise ConfigError(f"{', '.join(dict.fromkeys(last.values()))}: {e}") from e
 
 
 def merged(settings: Iterable[Setting]) -> list[Setting]:
@@ -716,7 +718,9 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
         kept = {name: value for name, value in merged.items() if value is not None}
         setting = Setting(setting.origin, "drafter.options", kept)
     if setting.key not in KNOBS:
-        raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}; {remedy(setting.key)}")
+        near = difflib.get_close_matches(setting.key, KNOBS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "`specserve config show` prints every key"
+        raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}; {remedy}")
     section, _, key = setting.key.partition(".")
     if setting.value is None:
         values[section].pop(key, None)
@@ -743,27 +747,6 @@ def named_values(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return get_args(kind)
     return tuple(value for part in get_args(kind) for value in named_values(part))
-
-
-def build(section: str, values: dict[str, Any], settings: list[Setting]) -> Any:
-    """A section; ConfigError if its keys do not fit each other."""
-    try:
-        return SECTIONS[section](**values)
-    except ValueError as e:
-        raise ConfigError(f"{origins(settings, str(e))}: {e}") from e
-
-
-def origins(settings: list[Setting], message: str) -> str:
-    """Where the settings that a message names came from."""
-    last = {s.key: s.origin for s in settings if s.key in message}
-    return ", ".join(dict.fromkeys(last.values()))
-
-
-def remedy(key: str) -> str:
-    near = difflib.get_close_matches(key, KNOBS, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return "`specserve config show` prints every key"
 
 
 def description(key: str) -> str:

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import IO, Any, TextIO
 
 ACCESS = "specserve.access"  # the logger of the lines of requests that have ended
-OBJECT = '{"time": "'  # as lines in JSON begin
 
 # Of the HTTP request that the current task answers; empty outside of one.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -42,13 +41,15 @@ def current() -> str:
 
 
 def take_over() -> None:
-    """Leave nothing that writes to stderr but the handler of the root logger."""
+    """Route all writes to stderr through the handler of the root logger."""
     if not isinstance(sys.stderr, PrintedLines):
         sys.stderr = PrintedLines(sys.stderr)
     printed.setLevel(logging.INFO)
     logging.captureWarnings(True)
     sys.excepthook = log_exception
-    threading.excepthook = log_thread_exception
+    threading.excepthook = lambda args: log_exception(
+        args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+    )
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.handlers:  # a library's own
             logger.handlers, logger.propagate = [], True
@@ -58,17 +59,17 @@ def relay(lines: IO[bytes]) -> None:
     """Log what a child process writes to its stderr: objects as they are, and what native code
     prints as records of this process.
     """
-    threading.Thread(target=relay_all, args=(lines,), name="relay", daemon=True).start()
 
+    def relay_all() -> None:
+        with lines:
+            for line in lines:
+                text = line.decode(errors="backslashreplace").rstrip()
+                if text.startswith('{"time": "'):  # as lines in JSON begin
+                    printed.info("", extra={"raw": text})
+                elif text:
+                    printed.info("%s", text)
 
-def relay_all(lines: IO[bytes]) -> None:
-    with lines:
-        for line in lines:
-            text = line.decode(errors="backslashreplace").rstrip()
-            if text.startswith(OBJECT):
-                printed.info("", extra={"raw": text})
-            elif text:
-                printed.info("%s", text)
+    threading.Thread(target=relay_all, name="relay", daemon=True).start()
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
@@ -76,17 +77,15 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.addFilter(add_request_id)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        # Where a record has no id of its own, it is the one of the current task.
+        record.request_id = getattr(record, "request_id", "") or request_id.get()
+        return super().handle(record)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr.stream if isinstance(sys.stderr, PrintedLines) else sys.stderr
-
-
-def add_request_id(record: logging.LogRecord) -> bool:
-    """Where a record has no id of its own, it is the one of the current task."""
-    record.request_id = getattr(record, "request_id", "") or request_id.get()
-    return True
 
 
 class Seldom(logging.Filter):
@@ -149,17 +148,17 @@ class JsonFormatter(logging.Formatter):
         if raw := getattr(record, "raw", ""):
             return str(raw)
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        told = {
+        fields = {
             "time": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage().rstrip(),
         }
         if id := getattr(record, "request_id", ""):
-            told["request_id"] = id
+            fields["request_id"] = id
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told | fields_of(record))
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields | fields_of(record))
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
@@ -181,8 +180,3 @@ def log_exception(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     uncaught.critical("an exception that nobody caught", exc_info=(kind, error, traceback))
-
-
-def log_thread_exception(args: threading.ExceptHookArgs) -> None:
-    error = args.exc_value or args.exc_type()
-    log_exception(args.exc_type, error, args.exc_traceback)

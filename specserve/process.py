@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Full, Queue
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-PR_SET_PDEATHSIG = 1  # prctl(2)
-SWITCH_SECONDS = 1e-4  # that a thread may run Python code while another one waits for the GIL
 AT_ONCE = signal.SIGTERM, signal.SIGINT  # the second one ends a server without a drain
 # What terminals, batch systems and `timeout --signal` send; each ends a process by default.
 ENDING = *AT_ONCE, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
@@ -50,8 +47,8 @@ def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from musl
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, mmap_threshold)
-        mallopt(M_TRIM_THRESHOLD, trim_threshold)
+        mallopt(-3, mmap_threshold)  # M_MMAP_THRESHOLD of glibc's malloc.h
+        mallopt(-1, trim_threshold)  # M_TRIM_THRESHOLD
 
 
 def switch_threads_often() -> None:
@@ -60,11 +57,11 @@ def switch_threads_often() -> None:
     The other threads have the usual priority. A niced thread keeps the GIL while it gets no CPU,
     which stalls streams on a busy host for up to 1.3 s.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(1e-4)  # seconds that a thread runs while another waits for the GIL
 
 
 def keep_objects() -> None:
-    """Have the garbage collector leave alone what there is, in a process that is ready to serve.
+    """Exclude existing objects from garbage collection, in a process that is ready to serve.
 
     What start-up made stays for good. To look at all of it again, in the middle of an answer, would
     be felt as a gap, as torch alone makes very many objects. The second collection finds nothing:
@@ -76,7 +73,7 @@ def keep_objects() -> None:
 
 
 def empty_free_lists() -> None:
-    """Have memory that a great many small objects took returned, once they are gone.
+    """Return the memory of a great many small objects, once they are gone.
 
     Python keeps freed lists and tuples for new ones. One that was made while the objects were there
     keeps 1 MiB of memory in use: after bodies of 300,000 numbers, all of them kept up to 40 MiB.
@@ -184,6 +181,13 @@ def raising_signals() -> Iterator[None]:
     """The first signal that ends the process raises, so that what is half written is removed;
     further ones are ignored meanwhile.
     """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ignore_signals()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)  # as shells report a command that a signal ended
+
     before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -195,6 +199,29 @@ def raising_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Delay SIGINT's Python handler to the end of the block, even if the block raises. The handler
+    gets the frame that was interrupted.
+
+    Any other handling takes effect at once, as it runs no Python that could leave the block half
+    done: SIG_DFL ends the process, SIG_IGN does nothing, and a handler that was not installed
+    from Python (None) could not be restored.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if current_thread() is not main_thread() or not callable(handler):
+        yield  # Python handlers run in the main thread only
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])
+
+
 def ignore_signals() -> None:
     """Those that end a process. A service manager sends them to all processes of a service, and the
     parent alone acts on them.
@@ -203,20 +230,14 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def end(number: int, frame: FrameType | None) -> None:
-    ignore_signals()
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)  # as shells report a command that a signal ended
-
-
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends.
+    """Ask the kernel to kill this process when its parent ends.
 
     A parent that ended before this call shows as a closed socket.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def tell(text: str, number: int = 2) -> None:

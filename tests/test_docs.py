@@ -122,7 +122,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
     remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"], scaled=[]))
     monkeypatch.setattr("specserve.cli.remote.Remote", lambda *args: remote)
-    monkeypatch.setattr("specserve.cli.chat.Local", lambda *args: None)
+    monkeypatch.setattr("specserve.cli.chat.LocalModel", lambda *args: None)
     monkeypatch.setattr("specserve.cli.chat.converse", lambda chat: None)
     for name, folder in folders.items():
         command = command.replace(name, folder)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
-from specserve.api.generation import Generation
+from specserve.api.base import Resolved
+from specserve.api.outputs import Generation
 from specserve_bench.arrivals import due_times, limit
 from specserve_bench.results import (
     Load,
@@ -84,7 +85,7 @@ class Local:
         drafting, verifying, stepping = (b - a for a, b in zip(before, after, strict=True))
         return finished(sorted(done), drafting, verifying, stepping)
 
-    def check(self, ask: Ask) -> tuple[list[int], SamplingParams]:
+    def check(self, ask: Ask) -> tuple[list[int], Resolved]:
         params = SamplingParams(
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
@@ -101,7 +102,8 @@ class Local:
     def record(self, asks: Sequence[Ask]) -> list[str]:
         """What the target says."""
         checked = [self.check(ask) for ask in asks]
-        outputs = self.llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+        prompts, params = [ids for ids, _ in checked], [asked.params for _, asked in checked]
+        outputs = self.llm.generate(prompts, params)
         return [output.text for output in outputs]
 
     def step(self, running: Sequence[Going], started_at: float) -> None:

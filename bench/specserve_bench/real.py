@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve import LLM, SamplingParams
-from specserve.api.generation import Output
+from specserve.api.outputs import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve_bench import outputs, suite

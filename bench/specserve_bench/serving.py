@@ -149,7 +149,7 @@ def one_newcomer(served: Served, llm: LLM, seed: int) -> dict[str, float]:
 
 def longest_step(llm: LLM, prompt: list[int]) -> float:
     """The longest step that computes a prompt alone."""
-    [generation] = llm.start(prompt, SamplingParams(max_tokens=1))
+    [generation] = llm.start(*llm.check(prompt, SamplingParams(max_tokens=1)))
     seconds = []
     while not generation.is_done:
         start = perf_counter()

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams, StructuredOutputsParams
-from specserve.api.generation import Output
+from specserve.api.outputs import Output
 from specserve.config import load_config
 from specserve.scheduling.grammar_state import GrammarState
-from specserve.text.grammars.asked import grammar_of
 from specserve.text.grammars.compiled import Compiled, vocabulary_of
+from specserve.text.grammars.structured_outputs import grammar_of
 from specserve.text.tokenizer import Tokenizer
 from specserve_bench import outputs, suite
 from specserve_bench.commands import at_least_1

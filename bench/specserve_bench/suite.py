@@ -21,7 +21,7 @@ from specserve.config import Config
 from specserve.engine.loading import Model
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of
-from specserve.models.selection import needs_draft_model, scaled_models
+from specserve.models.selection import needs_draft_model, resolve_drafters, scaled_models
 from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
@@ -178,7 +178,7 @@ def settings_of(config: Config) -> Mapping[str, Any]:
 
 def about(llm: LLM, is_warm: bool) -> Subject:
     config, phases = llm.config, llm.loaded.phases
-    needs_draft = needs_draft_model(config)
+    needs_draft = needs_draft_model(config, resolve_drafters(config))
     is_drafting = config.drafter_name != "none"
     return Subject(
         model=name_of(config.target),
@@ -188,7 +188,7 @@ def about(llm: LLM, is_warm: bool) -> Subject:
         is_warm=is_warm and is_drafting,
         config=without_paths(settings_of(config)),
         threads={name: words for name, words in phases.items() if name.endswith("threads")},
-        scaled=scaled_models(llm.folders),
+        scaled=scaled_models(llm.folders[:3]),
     )
 
 
@@ -264,7 +264,7 @@ def record(llm: LLM, workloads: Sequence[Workload], file: Path) -> None:
     """Record the target's text for every request, for the scripted drafter."""
     local = Local(llm)
     checked = [local.check(ask) for workload in workloads for ask in workload.asks]
-    outputs = llm.generate([ids for ids, _ in checked], [params for _, params in checked])
+    outputs = llm.generate([ids for ids, _ in checked], [asked.params for _, asked in checked])
     file.write_text(json.dumps([o.prompt_token_ids + o.token_ids for o in outputs]))
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.engine.engine import Engine
 from specserve.exchange.sampling_params import Slo
 from specserve.scheduling.cost import Step

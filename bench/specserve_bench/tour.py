@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from specserve import LLM, SamplingParams
-from specserve.api.generation import Output
+from specserve.api.outputs import Output
 from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.scheduling.cost import Step

@@ -1,7 +1,7 @@
 """The API for an event loop: prompts in, outputs as they come; the engine is another process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from specserve.api.generation import Generation, Output, output
+from specserve.api.base import BaseLLM, Lora, Prompt, Resolved, chat_options
 from specserve.api.input_processor import (
     GrammarCheck,
     InputProcessor,
@@ -20,35 +20,25 @@ from specserve.api.input_processor import (
     one_of,
     unwrapped,
 )
-from specserve.api.lora import (
-    AdapterNames,
-    LoRARequest,
-    asked_adapters,
-    is_to_be_loaded,
-    modules_of,
-)
-from specserve.api.vllm_arguments import EngineArgs, check_call, known_arguments, seeds_from
-from specserve.config import Config, python_config
+from specserve.api.lora import LoRARequest, asked_adapters, modules_of
+from specserve.api.outputs import Generation, Output, output
+from specserve.api.vllm_arguments import EngineArgs, check_call
+from specserve.config import Config
 from specserve.errors import EngineDied, RequestError, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
-from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
+from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of, for_prompt
 from specserve.exchange.spawn import ForkServer
-from specserve.exchange.speculation_control import SpeculationControl, change_of
 from specserve.memory.blocks import Keys, prompt_keys
-from specserve.models import preflight
 from specserve.models.folder import resolve
-from specserve.models.selection import served_name
-from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Read = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
-Lora = str | LoRARequest | None
+# From the number of the prompt's last tokens to keep, to its ids and its text.
+ReadPrompt = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
 
 
-class Engine:
+class ReadyEngine:
     """The engine process, once it is ready."""
 
     def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
@@ -56,16 +46,18 @@ class Engine:
         self.grammars = GrammarCheck(processor)
 
     def take_change(self, ready: Ready) -> None:
-        """Others guess from now on."""
+        """Use other drafters from now on."""
         self.ready = ready
         self.input_processor = replace(self.input_processor, sources=ready.sources)
 
-    def check(self, params: SamplingParams) -> None:
+    def resolve(self, params: SamplingParams) -> Resolved:
         """RequestError for parameters that cannot be served."""
-        self.grammars.check(self.input_processor.resolve(params))
+        sampling = self.input_processor.resolve(params)
+        self.grammars.check(sampling)
+        return Resolved(params, sampling)
 
     def read(
-        self, read: Read, params: SamplingParams, adapter: str
+        self, read: ReadPrompt, params: SamplingParams, adapter: str
     ) -> tuple[list[int], str | None, Keys]:
         """A prompt's ids, its text, and the keys of its blocks with an adapter of this digest."""
         ids, text = read(self.input_processor, self.input_processor.num_kept(params))
@@ -73,7 +65,7 @@ class Engine:
         return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt, adapter)
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
     """A model and a drafter in a process of their own, for one event loop.
 
     It is loaded by `start`, `async with` or the first request. Close it, or use it as an async
@@ -96,9 +88,7 @@ class AsyncLLM:
         lora_modules: Mapping[str, str | Path] | None = None,
         **vllm: Any,
     ) -> None:
-        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
-        given = {
-            **known_arguments("AsyncLLM", model, vllm),
+        arguments = {
             "model": model,
             "dtype": dtype,
             "quantize": quantize,
@@ -106,14 +96,12 @@ class AsyncLLM:
             "draft_head": draft_head,
             "draft_quantize": draft_quantize,
             "drafter": drafter,
+            "lora_modules": lora_modules,
         }
-        self.config = python_config("AsyncLLM", given, config, set)
-        self.guessing = SpeculationControl(self.config)
-        self.adapters = AdapterNames(self.config, served_name(self.config))
+        super().__init__(arguments, vllm, config, set, seed)
         self.adapter_changes = asyncio.Lock()  # one at a time
-        self.seeds = seeds_from("AsyncLLM", seed)
-        self.starting: asyncio.Task[Engine] | None = None
-        self.live: dict[str, Answer] = {}
+        self.starting: asyncio.Task[ReadyEngine] | None = None
+        self.live: dict[str, AsyncRequest] = {}
         self.num_asked = 0
         self.is_closed = False
 
@@ -163,8 +151,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[Output, None]:
         """The same for a conversation, through the model's chat template."""
         check_call("AsyncLLM.chat", vllm)
-        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
-        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
+        given = add_generation_prompt, continue_final_message, chat_template_kwargs, tools
+        options = chat_options(*given)
 
         def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
             text = processor.written(messages, options)
@@ -174,36 +162,49 @@ class AsyncLLM:
         return self.answer(read, one_of(params, sampling_params), request_id, chosen)
 
     async def answer(
-        self, read: Read, params: SamplingParams | None, request_id: str | None, lora: Lora
+        self,
+        read: ReadPrompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        lora: LoRARequest | None,
     ) -> AsyncGenerator[Output, None]:
         arrived = perf_counter()
         engine = await self.start()
         asked = SamplingParams() if params is None else params
         is_long = isinstance(asked, SamplingParams) and asked.structured_outputs is not None
-        await asyncio.to_thread(engine.check, asked) if is_long else engine.check(asked)
+        resolve = partial(engine.resolve, asked)
+        resolved = await asyncio.to_thread(resolve) if is_long else resolve()
         if asked.is_ranked:
             raise RequestError(
                 "best_of: outputs come before it is known which are best; leave it out, or call "
                 "LLM.generate",
                 "best_of",
             )
-        asked = seeded(asked, self.seeds)
-        adapter = None if lora is None else await self.adapter_of(lora)
+        seed = self.seed_of(asked)
+        adapter = None
+        if lora is not None:
+            if self.adapters.is_to_be_loaded(lora):
+                await self.load_lora_adapter(lora.lora_name, lora.lora_path, load_inplace=True)
+            adapter = self.adapters.find(lora.lora_name)
         digest = "" if adapter is None else adapter.digest
         ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest)
         self.check_open(engine)
         id = self.new_id(request_id)
-        answer = self.live[id] = Answer(engine, ids, keys, asked, arrived, adapter)
+        room = engine.input_processor.max_model_len - len(ids)
+        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.n)
+        request = self.live[id] = AsyncRequest(engine, ids, samplings, keys, adapter)
+        for generation in request.generations:
+            generation.arrived = arrived
         try:
             is_finished = False
             while not is_finished:
-                await answer.news()
-                told = output(answer.generations, engine.ready.drafter, asked, text, id)
-                is_finished = told.finished
-                yield told
+                await request.news()
+                so_far = output(request.generations, engine.ready.drafter, asked, text, id)
+                is_finished = so_far.finished
+                yield so_far
         finally:
             del self.live[id]
-            answer.abort()
+            request.abort()
 
     def new_id(self, asked: str | None) -> str:
         if asked is not None and asked in self.live:
@@ -221,37 +222,12 @@ class AsyncLLM:
         return (await self.start()).input_processor.tokenizer
 
     async def speculation(self) -> SpeculationState:
-        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        """The costs and gains of draft tokens and rows so far, and the limits on draft tokens."""
         return await (await self.start()).client.speculation()
 
-    async def change_speculation(
-        self,
-        *,
-        drafter: str | None = None,
-        sources: Sequence[str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        max_nodes: int | None = None,
-        max_step_nodes: int | None = None,
-    ) -> None:
-        """As `LLM.change_speculation`."""
-        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
-        await self.change(lambda: self.guessing.changed(change))
-
-    async def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
-        """As `LLM.load_draft_model`; it is loaded beside the steps."""
-        await self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
-
-    async def unload_draft_model(self) -> None:
-        """As `LLM.unload_draft_model`."""
-        await self.change(self.guessing.without_draft_model)
-
     async def change(self, find: Callable[[], Config]) -> None:
-        def checked() -> Config:
-            config = find()
-            preflight.check(config)
-            return config
-
-        await (await self.start()).client.change(partial(asyncio.to_thread, checked))
+        checked = partial(asyncio.to_thread, self.changed_to, find)
+        await (await self.start()).client.change(checked)
 
     async def load_lora_adapter(
         self, name: str, path: str | Path, *, load_inplace: bool = False
@@ -260,7 +236,7 @@ class AsyncLLM:
         await self.name_adapter(await self.start(), name, path, load_inplace)
 
     async def name_adapter(
-        self, engine: Engine, name: str, path: str | Path, in_place: bool = False
+        self, engine: ReadyEngine, name: str, path: str | Path, in_place: bool = False
     ) -> None:
         async with self.adapter_changes:
             self.adapters.check_new(name, in_place)
@@ -274,34 +250,26 @@ class AsyncLLM:
         """As `LLM.unload_lora_adapter`."""
         engine = await self.start()
         async with self.adapter_changes:
-            self.adapters.find(name)
             unnamed = self.adapters.remove(name)
             if unnamed is not None:
                 engine.client.forget_adapter(unnamed)
-
-    async def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
-        if isinstance(asked, str):
-            return self.adapters.find(asked)
-        if is_to_be_loaded(asked, self.adapters):
-            await self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
-        return self.adapters.find(asked.lora_name)
 
     async def reset_cache(self) -> None:
         """Empty the prefix cache: later prompts are computed from their first token."""
         await (await self.start()).client.reset_cache()
 
-    async def start(self) -> Engine:
+    async def start(self) -> ReadyEngine:
         """Load the models, unless that has been done or is being done."""
         self.check_open()
         if self.starting is None:
             self.starting = asyncio.create_task(self.load())
         return await asyncio.shield(self.starting)
 
-    async def load(self) -> Engine:
-        folders = await asyncio.to_thread(preflight.check, self.config)
+    async def load(self) -> ReadyEngine:
+        folders = await asyncio.to_thread(self.check_files)
         modules = modules_of(self.config, self.adapters.model)
         # In the loop's thread: the process ends with the thread that starts it.
-        engines = ForkServer(self.config)
+        engines = ForkServer(self.config, folders.drafters)
         client = EngineClient(engines.start(), engines.start)
         try:
             await client.connect()
@@ -310,7 +278,7 @@ class AsyncLLM:
             ready = await client.ready
             limits = ready.vocab_size, ready.max_model_len
             processor = make_input_processor(files, *limits, ready.sources)
-            engine = Engine(client, ready, processor)
+            engine = ReadyEngine(client, ready, processor)
             for name, folder in modules.items():
                 await self.name_adapter(engine, name, folder)
         except BaseException:
@@ -324,7 +292,7 @@ class AsyncLLM:
         client.on_change, client.begin_with = take_change, engines.begin_with
         return engine
 
-    def check_open(self, engine: Engine | None = None) -> None:
+    def check_open(self, engine: ReadyEngine | None = None) -> None:
         if self.is_closed:
             raise EngineDied("this AsyncLLM is closed: make another one")
         if engine is not None and engine.client.died.is_set():
@@ -345,11 +313,11 @@ class AsyncLLM:
             with suppress(SpecserveError):
                 starting.result().client.close()
 
-    def stop(self) -> asyncio.Task[Engine] | None:
+    def stop(self) -> asyncio.Task[ReadyEngine] | None:
         """Abort all requests, and the start, which is returned if there has been one."""
         self.is_closed = True
-        for answer in self.live.values():
-            answer.abort()
+        for request in self.live.values():
+            request.abort()
         starting, self.starting = self.starting, None
         if starting is not None:
             starting.cancel()
@@ -365,30 +333,24 @@ class AsyncLLM:
         await self.close()
 
 
-class Answer:
-    """The choices of one prompt, while their tokens come."""
+class AsyncRequest:
+    """The sequences of one prompt, while their tokens come. It receives the engine's outputs."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ReadyEngine,
         ids: list[int],
+        samplings: Sequence[Sampling],
         keys: Keys,
-        params: SamplingParams,
-        arrived: float,
         adapter: AdapterRef | None,
     ) -> None:
         self.client, self.changed = engine.client, asyncio.Event()
         self.error: SpecserveError | None = None
-        sampling = engine.input_processor.resolve(params, len(ids))
-        samplings = choices_of(sampling, params.n)
-        listeners = [ChoiceListener(self, index) for index in range(params.n)]
-        tokenizer = engine.input_processor.tokenizer
+        listeners = [self] * len(samplings)
         numbers = self.client.add(ids, samplings, listeners, keys, adapter=adapter)
-        make = partial(Generation, prompt=ids, tokenizer=tokenizer)
+        tokenizer = engine.input_processor.tokenizer
         both = zip(numbers, samplings, strict=True)
-        self.generations = [make(id=number, sampling=its) for number, its in both]
-        for generation in self.generations:
-            generation.arrived = arrived
+        self.generations = [Generation(number, ids, its, tokenizer) for number, its in both]
 
     async def news(self) -> None:
         """Wait for tokens or an end, unless there are any that were not waited for."""
@@ -403,26 +365,19 @@ class Answer:
             generation.finish_reason = generation.finish_reason or "abort"
         self.changed.set()
 
-
-class ChoiceListener:
-    """Takes the engine's outputs for one choice."""
-
-    def __init__(self, answer: Answer, index: int) -> None:
-        self.answer, self.index = answer, index
-
     def push(self, output: StepOutput) -> None:
-        generation = self.answer.generations[self.index]
+        generation = self.generations[output.id - self.generations[0].id]
         if output.failure:
             self.fail(of_failure(output.failure, output.blamed))
             return
         generation.push(output)
         if output.is_of_prompt:
-            generation.told_prompt_logprobs()
+            generation.prompt_logprob_tables()
             return
         if generation.is_done:  # the engine does not look for stop strings
-            self.answer.client.finish(generation.id)
-        self.answer.changed.set()
+            self.client.finish(generation.id)
+        self.changed.set()
 
     def fail(self, error: SpecserveError) -> None:
-        self.answer.error = error
-        self.answer.changed.set()
+        self.error = error
+        self.changed.set()

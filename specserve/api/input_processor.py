@@ -14,7 +14,7 @@ from specserve.exchange.sampling_params import (
     Prediction,
     Sampling,
     SamplingParams,
-    in_room,
+    for_prompt,
     pick,
     resolve,
 )
@@ -22,9 +22,8 @@ from specserve.models.end_tokens import EndTokens, find_end_tokens, report
 from specserve.models.source import open_source
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.defaults import GenerationDefaults
-from specserve.text.grammars.asked import FIELD
-from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
-from specserve.text.grammars.verdicts import Verdicts
+from specserve.text.grammars.compiled import GrammarError, Verdicts, compile_grammar, vocabulary_of
+from specserve.text.grammars.structured_outputs import FIELD
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer, check_same_vocabulary
 from specserve_drafters.base import HEADS
@@ -288,11 +287,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return ids
 
     def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
-        """As `resolve`, for prompts of so many tokens each; checked once."""
-        if num_prompts:
-            yield (first := self.resolve(params, num_prompts[0]))
-        for num_prompt in num_prompts[1:]:
-            yield in_room(first, params, self.defaults, self.max_model_len - num_prompt)
+        """As `resolve`, for prompts of so many tokens each; resolved once."""
+        resolved = self.resolve(params)
+        for num_prompt in num_prompts:
+            yield for_prompt(resolved, params.own_seed, self.max_model_len - num_prompt)
 
     def tokens_of_all(self, words: tuple[str, ...]) -> Words:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""

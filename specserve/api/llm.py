@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from specserve.api.generation import Generation, Output, output
+from specserve.api.base import BaseLLM, Lora, Prompt, Resolved, chat_options
 from specserve.api.input_processor import (
     GrammarCheck,
     load_text_files,
@@ -18,52 +18,44 @@ from specserve.api.input_processor import (
     one_of,
     unwrapped,
 )
-from specserve.api.interrupts import interrupts_held
-from specserve.api.lora import (
-    AdapterNames,
-    LoRARequest,
-    asked_adapters,
-    is_to_be_loaded,
-    modules_of,
-)
+from specserve.api.lora import asked_adapters, modules_of
+from specserve.api.outputs import Generation, Output, output
 from specserve.api.progress import LoadProgress, show_phases, track
-from specserve.api.vllm_arguments import check_call, known_arguments, seeds_from
-from specserve.config import Config, python_config
+from specserve.api.vllm_arguments import check_call
+from specserve.config import Config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.process import Control
 from specserve.errors import RequestError, of_failure
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
-from specserve.exchange.sampling_params import SamplingParams, choices_of, seeded
-from specserve.exchange.speculation_control import SpeculationControl, change_of
-from specserve.models import preflight
+from specserve.exchange.sampling_params import SamplingParams, choices_of, for_prompt
 from specserve.models.folder import resolve
-from specserve.models.selection import served_name
+from specserve.process import interrupts_held
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Lora = str | LoRARequest | Sequence[str | LoRARequest | None] | None
+Loras = Lora | Sequence[Lora]  # one for all prompts, or one for each
+DetailedSteps = Generator[tuple[str, list[int], list[StepDetails]], None, Output]
 
 
 class Checked(NamedTuple):
     """A prompt that can be served."""
 
     ids: list[int]
-    params: SamplingParams
+    resolved: Resolved
     text: str | None
     adapter: AdapterRef | None
 
 
-class LLM:
+class LLM(BaseLLM[None]):
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
-    drafter unset is "auto", which plans what all sources guess; "none" is off. `draft_model` may
-    be an EAGLE-3 head of the model, and `draft_head` is one beside a draft model. Arguments win
+    drafter unset is "auto", which plans what all sources propose; "none" is off. `draft_model` may
+    be an EAGLE-3 head of the model, and `draft_head` is one next to a draft model. Arguments win
     over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights` are
     those of other LLMs: a model that is among them is not loaded again. `quantize` and
     `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
@@ -91,9 +83,7 @@ class LLM:
         lora_modules: Mapping[str, str | Path] | None = None,
         **vllm: Any,
     ) -> None:
-        vllm |= {} if lora_modules is None else {"lora_modules": lora_modules}
-        given = {
-            **known_arguments("LLM", model, vllm),
+        arguments = {
             "model": model,
             "dtype": dtype,
             "quantize": quantize,
@@ -101,36 +91,31 @@ class LLM:
             "draft_head": draft_head,
             "draft_quantize": draft_quantize,
             "drafter": drafter,
+            "lora_modules": lora_modules,
         }
-        self.config = python_config("LLM", given, config, set)
-        self.seeds = seeds_from("LLM", seed)
+        super().__init__(arguments, vllm, config, set, seed)
         self.progress = progress
         phases = Phases()
         check_device(self.config)
-        self.folders = preflight.check(self.config)
-        modules = modules_of(self.config, served_name(self.config))
+        self.folders = self.check_files()
+        modules = modules_of(self.config, self.adapters.model)
         with phases.phase("tokenizer"):
             paths = self.folders.target, self.folders.draft, self.config.model.chat_template
             files = load_text_files(*paths)
         with LoadProgress(progress) as bar:
             self.loaded = build(self.config, bar, phases, weights)
-        self.input_processor = make_input_processor(
-            files,
-            self.loaded.vocab_size,
-            self.loaded.max_model_len,
-            self.loaded.engine.sources,
-        )
+        self.engine = self.loaded.engine
+        limits = self.loaded.vocab_size, self.loaded.max_model_len
+        self.input_processor = make_input_processor(files, *limits, self.engine.sources)
         self.tokenizer = self.input_processor.tokenizer
         self.grammars = GrammarCheck(self.input_processor)
         if progress:
             show_phases(self.loaded.phases)
-        self.engine = self.loaded.engine
-        self.guessing, self.control = SpeculationControl(self.config), Control(self.loaded)
+        self.control = Control(self.loaded)
         self.changes = Lock()  # one at a time
         self.live: dict[int, Generation] = {}
         self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
         self.is_stepping = False  # a logits processor is called by a step
-        self.adapters = AdapterNames(self.config, served_name(self.config))
         for name, folder in modules.items():
             self.load_lora_adapter(name, folder)
 
@@ -142,27 +127,28 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         logits_processors: Sequence[LogitsProcessor] | None = (),
-        lora: Lora = None,
-        lora_request: Lora = None,
+        lora: Loras = None,
+        lora_request: Loras = None,
         **vllm: Any,
     ) -> list[Output]:
         """Run all prompts together; outputs are in order. All are checked before any runs.
 
         `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
         in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
-        the other; these prompts have no guesses, as their outputs' `speculation` tells. `lora` is
-        the name of an adapter that was loaded, or one for each prompt, or None; `lora_request` is
-        vLLM's name of it. `vllm` are arguments of vLLM's own, which are taken where they have no
-        effect.
+        the other; speculation is off for these prompts. `lora` is the name of a loaded adapter, or
+        one for each prompt, or None; `lora_request` is vLLM's name of it. `vllm` are arguments of
+        vLLM, which are accepted where they have no effect.
         """
         check_call("LLM.generate", vllm)
         processors = read_processors(logits_processors)
-        given: list[Any] = [prompts] if is_one(prompts) else list(prompts)
-        asked = [unwrapped(prompt) for prompt in given]
-        each = self.check_each(one_of(params, sampling_params), len(asked))
+        given: Any = prompts
+        is_text = isinstance(given, str | bytes) or not isinstance(given, Sequence)
+        is_one = is_text or (len(given) > 0 and isinstance(given[0], Integral))  # a prompt's ids
+        asked = [unwrapped(prompt) for prompt in ([given] if is_one else given)]
+        each = self.resolve_each(one_of(params, sampling_params), len(asked))
         refs = self.adapters_of(lora, lora_request, len(asked))
         checked = [
-            Checked(*self.check(prompt, its), text, ref)
+            Checked(self.read(prompt, its.params), its, text, ref)
             for (prompt, text), its, ref in zip(asked, each, refs, strict=True)
         ]
         return self.run(checked, use_tqdm, processors)
@@ -179,8 +165,8 @@ class LLM:
         try:
             for asked in checked:
                 call = each_choices[0][0].id if each_choices else None
-                ids, its, _, adapter = asked
-                each_choices.append(self.start(ids, its, call, processors, adapter))
+                ids, resolved, _, adapter = asked
+                each_choices.append(self.start(ids, resolved, call, processors, adapter))
                 generations += each_choices[-1]
             is_shown = is_shown and self.progress and len(generations) > 1
             for _ in track(generations, enabled=is_shown):
@@ -189,7 +175,7 @@ class LLM:
             self.end(generations)
         refuse_failed(generations)
         each = zip(each_choices, checked, strict=True)
-        return [output(c, self.loaded.drafter, of.params, of.text) for c, of in each]
+        return [output(c, self.loaded.drafter, of.resolved.params, of.text) for c, of in each]
 
     def stream(
         self,
@@ -198,38 +184,50 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
-        lora: str | LoRARequest | None = None,
+        lora: Lora = None,
     ) -> Generator[tuple[str, list[int]], None, Output]:
         """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
         which also has the details of speculation, where they were asked for.
 
         The prompt is checked at once, and starts to run when the first step is asked for.
         """
-        return pairs(self.watch(prompt, one_of(params, sampling_params), logits_processors, lora))
+        steps = self.watch(prompt, one_of(params, sampling_params), logits_processors, lora)
+
+        def without_details() -> Generator[tuple[str, list[int]], None, Output]:
+            with closing(steps):
+                while True:
+                    try:
+                        text, token_ids, _ = next(steps)
+                    except StopIteration as end:
+                        done: Output = end.value
+                        return done
+                    yield text, token_ids
+
+        return without_details()
 
     def watch(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
-        lora: str | LoRARequest | None = None,
-    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
+        lora: Lora = None,
+    ) -> DetailedSteps:
         """As `stream`, with the details of speculation of each step, where they are asked for."""
         asked, text = unwrapped(prompt)
-        ids, params = self.check(asked, params)
-        if params.num_choices != 1:
-            name = "n" if params.n != 1 else "best_of"
+        ids, resolved = self.check(asked, params)
+        if resolved.params.num_choices != 1:
+            name = "n" if resolved.params.n != 1 else "best_of"
             message = f"{name}: a stream is one choice's; leave it out, or call generate"
             raise RequestError(message, name)
         [ref] = self.adapters_of(lora, None, 1)
-        checked = Checked(ids, params, text, ref)
+        checked = Checked(ids, resolved, text, ref)
         return self.watch_checked(checked, read_processors(logits_processors))
 
     def watch_checked(
         self, checked: Checked, processors: Sequence[LogitsProcessor]
-    ) -> Generator[tuple[str, list[int], list[StepDetails]], None, Output]:
-        ids, params, text, adapter = checked
-        [generation] = self.start(ids, params, None, processors, adapter)
+    ) -> DetailedSteps:
+        ids, resolved, prompt, adapter = checked
+        [generation] = self.start(ids, resolved, None, processors, adapter)
         num_characters = num_tokens = num_steps = 0  # that have been yielded
         is_done = False
         try:
@@ -249,7 +247,7 @@ class LLM:
         finally:
             self.end([generation])
         refuse_failed([generation])
-        return output([generation], self.loaded.drafter, params, text)
+        return output([generation], self.loaded.drafter, resolved.params, prompt)
 
     def chat(
         self,
@@ -263,8 +261,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = (),
-        lora: Lora = None,
-        lora_request: Lora = None,
+        lora: Loras = None,
+        lora_request: Loras = None,
         **vllm: Any,
     ) -> list[Output]:
         """The answers to one conversation, or to several, through the model's chat template.
@@ -275,24 +273,25 @@ class LLM:
         """
         check_call("LLM.chat", vllm)
         processors = read_processors(logits_processors)
-        asked = add_generation_prompt, continue_final_message, dict(chat_template_kwargs or {})
-        options = ChatOptions(*asked, [dict(tool) for tool in tools or ()])
+        asked = add_generation_prompt, continue_final_message, chat_template_kwargs, tools
+        options = chat_options(*asked)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        each = self.check_each(one_of(params, sampling_params), len(conversations))
+        each = self.resolve_each(one_of(params, sampling_params), len(conversations))
         refs = self.adapters_of(lora, lora_request, len(conversations))
         checked = list[Checked]()
         for conversation, its, ref in zip(conversations, each, refs, strict=True):
-            ids, text = self.render(conversation, options, its)
+            ids, text = self.render(conversation, options, its.params)
             checked.append(Checked(ids, its, text, ref))
         return self.run(checked, use_tqdm, processors)
 
     def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
-        """Let prompts choose an adapter in peft's format, a folder or a hub id, by this name;
-        `load_inplace`: instead of the one that has the name, which running prompts keep. Other
-        threads may step while it is read. ConfigError, with nothing changed, if it cannot be used.
+        """Load an adapter in peft's format, a folder or a hub id, that prompts choose by this name.
+
+        `load_inplace` replaces the adapter that has the name; running prompts keep the old one.
+        Other threads may step meanwhile. ConfigError, with nothing changed, if it cannot be used.
         """
         self.adapters.check_new(name, load_inplace)
         folder, adapters = resolve(str(path)), self.engine.adapters
@@ -304,24 +303,20 @@ class LLM:
                 adapters.forget(unnamed)
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Let no more prompts choose an adapter; the last one that has it frees its memory."""
+        """Remove an adapter's name. The last prompt that uses the adapter frees its memory."""
         with self.lock, interrupts_held():
-            self.adapters.find(name)
             unnamed = self.adapters.remove(name)
             if unnamed is not None and self.engine.adapters is not None:
                 self.engine.adapters.forget(unnamed)
 
     def adapters_of(self, lora: Any, lora_request: Any, number: int) -> list[AdapterRef | None]:
         """Those of so many prompts. RequestError for a name that is not known."""
-        asked = asked_adapters(lora, lora_request, number)
-        return [None if one is None else self.adapter_of(one) for one in asked]
-
-    def adapter_of(self, asked: str | LoRARequest) -> AdapterRef:
-        if isinstance(asked, str):
-            return self.adapters.find(asked)
-        if is_to_be_loaded(asked, self.adapters):
-            self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
-        return self.adapters.find(asked.lora_name)
+        found: list[AdapterRef | None] = [None] * number
+        for i, asked in enumerate(asked_adapters(lora, lora_request, number)):
+            if asked is not None and self.adapters.is_to_be_loaded(asked):
+                self.load_lora_adapter(asked.lora_name, asked.lora_path, load_inplace=True)
+            found[i] = None if asked is None else self.adapters.find(asked.lora_name)
+        return found
 
     def get_tokenizer(self) -> Tokenizer:
         """With `encode`, `decode`, `get_vocab` and `apply_chat_template`."""
@@ -340,40 +335,13 @@ class LLM:
         return self.engine.pool.holders()
 
     def speculation(self) -> SpeculationState:
-        """What guesses and rows have cost and brought so far, and the limits on guesses."""
+        """The costs and gains of draft tokens and rows so far, and the limits on draft tokens."""
         with self.lock:
             return self.engine.speculation()
 
-    def change_speculation(
-        self,
-        *,
-        drafter: str | None = None,
-        sources: Sequence[str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        max_nodes: int | None = None,
-        max_step_nodes: int | None = None,
-    ) -> None:
-        """Have others guess, or within other limits, from the next step on; requests that run keep
-        their texts. What is unset stays as it is; of options None is the usual value. ConfigError,
-        with nothing changed, for what cannot be.
-        """
-        change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
-        self.change(lambda: self.guessing.changed(change))
-
-    def load_draft_model(self, model: str | Path, quantize: str | None = None) -> None:
-        """Have another draft model guess. Other threads may step while it is loaded. `quantize` as
-        of `LLM`. ConfigError, with nothing changed, for a model that cannot guess here.
-        """
-        self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
-
-    def unload_draft_model(self) -> None:
-        """Go on without a draft model, and give its memory back."""
-        self.change(self.guessing.without_draft_model)
-
     def change(self, find: Callable[[], Config]) -> None:
         with self.changes:
-            config = find()
-            preflight.check(config)
+            config = self.changed_to(find)
             prepared = self.control.prepare(config)
             with self.lock, interrupts_held():
                 self.control.put(prepared)
@@ -399,24 +367,31 @@ class LLM:
     ) -> None:
         self.close()
 
-    def check_each(self, params: Params, number: int) -> list[SamplingParams]:
+    def resolve_each(self, params: Params, number: int) -> list[Resolved]:
         """The parameters of so many prompts; RequestError if any are wrong. Comes before
         tokenizing, as it costs less.
         """
-        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * number
-        if len(each) != number:
-            raise RequestError(f"{number} prompts and {len(each)} SamplingParams: give one each")
-        asked = [SamplingParams() if given is None else given for given in each]
-        for given in asked:
-            self.grammars.check(self.input_processor.resolve(given))
-        return asked
+        if not isinstance(params, list | tuple):
+            return [self.resolve(params)] * number if number else []
+        if len(params) != number:
+            raise RequestError(f"{number} prompts and {len(params)} SamplingParams: give one each")
+        return [self.resolve(each) for each in params]
 
-    def check(
-        self, prompt: Prompt, params: SamplingParams | None
-    ) -> tuple[list[int], SamplingParams]:
+    def resolve(self, params: Any) -> Resolved:
+        """None stands for the model's own parameters."""
+        asked = SamplingParams() if params is None else params
+        sampling = self.input_processor.resolve(asked)
+        self.grammars.check(sampling)
+        return Resolved(asked, sampling)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids; RequestError if they cannot be served."""
+        return self.input_processor.read(prompt, self.input_processor.num_kept(params))
+
+    def check(self, prompt: Prompt, params: SamplingParams | None) -> tuple[list[int], Resolved]:
         """The prompt's ids and the parameters; RequestError if they cannot be served."""
-        [asked] = self.check_each(params, 1)
-        return self.input_processor.read(prompt, self.input_processor.num_kept(asked)), asked
+        resolved = self.resolve(params)
+        return self.read(prompt, resolved.params), resolved
 
     def render(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
@@ -430,15 +405,16 @@ class LLM:
     def start(
         self,
         ids: list[int],
-        params: SamplingParams,
+        resolved: Resolved,
         call: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
         adapter: AdapterRef | None = None,
     ) -> list[Generation]:
         """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
-        params = seeded(params, self.seeds)
-        resolved = self.input_processor.resolve(params, len(ids))
-        samplings = choices_of(resolved, params.num_choices)
+        params, sampling = resolved
+        room = self.input_processor.max_model_len - len(ids)
+        sampling = for_prompt(sampling, self.seed_of(params), room)
+        samplings = choices_of(sampling, params.num_choices)
         # Outside the lock, so that other threads may step meanwhile.
         digest = "" if adapter is None else adapter.digest
         keys = self.engine.tables.prompt_keys(ids, samplings[0].cache_salt, digest)
@@ -487,30 +463,9 @@ def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsP
     return given or ()
 
 
-def pairs(
-    steps: Generator[tuple[str, list[int], list[StepDetails]], None, Output],
-) -> Generator[tuple[str, list[int]], None, Output]:
-    """Of each step without its details; closing this closes the steps."""
-    with closing(steps):
-        while True:
-            try:
-                text, token_ids, _ = next(steps)
-            except StopIteration as end:
-                done: Output = end.value
-                return done
-            yield text, token_ids
-
-
 def refuse_failed(generations: Iterable[Generation]) -> None:
     for generation in generations:
         if generation.failure and generation.disabled_by:
             raise RequestError(generation.failure, generation.disabled_by)
         if generation.failure:
             raise of_failure(generation.failure, generation.blamed)
-
-
-def is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A string, or one list of token ids."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], Integral)

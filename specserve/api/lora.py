@@ -1,6 +1,5 @@
 """The adapters that requests choose by name. Does not import torch."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +46,8 @@ class AdapterNames:
         if self.lora.num_slots == 0:
             raise RequestError(f"there is no adapter {name!r:.100}: {NO_SLOTS}", "lora")
         if name not in self.known:
-            raise RequestError(
-                f"there is no adapter {name!r:.100}: {worded(self.known)}; load it first", "lora"
-            )
+            known = f"there are {', '.join(self.known)}" if self.known else "there is none"
+            raise RequestError(f"there is no adapter {name!r:.100}: {known}; load it first", "lora")
         return self.known[name]
 
     def check_new(self, name: str, in_place: bool = False) -> None:
@@ -71,18 +69,25 @@ class AdapterNames:
             )
 
     def put(self, name: str, ref: AdapterRef, path: str = "") -> str | None:
-        """Have the name stand for this from now on; the digest that no name has any more."""
+        """Name an adapter; returns the digest that no name has any more."""
         before = self.known.get(name)
         self.known[name], self.paths[name] = ref, path
         return self.unnamed(before)
 
     def remove(self, name: str) -> str | None:
-        """Forget a name that is known; the digest that no name has any more."""
-        return self.unnamed(self.known.pop(name))
+        """Drop a name; the digest that no name has any more. Errors: as of `find`."""
+        before = self.find(name)
+        del self.known[name]
+        return self.unnamed(before)
 
     def unnamed(self, ref: AdapterRef | None) -> str | None:
         is_named = ref is None or any(r.digest == ref.digest for r in self.known.values())
         return None if ref is None or is_named else ref.digest
+
+    def is_to_be_loaded(self, asked: LoRARequest) -> bool:
+        """Whether its name stands for nothing yet, or for what was read at another path."""
+        known = self.paths.get(asked.lora_name) if asked.lora_name in self.known else None
+        return asked.lora_path not in ("", known)
 
 
 def modules_of(config: Config, model: str) -> dict[str, Path]:
@@ -99,7 +104,7 @@ def modules_of(config: Config, model: str) -> dict[str, Path]:
     return found
 
 
-def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[str | LoRARequest | None]:
+def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[LoRARequest | None]:
     """What chooses the adapter of each of so many prompts."""
     if lora is not None and lora_request is not None:
         raise RequestError("lora and lora_request: they choose the same; give one", "lora")
@@ -114,14 +119,4 @@ def asked_adapters(lora: Any, lora_request: Any, number: int) -> list[str | LoRA
                 f"{field}: {name!r:.100} is no name of an adapter: load one, and give its name",
                 field,
             )
-    return [*given]
-
-
-def is_to_be_loaded(asked: LoRARequest, names: AdapterNames) -> bool:
-    """Whether its name stands for nothing yet, or for what was read at another path."""
-    known = names.paths.get(asked.lora_name) if asked.lora_name in names.known else None
-    return asked.lora_path not in ("", known)
-
-
-def worded(known: Mapping[str, Any] | Sequence[str]) -> str:
-    return f"there are {', '.join(known)}" if known else "there is none"
+    return [LoRARequest(asked) if isinstance(asked, str) else asked for asked in given]

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-
-class Job(Protocol):
-    @property
-    def is_done(self) -> bool: ...
+from specserve.api.outputs import Generation
 
 
 class LoadProgress:
@@ -43,11 +40,11 @@ def show_phases(phases: Mapping[str, str]) -> None:
     Console(stderr=True).print(table)
 
 
-def track(jobs: Sequence[Job], enabled: bool) -> Iterator[None]:
-    """Yield until all jobs are done, with a bar of how many are."""
+def track(generations: Sequence[Generation], enabled: bool) -> Iterator[None]:
+    """Yield until all generations are done, with a bar of how many are."""
     with progress_bar(enabled) as bar:
-        task = bar.add_task("prompts", total=len(jobs))
-        while (done := sum(job.is_done for job in jobs)) < len(jobs):
+        task = bar.add_task("prompts", total=len(generations))
+        while (done := sum(each.is_done for each in generations)) < len(generations):
             bar.update(task, completed=done)
             yield
         bar.update(task, completed=done)

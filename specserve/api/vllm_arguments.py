@@ -4,17 +4,15 @@ A script for vLLM passes many that ask for nothing special: those are accepted a
 have no effect here.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any, NotRequired, TypedDict
 
 from specserve.config import ARGUMENTS, USUAL_LORAS
 from specserve.errors import ConfigError, RequestError
+from specserve.exchange.sampling_params import is_one_of, unexpected_argument
 
-KV_DTYPES = {"fp8_e4m3": "fp8"}
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
     "async_scheduling": (False,),
     "config_format": ("auto", "hf"),
@@ -111,15 +109,14 @@ def known_arguments(
     names = [*ARGUMENTS, *WITHOUT_EFFECT, *REFUSED, *others]
     for name, value in given.items():
         if name not in names:
-            raise unexpected(owner, name, names)
+            raise unexpected_argument(owner, name, names)
         if name in ARGUMENTS:
-            known[name] = KV_DTYPES.get(str(value), value) if name == "kv_cache_dtype" else value
+            is_fp8 = name == "kv_cache_dtype" and value == "fp8_e4m3"  # vLLM's longer name
+            known[name] = "fp8" if is_fp8 else value
         elif name == "enable_lora":
-            takes_adapters = value is True and not {"max_loras", "lora_modules"} & given.keys()
-            known |= {"max_loras": USUAL_LORAS} if takes_adapters else {}
-        elif name == "enforce_eager" and value is True and not has_graphs(given.get("device")):
-            continue
-        elif value is not None and not is_without_effect(name, value, model):
+            is_default = given.get("max_loras") is given.get("lora_modules") is None
+            known |= {"max_loras": USUAL_LORAS} if value is True and is_default else {}
+        elif not is_ignored(name, value, model, given.get("device")):
             why = WHY.get(name) or REFUSED.get(name) or "it has no equal here"
             raise ConfigError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out")
     return known
@@ -141,21 +138,15 @@ def flag_words(flags: Iterable[str]) -> str:
     return found
 
 
-def is_without_effect(name: str, value: Any, model: str | Path | None) -> bool:
-    if name == "tokenizer":
-        return model is not None and str(value) == str(model)
-    return is_one_of(value, WITHOUT_EFFECT.get(name, ()))
+def is_ignored(name: str, value: Any, model: str | Path | None, device: str | None) -> bool:
+    """Whether an argument of vLLM has no effect here at this value."""
+    if name == "tokenizer" and model is not None and str(value) == str(model):
+        return True
+    if name == "enforce_eager" and value is True:
+        import torch  # the process of AsyncLLM needs it for nothing else
 
-
-def is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Whether a value is among those: True is not 1."""
-    return any(type(value) is type(one) and value == one for one in known)
-
-
-def has_graphs(device: str | None) -> bool:
-    import torch  # AsyncLLM's process has no other use for it
-
-    return device != "cpu" and torch.cuda.is_available()
+        return device == "cpu" or not torch.cuda.is_available()
+    return value is None or is_one_of(value, WITHOUT_EFFECT.get(name, ()))
 
 
 def check_call(owner: str, given: Mapping[str, Any]) -> None:
@@ -164,23 +155,7 @@ def check_call(owner: str, given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name not in CALLS:
-            raise unexpected(owner, name, [*CALLS, "lora_request"])
+            raise unexpected_argument(owner, name, [*CALLS, "lora_request"])
         without_effect, why = CALLS[name]
         if value is not None and not is_one_of(value, without_effect):
             raise RequestError(f"{name}={value!r:.50}: {why}; leave {name} out", name)
-
-
-def unexpected(owner: str, name: str, known: list[str]) -> TypeError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    hint = f": did you mean {near[0]}?" if near else ""
-    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
-
-
-def seeds_from(owner: str, seed: int | None) -> Random | None:
-    """Where requests that give no seed get theirs from, one after the other."""
-    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
-        raise ConfigError(
-            f"{owner}(seed={seed!r:.50}): give an integer of 64 bits with a sign, or leave it out"
-        )
-    # Random takes the absolute value of a negative number.
-    return None if seed in (None, -1) else Random(seed % 2**64)

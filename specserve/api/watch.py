@@ -1,6 +1,6 @@
-"""Whose guesses a text was made of: colored tokens, and the tree of each step.
+"""Text on a terminal that shows which sources drafted each token, and the tree of each step.
 
-Colors are for a terminal, and not where NO_COLOR is set: accepted guesses are then in brackets.
+Colors need a terminal. Without colors, or with NO_COLOR, accepted draft tokens are in brackets.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specserve.exchange.messages import StepDetails
 
 if TYPE_CHECKING:
-    from specserve.api.generation import Output
+    from specserve.api.outputs import Output
 
     Watched = Generator[tuple[str, list[int], list[StepDetails]], None, Output]
 
@@ -42,7 +42,7 @@ def has_colors() -> bool:
 
 def styled(text: str, *codes: str) -> str:
     """The text with ANSI codes around it, on each of its lines. Without colors the text in brackets
-    if a source guessed it, else as it is.
+    if a source drafted it, else as it is.
     """
     codes = tuple(filter(None, codes))
     if not has_colors():
@@ -54,8 +54,8 @@ def styled(text: str, *codes: str) -> str:
 
 
 def style(bits: int) -> tuple[str, ...]:
-    """Of what sources have guessed, where bit i stands for source i: the first one's color, and a
-    line where there were several.
+    """The style of a token, where bit i stands for source i: the first source's color, and a line
+    if several sources drafted it.
     """
     if not bits:
         return ()
@@ -72,13 +72,13 @@ def legend(sources: Sequence[str]) -> str:
 
 
 class Colored:
-    """A text as it comes. A token's text may come later than the step that tells of it."""
+    """A text as it comes. A token's text may come later than its step."""
 
     def __init__(self) -> None:
         self.text, self.num_shown = "", 0
         self.tokens: list[tuple[int, int]] = []  # end in the text, sources; not yet shown
 
-    def told(self, steps: Iterable[StepDetails]) -> None:
+    def add_steps(self, steps: Iterable[StepDetails]) -> None:
         for step in steps:
             self.tokens += zip(step.ends, step.sources, strict=True)
 
@@ -90,7 +90,7 @@ class Colored:
             end, bits = self.tokens.pop(0)
             pieces.append(styled(self.text[self.num_shown : end], *style(bits)))
             self.num_shown = max(self.num_shown, end)
-        if not self.tokens:  # it is the text of no token: nothing was told of its steps
+        if not self.tokens:  # the text of no token: its steps came without details
             pieces.append(self.rest())
         return "".join(pieces)
 
@@ -101,8 +101,8 @@ class Colored:
 
 
 def tree_lines(step: StepDetails, text_of: Callable[[int], str]) -> list[str]:
-    """The guesses of a step as lines: accepted ones bold and in their source's color, the first
-    path of each node in its own line, others dim.
+    """The draft tokens of a step as lines: accepted ones bold and in their source's color, the
+    first path of each node in its own line, others dim.
     """
     tree = step.tree
     children: list[list[int]] = [[] for _ in range(len(tree.parents) + 1)]
@@ -150,14 +150,14 @@ def draw_stream(steps: "Watched", text_of: Callable[[int], str]) -> "Output":
     pieces: list[str] = []
     while True:
         try:
-            text, _, told = next(steps)
+            text, _, details = next(steps)
         except StopIteration as end:
             print("".join(pieces) + colored.rest(), flush=True)
             output: Output = end.value
             return output
-        colored.told(told)
+        colored.add_steps(details)
         pieces.append(colored.shown(text))
-        for step in told:
+        for step in details:
             number += 1
             print(step_words(number, step))
             print(*tree_lines(step, text_of), "", sep="\n", flush=True)

@@ -5,7 +5,7 @@ Does not import torch, as a conversation with a server does not need it.
 
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib import import_module
 from io import TextIOWrapper
@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specserve.api.watch import Colored, harmless
 from specserve.errors import PromptTooLong, RequestError, SpecserveError
 from specserve.models.folder import name_of
+from specserve.text.template_messages import Message
 
 if TYPE_CHECKING:
-    from specserve.api.generation import Output
     from specserve.api.llm import LLM
+    from specserve.api.outputs import Output
     from specserve.exchange.sampling_params import SamplingParams
 
-Message = Mapping[str, str]
-
-PROMPT = "> "
 HELP = (
     "/help says this, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an "
     "answer"
@@ -30,7 +28,7 @@ HELP = (
 COMMAND = re.compile(r"/[a-z]+")
 
 
-class Statistics(NamedTuple):
+class AnswerStatistics(NamedTuple):
     """Measurements of an answer; None where there is none, or the server did not send it."""
 
     finish_reason: str
@@ -55,8 +53,8 @@ class Statistics(NamedTuple):
         return f"[{' | '.join([*parts, f'ended by {self.finish_reason}'])}]"
 
 
-def measured(output: "Output") -> Statistics:
-    return Statistics(
+def measured(output: "Output") -> AnswerStatistics:
+    return AnswerStatistics(
         output.finish_reason or "abort",
         output.usage.completion_tokens,
         output.timing.ttft_ms,
@@ -68,14 +66,14 @@ def measured(output: "Output") -> Statistics:
 
 class Answerer(Protocol):
     name: str  # what the model is called
-    colored: Colored | None  # where tokens are to be shown by who guessed them
+    colored: Colored | None  # if tokens are shown in the color of their source
 
-    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+    def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
         """The answer's text as it comes; closing the generator aborts the answer."""
         ...
 
 
-class Chat:
+class ChatSession:
     """The messages so far. An answer that was aborted is kept as far as it came."""
 
     def __init__(self, answerer: Answerer, system: str | None = None) -> None:
@@ -96,37 +94,39 @@ class Chat:
         A message whose answer fails before its first text is dropped: many chat templates refuse
         two user messages in a row.
         """
-        asked, said = [*self.messages, {"role": "user", "content": text}], list[str]()
+        asked, parts = [*self.messages, {"role": "user", "content": text}], list[str]()
         is_kept = True
         try:
             if self.answerer.colored is not None:
                 self.answerer.colored = Colored()  # of this answer
-            ending = self.show(self.answerer.say(asked), said).footer()
+            ending = self.show(self.answerer.stream_answer(asked), parts).footer()
         except KeyboardInterrupt:
-            ending, is_kept = "[stopped]", bool(said)
+            ending, is_kept = "[stopped]", bool(parts)
         except SpecserveError as e:
-            ending, is_kept = self.complaint(e), bool(said)
-        if said:
+            ending, is_kept = self.complaint(e), bool(parts)
+        if parts:
             print(flush=True)
         print(harmless(ending), file=sys.stderr, flush=True)
         if is_kept:
-            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+            self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
-    def show(self, pieces: Generator[str, None, Statistics], said: list[str]) -> Statistics:
-        """Print the pieces, and note them in `said`."""
+    def show(
+        self, pieces: Generator[str, None, AnswerStatistics], parts: list[str]
+    ) -> AnswerStatistics:
+        """Print the pieces, and note them in `parts`."""
         colored = self.answerer.colored
         with closing(pieces):  # Ctrl-C may come while the generator is suspended
             while True:
                 try:
                     piece = next(pieces)
                 except StopIteration as end:
-                    statistics: Statistics = end.value
+                    statistics: AnswerStatistics = end.value
                     print("" if colored is None else colored.rest(), end="", flush=True)
                     return statistics
                 shown = harmless(piece) if sys.stdout.isatty() else piece
                 shown = shown if colored is None else colored.shown(shown)
                 if piece:
-                    said.append(piece)
+                    parts.append(piece)
                 if shown:
                     print(shown, end="", flush=True)
 
@@ -138,7 +138,7 @@ class Chat:
         return f"error: {' '.join(str(error).split())}{hint}"
 
 
-def converse(chat: Chat) -> None:
+def converse(chat: ChatSession) -> None:
     """Answer lines until the input ends, /exit, or Ctrl-C while no answer runs."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -166,10 +166,13 @@ def converse(chat: Chat) -> None:
 def typed(introduction: str) -> Iterator[str]:
     """Lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
     print(introduction)
-    line_buffer = line_editing()
+    try:  # line editing and a history for `input`
+        line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
+    except ImportError:
+        line_buffer = str
     while True:
         try:
-            line = input(PROMPT)
+            line = input("> ")
         except EOFError:
             print()
             return
@@ -181,16 +184,7 @@ def typed(introduction: str) -> Iterator[str]:
         yield line
 
 
-def line_editing() -> Callable[[], str]:
-    """Give `input` line editing and a history; returns a getter for the unfinished line."""
-    try:
-        line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
-    except ImportError:
-        return str
-    return line_buffer
-
-
-class Local:
+class LocalModel:
     """A model in this process."""
 
     def __init__(
@@ -202,14 +196,14 @@ class Local:
         # Errors that no message can avoid, as a missing template, are raised before the first.
         llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
 
-    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+    def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
         ids = self.llm.input_processor.render(messages)
         with closing(self.llm.watch(ids, self.params)) as steps:
             while True:
                 try:
-                    text, _, told = next(steps)
+                    text, _, details = next(steps)
                 except StopIteration as end:
                     return measured(end.value)
                 if self.colored is not None:
-                    self.colored.told(told)
+                    self.colored.add_steps(details)
                 yield text

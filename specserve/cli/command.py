@@ -28,7 +28,7 @@ from specserve.process import ensure_streams, keep_stderr_from_failing, raising_
 from specserve.version import VERSION
 
 if TYPE_CHECKING:
-    from specserve.api.generation import Output
+    from specserve.api.outputs import Output
     from specserve.models.folder import Scaled
 
 INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
@@ -96,8 +96,13 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
     add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
     add_quantize(commands.add_parser("quantize", help="write a model with 8- or 4-bit weights"))
-    add_config(commands.add_parser("config", help="show or check the resolved configuration"))
-    add_completion(commands.add_parser("completion", help="print a completion script"))
+    config = commands.add_parser("config", help="show or check the resolved configuration")
+    config.add_argument("what", choices=["show", "check"])
+    add_settings(config)
+    config.set_defaults(action=show_config, command=config)
+    shells = commands.add_parser("completion", help="print a completion script")
+    shells.add_argument("shell", choices=["bash", "zsh", "fish"])
+    shells.set_defaults(action=print_completion, command=shells)
     for name in others if COMPLETING in os.environ else ():
         commands.add_parser(name)  # its name is completed; its arguments are its own
     return top
@@ -159,7 +164,22 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
     add_template(p)
-    add_adapters(p)
+    p.add_argument(
+        "--enable-lora",
+        action="store_true",
+        help="take LoRA adapters; --lora-modules and --max-loras do so, too",
+    )
+    p.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        metavar="NAME=PATH",
+        help="adapters, as requests name them, and their folders or hub ids",
+    )
+    p.add_argument(
+        "--max-loras", type=int, help="adapters whose requests run at once; default: 4, or all"
+    )
+    p.add_argument("--max-lora-rank", type=int, help="the largest rank; default: 16")
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
@@ -183,25 +203,6 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_sampling(p)
     add_settings(p)
     p.set_defaults(action=chat, command=p)
-
-
-def add_adapters(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--enable-lora",
-        action="store_true",
-        help="take LoRA adapters; --lora-modules and --max-loras do so, too",
-    )
-    p.add_argument(
-        "--lora-modules",
-        nargs="+",
-        action="extend",
-        metavar="NAME=PATH",
-        help="adapters, as requests name them, and their folders or hub ids",
-    )
-    p.add_argument(
-        "--max-loras", type=int, help="adapters whose requests run at once; default: 4, or all"
-    )
-    p.add_argument("--max-lora-rank", type=int, help="the largest rank; default: 16")
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
@@ -240,17 +241,6 @@ def add_template(p: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the chat template, in jinja; default: the model's own",
     )
-
-
-def add_config(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", choices=["show", "check"])
-    add_settings(p)
-    p.set_defaults(action=show_config, command=p)
-
-
-def add_completion(p: argparse.ArgumentParser) -> None:
-    p.add_argument("shell", choices=["bash", "zsh", "fish"])
-    p.set_defaults(action=print_completion, command=p)
 
 
 def add_quantize(p: argparse.ArgumentParser) -> None:
@@ -333,6 +323,7 @@ def generate(args: argparse.Namespace) -> None:
     start = perf_counter()
     from specserve import LLM, SamplingParams
     from specserve.api.watch import draw_stream
+    from specserve.cli.chat import measured
     from specserve.models.selection import scaled_models
 
     if not args.json:
@@ -340,18 +331,21 @@ def generate(args: argparse.Namespace) -> None:
     params = SamplingParams(**sampled | ({DETAILS: True} if args.watch else {}))
     with LLM(config=args.config, progress=not args.json, **settings) as llm:
         if args.json:
-            print_json(llm.generate(args.prompts, params))
+            for output in llm.generate(args.prompts, params):
+                print(msgspec.json.encode(output).decode())
             return
         steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
         streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
-        say_scaled(scaled_models(llm.folders))
+        say_scaled(scaled_models(llm.folders[:3]))
         if args.watch:
             show_legend(llm.speculation().known_sources)
         for number, stream in enumerate(streams, 1):
             if len(streams) > 1:
                 print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
             draw = partial(draw_stream, text_of=lambda token: llm.tokenizer.decode([token]))
-            print_footer(draw(stream) if args.watch else print_stream(stream))
+            done = draw(stream) if args.watch else print_stream(stream)
+            # On stderr, so that a pipe gets the text alone.
+            print(measured(done).footer(), file=sys.stderr)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -377,7 +371,7 @@ def serve(args: argparse.Namespace) -> int:
     folders = preflight.check(config)
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
-        engines = ForkServer(config)
+        engines = ForkServer(config, folders.drafters)
         spawned = engines.start()  # it imports and loads while this process does
         from specserve.server.serve import Start, serve
 
@@ -386,7 +380,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> None:
     from specserve.api.watch import Colored
-    from specserve.cli.chat import Chat, Local, converse
+    from specserve.cli.chat import ChatSession, LocalModel, converse
 
     if args.url is not None:
         from specserve.cli.remote import Remote
@@ -399,7 +393,7 @@ def chat(args: argparse.Namespace) -> None:
         say_scaled(remote.card.scaled)
         if args.show_guesses:
             show_legend(remote.card.sources)
-        converse(Chat(remote, args.system))
+        converse(ChatSession(remote, args.system))
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
@@ -411,11 +405,11 @@ def chat(args: argparse.Namespace) -> None:
 
     params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
     with LLM(config=args.config, **settings) as llm:
-        local = Local(llm, params, Colored() if args.show_guesses else None)
-        say_scaled(scaled_models(llm.folders))
+        local = LocalModel(llm, params, Colored() if args.show_guesses else None)
+        say_scaled(scaled_models(llm.folders[:3]))
         if args.show_guesses:
             show_legend(llm.speculation().known_sources)
-        converse(Chat(local, args.system))
+        converse(ChatSession(local, args.system))
 
 
 def say_scaled(models: "Sequence[Scaled]") -> None:
@@ -430,17 +424,9 @@ def show_legend(sources: Sequence[str]) -> None:
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
-    for flag in (
-        "demo_cost",
-        "quantize",
-        "chat_template",
-        "draft_model",
-        "draft_head",
-        "draft_quantize",
-        "drafter",
-        "config",
-        "set",
-    ):
+    models = "demo_cost", "quantize", "chat_template"
+    drafting = "draft_model", "draft_head", "draft_quantize", "drafter"
+    for flag in (*models, *drafting, "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
@@ -505,15 +491,9 @@ def configured(args: argparse.Namespace) -> Config:
         "--drafter": ("drafter.name", args.drafter),
     }
     if args.action is serve:
-        names = "host", "port", "served_model_name", "allow_no_keys"
-        for key in (
-            *names,
-            "api_key_file",
-            "admin_key_file",
-            *TLS_FILES,
-            "tool_parser",
-            "reasoning_parser",
-        ):
+        files = "api_key_file", "admin_key_file", *TLS_FILES
+        others = "tool_parser", "reasoning_parser"
+        for key in ("host", "port", "served_model_name", "allow_no_keys", *files, *others):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
         flags |= {
             "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
@@ -556,15 +536,3 @@ def print_stream(steps: "Generator[tuple[str, list[int]], None, Output]") -> "Ou
             output: Output = end.value
             return output
         print(text, end="", flush=True)
-
-
-def print_footer(output: "Output") -> None:
-    """On stderr, so that a pipe gets the text alone."""
-    from specserve.cli.chat import measured
-
-    print(measured(output).footer(), file=sys.stderr)
-
-
-def print_json(outputs: "Sequence[Output]") -> None:
-    for output in outputs:
-        print(msgspec.json.encode(output).decode())

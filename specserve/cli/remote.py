@@ -11,13 +11,12 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from specserve.api.watch import Colored
-from specserve.cli.chat import Message, Statistics
+from specserve.cli.chat import AnswerStatistics
 from specserve.errors import ConfigError, RequestError, SpecserveError
 from specserve.exchange.messages import StepDetails
 from specserve.models.folder import Scaled
+from specserve.text.template_messages import Message
 
-CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 300.0  # a long prompt takes time, and not every server sends comments meanwhile
 CUT = "the connection was cut before the answer had ended"
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ class Card(msgspec.Struct, frozen=True):
     drafter: str | None = None
     max_nodes: int | None = None
     scaled: list[Scaled] = []
-    sources: list[str] = []  # of guesses
+    sources: list[str] = []  # of draft tokens
 
 
 class Cards(msgspec.Struct, frozen=True):
@@ -52,12 +51,12 @@ class ChunkDetails(msgspec.Struct, frozen=True):
     steps: list[StepDetails] = []
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChunkDelta(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
-class ChunkChoice(msgspec.Struct, frozen=True):
-    delta: Delta
+class ServerChoice(msgspec.Struct, frozen=True):
+    delta: ChunkDelta
     finish_reason: str | None = None
     speculation: ChunkDetails | None = None  # sent by specserve only, where it is asked for
 
@@ -78,10 +77,10 @@ class ChunkMetrics(msgspec.Struct, frozen=True):
     speculative_decoding: ChunkSpeculation | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class ServerChunk(msgspec.Struct, frozen=True):
     """The fields of an event that a chat needs."""
 
-    choices: list[ChunkChoice] = []
+    choices: list[ServerChoice] = []
     usage: ChunkUsage | None = None
     metrics: ChunkMetrics | None = None
     error: Failure | None = None
@@ -124,7 +123,7 @@ class Remote:
             return cards[model]
         raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(cards)}")
 
-    def say(self, messages: Sequence[Message]) -> Generator[str, None, Statistics]:
+    def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
         # json, unlike msgspec, accepts the surrogates that stand for undecodable input
         body = json.dumps({**self.fields, "messages": messages}).encode()
         with self.request("POST", "/chat/completions", body) as response:
@@ -134,7 +133,7 @@ class Remote:
         if any(len(step.ends) != len(step.sources) for step in steps):
             raise NoAnswer("the server tells of steps in another way than specserve does")
         if self.colored is not None:
-            self.colored.told(steps)
+            self.colored.add_steps(steps)
 
     @contextmanager
     def request(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
@@ -142,7 +141,8 @@ class Remote:
         with closing(self.connection()) as connection:
             try:
                 connection.connect()
-                connection.sock.settimeout(SILENT_SECONDS)
+                # A long prompt takes time, and not every server sends comments meanwhile.
+                connection.sock.settimeout(300.0)
                 connection.request(method, self.path + path, body, self.headers)
                 response = connection.getresponse()
             except SSLCertVerificationError as e:
@@ -166,7 +166,7 @@ class Remote:
     def connection(self) -> HTTPConnection:
         kind = HTTPSConnection if self.split.scheme == "https" else HTTPConnection
         port = self.split.port or kind.default_port
-        return kind(self.split.hostname or "", port, timeout=CONNECT_SECONDS)
+        return kind(self.split.hostname or "", port, timeout=10.0)
 
 
 def read_url(url: str) -> SplitResult:
@@ -211,15 +211,15 @@ def events(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 def read_answer(
     events: Iterable[bytes], note: Callable[[Sequence[StepDetails]], None]
-) -> Generator[str, None, Statistics]:
+) -> Generator[str, None, AnswerStatistics]:
     """The text of chunks, whose steps are noted; NoAnswer unless they end with a finish reason and
     [DONE].
     """
-    last, reason = Chunk(), None
+    last, reason = ServerChunk(), None
     for data in events:
         if data == b"[DONE]":
             break
-        last = decode(data, Chunk)
+        last = decode(data, ServerChunk)
         if last.error is not None:
             raise NoAnswer(last.error.message)
         for choice in last.choices:
@@ -230,20 +230,20 @@ def read_answer(
         raise NoAnswer(CUT)
     if reason is None:
         raise NoAnswer("the server gave up the answer without a finish reason")
-    return told(last, reason)
+    return statistics_of(last, reason)
 
 
-def told(chunk: Chunk, reason: str) -> Statistics:
+def statistics_of(chunk: ServerChunk, reason: str) -> AnswerStatistics:
     """The statistics in the last chunk."""
     num_tokens = None if chunk.usage is None else chunk.usage.completion_tokens
     if (metrics := chunk.metrics) is None:
-        return Statistics(reason, num_tokens)
+        return AnswerStatistics(reason, num_tokens)
     ttft, rest = metrics.time_to_first_token_ms, metrics.generation_time_ms
     total = None if ttft is None or rest is None else ttft + rest
     if (speculation := metrics.speculative_decoding) is None:
-        return Statistics(reason, num_tokens, ttft, total, drafter="none")
+        return AnswerStatistics(reason, num_tokens, ttft, total, drafter="none")
     length = speculation.mean_acceptance_length if speculation.num_draft_tokens else None
-    return Statistics(reason, num_tokens, ttft, total, length, speculation.drafter)
+    return AnswerStatistics(reason, num_tokens, ttft, total, length, speculation.drafter)
 
 
 def decode(data: bytes, kind: type[T]) -> T:

@@ -20,7 +20,7 @@ from specserve.memory.blocks import BlockPool, KVTables
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Decoder, LoadedModel
 from specserve.models.end_tokens import find_end_tokens
-from specserve.models.selection import check_drafter, context_length, resolve_model
+from specserve.models.selection import Drafters, check_drafter, context_length, resolve_model
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
 from specserve.scheduling.cost import KeptCosts, StepCosts, costs_file
@@ -64,14 +64,14 @@ def build(
     vocabulary: Callable[[], Vocabulary] | None = None,
     is_served: bool = False,
     known_sources: Iterable[str] = (),
-    first: Config | None = None,
+    first: Drafters | None = None,
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError says what to change.
 
     Models in `known`, those of earlier engines, are shared instead of loaded again; so is the
     `vocabulary`. An engine that is served has that read for grammars before it is ready: with a
     large one that takes a second, in which no step would run. `known_sources` are those that an
-    earlier engine's requests were told of by their bits, and `first` is the first engine's config.
+    earlier engine's requests know by their bits, and `first` are the drafters of the first engine.
     """
     phases = phases or Phases()
     check_drafter(config)

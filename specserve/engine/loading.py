@@ -21,13 +21,10 @@ from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.mtp_head import load_mtp_head
 from specserve.models.row_probe import differing_rows
 from specserve.models.selection import (
-    check_lost_head,
+    Drafters,
     context_length,
-    has_to_run_head,
     needs_draft_model,
-    needs_head,
-    resolve_draft,
-    resolve_head,
+    resolve_drafters,
     resolve_model,
 )
 from specserve.models.source import is_head, open_source
@@ -104,29 +101,37 @@ def load_weights(
     progress: Progress | None,
     phases: Phases,
     known: Iterable[Model | None],
-    first: Config | None = None,
+    first: Drafters | None = None,
 ) -> Weights:
-    """As `load_models`, with the head that `first` needs, the config of the first engine process:
-    none can come later, and it stays while nothing runs it.
+    """As `load_models`, with the head of the `first` engine process, or of this one.
+
+    No head can come later, and a head stays while nothing runs it.
     """
-    known = [*known]
-    weights = load_models(config, progress, phases, known)
-    begun = settled(first or config, weights.target)
-    try:
-        if not needs_head(begun):
-            check_lost_head(begun)
-            return weights
-        head = get_head(begun, weights.target, known, phases)
-    except ConfigError as e:
-        if has_to_run_head(begun):
-            raise
-        log.warning("the target's own layers for multi-token prediction do not guess: %s", e)
+    known, drafters = [*known], resolve_drafters(config)
+    weights = load_models(config, drafters, progress, phases, known)
+    of_head = first or drafters
+    skipped = "the target's own layers for multi-token prediction do not guess: %s"
+    if weights.target.is_row_invariant is False:
         return weights
-    return weights._replace(head=head)
+    if of_head.lost_head:
+        log.warning(skipped, of_head.lost_head)
+    if not of_head.runs_head or of_head.head is None:
+        return weights
+    try:
+        return weights._replace(head=get_head(Path(of_head.head), weights.target, known, phases))
+    except ConfigError as e:
+        if of_head.needs_head:
+            raise
+        log.warning(skipped, e)
+        return weights
 
 
 def load_models(
-    config: Config, progress: Progress | None, phases: Phases, known: Iterable[Model | None]
+    config: Config,
+    drafters: Drafters,
+    progress: Progress | None,
+    phases: Phases,
+    known: Iterable[Model | None],
 ) -> Weights:
     """The target and the draft model of a config; those in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
@@ -146,15 +151,15 @@ def load_models(
 
     with nullcontext() if loaded else phases.phase("kernels"):  # they came with the models
         ops = load_ops(config)
-    asked = config.model
-    target = get("target", resolve_model(config), asked.quantize, asked.implementation)
+    asked, folder = config.model, resolve_model(config)
+    target = get("target", folder, asked.quantize, asked.implementation)
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # other code promises nothing about its rows
         probe(target, config.scheduler.max_batched_tokens, phases)
-    guessing, draft = settled(config, target), None
-    if needs_draft_model(guessing):
-        path = resolve_draft(config)
-        num_ids = num_common_ids(resolve_model(config), path)  # may raise, so before the load
+    draft = None
+    if needs_draft_model(settled(config, target), drafters) and drafters.draft is not None:
+        path = Path(drafters.draft)
+        num_ids = num_common_ids(folder, path)  # may raise, so before the load
         draft = get("draft model", path, config.drafter.quantize)
         sizes = (model.decoder.config.vocab_size for model in (target, draft))
         draft.num_ids = min(num_ids, *sizes)
@@ -167,10 +172,8 @@ def num_common_ids(target: Path, draft: Path) -> int:
     return check_same_vocabulary(*(open_source(path).tokenizer() for path in (target, draft)))
 
 
-def get_head(config: Config, target: Model, known: Iterable[Model | None], phases: Phases) -> Model:
+def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases: Phases) -> Model:
     """The target's head; one in `known` is not loaded again."""
-    folder = resolve_head(config)
-    assert folder is not None, "a head is needed, so there is one"
     key = target.key._replace(
         folder=str(folder.resolve()), implementation=f"head of {target.key.folder}"
     )

@@ -43,7 +43,7 @@ from specserve.exchange.phases import Phases
 from specserve.exchange.speculation_control import NO_HEAD
 from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
-from specserve.models.selection import check_drafter, head_sources
+from specserve.models.selection import check_drafter, resolve_drafters
 from specserve.process import keep_objects
 from specserve.scheduling.cost import KeptCosts
 from specserve.speculation.draft_model import DraftModel
@@ -107,14 +107,16 @@ class Control:
         run beside steps.
         """
         check_drafter(config)
-        if self.engine.head is None and head_sources(config) == [EAGLE]:
+        drafters = resolve_drafters(config)
+        if self.engine.head is None and drafters.sources == (EAGLE,):
             raise ConfigError(NO_HEAD)
         if settled(config, self.loaded.weights.target) != config and config.drafter_name != "none":
             raise ConfigError(
                 "there can be no guesses: this model's rows have other bits in other steps (see "
                 "row_invariant in GET /v1/models), so that they might change the text"
             )
-        weights = load_models(config, None, Phases(), [*self.known, *self.loaded.weights])
+        known = [*self.known, *self.loaded.weights]
+        weights = load_models(config, drafters, None, Phases(), known)
         if weights.draft is None or weights.draft is self.loaded.weights.draft:
             kept = None if weights.draft is None else self.engine.draft_model
             return Prepared(config, weights.draft, kept)

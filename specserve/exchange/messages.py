@@ -10,6 +10,7 @@ import msgspec
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import Keys, KVFormat
+from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
 
 
@@ -289,7 +290,7 @@ class Begin(msgspec.Struct, frozen=True):
 
     config: Config
     sources: tuple[str, ...] = ()  # that details have numbered so far, see `Ready.known_sources`
-    first: Config | None = None  # of the first engine process, where it may be another one
+    first: Drafters | None = None  # of the first engine process, whose head stays
 
 
 class EngineCommands(msgspec.Struct, frozen=True):

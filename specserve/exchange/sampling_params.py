@@ -2,14 +2,14 @@
 
 import difflib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from random import Random
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from specserve.config import Milliseconds
 from specserve.errors import RequestError
 from specserve.text.defaults import (
     GenerationDefaults,
@@ -19,7 +19,7 @@ from specserve.text.defaults import (
     TopP,
     check_temperature,
 )
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 
 T = TypeVar("T")
 MAX_CHOICES = 128
@@ -45,12 +45,10 @@ INSTEAD = {
     "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
 }
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-SourceName = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
-BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
-Milliseconds = Annotated[float, Meta(ge=1e-3)]
 NumTop = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -66,7 +64,7 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     enabled: bool = True
     learn: bool = True
-    sources: Annotated[tuple[SourceName, ...], Meta(max_length=64)] | None = None
+    sources: Annotated[tuple[ShortText, ...], Meta(max_length=64)] | None = None
     max_nodes: Limit | None = None
     max_depth: Limit | None = None
 
@@ -109,29 +107,40 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return "".join(part.text for part in self.content)
 
 
-class Named(msgspec.StructMeta):
-    """Takes vLLM's other parameters at the values that have no effect here."""
+class TakesVllmNames(msgspec.StructMeta):
+    """Accepts vLLM's other parameters at the values that have no effect here.
+
+    Other values raise RequestError, and names that vLLM lacks raise TypeError.
+    """
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        unknown = given.keys() - {*cls.__struct_fields__}
-        for name in unknown:
-            check_unknown(cls.__name__, [*cls.__struct_fields__], name, given[name])
-        return super().__call__(*args, **{k: v for k, v in given.items() if k not in unknown})
+        own, owner = [*cls.__struct_fields__], cls.__name__
+        for name in given.keys() - {*own}:
+            value = given.pop(name)
+            if name not in NO_OP:
+                raise unexpected_argument(owner, name, own, OTHER_NAMES)
+            if not is_one_of(value, NO_OP[name]):
+                why = INSTEAD.get(name, "it is not supported")
+                raise RequestError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out", name)
+        return super().__call__(*args, **given)
 
 
-def check_unknown(owner: str, known: list[str], name: str, value: Any) -> None:
-    """TypeError for a name that vLLM has not either, RequestError for a value with an effect."""
-    if name not in NO_OP:
-        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        hint = f": did you mean {near[0]}?" if near else ""
-        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
-    if not any(type(value) is type(none) and value == none for none in NO_OP[name]):
-        why = INSTEAD.get(name, "it is not supported")
-        raise RequestError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out", name)
+def unexpected_argument(
+    owner: str, name: str, known: Sequence[str], other_names: Mapping[str, str] | None = None
+) -> TypeError:
+    """Python's error for an unknown argument, with the name that was probably meant."""
+    near = [other_names[name]] if other_names and name in other_names else []
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    hint = f": did you mean {near[0]}?" if near else ""
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named):
+def is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """Whether a value is among the known ones, and has the same type: True is not 1."""
+    return any(type(value) is type(one) and value == one for one in known)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesVllmNames):
     """What a caller may set; None takes the value of the model's generation_config, if it has one.
 
     max_tokens      most output tokens, cut to the rest of the context; unset: the model's
@@ -189,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Named)
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[LogitBias, Meta(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
-    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=256)] | None = ()
+    bad_words: Annotated[tuple[ShortText, ...], Meta(max_length=256)] | None = ()
     min_tokens: Limit = 0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | tuple[StopString, ...] | None = ()
@@ -387,12 +396,21 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
 
     The tokens of bad words are not filled in.
     """
-    given = check(params)
-    check_room(given, defaults, room)
-    grammar = resolved_grammar(given, defaults)
+    given, grammar = check(params), ""
+    own_most = defaults.max_new_tokens
+    if given.max_tokens is None and own_most is not None and given.min_tokens > own_most:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {given.min_tokens} is more than {own_most}, the "
+            "model's own max_tokens: send a smaller one, or max_tokens",
+            "min_tokens",
+        )
+    check_room(given.min_tokens, room)
+    if given.structured_outputs is not None:
+        check_ends(given, defaults, "structured_outputs")
+        grammar = grammar_of(given.structured_outputs)
     own = id_set(() if given.ignore_eos and not grammar else defaults.eos_token_ids)
     return Sampling(
-        max_tokens=most_tokens(given, defaults, room),
+        max_tokens=min(pick(given.max_tokens, pick(own_most, room)), room),
         temperature=pick(given.temperature, defaults.temperature),
         top_k=max(0, pick(given.top_k, defaults.top_k)),
         top_p=pick(given.top_p, defaults.top_p),
@@ -403,7 +421,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         logit_bias=given.logit_bias or {},
         allowed_ids=given.allowed_token_ids,
         min_tokens=given.min_tokens,
-        seed=pick(given.own_seed, secrets.randbelow(MAX_SEED)),
+        seed=drawn_seed() if given.own_seed is None else given.own_seed,
         stop=given.stop_strings,
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=given.skip_special_tokens,
@@ -420,14 +438,30 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     )
 
 
-def resolved_grammar(params: SamplingParams, defaults: GenerationDefaults) -> str:
-    """Of the form that the text has to have; RequestError if it is wrong by itself, if the text may
-    not end when it is complete, or if no token ends one.
+def for_prompt(resolved: Sampling, seed: int | None, room: int) -> Sampling:
+    """Resolved parameters for a prompt that leaves `room` tokens of the context.
+
+    A seed of None is drawn. RequestError if the room is too small.
     """
-    if params.structured_outputs is None:
-        return ""
-    check_ends(params, defaults, "structured_outputs")
-    return grammar_of(params.structured_outputs)
+    check_room(resolved.min_tokens, room)
+    return msgspec.structs.replace(
+        resolved,
+        max_tokens=min(resolved.max_tokens, room),
+        seed=drawn_seed() if seed is None else seed,
+    )
+
+
+def drawn_seed() -> int:
+    return secrets.randbelow(MAX_SEED)
+
+
+def check_room(min_tokens: int, room: int) -> None:
+    if min_tokens > room:
+        raise RequestError(
+            f"sampling parameters: min_tokens = {min_tokens}, and the context has room for "
+            f"{room} after the prompt: send a smaller one, or a shorter prompt",
+            "min_tokens",
+        )
 
 
 def check_ends(params: SamplingParams, defaults: GenerationDefaults, field: str) -> None:
@@ -455,45 +489,6 @@ def ruled(sampling: Sampling, grammar: str, ends: Sequence[int]) -> Sampling:
         stop_ids=sampling.stop_ids | {*ends},
         eos_ids=sampling.eos_ids | {*ends},
     )
-
-
-def most_tokens(params: SamplingParams, defaults: GenerationDefaults, room: int) -> int:
-    return min(pick(params.max_tokens, pick(defaults.max_new_tokens, room)), room)
-
-
-def check_room(params: SamplingParams, defaults: GenerationDefaults, room: int) -> None:
-    own = defaults.max_new_tokens
-    if params.max_tokens is None and own is not None and params.min_tokens > own:
-        raise RequestError(
-            f"sampling parameters: min_tokens = {params.min_tokens} is more than {own}, the "
-            "model's own max_tokens: send a smaller one, or max_tokens",
-            "min_tokens",
-        )
-    if params.min_tokens > room:
-        raise RequestError(
-            f"sampling parameters: min_tokens = {params.min_tokens}, and the context has room for "
-            f"{room} after the prompt: send a smaller one, or a shorter prompt",
-            "min_tokens",
-        )
-
-
-def seeded(params: SamplingParams, seeds: Random | None) -> SamplingParams:
-    """The parameters with the next of the seeds, if there are any and the caller gave none."""
-    if seeds is None or params.own_seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=seeds.randrange(MAX_SEED))
-
-
-def in_room(
-    resolved: Sampling, params: SamplingParams, defaults: GenerationDefaults, room: int
-) -> Sampling:
-    """The same parameters for another prompt, which leaves so much of the context. Errors: as of
-    `resolve`.
-    """
-    check_room(params, defaults, room)
-    most = most_tokens(params, defaults, room)
-    seed = pick(params.own_seed, secrets.randbelow(MAX_SEED))
-    return msgspec.structs.replace(resolved, max_tokens=most, seed=seed)
 
 
 def pick(given: T | None, default: T) -> T:

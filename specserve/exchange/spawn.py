@@ -14,6 +14,7 @@ import msgspec
 from specserve import logs
 from specserve.config import Config
 from specserve.exchange.messages import Begin, pack
+from specserve.models.selection import Drafters, resolve_drafters
 
 NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
 
@@ -31,14 +32,14 @@ class ForkServer:
     which is started again if it has ended.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, drafters: Drafters | None = None) -> None:
+        self.config, self.drafters = config, drafters or resolve_drafters(config)
         self.server: Child | None = None
         self.begin_with(config)
 
     def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
         """What the next engine process is to be; None: as the first one. `sources` see `Begin`."""
-        begin = Begin(config or self.config, sources, first=self.config)
+        begin = Begin(config or self.config, sources, self.drafters)
         self.first = pack(msgspec.msgpack.encode(begin))
 
     def start(self) -> Spawned:

@@ -10,7 +10,12 @@ from msgspec import Meta
 from specserve.config import Config, DrafterConfig, Natural, SpeculationConfig
 from specserve.errors import ConfigError
 from specserve.models.folder import resolve
-from specserve.models.selection import check_drafter, names_head, needs_head, runs_draft_model
+from specserve.models.selection import (
+    check_drafter,
+    names_head,
+    resolve_drafters,
+    runs_draft_model,
+)
 from specserve.models.source import is_head
 from specserve_drafters.base import BUILT_IN, BUILTIN, EAGLE, HEADS, USUAL, DrafterError
 from specserve_drafters.tree import MAX_NODES
@@ -111,7 +116,7 @@ class SpeculationControl:
                 "(POST /v1/speculation/draft-model)"
             )
         is_run = drafter.name == EAGLE or EAGLE in (change.sources or ())
-        if is_run and not needs_head(self.first):
+        if is_run and not resolve_drafters(self.first).runs_head:
             raise ConfigError(NO_HEAD)
         check_options(config)
         return config

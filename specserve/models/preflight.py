@@ -7,15 +7,12 @@ from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import Shape
 from specserve.models.eagle_config import check_target
-from specserve.models.folder import check_regular
+from specserve.models.folder import check_regular, resolve
 from specserve.models.selection import (
+    Drafters,
     check_drafter_name,
     context_length,
-    may_need_draft_model,
-    names_head,
-    needs_head,
-    resolve_draft,
-    resolve_head,
+    resolve_drafters,
     resolve_model,
 )
 from specserve.models.source import head_inside, is_head, load_eagle_config, open_source
@@ -28,39 +25,47 @@ class Folders(NamedTuple):
 
     target: Path
     draft: Path | None  # None where no drafter could use one
-    head: Path | None = None
+    head: Path | None
+    drafters: Drafters
 
 
 def check(config: Config) -> Folders:
     """ConfigError for the first mistake. A model that a hub id names is downloaded."""
     check_drafter_name(config)
-    target, draft = resolve_model(config), None
-    if config.model.chat_template is not None:
-        check_regular(template := Path(config.model.chat_template).expanduser())
-        read_template(template)  # ConfigError if it cannot be read
+    target = resolve_model(config)
+    check_template(config.model.chat_template)
     shape = check_model(target, config.model.implementation)
     context_length(config, shape)
     check_quantize("model.quantize", config.model.quantize, target, shape)
-    head, is_needed = resolve_head(config), may_need_draft_model(config)
+    drafters = resolve_drafters(config)
+    head = None if drafters.head is None else Path(drafters.head)
     if head is not None and head != target:
-        check_head(config, head, shape)
-    # It may be named beside speculation.max_nodes = 0.
-    if is_needed or (config.drafter.model is not None and not names_head(config)):
-        draft = resolve_draft(config)
+        check_head(head, shape)
+    draft: Path | None = None
+    named = drafters.draft  # it may be named beside speculation.max_nodes = 0
+    if named is None and config.drafter.model is not None:
+        named = str(resolve(config.drafter.model))
+    if named is not None and named != drafters.head:
+        draft = Path(named)
         if (inner := head_inside(draft)) is not None:
             raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
         check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
-    return Folders(target, draft if is_needed else None, head if needs_head(config) else None)
+    if drafters.draft is None:
+        draft = None
+    return Folders(target, draft, head if drafters.runs_head else None, drafters)
 
 
-def check_head(config: Config, folder: Path, target: Shape) -> None:
+def check_template(path: str | None) -> None:
+    """ConfigError for a chat template that cannot be read."""
+    if path is not None:
+        check_regular(file := Path(path).expanduser())
+        read_template(file)
+
+
+def check_head(folder: Path, target: Shape) -> None:
     """ConfigError for a head that cannot be read, or that is none of the target. No weights are
     read.
     """
-    if names_head(config) and config.drafter.quantize is not None:
-        raise ConfigError(
-            f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
-        )
     check_regular(folder)
     if folder.is_dir() and not (folder / "config.json").exists():
         inner = head_inside(folder)

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.models.decoder_config import Shape
@@ -33,19 +35,60 @@ def resolve_model(config: Config) -> Path:
     return resolve(config.target)
 
 
-def resolve_draft(config: Config) -> Path:
-    if config.draft is None:
+class Drafters(msgspec.Struct, frozen=True):
+    """The models that draft for a target, resolved once from a config.
+
+    sources     names of what drafts: the sources of auto, else the drafter
+    draft       the draft model's folder, if the drafter may run one
+    head        the head's folder: of an EAGLE-3 head, or the target's for its own layers
+    needs_head  whether the head was named, or nothing else drafts
+    lost_head   why the target lacks the head that its config.json describes; "" if it does not
+    """
+
+    sources: tuple[str, ...]
+    draft: str | None = None
+    head: str | None = None
+    needs_head: bool = False
+    lost_head: str = ""
+
+    @property
+    def runs_head(self) -> bool:
+        """Whether the head drafts, so that it has to be loaded at the start."""
+        return self.head is not None and EAGLE in self.sources
+
+
+def resolve_drafters(config: Config) -> Drafters:
+    """ConfigError for models that do not fit the drafter. Imports no drafter that is not built in.
+
+    drafter.model may name a head: this function moves it to where heads belong.
+    """
+    name, head, is_model_head = config.drafter_name, config.head, names_head(config)
+    if is_model_head:
+        check_head_as_model(config)
+        head = config.drafter.model
+    elif name == EAGLE and config.drafter.model is not None:
+        remedy = "name the head there" if head is None else "drop drafter.model"
         raise ConfigError(
-            f"drafter {config.drafter_name!r} needs a draft model: set drafter.model, or say "
-            "--draft-model"
+            f"drafter {EAGLE!r} has no use for drafter.model = {config.drafter.model!r}, which is "
+            f"no head: take drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
         )
-    if names_head(config):
+    sources = tuple(auto_options(config).sources) if name == "auto" else (name,)
+    target, lost = resolve_model(config), ""
+    folder = None if head is None else resolve(head)
+    if folder is None and has_mtp(target):
+        folder = target
+    if folder is None and EAGLE in sources and has_lost_mtp(target):
+        lost = f"{target}: {LOST}"
+    if folder is None and sources == (EAGLE,):
         raise ConfigError(
-            f"drafter {config.drafter_name!r} needs a draft model, and drafter.model = "
-            f"{config.draft!r} is a head: take drafter.name = {EAGLE!r}, or name the head as "
-            "drafter.head (--draft-head) beside a draft model"
+            f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
+            f"drafter.head (--draft-head){lost and '. '}{lost}"
         )
-    return resolve(config.draft)
+    draft = None
+    if not is_model_head and config.draft is not None and may_run_draft_model(config):
+        draft = str(resolve(config.draft))
+    needs_head = head is not None or sources == (EAGLE,)
+    return Drafters(sources, draft, None if folder is None else str(folder), needs_head, lost)
 
 
 def names_head(config: Config) -> bool:
@@ -54,77 +97,51 @@ def names_head(config: Config) -> bool:
     return named is not None and is_head(resolve(named))
 
 
-def resolve_head(config: Config) -> Path | None:
-    """The folder of the head that a drafter may run, which may be the target's own; None if there
-    is none.
-    """
-    if config.drafter.head is not None and names_head(config):
+def check_head_as_model(config: Config) -> None:
+    """ConfigError for a head as drafter.model where it cannot be one."""
+    model, name = config.drafter.model, config.drafter_name
+    if config.drafter.head is not None:
         raise ConfigError(
-            f"drafter.model = {config.drafter.model!r} is a head, and so is drafter.head = "
+            f"drafter.model = {model!r} is a head, and so is drafter.head = "
             f"{config.drafter.head!r}: name one of them"
         )
-    named = config.drafter.model if names_head(config) else config.head
-    if named is not None:
-        return resolve(named)
-    target = resolve_model(config)
-    return target if has_mtp(target) else None
-
-
-def needs_head(config: Config) -> bool:
-    """Whether the drafter runs a head of the target. ConfigError where it has to, and none is
-    there.
-    """
-    sources, named = head_sources(config), config.drafter.model
-    if config.drafter_name == EAGLE and named is not None and not names_head(config):
-        remedy = "name the head there" if config.head is None else "drop drafter.model"
+    if name not in ("none", "auto", EAGLE):
         raise ConfigError(
-            f"drafter {EAGLE!r} has no use for drafter.model = {named!r}, which is no head: take "
-            f"drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
+            f"drafter {name!r} needs a draft model, and drafter.model = {model!r} is a head: take "
+            f"drafter.name = {EAGLE!r}, or name the head as drafter.head (--draft-head) beside a "
+            "draft model"
         )
-    is_there = resolve_head(config) is not None
-    if sources == [EAGLE] and not is_there:
+    if config.drafter.quantize is not None:
         raise ConfigError(
-            f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
-            "drafter.head (--draft-head)" + (f". {lost}" if (lost := lost_head(config)) else "")
+            f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
         )
-    return is_there and EAGLE in sources
 
 
-def check_lost_head(config: Config) -> None:
-    """ConfigError where the target has lost a head of its own that the drafter would run."""
-    if EAGLE in head_sources(config) and (lost := lost_head(config)):
-        raise ConfigError(lost)
-
-
-def lost_head(config: Config) -> str:
-    """Why there is no head of the target's own that its config.json tells of; "" if it does not."""
-    target = resolve_model(config)
-    return f"{target}: {LOST}" if has_lost_mtp(target) else ""
-
-
-def has_to_run_head(config: Config) -> bool:
-    """Whether a head was named, or is all that may guess, so that it is no use without one."""
-    is_named = config.head is not None or names_head(config)
-    return is_named or head_sources(config) == [EAGLE]
-
-
-def head_sources(config: Config) -> list[str]:
-    """The names of those that guess, as far as heads matter."""
+def may_run_draft_model(config: Config) -> bool:
+    """Whether the drafter may run a draft model; one that is not built in is not imported."""
     name = config.drafter_name
-    return [*auto_options(config).sources] if name == "auto" else [name]
-
-
-def needs_draft_model(config: Config) -> bool:
-    """Whether the drafter uses a draft model; imports the drafter's module."""
-    if config.drafter_name in ("none", EAGLE):
-        return False
+    if name != "auto":
+        return name not in ("none", "ngram", EAGLE)
     try:
-        if config.drafter_name == "auto":
-            is_there = config.draft is not None and not names_head(config)
-            return is_there and runs_draft_model(auto_options(config).sources)
-        return bool(getattr(find_drafter(config.drafter_name), "needs_executor", False))
+        return runs_draft_model(auto_options(config).sources)
     except DrafterError as e:
         raise ConfigError(f"drafter.name: {e}") from e
+
+
+def needs_draft_model(config: Config, drafters: Drafters) -> bool:
+    """Whether the drafter runs the draft model; imports the drafter's module."""
+    name = config.drafter_name
+    if name in ("none", *BUILTIN):
+        return name != "none" and drafters.draft is not None
+    try:
+        needs = bool(getattr(find_drafter(name), "needs_executor", False))
+    except DrafterError as e:
+        raise ConfigError(f"drafter.name: {e}") from e
+    if needs and drafters.draft is None:
+        raise ConfigError(
+            f"drafter {name!r} needs a draft model: set drafter.model, or say --draft-model"
+        )
+    return needs
 
 
 def auto_options(config: Config) -> Any:
@@ -137,13 +154,6 @@ def runs_draft_model(sources: Iterable[str]) -> bool:
     return "model" in sources or any(
         getattr(find_source(name), "needs_executor", False) for name in foreign
     )
-
-
-def may_need_draft_model(config: Config) -> bool:
-    """Whether the drafter may use a draft model; one that is not built in is not imported."""
-    if config.drafter_name == "none" or config.drafter_name in BUILTIN:
-        return needs_draft_model(config)
-    return config.draft is not None
 
 
 def check_drafter(config: Config) -> None:

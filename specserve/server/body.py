@@ -28,7 +28,7 @@ from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import has_room, owner
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
 from specserve.server.refusal import Refusal, cut
-from specserve.text.grammars.asked import FIELD, StructuredOutputsParams, grammar_of
+from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
 HARMLESS = {

@@ -51,8 +51,8 @@ from specserve.server.tools import (
 from specserve.text.answer.events import Answer, CallArguments, CallBegin, Content, Event, Reasoning
 from specserve.text.answer.formats import AnswerReader, Wanted
 from specserve.text.chat_template import ChatOptions
-from specserve.text.grammars.asked import StructuredOutputsParams, json_form
 from specserve.text.grammars.compiled import GrammarError
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, json_form
 from specserve.text.grammars.tools import CallGrammar, special_tokens
 
 # Fields of answers, which clients send back in messages -> the values without effect: only they

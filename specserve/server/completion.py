@@ -16,9 +16,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from specserve.api.generation import Generation
 from specserve.api.input_processor import InputProcessor
 from specserve.api.lora import AdapterNames, NamedAdapter
+from specserve.api.outputs import Generation
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
@@ -39,8 +39,7 @@ from specserve.logs import request_id
 from specserve.memory.blocks import Keys
 from specserve.models.folder import Scaled
 from specserve.models.selection import (
-    resolve_draft,
-    resolve_head,
+    resolve_drafters,
     resolve_model,
     scaled_models,
     served_name,
@@ -526,9 +525,10 @@ def demos(config: Config, ready: Ready) -> list[Scaled]:
     """Those of the served models that are scaled demos."""
     if config.model.demo_cost is None:
         return []
-    draft = None if ready.draft_weights is None else resolve_draft(config)
-    head = None if ready.draft_head is None else resolve_head(config)
-    return scaled_models([resolve_model(config), draft, head])
+    drafters = resolve_drafters(config)
+    used = {drafters.draft: ready.draft_weights, drafters.head: ready.draft_head}
+    folders = [Path(folder) for folder, card in used.items() if folder and card is not None]
+    return scaled_models([resolve_model(config), *folders])
 
 
 def fingerprint(folder: Path, ready: Ready, template: ChatTemplate | None = None) -> str:

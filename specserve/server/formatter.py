@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from specserve.api.generation import Generation, best, proposing, sums_of
+from specserve.api.outputs import Generation, best, proposing, sums_of
 from specserve.server.body import FormattedBody
 from specserve.server.completion import ChoiceDelta, LiveCompletion, ServedModel
 from specserve.server.logprobs import (

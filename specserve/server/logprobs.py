@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from specserve.api.generation import Logprob, prompt_tables
+from specserve.api.outputs import Logprob, prompt_tables
 from specserve.exchange.messages import TokenLogprobs
 from specserve.server.protocol import (
     CompletionLogprobs,

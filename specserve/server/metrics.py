@@ -24,7 +24,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 
 # From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.

@@ -22,7 +22,7 @@ from specserve.server.body import LARGE, BodyKind
 from specserve.server.bounded_process import Data, Done, FromProcess, ProcessStarted, Refused, Reply
 from specserve.server.grammar_process import SECONDS, TOO_MUCH, GrammarSetup
 from specserve.text.chat_template import ChatOptions, ChatTemplate
-from specserve.text.grammars.verdicts import Verdicts
+from specserve.text.grammars.compiled import Verdicts
 from specserve.text.template_messages import Message
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from specserve.api.generation import Logprob
+from specserve.api.outputs import Logprob
 from specserve.exchange.messages import (
     CostState,
     DraftHeadCard,

@@ -56,7 +56,7 @@ from specserve.server.stream import COMMENT, event, respond
 from specserve.server.tools import ToolsAsked
 from specserve.text.answer.events import CallArguments, CallBegin, Content, Event, Reasoning
 from specserve.text.answer.formats import AnswerReader, PlainParser
-from specserve.text.grammars.asked import StructuredOutputsParams
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
 STORED = "responses are not stored: send the whole conversation as input"

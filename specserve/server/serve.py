@@ -148,7 +148,7 @@ async def load(service: Service, start: Start) -> Ready:
         fingerprint=fingerprint(folders.target, ready, files.tokenizer.chat_template),
         drafter=ready.drafter,
         max_nodes=0 if ready.drafter == "none" else start.config.max_nodes,
-        scaled=scaled_models(folders),
+        scaled=scaled_models((folders.target, folders.draft, folders.head)),
         kv_dtype=ready.kv_dtype,
         weights=ready.weights,
         draft_weights=ready.draft_weights,

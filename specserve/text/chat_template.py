@@ -3,28 +3,27 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
 from specserve.errors import ConfigError, RequestError
-from specserve.text.special_tokens import NAMES
 from specserve.text.template_messages import (
     Fields,
     Message,
-    Needs,
     fitted,
     plain,
     read_message,
     with_written_arguments,
 )
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 USED = "default", "tool_use"  # of templates with names
 # Arguments of every template; nobody else may give them.
 OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+SPECIAL_TOKENS = (  # names that templates may read
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message; a template may trim its space
 
 
@@ -62,16 +61,13 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         continued = continued_text(chat, asked) if asked.continue_final_message else None
         if continued is not None:
             chat[-1] = tagged(chat[-1])
-        source = self.source_for(asked)
-        text = self.run_either(source, fitted(chat, needs_of(source)), asked)
+        source = self.sources[-1] if asked.tools else self.source
+        text = self.run_either(source, fitted(chat, sandbox().needs_of(source)), asked)
         return text if continued is None else up_to_tag(text, continued)
 
     @property
     def sources(self) -> list[str]:
         return [self.source] if self.tool_use is None else [self.source, self.tool_use]
-
-    def source_for(self, options: ChatOptions) -> str:
-        return self.sources[-1] if options.tools else self.source
 
     def run_either(self, source: str, chat: list[Fields], options: ChatOptions) -> str:
         """With the arguments of calls as objects or, if the template refuses these, as text."""
@@ -92,13 +88,18 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             adds_prompt = options.add_generation_prompt
             if adds_prompt is None:
                 adds_prompt = not options.continue_final_message
-            return compiled(source).render(
-                self.variables | given,
-                messages=chat,
-                tools=plain(options.tools or None),
-                documents=None,
-                add_generation_prompt=adds_prompt,
+            text: str = (
+                sandbox()
+                .compile_template(source)
+                .render(
+                    self.variables | given,
+                    messages=chat,
+                    tools=plain(options.tools or None),
+                    documents=None,
+                    add_generation_prompt=adds_prompt,
+                )
             )
+            return text
         except RequestError:
             raise
         except MemoryError:  # its caller may have to end the process
@@ -111,7 +112,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         """The values as templates see them; RequestError for a name that is not the template's."""
         if not given:
             return {}
-        names = sorted(names_read(source) - OWN - {*NAMES, *self.variables})
+        names = sorted(sandbox().names_read(source) - OWN - {*SPECIAL_TOKENS, *self.variables})
         for name in given:
             if name not in names:
                 known = ", ".join(names) or "none"
@@ -126,43 +127,29 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     def reads(self, name: str) -> bool:
         """Whether a request can give this name a value."""
         with suppress(Exception):  # a template that is no valid program reads none
-            known = OWN | {*NAMES, *self.variables}
-            return name not in known and any(name in names_read(s) for s in self.sources)
+            known = OWN | {*SPECIAL_TOKENS, *self.variables}
+            return name not in known and any(name in sandbox().names_read(s) for s in self.sources)
         return False
 
     def reads_tools(self) -> bool:
         """Whether the template for requests with tools shows them to the model."""
         with suppress(Exception):
-            return "tools" in names_read(self.sources[-1])
+            return "tools" in sandbox().names_read(self.sources[-1])
         return False
 
     def prepare(self) -> None:
         """Compile ahead of the first rendering, which raises any error again."""
         for source in self.sources:
             with suppress(Exception):
-                compiled(source)
-                needs_of(source)
+                sandbox().compile_template(source)
+                sandbox().needs_of(source)
 
 
-def compiled(source: str) -> "Template":
-    from specserve.text.template_sandbox import compile_template  # jinja2's import costs 30 ms
+def sandbox() -> ModuleType:
+    """The module that runs templates; jinja2's import costs 30 ms."""
+    from specserve.text import template_sandbox
 
-    return compile_template(source)
-
-
-def names_read(source: str) -> frozenset[str]:
-    from specserve.text.template_sandbox import names_read
-
-    return names_read(source)
-
-
-def needs_of(source: str) -> Needs:
-    from specserve.text.template_sandbox import needs_of
-
-    try:
-        return needs_of(source)
-    except Exception:  # rendering raises it again
-        return Needs()
+    return template_sandbox
 
 
 def continued_text(chat: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:

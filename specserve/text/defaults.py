@@ -12,7 +12,6 @@ from specserve.models.folder import read_json
 
 TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
-TopK = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # logits times it stay finite
@@ -49,7 +48,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     eos_token_ids: tuple[TokenId, ...] = ()
     temperature: Temperature = 1.0
-    top_k: TopK = 0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     top_p: TopP = 1.0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
@@ -96,16 +95,12 @@ def read_defaults(path: Path, written: dict[str, Any]) -> GenerationDefaults:
     values = {key: written.get(key) for key in names}
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
-    warn_of_what_is_not_applied(path, written)
+    keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
+    if keys:
+        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))
     try:
         return msgspec.convert(
             {key: value for key, value in values.items() if value is not None}, GenerationDefaults
         )
     except msgspec.ValidationError as e:
         raise ConfigError(f"{path}: {e}; correct the file, or remove the key") from e
-
-
-def warn_of_what_is_not_applied(path: Path, written: dict[str, Any]) -> None:
-    keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
-    if keys:
-        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))

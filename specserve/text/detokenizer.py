@@ -11,7 +11,7 @@ CONTEXT = 6  # prompt tokens decoded along: some tokens' text depends on their l
 MAX_UNREAD = 16  # tokens whose bytes make no character by then never will
 
 
-class Piece(NamedTuple):
+class StreamedText(NamedTuple):
     """What some tokens added: text that can be sent, and the stop string that was completed."""
 
     text: str
@@ -60,7 +60,7 @@ class TextStream:
     """One request's text; returns no part of a stop string, and no incomplete character.
 
     Tokens are decoded one by one, however many come at once: the text of bytes may depend on how
-    they are grouped, and it must not depend on how many guesses were accepted.
+    they are grouped, and it must not depend on how many draft tokens were accepted.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TextStream:
         self.num_tokens = 0
         self.num_taken = 0  # characters of all tokens so far, the unread ones left out
 
-    def push(self, token_ids: Sequence[int]) -> Piece:
+    def push(self, token_ids: Sequence[int]) -> StreamedText:
         """Take a step's tokens, in order, up to the one that completes a stop string."""
         shown, ends, starts = "", list[int](), list[int]()
         for n, token in enumerate(token_ids, 1):
@@ -97,10 +97,10 @@ class TextStream:
             self.hold(text, self.left_out(token))
             if (found := self.held.find_stop()) is not None:
                 text = shown + self.held.until(found)
-                return Piece(text, n, found.stop, [*ends, len(text)], starts)
+                return StreamedText(text, n, found[1], [*ends, len(text)], starts)
             shown += self.held.release()
             ends.append(len(shown))
-        return Piece(shown, len(token_ids), None, ends, starts)
+        return StreamedText(shown, len(token_ids), None, ends, starts)
 
     def finish(self, end: int | None = None) -> tuple[str, str | None]:
         """The text that was held back, for after the last token, and a stop string that ends it.
@@ -112,7 +112,7 @@ class TextStream:
             self.num_tokens += 1
             self.hold("", self.tokenizer.id_to_token(end) or "")
             found = self.held.find_stop()
-        return self.held.until(found), found and found.stop
+        return self.held.until(found), found and found[1]
 
     def hold(self, text: str, hidden: str = "") -> None:
         """Add text of the latest token, shown or hidden."""
@@ -148,13 +148,6 @@ class TextStream:
         return self.tokenizer.decode(token_ids, self.skips_special)
 
 
-class Found(NamedTuple):
-    """A stop string, and where in the held text it begins."""
-
-    place: int
-    stop: str
-
-
 class HeldText:
     """Text that may be the beginning of a stop string.
 
@@ -177,29 +170,27 @@ class HeldText:
         self.text += text + (hidden if self.special.known else "")
         self.searched = len(self.text) if is_early else before
 
-    def find_stop(self) -> Found | None:
+    def find_stop(self) -> tuple[int, str] | None:
         """The stop string that begins first, of those that end in the latest token's text; the
-        shortest, if several do.
+        shortest, if several do. Before it: where it begins in the held text.
         """
-        found = []
         plain = self.plain.find(self.visible(), bisect_left(self.shown, self.searched))
-        if plain is not None:
-            found.append(Found(self.shown[plain[0]], plain[1]))
-        if (special := self.special.find(self.text, self.searched)) is not None:
-            found.append(Found(*special))
-        return min(found, default=None)
+        special = self.special.find(self.text, self.searched)
+        each = [] if plain is None else [(self.shown[plain[0]], plain[1])]
+        return min([*each, *([] if special is None else [special])], default=None)
 
     def visible(self) -> str:
         if len(self.shown) == len(self.text):
             return self.text
         return "".join(self.text[at] for at in self.shown)
 
-    def until(self, found: Found | None) -> str:
+    def until(self, found: tuple[int, str] | None) -> str:
         """The visible text up to a stop string in it; None is all."""
         if found is None:
             return self.visible()
-        before = self.visible()[: bisect_left(self.shown, found.place)]
-        return before + found.stop if self.keeps_stop else before
+        place, stop = found
+        before = self.visible()[: bisect_left(self.shown, place)]
+        return before + stop if self.keeps_stop else before
 
     def release(self) -> str:
         """The visible text without the longest suffix that begins a stop string."""

@@ -15,10 +15,6 @@ from specserve.errors import RequestError
 
 Message = Mapping[str, Any]
 Fields = dict[str, Any]  # of a message, as JSON has them
-# Names that clients use; the first one present is taken.
-REASONING = ("reasoning_content", "thinking", "reasoning")
-SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-LETTERS = string.ascii_letters + string.digits
 ARGUMENTS = "arguments"
 
 
@@ -53,7 +49,8 @@ def read_message(message: Any) -> Fields:
         raise RequestError(f"a message is a mapping with role and content, not {message!r:.50}")
     given = {k: v for k, v in message.items() if v is not None or k == "content"}
     fields = {key: plain(value) for key, value in given.items()}
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    names = "reasoning_content", "thinking", "reasoning"  # clients use any; the first one is taken
+    reasoning = next((fields[name] for name in names if name in fields), None)
     if reasoning is None:
         return fields
     return {"thinking": reasoning} | fields | {"reasoning_content": reasoning}
@@ -111,17 +108,13 @@ def with_changed_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
 
 def as_written(arguments: Any) -> Any:
     """Arguments that are no object, as a call has them that was cut, stay what they are."""
-    if not isinstance(arguments, str) or is_object(arguments):
+    if not isinstance(arguments, str):
         return arguments
-    return WrittenArguments(arguments)
-
-
-def is_object(text: str) -> bool:
     try:
-        msgspec.json.decode(text, type=dict[str, Any])
+        msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return False
-    return True
+        return WrittenArguments(arguments)
+    return arguments
 
 
 def with_written_arguments(chat: Sequence[Fields]) -> list[Fields]:
@@ -139,14 +132,27 @@ def with_short_ids(chat: Sequence[Fields]) -> list[Fields]:
     """Ids of another form become nine letters and digits: the same ids everywhere in the chat, and
     in each later turn, and others for other ids.
     """
-    short = {id: id for id in ids_of(chat) if SHORT_ID.fullmatch(id)}
+    ids = [*ids_of(chat)]
+    short = {id: id for id in ids if re.fullmatch("[a-zA-Z0-9]{9}", id)}
     taken = {*short}
-    for id in ids_of(chat):
+    for id in ids:
         if id not in short:
             tried = (short_id(f"{n} {id}") for n in itertools.count())
             short[id] = next(each for each in tried if each not in taken)
             taken.add(short[id])
-    return [with_ids(message, short) for message in chat]
+
+    def with_ids(message: Fields) -> Fields:
+        if isinstance(id := message.get("tool_call_id"), str):
+            message = message | {"tool_call_id": short[id]}
+        if not (calls := message.get("tool_calls")):
+            return message
+        changed = [
+            call | {"id": short[call["id"]]} if isinstance(call.get("id"), str) else call
+            for call in calls
+        ]
+        return message | {"tool_calls": changed}
+
+    return [with_ids(message) for message in chat]
 
 
 def ids_of(chat: Sequence[Fields]) -> Iterator[str]:
@@ -159,16 +165,5 @@ def ids_of(chat: Sequence[Fields]) -> Iterator[str]:
 
 def short_id(text: str) -> str:
     number = int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest())
-    return "".join(LETTERS[number // len(LETTERS) ** i % len(LETTERS)] for i in range(9))
-
-
-def with_ids(message: Fields, short: Mapping[str, str]) -> Fields:
-    if isinstance(id := message.get("tool_call_id"), str):
-        message = message | {"tool_call_id": short[id]}
-    if not (calls := message.get("tool_calls")):
-        return message
-    changed = [
-        call | {"id": short[call["id"]]} if isinstance(call.get("id"), str) else call
-        for call in calls
-    ]
-    return message | {"tool_calls": changed}
+    letters = string.ascii_letters + string.digits
+    return "".join(letters[number // len(letters) ** i % len(letters)] for i in range(9))

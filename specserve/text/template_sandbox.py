@@ -34,16 +34,19 @@ def names_read(source: str) -> frozenset[str]:
 @lru_cache(maxsize=8)
 def needs_of(source: str) -> Needs:
     """What the template's code shows that it needs of messages."""
-    code = environment().parse(source)
-    tested = [test.node for test in code.find_all(nodes.Test) if test.name == "none"]
-    lengths = False
-    for compared in code.find_all(nodes.Compare):
-        others = [operand.expr for operand in compared.ops]
-        values = [other.value for other in others if isinstance(other, nodes.Const)]
-        tested += [compared.expr] if None in values else []
-        is_length = isinstance(compared.expr, nodes.Filter) and compared.expr.name in LENGTH
-        lengths |= is_length and 9 in values
-    return Needs(any(map(is_content, tested)), lengths)
+    try:
+        code = environment().parse(source)
+        tested = [test.node for test in code.find_all(nodes.Test) if test.name == "none"]
+        lengths = False
+        for compared in code.find_all(nodes.Compare):
+            others = [operand.expr for operand in compared.ops]
+            values = [other.value for other in others if isinstance(other, nodes.Const)]
+            tested += [compared.expr] if None in values else []
+            is_length = isinstance(compared.expr, nodes.Filter) and compared.expr.name in LENGTH
+            lengths |= is_length and 9 in values
+        return Needs(any(map(is_content, tested)), lengths)
+    except Exception:  # rendering raises it again
+        return Needs()
 
 
 def is_content(node: nodes.Node) -> bool:

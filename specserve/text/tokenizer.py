@@ -3,27 +3,29 @@
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
+from tokenizers import AddedToken
 
 from specserve.errors import ConfigError, RequestError
 from specserve.models.folder import check_tokenizer, read_json
 from specserve.text.chat_template import (
+    SPECIAL_TOKENS,
     ChatOptions,
     ChatTemplate,
     chat_template_of,
     find_chat_template,
     read_template,
 )
-from specserve.text.special_tokens import read_special_tokens
 from specserve.text.template_messages import Message
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
 BYTE = re.compile("<0x([0-9A-F]{2})>")
+NamedToken = str | AddedToken  # as a model's files have it
 
 
 class Tokenizer:
@@ -47,6 +49,8 @@ class Tokenizer:
         self.response_template = response_template  # as it is written, unchecked
         self.variables = variables or {}
         self.kept_ids: frozenset[int] = frozenset()
+        self.known_texts: dict[int, str] = {}
+        self.known_bytes: dict[int, bytes] = {}
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
         """The same, but `decode` does not skip special tokens of these texts; None is all."""
@@ -136,28 +140,19 @@ class Tokenizer:
         """
         known = self.known_texts.get(token)
         if known is None:
-            known = self.known_texts[token] = self.find_text(token)
+            is_apart = self.decoders == {"ByteLevel"} and token not in self.special_ids
+            text = self.token_bytes(token).decode(errors="replace") if is_apart else ""
+            known = self.known_texts[token] = "" if UNFINISHED in text else text
         return known
-
-    def find_text(self, token: int) -> str:
-        if self.decoders != {"ByteLevel"} or token in self.special_ids:
-            return ""
-        text = self.token_bytes(token).decode(errors="replace")
-        return "" if UNFINISHED in text else text
-
-    @cached_property
-    def known_texts(self) -> dict[int, str]:
-        return {}
-
-    @cached_property
-    def known_bytes(self) -> dict[int, bytes]:
-        return {}
 
     @cached_property
     def decoders(self) -> frozenset[str]:
         """The types of the decoder's steps."""
         decoder: Any = self.backend.decoder
-        return frozenset() if decoder is None else frozenset(types(decoder.__getstate__()))
+        if decoder is None:
+            return frozenset()
+        written: Mapping[str, Any] = json.loads(decoder.__getstate__())
+        return frozenset(part["type"] for part in written.get("decoders", [written]))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -186,13 +181,6 @@ class Tokenizer:
         sizes, texts = self.special_sizes, self.special_texts
         starts = ((i, sizes[c]) for i, c in enumerate(text) if c in sizes)
         return any(text[i : i + size] in texts for i, of_c in starts for size in of_c)
-
-
-def types(state: bytes) -> Iterator[str]:
-    """The types of a decoder that the library has written, of those in it, too."""
-    decoder: Mapping[str, Any] = json.loads(state)
-    for part in decoder.get("decoders", [decoder]):
-        yield part["type"]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -242,6 +230,91 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     template = find_chat_template(folder, config, special.variables)
     written = config.get("response_template")
     return Tokenizer(backend, str(folder), template, written, special.variables)
+
+
+class SpecialTokens(NamedTuple):
+    named: dict[str, NamedToken]  # "bos_token" -> "<s>"
+    extra: list[NamedToken]  # nameless
+    added: dict[int, AddedToken]  # special or not
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The texts of named tokens, as variables of a chat template."""
+        return {name: text_of(token) for name, token in self.named.items()}
+
+    def to_add(self, known: dict[int, AddedToken]) -> list[AddedToken]:
+        """The tokens to add to a tokenizer that has the `known` ones, in the order of new ids."""
+        found = [token for _, token in sorted(self.added.items())]
+        texts = {token.content for token in (*known.values(), *found)}
+        for token in (*self.named.values(), *self.extra):
+            if text_of(token) not in texts:
+                texts.add(text_of(token))
+                found.append(AddedToken(token, special=True) if isinstance(token, str) else token)
+        named = set(self.variables.values())
+        for token in found:
+            token.special = token.special or token.content in named
+        return found
+
+
+def read_special_tokens(
+    folder: Path, config: Mapping[str, Any], known: dict[int, AddedToken]
+) -> SpecialTokens:
+    """By transformers' rules: tokenizer_config.json is complete if it has added_tokens_decoder;
+    else the older files add to it, and so does tokenizer.json, which has the `known` tokens.
+    """
+    fields = read_tokens(config)
+    written = fields.get("added_tokens_decoder")
+    older = {} if written is not None else read_map(folder / "special_tokens_map.json")
+    own = {name: token for name, token in named_in(fields).items() if name not in SPECIAL_TOKENS}
+    named = named_in(fields) | named_in(older) | own
+    extra = extra_in(fields) + [token for token in extra_in(older) if token not in extra_in(fields)]
+    if written is not None:
+        return SpecialTokens(named, extra, {int(id): token for id, token in written.items()})
+    special, path = {text_of(t) for t in (*named.values(), *extra)}, folder / "added_tokens.json"
+    added = {
+        id: AddedToken(text, special=text in special, normalized=text not in special)
+        for text, id in (read_json(path) if path.exists() else {}).items()
+    }
+    return SpecialTokens(named, extra, added | known)
+
+
+def named_in(fields: Mapping[str, Any]) -> dict[str, NamedToken]:
+    """Tokens with names: the usual ones, and any that a model has of its own."""
+    tokens = {name: token for name, token in fields.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(fields.get(key), Mapping):
+            tokens |= fields[key]
+    return {name: token for name, token in tokens.items() if isinstance(token, str | AddedToken)}
+
+
+def extra_in(fields: Mapping[str, Any]) -> list[NamedToken]:
+    """Tokens without names."""
+    tokens = fields.get("extra_special_tokens") or fields.get("additional_special_tokens")
+    return list(tokens) if isinstance(tokens, list) else []
+
+
+def read_map(path: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = read_tokens(read_json(path) if path.exists() else {})
+    for token in (*fields.values(), *extra_in(fields)):
+        if isinstance(token, AddedToken):
+            token.special = True
+    return fields
+
+
+def read_tokens(value: Any) -> Any:
+    """The JSON value, with each mapping that describes a token made an AddedToken."""
+    if isinstance(value, list):
+        return [read_tokens(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("content"), str):
+        flags = "single_word", "lstrip", "rstrip", "normalized", "special"
+        return AddedToken(value["content"], **{k: value[k] for k in flags if k in value})
+    return {key: read_tokens(item) for key, item in value.items()}
+
+
+def text_of(token: NamedToken) -> str:
+    return token if isinstance(token, str) else token.content
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:

@@ -39,7 +39,7 @@ def run(folder, monkeypatch):
     def run(test):
         with contextlib.ExitStack() as engines:
 
-            def fork_server(config):
+            def fork_server(config, drafters):
                 start = partial(engines.enter_context, engine_thread(config))
                 return SimpleNamespace(start=start, begin_with=None)
 

@@ -284,8 +284,9 @@ def test_spaces_of_a_bad_word_are_part_of_it(processor, word):
 
 def test_parameters_of_several_prompts_are_those_of_each(processor):
     for asked in (SamplingParams(seed=1), SamplingParams(seed=2, max_tokens=20, bad_words=("a",))):
-        each = [processor.resolve(asked, size) for size in (3, 20, 7)]
-        assert [*processor.resolve_all(asked, (3, 20, 7))] == each
+        for sizes in ((3, 20, 7), (20, 3)):
+            each = [processor.resolve(asked, size) for size in sizes]
+            assert [*processor.resolve_all(asked, sizes)] == each
     seeds = {sampling.seed for sampling in processor.resolve_all(SamplingParams(), [1] * 9)}
     assert len(seeds) == 9, "drawn for each"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams, Slo, SpeculationParams, StructuredOutputsParams
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.errors import ConfigError, Overloaded, PromptTooLong, RequestError
 from tests.checkpoints import EOS, tiny_checkpoint, tiny_tokenizer
 
@@ -133,6 +133,7 @@ def test_a_streams_output_tells_logprobs_too(llm):
     (want,) = llm.generate("the cat", params)
     assert (output.logprobs, output.prompt_logprobs) == (want.logprobs, want.prompt_logprobs)
     assert want.logprobs and want.prompt_logprobs
+    assert output.prompt == want.prompt == "the cat"
 
 
 def test_a_streams_output_tells_every_step_too(llm):

@@ -18,7 +18,6 @@ from specserve import (
     TokensPrompt,
 )
 from specserve.api.input_processor import load_text_files, make_input_processor
-from specserve.api.vllm_arguments import seeds_from
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -60,7 +59,7 @@ def test_a_script_for_vllm_runs(folder):
         assert isinstance(output, RequestOutput) and isinstance(output.outputs[0], CompletionOutput)
         assert output.outputs[0].text == output.text and output.finished
     assert (llm.config.scheduler.max_model_len, llm.config.scheduler.max_running) == (64, 3)
-    seeds = seeds_from("LLM", 0)
+    seeds = AsyncLLM(seed=0).seeds
     assert [o.seed for o in outputs] == [seeds.randrange(2**53) for _ in range(2)]
     for seed in (4, 2**63 - 1, -(2**63)):
         assert llm.generate(["a"], SamplingParams(seed=seed, max_tokens=1))[0].seed == seed
@@ -68,9 +67,9 @@ def test_a_script_for_vllm_runs(folder):
 
 
 def test_a_negative_seed_of_a_model_gives_other_seeds_than_a_positive_one():
-    drawn = [seeds_from("LLM", seed).randrange(2**53) for seed in (5, -5, -(2**63), -6)]
+    drawn = [AsyncLLM(seed=seed).seeds.randrange(2**53) for seed in (5, -5, -(2**63), -6)]
     assert len({*drawn}) == 4
-    assert seeds_from("LLM", -1) is None
+    assert AsyncLLM(seed=-1).seeds is None
 
 
 TAKEN = {  # vLLM's argument, its value -> what the config has

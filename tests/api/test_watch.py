@@ -31,19 +31,19 @@ def painted(text, bits):
 
 def test_a_token_has_the_color_of_who_guessed_it(colors):
     colored = Colored()
-    colored.told([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
+    colored.add_steps([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
     assert colored.shown("thecat a") == painted("the", 1) + painted("ca", 3)
     assert colored.shown("n") == "t an"  # its end was held back
-    colored.told([step([4], [12], [2])])
+    colored.add_steps([step([4], [12], [2])])
     assert colored.shown("d\nx") == painted("d", 2) + "\n" + painted("x", 2)
 
 
 def test_text_of_no_told_token_is_plain_and_nothing_is_lost(colors):
     colored = Colored()
     assert colored.shown("as it comes") == "as it comes"
-    colored.told([step([1, 2], [14, 14], [1, 2])])  # the second has no text of its own
+    colored.add_steps([step([1, 2], [14, 14], [1, 2])])  # the second has no text of its own
     assert colored.shown("abc") == painted("abc", 1)
-    colored.told([step([3], [30], [1])])  # a stop string has cut its text
+    colored.add_steps([step([3], [30], [1])])  # a stop string has cut its text
     assert colored.shown("de") == ""
     assert colored.rest() == "de"
 
@@ -95,7 +95,7 @@ def test_colors_are_for_a_terminal_whose_user_has_nothing_against_them(
 
 def test_without_colors_accepted_guesses_are_in_brackets():
     colored = Colored()
-    colored.told([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
+    colored.add_steps([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
     assert colored.shown("thecat an") == "[the][ca]t an"
     lines = tree_lines(step([318, 262, 5], [1, 2, 3], [3, 2, 0], TREE), TEXTS.__getitem__)
     assert lines == [

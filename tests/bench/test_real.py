@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.api.generation import Logprob, Speculation, Timing
+from specserve.api.outputs import Logprob, RequestSpeculation, Timing
 from specserve_bench import real
 from specserve_bench.real import (
     Kept,
@@ -27,7 +27,7 @@ def output(token_ids, ms=10.0, steps=2, drafted=0, mean=None, logprobs=None):
         token_ids=token_ids,
         prompt_token_ids=[1, 2, 3, 4],
         timing=Timing(5.0, None, 5.0 + ms),
-        speculation=Speculation("auto", steps, drafted, 0, mean, 0),
+        speculation=RequestSpeculation("auto", steps, drafted, 0, mean, 0),
         logprobs=logprobs,
     )
 

@@ -48,7 +48,7 @@ def test_every_cost_has_a_pair():
     }
     for cost in costs:
         config = load_config(None, {"model.demo_cost": cost})
-        target, draft, _ = preflight.check(config)
+        target, draft, *_ = preflight.check(config)
         assert open_source(target).scaled().like == cost
         assert open_source(draft).scaled().like == f"{cost}-draft"
 

@@ -18,7 +18,7 @@ import pytest
 
 from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
-from specserve.cli.chat import Chat, Local, Statistics
+from specserve.cli.chat import AnswerStatistics, ChatSession, LocalModel
 from specserve.cli.remote import CUT, events
 from specserve.errors import PromptTooLong, RequestError
 from tests.checkpoints import tiny_checkpoint
@@ -116,13 +116,13 @@ class Script:
     def __init__(self, *answers):
         self.answers, self.heard = list(answers), []
 
-    def say(self, messages):
+    def stream_answer(self, messages):
         self.heard.append([m["content"] for m in messages])
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
                 raise piece
             yield piece
-        return Statistics("stop")
+        return AnswerStatistics("stop")
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_events_are_read_as_the_standard_says():
 
 def test_ctrl_c_stops_the_answer_and_what_was_said_stays(capsys):
     script = Script(["On", "ce", KeyboardInterrupt()], [KeyboardInterrupt()], ["Yes."])
-    chat = Chat(script)
+    chat = ChatSession(script)
     for message in ("Tell", "More", "Again?"):
         chat.ask(message)
     out, err = capsys.readouterr()
@@ -330,22 +330,24 @@ def test_ctrl_c_between_two_pieces_closes_the_answer(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Stdout())
     script = Script(["On", "ce"])
-    answer = script.say([])
-    script.say = lambda messages: answer  # held here, so that nobody else closes it
-    Chat(script).ask("Hello")
+    answer = script.stream_answer([])
+    script.stream_answer = lambda messages: answer  # held here, so that nobody else closes it
+    ChatSession(script).ask("Hello")
     assert inspect.getgeneratorstate(answer) == inspect.GEN_CLOSED
 
 
 def test_an_answer_without_a_word_is_an_answer():
     script = Script([], ["Bob."])
-    chat = Chat(script)
+    chat = ChatSession(script)
     chat.ask("I am Bob, say nothing")
     chat.ask("Who am I?")
     assert script.heard[1] == ["I am Bob, say nothing", "", "Who am I?"]
 
 
 def test_a_conversation_that_grew_too_long_is_told_of_reset(capsys):
-    chat = Chat(Script([PromptTooLong(9, 8)], ["Hi."], [PromptTooLong(9, 8)], [RequestError("x")]))
+    chat = ChatSession(
+        Script([PromptTooLong(9, 8)], ["Hi."], [PromptTooLong(9, 8)], [RequestError("x")])
+    )
     for message in "abcd":
         chat.ask(message)
     lines = capsys.readouterr().err.splitlines()
@@ -473,7 +475,9 @@ def test_a_model_in_this_process_answers_through_its_template(llm, folder, talk)
 def test_ctrl_c_in_a_step_gives_the_blocks_back_and_the_model_answers_again(
     llm, monkeypatch, capsys
 ):
-    chat = Chat(Local(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)))
+    chat = ChatSession(
+        LocalModel(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    )
     with monkeypatch.context() as patched:
         step, calls = llm.engine.step, []
         patched.setattr(llm.engine, "step", lambda: interrupted(step, calls))
@@ -494,7 +498,7 @@ def interrupted(step, calls):
 
 def test_what_no_message_could_mend_is_said_at_the_start(llm, monkeypatch):
     with pytest.raises(RequestError, match="max_tokens"):
-        Local(llm, SamplingParams(max_tokens=0))
+        LocalModel(llm, SamplingParams(max_tokens=0))
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(RequestError, match="no chat template"):
-        Local(llm, SamplingParams())
+        LocalModel(llm, SamplingParams())

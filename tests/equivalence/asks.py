@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from specserve.exchange.sampling_params import SamplingParams, resolve
 from specserve.text.answer.events import answer_of
 from specserve.text.answer.formats import Formats
-from specserve.text.answer.hermes import HermesParser
+from specserve.text.answer.parsers import HermesParser
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.tools import CallGrammar
 from tests.equivalence.columns import Asked

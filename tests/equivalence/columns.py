@@ -5,7 +5,7 @@ from concurrent.futures import wait
 
 import msgspec
 
-from specserve.api.generation import Generation, Usage, output
+from specserve.api.outputs import Generation, TokenUsage, output
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.messages import TokenLogprobs
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of
@@ -40,7 +40,7 @@ class SaidChoice(msgspec.Struct, frozen=True):
 class Said(msgspec.Struct, frozen=True):
     """All that a caller sees of a request that may not depend on guesses."""
 
-    usage: Usage
+    usage: TokenUsage
     choices: list[SaidChoice]
 
     @property

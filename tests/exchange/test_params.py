@@ -7,7 +7,7 @@ from specserve.exchange.sampling_params import (
     SamplingParams,
     Slo,
     SpeculationParams,
-    in_room,
+    for_prompt,
     resolve,
 )
 from specserve.text.defaults import GenerationDefaults
@@ -123,7 +123,7 @@ def test_what_is_given_wins_even_where_it_is_zero():
 def test_the_models_own_limit_holds_where_none_is_given(own, asked, room, got):
     defaults, params = GenerationDefaults(max_new_tokens=own), SamplingParams(max_tokens=asked)
     first = resolve(params, defaults, room)
-    assert first.max_tokens == got == in_room(first, params, defaults, room).max_tokens
+    assert first.max_tokens == got == for_prompt(first, None, room).max_tokens
 
 
 def test_more_tokens_at_least_than_the_models_own_limit_are_refused():

@@ -10,7 +10,9 @@ from time import perf_counter
 
 import pytest
 
+from specserve.config import load_config
 from specserve.models.eagle_config import TAPS
+from specserve.models.selection import resolve_drafters
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 from tests.models.gguf_files import write
@@ -243,6 +245,24 @@ COMMANDS = {"serve": [], "generate": ["a prompt"], "chat": []}
 FOR_ALL = "no folder", "no tokenizer", "an unknown drafter"
 TABLE = [("serve", *mistake) for mistake in MISTAKES.values()]
 TABLE += [(command, *MISTAKES[name]) for command in ("generate", "chat") for name in FOR_ALL]
+
+
+def test_a_head_is_resolved_to_the_same_by_either_key(models):
+    """drafter.model may name a head, as docs/guessing.md states; the result never calls it a
+    draft model.
+    """
+    model, head, small = ({key: str(models / name)} for key, name in PLACES)
+    by_model, by_head, both, none = (
+        resolve_drafters(load_config(None, model | named))
+        for named in ({"drafter.model": head["drafter.head"]}, head, head | small, small)
+    )
+    assert by_model == by_head
+    assert (by_head.draft, by_head.head, by_head.runs_head) == (None, str(models / "head"), True)
+    assert (both.draft, both.head) == (str(models / "whole"), str(models / "head"))
+    assert (none.draft, none.head, none.needs_head) == (str(models / "whole"), None, False)
+
+
+PLACES = ("model.path", "deep"), ("drafter.head", "head"), ("drafter.model", "whole")
 
 
 def refusal(cwd, command, *args):

@@ -12,7 +12,7 @@ from specserve.exchange.fair_queue import owner
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import SECONDS, GrammarSetup
 from specserve.server.processes import GrammarProcesses
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.text.grammars.hostile import ENDLESS, EVERY
 

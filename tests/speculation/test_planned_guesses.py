@@ -5,7 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.scheduling import planner
 from specserve.speculation import learned

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from specserve import LLM, SamplingParams
-from specserve.api.generation import Output
+from specserve.api.outputs import Output
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError

@@ -57,7 +57,7 @@ class AnswerParser(Protocol):
         ...
 
 
-class Call(msgspec.Struct):
+class ParsedCall(msgspec.Struct):
     id: str
     name: str
     arguments: str
@@ -68,7 +68,7 @@ class Answer(msgspec.Struct):
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -97,5 +97,5 @@ def answer_of(events: Iterable[Event]) -> Answer:
                 calls[index] = event, []
             case CallArguments(index, text):
                 calls[index][1].append(text)
-    said = [Call(begin.id, begin.name, "".join(texts)) for begin, texts in calls.values()]
-    return Answer("".join(content), "".join(reasoning), said)
+    made = [ParsedCall(begin.id, begin.name, "".join(texts)) for begin, texts in calls.values()]
+    return Answer("".join(content), "".join(reasoning), made)

@@ -6,8 +6,6 @@ from typing import Any
 import msgspec
 
 from specserve.errors import ConfigError
-from specserve.text.answer import command_r, hermes, llama3, mistral, reasoning
-from specserve.text.answer.command_r import CommandRParser
 from specserve.text.answer.events import (
     AnswerParser,
     CallArguments,
@@ -17,12 +15,26 @@ from specserve.text.answer.events import (
     Reasoning,
     answer_of,
 )
-from specserve.text.answer.hermes import HermesParser
-from specserve.text.answer.llama3 import Llama3Parser
-from specserve.text.answer.mistral import MistralParser
-from specserve.text.answer.reasoning import ThinkParser
+from specserve.text.answer.parsers import (
+    ACTION,
+    ARGS,
+    CALL_BEGIN,
+    CALL_END,
+    CALL_ID,
+    END_ACTION,
+    END_THINK,
+    PYTHON_TAG,
+    START_ACTION,
+    THINK,
+    TOOL_CALLS,
+    CommandRParser,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    ThinkParser,
+)
 from specserve.text.answer.response_template import (
-    KINDS,
+    FIELD_KINDS,
     ResponseTemplate,
     TemplateError,
     TemplateParser,
@@ -31,19 +43,13 @@ from specserve.text.answer.response_template import (
 
 DEFAULT = "hermes"  # of calls that a grammar enforces, where the model's own format is not known
 MARKERS = {  # those that may be special tokens, which a text leaves out
-    "command_r": (command_r.BEGIN, command_r.END),
-    "hermes": (hermes.BEGIN, hermes.END),
-    "llama3_json": (llama3.TAG,),
-    "mistral": (mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+    "command_r": (START_ACTION, END_ACTION),
+    "hermes": (CALL_BEGIN, CALL_END),
+    "llama3_json": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "none": (),
-    "think": (reasoning.BEGIN, reasoning.END),
+    "think": (THINK, END_THINK),
 }
-CHANNELS = {"<|channel|>", "<|message|>"}  # tokens of gpt-oss
-CHANNELS_SHOWN = (
-    "the channels of this model (analysis, commentary, final) arrive as content, because their "
-    "format is not parsed"
-)
-OTHERS = ("<function=", "<arg_key>")  # of formats that begin as Hermes', and are no JSON
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -68,14 +74,26 @@ class Formats(msgspec.Struct, frozen=True):
     def frame(self) -> tuple[str, str] | None:
         """What stands around the JSON of a call, where a call is that; None where it is not."""
         if self.template is None:
-            return hermes.FRAME if self.tools != "template" else None
-        return frame_of(self.template)
+            return (f"{CALL_BEGIN}\n", f"\n{CALL_END}") if self.tools != "template" else None
+        fields = self.template.fields.items()
+        field = next((f for n, f in fields if FIELD_KINDS[n] == "tool_calls"), None)
+        if field is None or not isinstance(field.open, str) or not isinstance(field.close, str):
+            return None
+        parser = TemplateParser(self.template)
+        events = parser.push(f'{field.open}{{"name": "f", "arguments": {{"a": 1}}}}{field.close}')
+        calls = answer_of([*events, *parser.finish()]).calls
+        is_same = [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
+        return (field.open, field.close) if is_same else None
 
     @property
     def words(self) -> str:
         words = f"tool calls {self.tools}, reasoning {self.reasoning}"
-        is_shown = self.has_channels and self.reasoning != "template"
-        return f"{words}; {CHANNELS_SHOWN}" if is_shown else words
+        if not self.has_channels or self.reasoning == "template":
+            return words
+        return (
+            f"{words}; the channels of this model (analysis, commentary, final) arrive as content, "
+            "because their format is not parsed"
+        )
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -84,7 +102,7 @@ class Wanted(msgspec.Struct, frozen=True):
     tools          calls of these are found; without any, text that looks like a call is content
     is_enforced    a grammar makes the calls
     is_named       and the caller has named the function
-    has_reasoning  reasoning is told
+    has_reasoning  reasoning is reported
     most_calls     those after so many are left out; None is all
     """
 
@@ -101,7 +119,7 @@ class AnswerReader:
     def __init__(self, formats: Formats, wanted: Wanted, prompt: str) -> None:
         """`prompt` as text: templates may write the beginning of an answer."""
         self.formats, self.wanted = formats, wanted
-        self.is_inside = prompt.rstrip().endswith(reasoning.BEGIN)
+        self.is_inside = prompt.rstrip().endswith(THINK)
         self.tools = "none"
         if wanted.tools:
             self.tools = formats.enforced if wanted.is_enforced else formats.tools
@@ -134,7 +152,7 @@ class AnswerReader:
             parser = ThinkParser(parser, self.is_inside)
         wanted = self.wanted
         is_all = wanted.has_reasoning and wanted.most_calls is None and not wanted.is_enforced
-        return parser if is_all else Part(parser, wanted)
+        return parser if is_all else FilteringParser(parser, wanted)
 
     def call_parser(self) -> AnswerParser:
         tools = self.wanted.tools
@@ -149,13 +167,9 @@ class AnswerReader:
                 return CommandRParser(self.formats.has_actions)
         if "template" not in (self.tools, self.reasoning) or self.template is None:
             return PlainParser()
-        return TemplateParser(self.template.of_kinds(self.kinds), self.prompt, tools)
-
-    @property
-    def kinds(self) -> Collection[str]:
-        """Of a response template's fields, those that are not just content."""
-        tools = ["tool_calls"] if self.tools == "template" else []
-        return [*tools, *(["reasoning"] if self.reasoning == "template" else [])]
+        asked = {"tool_calls": self.tools, "reasoning": self.reasoning}
+        kinds = [kind for kind, format in asked.items() if format == "template"]
+        return TemplateParser(self.template.of_kinds(kinds), self.prompt, tools)
 
 
 class PlainParser:
@@ -170,7 +184,7 @@ class PlainParser:
         return []
 
 
-class Part:
+class FilteringParser:
     """Leaves out what is not wanted of another parser's events."""
 
     def __init__(self, parser: AnswerParser, wanted: Wanted) -> None:
@@ -194,17 +208,6 @@ class Part:
             case CallBegin(index) | CallArguments(index):
                 return most is None or index < most
         return not self.wanted.is_enforced  # else it is of a call that was cut
-
-
-def frame_of(template: ResponseTemplate) -> tuple[str, str] | None:
-    field = next((f for n, f in template.fields.items() if KINDS[n] == "tool_calls"), None)
-    if field is None or not isinstance(field.open, str) or not isinstance(field.close, str):
-        return None
-    parser = TemplateParser(template)
-    events = parser.push(f'{field.open}{{"name": "f", "arguments": {{"a": 1}}}}{field.close}')
-    calls = answer_of([*events, *parser.finish()]).calls
-    is_same = [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
-    return (field.open, field.close) if is_same else None
 
 
 def find_formats(
@@ -231,10 +234,10 @@ def find_formats(
         tools = "template" if template is not None else tool_format(source, tokens)
     think = reasoning_parser
     if think == "auto":
-        has_tag = reasoning.BEGIN in tokens or reasoning.END in source
+        has_tag = THINK in tokens or END_THINK in source
         think = "template" if template is not None else "think" if has_tag else "none"
-    has = mistral.ARGS in source, command_r.BEGIN in source, {*tokens} >= CHANNELS
-    return Formats(tools, think, template, *has)
+    has_channels = {*tokens} >= {"<|channel|>", "<|message|>"}
+    return Formats(tools, think, template, ARGS in source, START_ACTION in source, has_channels)
 
 
 def unusable(reason: str) -> ConfigError:
@@ -245,12 +248,14 @@ def unusable(reason: str) -> ConfigError:
 
 
 def tool_format(source: str, tokens: Collection[str]) -> str:
-    if hermes.BEGIN in source and not any(other in source for other in OTHERS):
+    # Formats that begin as Hermes' does, and have no JSON.
+    is_other = "<function=" in source or "<arg_key>" in source
+    if CALL_BEGIN in source and not is_other:
         return "hermes"
-    if mistral.BEGIN in source:
+    if TOOL_CALLS in source:
         return "mistral"
-    if "tool_name" in source and (command_r.BEGIN in source or command_r.ACTION in source):
+    if "tool_name" in source and (START_ACTION in source or ACTION in source):
         return "command_r"
-    if "tools" in source and (llama3.TAG in source or llama3.TAG in tokens):
+    if "tools" in source and (PYTHON_TAG in source or PYTHON_TAG in tokens):
         return "llama3_json"
     return "none"

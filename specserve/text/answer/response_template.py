@@ -6,6 +6,7 @@ https://huggingface.co/docs/transformers/main/chat_response_parsing
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -14,11 +15,9 @@ import msgspec
 import regex  # it finds partial matches, which the standard library's module does not
 
 from specserve.text.answer.events import Content, Event, Reasoning
-from specserve.text.answer.reading import CallParser, End, NoCall, Steps, is_name
-from specserve.text.answer.template_values import PARSERS, of_type, parsed, transformed
+from specserve.text.answer.parsers import CallParser, End, NoCall, ParseSteps, ignored, is_name
 
-Kind = Literal["content", "reasoning", "tool_calls"]
-KINDS: dict[str, Kind] = {
+FIELD_KINDS = {  # of the fields of a message
     "content": "content",
     "reasoning": "reasoning",
     "reasoning_content": "reasoning",
@@ -28,6 +27,17 @@ KINDS: dict[str, Kind] = {
 SLICE = 4096  # characters that are searched at once, so that the time is linear
 MAX_HELD = 4096  # characters of what may be a delimiter; what goes on for longer is none
 SPACE = " \t\r\n"
+SECONDS = 0.1  # for a template's own expression to go through a call
+# A JSON string, complete or not, or a key without quotes.
+UNQUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|(?<=[{,])(\s*)([A-Za-z_][\w.-]*)(?=\s*:)', re.S)
+TYPES: dict[str, Any] = {
+    "array": list,
+    "boolean": bool,
+    "integer": int,
+    "null": type(None),
+    "number": (int, float),
+    "object": dict,
+}
 
 
 class TemplateError(ValueError):
@@ -40,7 +50,7 @@ class Delimiter(NamedTuple):
     is_literal: bool  # and no other one of the field begins with it: a match does not grow
 
 
-class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TemplateField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A field of a message; its delimiters are literals or regular expressions."""
 
     open: str | list[str] | None = None
@@ -57,7 +67,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    fields: dict[str, Field]
+    fields: dict[str, TemplateField]
     version: Literal[1] = 1
     defaults: dict[str, Any] = {}
     start_anchor: str | list[str] | None = None
@@ -84,7 +94,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
 
     def of_kinds(self, kinds: Collection[str]) -> "ResponseTemplate":
         """Without other fields than content and these: their text is content."""
-        fields = {n: f for n, f in self.fields.items() if KINDS[n] in ("content", *kinds)}
+        fields = {n: f for n, f in self.fields.items() if FIELD_KINDS[n] in ("content", *kinds)}
         return (
             self
             if len(fields) == len(self.fields)
@@ -121,15 +131,15 @@ def read_template(written: Any) -> ResponseTemplate:
     except msgspec.ValidationError as e:
         raise TemplateError(str(e)) from e
     for name, field in template.fields.items():
-        if name not in KINDS:
+        if name not in FIELD_KINDS:
             raise TemplateError(f"a message has no field {name!r:.50} here")
         if field.content not in PARSERS:
             raise TemplateError(f"field {name}: content {field.content!r:.50} is unknown")
-        if KINDS[name] != "tool_calls" and field.content != "text":
+        if FIELD_KINDS[name] != "tool_calls" and field.content != "text":
             raise TemplateError(f"field {name}: it can only be text, not {field.content!r:.50}")
     if len(template.fields) - len(template.opening) > 1:
         raise TemplateError("two fields have no opening delimiter")
-    if KINDS.get(template.default_field or "") == "tool_calls":
+    if FIELD_KINDS.get(template.default_field or "") == "tool_calls":
         raise TemplateError("tool_calls has no opening delimiter")
     if template.anchor is None:
         raise TemplateError("it has neither start_anchor nor start_anchor_pattern")
@@ -148,8 +158,11 @@ class TemplateParser(CallParser):
         """
         super().__init__()
         self.template = template
-        self.schemas = {tool["function"]["name"]: properties(tool) for tool in tools}
-        self.said = set[str]()  # fields that have text
+        self.schemas = {
+            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties")
+            for tool in tools
+        }
+        self.begun_fields = set[str]()  # fields that have text
         self.is_reasoning, self.num_read, self.reasoned_to = False, 0, 0
         super().push(prefilled)
         self.num_calls = self.num_read = self.reasoned_to = 0  # the answer begins here
@@ -168,26 +181,26 @@ class TemplateParser(CallParser):
         self.num_read += size
         return super().take(size)
 
-    def read_part(self) -> Steps:
+    def read_part(self) -> ParseSteps:
         """Text of no field, or of the default one, and then another field."""
         template, default = self.template, self.template.default_field
         closing = [template.closing[default]] if default in template.closing else []
-        found = yield from self.said_until(default, [*template.opening.values(), *closing])
+        found = yield from self.field_until(default, [*template.opening.values(), *closing])
         name, opening = found
         if name == default:
             return
         closing = [template.closing[name]] if name in template.closing else []
-        if KINDS[name] == "tool_calls":
+        if FIELD_KINDS[name] == "tool_calls":
             yield from self.tool_calls(name, opening, closing)
         else:
-            yield from self.said_until(name, closing)
+            yield from self.field_until(name, closing)
 
-    def said_until(
+    def field_until(
         self, name: str | None, delimiters: list[Delimiter]
     ) -> Generator[None, None, tuple[str, Any]]:
         """A field's text up to a delimiter, which is returned; text of no field is dropped."""
         sink = ignored if name is None else self.sink(name)
-        self.is_reasoning = name is not None and KINDS[name] == "reasoning"
+        self.is_reasoning = name is not None and FIELD_KINDS[name] == "reasoning"
         found = yield from self.up_to(delimiters, sink)
         if self.is_reasoning:
             self.is_reasoning, self.reasoned_to = False, self.num_read
@@ -197,7 +210,7 @@ class TemplateParser(CallParser):
 
     def sink(self, name: str) -> Callable[[str], None]:
         """Makes events of a field's text, without the white space around it."""
-        field, kind = self.template.fields[name], KINDS[name]
+        field, kind = self.template.fields[name], FIELD_KINDS[name]
         strips, spaces, has_begun = field.content_args.get("strip", True), list[str](), False
 
         def sink(piece: str) -> None:
@@ -205,8 +218,8 @@ class TemplateParser(CallParser):
             bare = piece.rstrip(SPACE) if strips else piece
             if bare and not has_begun:
                 bare = bare.lstrip(SPACE) if strips else bare
-                spaces[:] = [field.join or ""] if name in self.said else []
-                self.said.add(name)
+                spaces[:] = [field.join or ""] if name in self.begun_fields else []
+                self.begun_fields.add(name)
                 has_begun = True
                 text = "".join([*spaces, bare])
             elif bare:
@@ -219,7 +232,7 @@ class TemplateParser(CallParser):
 
         return sink
 
-    def tool_calls(self, name: str, opening: Any, delimiters: list[Delimiter]) -> Steps:
+    def tool_calls(self, name: str, opening: Any, delimiters: list[Delimiter]) -> ParseSteps:
         body = list[str]()
         end = yield from self.up_to(delimiters, body.append)
         try:
@@ -269,7 +282,7 @@ class TemplateParser(CallParser):
         return None, end
 
     def calls(
-        self, field: Field, body: str, captures: Mapping[str, Any]
+        self, field: TemplateField, body: str, captures: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
         """Names and arguments of the calls that a field's text is; errors if it is none."""
         value = parsed(body, field.content, field.content_args)
@@ -282,15 +295,126 @@ class TemplateParser(CallParser):
             name, arguments = function["name"], function.get("arguments", {})
             if not is_name(name) or not isinstance(arguments, dict):
                 raise NoCall
-            known = self.schemas.get(name, {})
+            known = self.schemas.get(name)
+            known = known if isinstance(known, dict) else {}
             typed = {key: of_type(item, known.get(key)) for key, item in arguments.items()}
             yield name, json.dumps(typed, ensure_ascii=False)
 
 
-def properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = (tool["function"].get("parameters") or {}).get("properties")
-    return found if isinstance(found, dict) else {}
+def parsed(text: str, kind: str, args: Mapping[str, Any]) -> Any:
+    """The text as a value of the kind; ValueError if it is none."""
+    return PARSERS[kind](text, args)
 
 
-def ignored(text: str) -> None:
-    pass
+def as_text(text: str, args: Mapping[str, Any]) -> str:
+    return text.strip() if args.get("strip", True) else text
+
+
+def as_json(text: str, args: Mapping[str, Any]) -> Any:
+    """JSON, or a dialect of it, with strings in delimiters of their own or keys without quotes."""
+    written = with_json_strings(text, dict(args.get("string_delims", ())))
+    if args.get("unquoted_keys"):
+        written = UNQUOTED.sub(lambda m: m[0] if m[2] is None else f'{m[1]}"{m[2]}"', written)
+    try:
+        return msgspec.json.decode(written.strip())
+    except msgspec.DecodeError:
+        if args.get("allow_non_json"):
+            return text.strip()
+        raise
+
+
+def with_json_strings(text: str, delimiters: Mapping[str, str]) -> str:
+    """The text with its strings, which are in other delimiters, as those of JSON."""
+    if not delimiters:
+        return text
+    opening, pieces, at = re.compile("|".join(map(re.escape, delimiters))), list[str](), 0
+    while (found := opening.search(text, at)) is not None:
+        end = text.index(delimiters[found[0]], found.end())
+        pieces += text[at : found.start()], json.dumps(text[found.end() : end])
+        at = end + len(delimiters[found[0]])
+    return "".join([*pieces, text[at:]])
+
+
+def as_xml(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Tags, by an expression with the groups key and value."""
+    found = dict[str, Any]()
+    for match in regex.finditer(args["tag_pattern"], text, regex.DOTALL, timeout=SECONDS):
+        groups = match.groupdict()
+        key, value = groups["key"], inner(groups.get("value") or "", args)
+        if key in found and args.get("merge_duplicates"):
+            before = found[key]
+            value = [*before, value] if isinstance(before, list) else [before, value]
+        found[key] = value
+    return found
+
+
+def as_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """A key and a value in each line."""
+    found = dict[str, Any]()
+    for line in text.split(args.get("line_sep", "\n")):
+        key, separator, value = as_text(line, args).partition(args.get("kv_sep", ":"))
+        if separator:
+            found[as_text(key, args)] = inner(as_text(value, args), args)
+    return found
+
+
+def inner(text: str, args: Mapping[str, Any]) -> Any:
+    its = args.get("value_parser")
+    return text if its is None else parsed(text, its.get("name", "text"), its.get("args", {}))
+
+
+PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "bool": lambda text, args: as_text(text, args).lower() in ("true", "1"),
+    "float": lambda text, args: float(text),
+    "int": lambda text, args: int(text),
+    "json": as_json,
+    "kv-lines": as_lines,
+    "text": as_text,
+    "xml-inline": as_xml,
+}
+
+
+def transformed(form: Any, values: Mapping[str, Any]) -> Any:
+    """The form with each string {name} or {name.key} replaced by that value; KeyError or TypeError
+    where there is none.
+    """
+    if isinstance(form, dict):
+        return {key: transformed(item, values) for key, item in form.items()}
+    if isinstance(form, list):
+        return [transformed(item, values) for item in form]
+    named = re.fullmatch(r"\{(\w+(?:\.\w+)*)\}", form) if isinstance(form, str) else None
+    if named is None:
+        return form
+    value: Any = values
+    for key in named[1].split("."):
+        value = value[key]
+    return value
+
+
+def of_type(value: Any, schema: Any) -> Any:
+    """A value that was written without a type, as its schema has it; as it is where it does not
+    fit.
+    """
+    if not isinstance(value, str):
+        return value
+    for name in types_in(schema):
+        given = value.strip()
+        given = {"True": "true", "False": "false", "None": "null"}.get(given, given)
+        try:
+            read = msgspec.json.decode(given)
+        except (ValueError, RecursionError):
+            continue
+        is_number = name in ("integer", "number")
+        if isinstance(read, TYPES.get(name, ())) and not (is_number and isinstance(read, bool)):
+            return read
+    return value
+
+
+def types_in(schema: Any) -> list[str]:
+    if not isinstance(schema, dict):
+        return []
+    own = schema.get("type", [])
+    types = [own] if isinstance(own, str) else [*own] if isinstance(own, list) else []
+    for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        types += types_in(each)
+    return [*types, *(["null"] if schema.get("nullable") else [])]

@@ -1,14 +1,16 @@
-"""Compiling a grammar by llguidance, within limits: a matcher tells which tokens may come next.
+"""Compiling a grammar by llguidance, within limits: a matcher returns which tokens may come next.
 
-A grammar is a string in llguidance's own JSON form (`specserve.text.grammars.forms` writes it):
+A grammar is a string in llguidance's own JSON form (`structured_outputs.py` writes it):
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from specserve.text.tokenizer import Tokenizer
@@ -18,11 +20,11 @@ if TYPE_CHECKING:  # its import takes 70 ms
 
 T = TypeVar("T")
 DEEP_STACK = 1 << 28  # bytes of address space; what is not used takes no memory
-DEEP = "deep stack"  # the name of such a thread
 STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
 AHEAD = 8  # tokens
 AGAIN = 2  # times the usual limits of a step, of a matcher that is made anew in the midst of a text
 LONG = 0.1  # seconds: a grammar that takes longer is compiled once, as steps wait
+MAX_VERDICTS = 256  # grammars whose verdicts are kept
 SLOW_MS = 30  # of CPU time: a step of streams takes about as long
 ONE_OF = (
     "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each require a "
@@ -75,17 +77,21 @@ def compile_grammar(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
     """A matcher at the beginning of the text. It may take a second, without the GIL; some grammars
     take far longer, which no limit of llguidance ends: a server checks them in another process.
     """
-    return on_deep_stack(lambda: made(vocabulary, grammar))
+
+    def made() -> "LLMatcher":
+        matcher = new_matcher(vocabulary, grammar)
+        check(matcher)
+        look_ahead(matcher.deep_copy(), vocabulary.eos_tokens)
+        check(matcher)
+        return matcher
+
+    return on_deep_stack(made)
 
 
-def made(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
+def new_matcher(vocabulary: "LLTokenizer", grammar: str, room: int = 1) -> "LLMatcher":
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
-    check(matcher)
-    look_ahead(matcher.deep_copy(), vocabulary.eos_tokens)
-    check(matcher)
-    return matcher
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=limits(room))
 
 
 class Compiled:
@@ -93,7 +99,7 @@ class Compiled:
 
     Copies of a matcher share its automaton, which grows by what any of them looks at, up to a limit
     that ends all of them. Then there is a new one, so that no text depends on others, or on
-    guesses.
+    draft tokens.
     """
 
     def __init__(self, vocabulary: "LLTokenizer", grammar: str) -> None:
@@ -113,15 +119,9 @@ class Compiled:
         """
         if number != self.number or self.is_long:
             return False
-        self.first = on_deep_stack(lambda: anew(self.vocabulary, self.grammar))
+        self.first = on_deep_stack(lambda: new_matcher(self.vocabulary, self.grammar, AGAIN))
         self.number += 1
         return True
-
-
-def anew(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
-    from llguidance import LLMatcher
-
-    return LLMatcher(vocabulary, grammar, log_level=0, limits=limits(AGAIN))
 
 
 def look_ahead(matcher: "LLMatcher", end_ids: Sequence[int]) -> None:
@@ -156,23 +156,23 @@ def first_of(mask: bytes) -> int | None:
 
 def in_words(error: str) -> str:
     """llguidance's message, without what only its developers can use."""
-    told = error.removesuffix("<non-verbose/>").strip()[:500]
-    told = LISTING.split(told)[0].rstrip()
-    if unsupported := UNSUPPORTED.search(told):
+    text = error.removesuffix("<non-verbose/>").strip()[:500]
+    text = LISTING.split(text)[0].rstrip()
+    if unsupported := UNSUPPORTED.search(text):
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"
-    if "oneOf constraints are not supported" in told:
+    if "oneOf constraints are not supported" in text:
         return ONE_OF
-    if "NoExtension" in told:
+    if "NoExtension" in text:
         return NO_TEXT
-    return f"it is too complex: {told}" if TOO_COMPLEX.search(told) else told
+    return f"it is too complex: {text}" if TOO_COMPLEX.search(text) else text
 
 
 def on_deep_stack(do: Callable[[], T]) -> T:
     """Call a function in a thread with a stack of its own: llguidance calls itself for each rule
     and each schema within another, as deep as the largest grammar has them.
     """
-    if threading.current_thread().name == DEEP:
+    if threading.current_thread().name == "deep stack":
         return do()
     future: Future[T] = Future()
 
@@ -185,9 +185,34 @@ def on_deep_stack(do: Callable[[], T]) -> T:
     with STACK_SIZE:
         usual = threading.stack_size(DEEP_STACK)
         try:
-            thread = threading.Thread(target=run, name=DEEP)
+            thread = threading.Thread(target=run, name="deep stack")
             thread.start()
         finally:
             threading.stack_size(usual)
     thread.join()
     return future.result()
+
+
+class Verdicts:
+    """What is wrong with each of the last grammars; "" is nothing.
+
+    Who has sent one is a part of the key (`salt`): nobody learns what others have sent.
+    """
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[bytes, str] = OrderedDict()
+
+    def find(self, grammar: str, salt: str = "") -> str | None:
+        key = key_of(grammar, salt)
+        if key in self.known:
+            self.known.move_to_end(key)
+        return self.known.get(key)
+
+    def keep(self, grammar: str, wrong: str, salt: str = "") -> None:
+        self.known[key_of(grammar, salt)] = wrong
+        if len(self.known) > MAX_VERDICTS:
+            self.known.popitem(last=False)
+
+
+def key_of(grammar: str, salt: str) -> bytes:
+    return sha256(f"{len(salt)} {salt}{grammar}".encode()).digest()

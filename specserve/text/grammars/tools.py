@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 
-from specserve.text.answer import llama3, mistral, reasoning
 from specserve.text.answer.formats import MARKERS, Formats
+from specserve.text.answer.parsers import ARGS, END_THINK, PYTHON_TAG, THINK, TOOL_CALLS
 from specserve.text.grammars.compiled import GrammarError
-from specserve.text.grammars.forms import json_part, lark, quoted
+from specserve.text.grammars.structured_outputs import json_part, lark, quoted
 from specserve.text.tokenizer import Tokenizer
 
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 TERMINALS = r"""
 TEXT: /(.|\n)*/
 OTHER: /[^{ \t\r\n](.|\n)*/
@@ -67,22 +66,22 @@ class CallGrammar(msgspec.Struct, frozen=True):
         more = f"({self.literal(separator)} call)*"
         match self.formats.enforced:
             case "llama3_json":
-                has_tag = llama3.TAG in self.special
-                tagged = f"({self.literal(llama3.TAG)} calls)?" if has_tag else ""
+                has_tag = PYTHON_TAG in self.special
+                tagged = f"({self.literal(PYTHON_TAG)} calls)?" if has_tag else ""
                 start = f"start: {self.thought} (calls | OTHER? {tagged})"
                 return self.lark(start, f"calls: call {more}", *self.calls(is_free=True))
             case "mistral" if not self.formats.has_args:
-                trigger = mistral.BEGIN
+                trigger = TOOL_CALLS
                 calls = f"{begin.removeprefix(self.literal(trigger))} call {more} {end}"
             case "mistral":
-                trigger, calls = mistral.BEGIN, "call"
+                trigger, calls = TOOL_CALLS, "call"
             case _:
                 trigger, calls = self.pieces(self.frame[0])[0].rstrip(), "call"
         start = f"start: {self.thought} (triggered {calls})* TEXT"
         return self.lark(start, *self.up_to("triggered", trigger), *self.calls(True, trigger))
 
     def lark(self, *rules: str) -> str:
-        thoughts = self.up_to("thought", reasoning.END) if self.thinks else ()
+        thoughts = self.up_to("thought", END_THINK) if self.thinks else ()
         return lark("\n".join([*rules, *thoughts, TERMINALS]))
 
     @property
@@ -100,7 +99,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             case "mistral" if self.formats.has_args:
                 return "", "", ""
             case "mistral":
-                return f"{self.literal(mistral.BEGIN)} / ?\\[/", ", ", '"]"'
+                return f"{self.literal(TOOL_CALLS)} / ?\\[/", ", ", '"]"'
         return "", "\n", ""
 
     def calls(self, is_free: bool = False, trigger: str = "") -> Iterator[str]:
@@ -119,7 +118,11 @@ class CallGrammar(msgspec.Struct, frozen=True):
 
     def arguments(self, function: Mapping[str, Any], is_held: bool, is_strict: bool) -> str:
         """Any object, or one that obeys the function's schema."""
-        schema = parameters_of(function) if is_held else {"type": "object"}
+        schema: dict[str, Any] = {"type": "object"}
+        if is_held and function.get("parameters"):
+            schema |= function["parameters"]
+        elif is_held:
+            schema |= {"properties": {}, "additionalProperties": False}
         try:
             return json_part(schema, is_strict=is_strict)
         except GrammarError as e:
@@ -131,7 +134,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             case "llama3_json":
                 return f'{{"name": "{name}", "parameters": ', "}"
             case "mistral" if self.formats.has_args:
-                return f"{mistral.BEGIN}{name}{mistral.ARGS}", ""
+                return f"{TOOL_CALLS}{name}{ARGS}", ""
             case "mistral":
                 return f'{{"name": "{name}", "arguments": ', "}"
         begin, end = self.frame
@@ -144,7 +147,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             return ""
         if self.is_inside:
             return "thought GAP"
-        return f"({self.literal(reasoning.BEGIN)} thought GAP)?"
+        return f"({self.literal(THINK)} thought GAP)?"
 
     def up_to(self, rule: str, marker: str) -> Iterator[str]:
         """A rule of any text up to a marker, and with it."""
@@ -164,11 +167,6 @@ class CallGrammar(msgspec.Struct, frozen=True):
         """The text, cut at special tokens."""
         found = [re.escape(special) for special in self.special if special in text]
         return [*filter(None, re.split(f"({'|'.join(found)})", text))] if found else [text]
-
-
-def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = function.get("parameters")
-    return {"type": "object", **given} if given else NO_ARGUMENTS
 
 
 def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:

@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from specserve.text.answer.events import CallBegin, Content, Reasoning, answer_of
 from specserve.text.answer.formats import AnswerReader, Formats, Wanted
-from specserve.text.answer.hermes import HermesParser
+from specserve.text.answer.parsers import HermesParser
 from tests.text.answer.outputs import (
     CASES,
     EACH,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.text.answer.template_values import of_type, parsed, transformed
+from specserve.text.answer.response_template import of_type, parsed, transformed
 
 TAG = {"tag_pattern": r"<(?P<key>\w+)>(?P<value>[^<]*)"}
 DIALECT = {"unquoted_keys": True, "string_delims": [["<<", ">>"]]}

@@ -3,9 +3,9 @@
 import pytest
 
 from specserve import RequestError
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
-from specserve.text.grammars.simplify import TOO_MUCH
+from specserve.text.grammars.schemas import TOO_MUCH
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.text.grammars.matching import takes, tiny_vocabulary
 
 NUMBER = {"type": "integer"}

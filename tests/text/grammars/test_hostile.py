@@ -9,9 +9,12 @@ import pytest
 
 from specserve.errors import RequestError
 from specserve.scheduling.grammar_state import PATIENCE, QUICK, TOO_SLOW, GrammarState
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import Compiled, GrammarError
-from specserve.text.grammars.forms import MAX_BYTES
+from specserve.text.grammars.structured_outputs import (
+    MAX_BYTES,
+    StructuredOutputsParams,
+    grammar_of,
+)
 from tests.text.grammars.hostile import ENDLESS, EVERY, WRITTEN
 from tests.text.grammars.matching import END, SIZE, tiny_vocabulary
 

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 
 from specserve import RequestError
 from specserve.server.body import ResponseFormat
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
 from specserve.text.grammars.patterns import string_form, without_look_around
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.text.grammars.matching import END, draw, takes, tiny_vocabulary
 from tests.text.grammars.test_random_schemas import Chance
 

@@ -5,8 +5,8 @@ from random import Random
 
 import jsonschema
 
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.checkpoints import tiny_tokenizer
 from tests.text.grammars.matching import END, draw, tiny_vocabulary
 from tests.text.grammars.random_schemas import closed, random_schema, shares_names

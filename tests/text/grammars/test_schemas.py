@@ -6,8 +6,8 @@ import random
 import jsonschema
 import pytest
 
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import compile_grammar
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from specserve_bench.schemas import KINDS, SCHEMAS
 from tests.text.grammars.matching import END, draw, tiny_vocabulary
 

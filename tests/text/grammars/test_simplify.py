@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from specserve import RequestError
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
-from specserve.text.grammars.simplify import simplified
+from specserve.text.grammars.schemas import simplified
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.text.grammars.matching import END, draw, tiny_vocabulary
 
 NUMBER = {"type": "integer", "maximum": 99}

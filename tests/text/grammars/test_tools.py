@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 from specserve.text.answer.events import answer_of
 from specserve.text.answer.formats import AnswerReader, Formats, Wanted
 from specserve.text.answer.response_template import read_template
-from specserve.text.grammars.asked import StructuredOutputsParams, json_form
 from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
+from specserve.text.grammars.structured_outputs import StructuredOutputsParams, json_form
 from specserve.text.grammars.tools import CallGrammar, special_tokens
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer

@@ -1,7 +1,7 @@
 """specserve through its Python API."""
 
 from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
-from specserve.api.generation import Generation
+from specserve.api.outputs import Generation
 from specserve.version import VERSION
 from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
 

@@ -1,23 +1,40 @@
-"""Reading text that comes in pieces: parsers are generators that yield where they need more of it.
+"""Parsers of tool calls and reasoning in text that comes in pieces.
 
-What was read is never read again, so that time grows with the text's length and no faster.
+Parsers are generators that yield where they need more text. What was read is never read again, so
+that time grows with the text's length and no faster.
 """
 
 import json
 import re
 import secrets
+import string
 from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 
-from specserve.text.answer.events import CallArguments, CallBegin, Content, Event, joined
+from specserve.text.answer.events import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    joined,
+)
 
-Steps = Generator[None, None, None]
+ParseSteps = Generator[None, None, None]
+# What models write around tool calls and reasoning.
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+ACTION, START_ACTION, END_ACTION = "Action:", "<|START_ACTION|>", "<|END_ACTION|>"
+THINK, END_THINK = "<think>", "</think>"
+NAME = re.compile(r"[\w.:/-]+")  # of a function, or an id
 SPACES = re.compile(r"[ \t\r\n]+")
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # of a string: what matters there
 SCALAR_END = re.compile(r"[,\]}\s]")
-# The keys of a call: a JSON object that has another one before it is known to be a call is none.
 ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", "id", "type", "tool_call_id", *ARGUMENTS)
+# A JSON object that has another key before it is known to be a call is none.
+CALL_KEYS = ("name", "id", "type", "tool_call_id", *ARGUMENTS)
 
 
 class End(Exception):
@@ -36,7 +53,7 @@ class TextParser:
         self.events: list[Event] = []
         self.steps = self.read()
 
-    def read(self) -> Steps:
+    def read(self) -> ParseSteps:
         raise NotImplementedError
 
     @property
@@ -140,7 +157,7 @@ class CallParser(TextParser):
         self.kept: list[str] | None = None
         self.num_calls = 0
 
-    def read(self) -> Steps:
+    def read(self) -> ParseSteps:
         try:
             while True:
                 try:
@@ -151,7 +168,7 @@ class CallParser(TextParser):
             self.give_back()
             raise
 
-    def read_part(self) -> Steps:
+    def read_part(self) -> ParseSteps:
         """Read content and calls; NoCall where something else than a call follows."""
         raise NotImplementedError
 
@@ -182,7 +199,7 @@ class CallParser(TextParser):
     def is_begun(self) -> bool:
         return self.kept is None
 
-    def call(self, names: Collection[str] | None = None) -> Steps:
+    def call(self, names: Collection[str] | None = None) -> ParseSteps:
         """A call as a JSON object with a name, of these if they are given, and arguments. Its
         arguments are streamed if they come after its name.
         """
@@ -202,7 +219,7 @@ class CallParser(TextParser):
                     yield from self.value(self.argue)
                 else:
                     arguments = yield from self.held_value()
-            elif self.is_begun or key in KEYS:
+            elif self.is_begun or key in CALL_KEYS:
                 yield from self.value(ignored)
             else:
                 raise NoCall
@@ -218,7 +235,18 @@ class CallParser(TextParser):
             self.begin(name)
             self.argue(given)
 
-    def expect(self, character: str) -> Steps:
+    def list_of_calls(self) -> ParseSteps:
+        separator = "["
+        while separator != "]":
+            self.take(1)
+            yield from self.call()
+            separator = yield from self.space()
+            if separator not in ",]":
+                raise NoCall
+            self.kept = [] if separator == "," else None
+        self.take(1)
+
+    def expect(self, character: str) -> ParseSteps:
         if (yield from self.space()) != character:
             raise NoCall
         self.take(1)
@@ -237,7 +265,7 @@ class CallParser(TextParser):
         yield from self.value(pieces.append)
         return "".join(pieces)
 
-    def value(self, sink: Callable[[str], None]) -> Steps:
+    def value(self, sink: Callable[[str], None]) -> ParseSteps:
         """Pass a JSON value on, as it is written; where it ends is seen from its brackets and
         strings alone.
         """
@@ -270,7 +298,7 @@ class CallParser(TextParser):
                     return
             sink(self.take(end - self.at))
 
-    def scalar(self, sink: Callable[[str], None]) -> Steps:
+    def scalar(self, sink: Callable[[str], None]) -> ParseSteps:
         while True:
             yield from self.peek()
             stop = SCALAR_END.search(self.text, self.at)
@@ -303,3 +331,161 @@ def object_in(value: str) -> str:
     if not value.startswith("{"):
         raise NoCall
     return value
+
+
+class HermesParser(CallParser):
+    """Calls of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+
+    def read_part(self) -> ParseSteps:
+        self.kept = [(yield from self.until(CALL_BEGIN))]
+        yield from self.call()
+        yield from self.space()
+        yield from self.follows(CALL_END)  # a model that forgets it means no text either
+        yield from self.space()
+
+
+class Llama3Parser(CallParser):
+    """Calls of Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons.
+
+    They are the whole answer, or follow <|python_tag|>.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Without the tag only calls of functions with these names are calls."""
+        super().__init__()
+        self.names = names
+        self.is_at_start = True
+
+    def read_part(self) -> ParseSteps:
+        if self.is_at_start:
+            self.is_at_start, self.kept = False, []
+            if (yield from self.space()) == "{":
+                yield from self.calls(self.names)
+            elif not (yield from self.follows(PYTHON_TAG)):
+                self.give_back()
+            else:
+                yield from self.calls(None)
+        self.kept = [(yield from self.until(PYTHON_TAG))]
+        yield from self.calls(None)
+
+    def calls(self, names: Collection[str] | None) -> ParseSteps:
+        yield from self.call(names)
+        while (yield from self.space()) == ";":
+            self.kept = []
+            self.take(1)
+            yield from self.call(names)
+
+
+class MistralParser(CallParser):
+    """Calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}] of older models, and
+    [TOOL_CALLS]name[ARGS]{...} of newer ones, which may have [CALL_ID]id before [ARGS].
+    """
+
+    def read_part(self) -> ParseSteps:
+        self.kept = [(yield from self.until(TOOL_CALLS))]
+        match (yield from self.space()):
+            case "[":
+                yield from self.list_of_calls()
+            case "{":
+                yield from self.call()
+            case _:
+                yield from self.named_call()
+        yield from self.space()
+
+    def named_call(self) -> ParseSteps:
+        name, id = (yield from self.word()), None
+        if (yield from self.follows(CALL_ID)):
+            id = yield from self.word()
+        yield from self.follows(ARGS)
+        if not name or (yield from self.space()) != "{":
+            raise NoCall
+        self.begin(name, id)
+        yield from self.value(self.argue)
+
+    def word(self) -> Generator[None, None, str]:
+        pieces = list[str]()
+        while True:
+            yield from self.peek()
+            found = NAME.match(self.text, self.at)
+            if found is None:
+                return "".join(pieces)
+            pieces.append(self.take(found.end() - self.at))
+
+    def new_id(self) -> str:
+        """Mistral's chat templates accept no other form."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class CommandRParser(CallParser):
+    """Calls of Command R, a JSON list after `Action:` or, of newer models, after <|START_ACTION|>:
+    [{"tool_name": ..., "parameters": {...}}]
+    """
+
+    name_key = "tool_name"
+
+    def __init__(self, has_tokens: bool) -> None:
+        """`has_tokens`: the calls are between the two special tokens."""
+        super().__init__()
+        self.marker, self.end = (START_ACTION, END_ACTION) if has_tokens else (ACTION, "```")
+        self.is_call = True
+
+    def read_part(self) -> ParseSteps:
+        self.kept = [(yield from self.until(self.marker))]
+        yield from self.space()
+        if self.marker == ACTION and not (yield from self.follows("```json")):
+            raise NoCall
+        if (yield from self.space()) != "[":
+            raise NoCall
+        yield from self.list_of_calls()
+        yield from self.space()
+        yield from self.follows(self.end)
+        yield from self.space()
+
+    def begin(self, name: str, id: str | None = None) -> None:
+        self.is_call = name not in ("directly_answer", "directly-answer")  # the templates add these
+        if self.is_call:
+            super().begin(name, id)
+        else:
+            self.kept = None
+
+    def argue(self, text: str) -> None:
+        if self.is_call:
+            super().argue(text)
+
+
+class ThinkParser(TextParser):
+    """Separates the reasoning that an answer begins with; another parser reads the rest."""
+
+    def __init__(self, rest: AnswerParser, is_inside: bool) -> None:
+        """`is_inside`: the prompt ends with <think>."""
+        super().__init__()
+        self.rest, self.is_inside = rest, is_inside
+        self.has_reasoned, self.closed_at = is_inside, -1
+        self.num_pushed = 0
+
+    @property
+    def num_reasoning(self) -> int:
+        if not self.has_reasoned:
+            return 0
+        return self.closed_at if self.closed_at >= 0 else self.num_pushed
+
+    def push(self, text: str) -> list[Event]:
+        self.num_pushed += len(text)
+        return super().push(text)
+
+    def read(self) -> ParseSteps:
+        spaces = "" if self.is_inside else (yield from self.spaces())
+        if self.is_inside or (yield from self.follows(THINK)):
+            self.has_reasoned = True
+            yield from self.spaces()
+            yield from self.until(END_THINK, as_event=Reasoning)
+            self.closed_at = self.num_pushed - (len(self.text) - self.at)
+            yield from self.spaces()
+        else:
+            self.events += self.rest.push(spaces)
+        while True:
+            self.events += self.rest.push(self.take(len(self.text) - self.at))
+            if self.is_over:
+                self.events += self.rest.finish()
+                raise End
+            yield

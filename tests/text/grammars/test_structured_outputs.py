@@ -7,9 +7,12 @@ import pytest
 from specserve import RequestError, SamplingParams
 from specserve.exchange.sampling_params import resolve
 from specserve.text.defaults import GenerationDefaults
-from specserve.text.grammars.asked import StructuredOutputsParams, grammar_of
 from specserve.text.grammars.compiled import GrammarError, compile_grammar
-from specserve.text.grammars.forms import MAX_BYTES
+from specserve.text.grammars.structured_outputs import (
+    MAX_BYTES,
+    StructuredOutputsParams,
+    grammar_of,
+)
 from tests.text.grammars.hostile import BEGINNINGS, deep, tags
 from tests.text.grammars.matching import takes, tiny_vocabulary
 

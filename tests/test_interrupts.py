@@ -7,11 +7,11 @@ from threading import Thread
 
 import pytest
 
-from specserve.api.interrupts import interrupts_held
+from specserve.process import interrupts_held
 
 HELD = """
 import signal
-from specserve.api.interrupts import interrupts_held
+from specserve.process import interrupts_held
 
 try:
     {before}

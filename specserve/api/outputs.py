@@ -1,9 +1,10 @@
-"""One request as its caller sees it: its text and tokens so far, counts and times."""
+"""What callers get: the text and tokens of a request so far, its counts and its times."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 import msgspec
+from msgspec.structs import replace
 
 from specserve.exchange.messages import (
     SourceCounts,
@@ -17,8 +18,6 @@ from specserve.text.detokenizer import TextStream
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters.prediction import Alignment
 
-NONE = SourceCounts(0, 0, 0)
-
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float  # natural logarithm of the probability
@@ -26,7 +25,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
     decoded_token: str  # U+FFFD stands for bytes that are no text by themselves
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -43,7 +42,7 @@ class Timing(msgspec.Struct, frozen=True):
     total_ms: float
 
 
-class Speculation(msgspec.Struct, frozen=True):
+class RequestSpeculation(msgspec.Struct, frozen=True):
     drafter: str
     steps: int  # target steps that had a root
     drafted: int
@@ -52,11 +51,11 @@ class Speculation(msgspec.Struct, frozen=True):
     fallbacks: int  # drafts without the draft model, as it had not caught up
     sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
     details: list[StepDetails] = []  # of every step, where the request asked for them
-    disabled_by: str | None = None  # "logits_processors": its request has no guesses
+    disabled_by: str | None = None  # "logits_processors": its request has no draft tokens
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """vLLM's names, where it has the same."""
+class CompletionOutput(msgspec.Struct, frozen=True):
+    """One sequence of a prompt, with vLLM's names where vLLM has the same field."""
 
     index: int
     token_ids: list[int]
@@ -65,15 +64,15 @@ class Choice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None  # the stop string or id of the request's; None: another end
     seed: int
     timing: Timing
-    speculation: Speculation
+    speculation: RequestSpeculation
     logprobs: list[dict[int, Logprob]] | None = None  # the token of each, and the likeliest ones
     cumulative_logprob: float | None = None  # of all tokens; None, too, where nobody asked for it
 
 
-class Output(msgspec.Struct, frozen=True):
-    """The output of a prompt. `usage` counts all choices that ran; all else is of the first choice.
+class RequestOutput(msgspec.Struct, frozen=True):
+    """The output of a prompt. `usage` counts all sequences; all else describes the first one.
 
-    With vLLM's names beside ours: its `outputs` are our `choices`.
+    vLLM's names are there, too: its `outputs` are `choices`.
     """
 
     request_id: str
@@ -84,16 +83,16 @@ class Output(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: str | int | None
     seed: int
-    usage: Usage
+    usage: TokenUsage
     timing: Timing
-    speculation: Speculation
-    choices: list[Choice]
+    speculation: RequestSpeculation
+    choices: list[CompletionOutput]
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None of the first token
 
     @property
-    def outputs(self) -> list[Choice]:
+    def outputs(self) -> list[CompletionOutput]:
         return self.choices
 
     @property
@@ -110,9 +109,7 @@ class Output(msgspec.Struct, frozen=True):
         return self.usage.cached_tokens
 
 
-# vLLM's names
-CompletionOutput = Choice
-RequestOutput = Output
+Output = RequestOutput
 
 
 class Generation:
@@ -139,7 +136,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = self.blamed = ""
-        self.disabled_by: str | None = None  # what takes a request's guesses away
+        self.disabled_by: str | None = None  # what turns speculation off for the request
         self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
         self.num_step_tokens = 0  # emitted by those steps
         self.num_cached = self.num_fallbacks = 0
@@ -150,8 +147,8 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
         self.has_starts = sampling.logprobs is not None
         self.starts: list[int] = []  # of tokens in the text, before a stop string is cut off
-        self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were told
-        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were told
+        self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were built
+        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were built
         self.alignment = Alignment(sampling.prediction) if sampling.prediction else None
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
@@ -162,7 +159,7 @@ class Generation:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens of the predicted text that came: the same whatever was guessed."""
+        """Tokens of the predicted text that came. Draft tokens do not change it."""
         return 0 if self.alignment is None else self.alignment.num_came
 
     def push(self, output: StepOutput) -> str:
@@ -171,8 +168,8 @@ class Generation:
         self.prompt_logprobs += output.prompt_logprobs
         if output.is_of_prompt:
             return ""
-        if not self.sampling.max_tokens:
-            output = without_tokens(output)
+        if not self.sampling.max_tokens:  # this step computed the prompt, and no token is kept
+            output = replace(output, tokens=[], logprobs=[], finish_reason="length")
         now = perf_counter()
         if not self.token_ids:  # else it may have gone on in another engine
             self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
@@ -183,7 +180,7 @@ class Generation:
         self.ends = ends
         if self.sampling.return_speculation_details:
             ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
-            self.details.append(details(output, [len(self.text) + end for end in ends]))
+            self.details.append(step_details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         if self.alignment is not None:
             self.alignment.follow_all(output.tokens[:num_tokens])
@@ -239,12 +236,11 @@ class Generation:
             total_ms=1e3 * (self.last_token_at - self.arrived) if n else 0.0,
         )
 
-    def speculation(self, drafter: str) -> Speculation:
-        drafted = self.num_drafted
-        return Speculation(
+    def speculation(self, drafter: str) -> RequestSpeculation:
+        return RequestSpeculation(
             drafter=drafter,
             steps=len(self.steps),
-            drafted=drafted,
+            drafted=self.num_drafted,
             accepted=self.num_accepted,
             mean_acceptance_length=self.num_step_tokens / len(self.steps) if self.steps else None,
             fallbacks=self.num_fallbacks,
@@ -253,24 +249,22 @@ class Generation:
             disabled_by=self.disabled_by,
         )
 
-    def told_logprobs(self) -> list[dict[int, Logprob]]:
-        begin = len(self.tables)
-        new = self.token_ids[begin:], self.logprobs[begin:]
-        self.tables += tables(*new, self.stream.tokenizer)
-        return [*self.tables]
-
-    def told_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def prompt_logprob_tables(self) -> list[dict[int, Logprob] | None] | None:
         """None until the prompt has been computed; a call before that leaves less to the last."""
         if self.sampling.prompt_logprobs is None:
             return None
         begin, end = len(self.prompt_tables), 1 + len(self.prompt_logprobs)
         new = self.prompt[begin:end], self.prompt_logprobs[begin - 1 :]
-        self.prompt_tables += tables(*new, self.stream.tokenizer)
+        self.prompt_tables += logprob_tables(*new, self.stream.tokenizer)
         return self.prompt_tables if self.first_token_at else None
 
-    def said(self, index: int, drafter: str, has_logprobs: bool = False) -> Choice:
-        """What has come so far, by itself: more tokens do not change it."""
-        return Choice(
+    def snapshot(self, index: int, drafter: str, has_logprobs: bool = False) -> CompletionOutput:
+        """What has come so far. Later tokens do not change it."""
+        if has_logprobs:
+            begin = len(self.tables)
+            new = self.token_ids[begin:], self.logprobs[begin:]
+            self.tables += logprob_tables(*new, self.stream.tokenizer)
+        return CompletionOutput(
             index=index,
             token_ids=[*self.token_ids],
             text=self.text,
@@ -279,21 +273,16 @@ class Generation:
             seed=self.sampling.seed,
             timing=self.timing(),
             speculation=self.speculation(drafter),
-            logprobs=self.told_logprobs() if has_logprobs else None,
+            logprobs=[*self.tables] if has_logprobs else None,
             cumulative_logprob=sum(t.logprob for t in self.logprobs) if has_logprobs else None,
         )
-
-
-def without_tokens(output: StepOutput) -> StepOutput:
-    """The output that has computed a prompt, of a request that is to have nothing else."""
-    return msgspec.structs.replace(output, tokens=[], logprobs=[], finish_reason="length")
 
 
 def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
     sums = dict[str, SourceCounts]()
     for sources in each:
         for name, counts in sources.items():
-            s = sums.get(name, NONE)
+            s = sums.get(name, SourceCounts(0, 0, 0))
             sums[name] = SourceCounts(
                 s.proposed + counts.proposed,
                 s.verified + counts.verified,
@@ -307,10 +296,10 @@ def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
     return {name: counts for name, counts in sources.items() if counts.proposed}
 
 
-def details(output: StepOutput, ends: list[int]) -> StepDetails:
+def step_details(output: StepOutput, ends: list[int]) -> StepDetails:
     """Of the step's tokens up to the one that completed a stop string: one for each end."""
     tree = output.tree or VerifiedTree([], [], [], [])
-    bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # the bonus token was no guess
+    bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # no source for the bonus token
     return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
 
 
@@ -320,31 +309,30 @@ def output(
     params: SamplingParams,
     prompt: str | None = None,
     request_id: str | None = None,
-) -> Output:
-    """The output of a prompt from its choices, as far as they have come."""
+) -> RequestOutput:
+    """The output of a prompt from its sequences, as far as they have come."""
     given = best(choices, params.n) if params.is_ranked else choices
     has_logprobs = params.num_top is not None
-    said = [g.said(index, drafter, has_logprobs) for index, g in enumerate(given)]
+    outputs = [g.snapshot(index, drafter, has_logprobs) for index, g in enumerate(given)]
     first, num_prompt = choices[0], len(choices[0].prompt)
-    num_said = sum(len(g.token_ids) for g in choices)
+    num_output = sum(len(g.token_ids) for g in choices)
     came = sum(g.num_predicted for g in choices)
     missed = sum(len(g.sampling.prediction) for g in choices) - came
-    counts = num_prompt, num_said, num_prompt + num_said, first.num_cached
-    usage = Usage(*counts, came, missed)
-    own = msgspec.structs.asdict(said[0])
+    counts = num_prompt, num_output, num_prompt + num_output, first.num_cached
+    own = msgspec.structs.asdict(outputs[0])
     del own["index"]
-    return Output(
+    return RequestOutput(
         request_id=str(first.id) if request_id is None else request_id,
         prompt=prompt,
         prompt_token_ids=list(first.prompt),
-        usage=usage,
-        choices=said,
-        prompt_logprobs=first.told_prompt_logprobs(),
+        usage=TokenUsage(*counts, came, missed),
+        choices=outputs,
+        prompt_logprobs=first.prompt_logprob_tables(),
         **own,
     )
 
 
-def tables(
+def logprob_tables(
     tokens: Iterable[int], logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob]]:
     """A table of each token and the likeliest ones in its place; it comes first."""
@@ -352,27 +340,27 @@ def tables(
     def entry(token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, tokenizer.token_bytes(token).decode(errors="replace"))
 
-    told = list[dict[int, Logprob]]()
+    tables = list[dict[int, Logprob]]()
     for token, its in zip(tokens, logprobs, strict=True):
         table = {token: entry(token, its.logprob, its.rank)}
         for rank, (id, logprob) in enumerate(zip(its.ids, its.top, strict=True), 1):
             table.setdefault(id, entry(id, logprob, rank))
-        told.append(table)
-    return told
+        tables.append(table)
+    return tables
 
 
 def prompt_tables(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None]:
     """The same of a prompt, of whose first token nothing is known."""
-    return [None, *tables(prompt[1:], logprobs, tokenizer)]
+    return [None, *logprob_tables(prompt[1:], logprobs, tokenizer)]
 
 
 def best(choices: Sequence[Generation], number: int) -> list[Generation]:
     """Those whose tokens have the largest mean logprob, the best first; the earlier of equals."""
+
+    def mean_logprob(choice: Generation) -> float:
+        each = [its.logprob for its in choice.logprobs]
+        return sum(each) / len(each) if each else float("-inf")
+
     return sorted(choices, key=mean_logprob, reverse=True)[:number]
-
-
-def mean_logprob(choice: Generation) -> float:
-    each = [its.logprob for its in choice.logprobs]
-    return sum(each) / len(each) if each else float("-inf")

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from specserve.api.generation import Generation, Logprob, prompt_tables
+from specserve.api.outputs import Generation, Logprob, prompt_tables
 from specserve.exchange.messages import StepOutput, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
 from specserve.text.tokenizer import Tokenizer
@@ -74,10 +74,10 @@ def test_a_prompts_logprobs_are_told_once_all_have_come(is_asked_meanwhile, most
         told = StepOutput(1, [], None, False, 0, 0, 0.0, prompt_logprobs=part)
         assert (generation.push(told), generation.is_done) == ("", False)
         assert not generation.first_token_at and not generation.steps
-        assert not is_asked_meanwhile or generation.told_prompt_logprobs() is None
+        assert not is_asked_meanwhile or generation.prompt_logprob_tables() is None
     last = StepOutput(1, [9], None, False, 0, 0, 0.0, prompt_logprobs=each[2:])
     generation.push(last)
-    assert generation.told_prompt_logprobs() == prompt_tables(prompt, each, TOKENIZER)
+    assert generation.prompt_logprob_tables() == prompt_tables(prompt, each, TOKENIZER)
     assert (generation.token_ids, generation.is_done) == (([9], False) if most else ([], True))
 
 
