@@ -30,7 +30,7 @@ class Failure(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class ErrorBody(msgspec.Struct, frozen=True):
     error: Failure
 
 
@@ -185,7 +185,7 @@ def refusal(response: HTTPResponse) -> SpecserveError:
     """The error for a response whose status is not 200."""
     raw, status = response.read(), f"HTTP {response.status} {response.reason}"
     try:
-        failure = msgspec.json.decode(raw, type=Refusal).error
+        failure = msgspec.json.decode(raw, type=ErrorBody).error
     except msgspec.MsgspecError:
         failure = Failure(f"{status}: is that a server of the OpenAI API?")
     if response.status == 401:

@@ -1,7 +1,7 @@
 """The tokens that end a text, and what of a model names each of them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from specserve.models.end_of_turn import text_after_answer
 from specserve.models.source import ModelDescription
@@ -16,21 +16,18 @@ def find_end_tokens(source: ModelDescription, tokenizer: Tokenizer) -> EndTokens
     """config.json is often older than generation_config.json: next to that file it counts only if
     it names special tokens.
     """
+    named: list[tuple[str, Sequence[int]]] = [*source.ends().items()]
+    if (token := tokenizer.eos_token_id) is not None:
+        named.append(("eos_token", [token]))
+    if (token := end_of_turn(tokenizer)) is not None:
+        named.append(("chat template", [token]))
     found = EndTokens()
-    for name, ids in named(source, tokenizer):
+    for name, ids in named:
         known = {*found, *tokenizer.special_ids} if found and name == CONFIG else {*ids}
         for token in ids:
             if token in known and name not in found.setdefault(token, []):
                 found[token].append(name)
     return found
-
-
-def named(source: ModelDescription, tokenizer: Tokenizer) -> Iterator[tuple[str, Sequence[int]]]:
-    yield from source.ends().items()
-    if (token := tokenizer.eos_token_id) is not None:
-        yield "eos_token", [token]
-    if (token := end_of_turn(tokenizer)) is not None:
-        yield "chat template", [token]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:

@@ -29,8 +29,6 @@ from specserve.models.weight import (
     form_of,
     fuse,
     num_bytes,
-    table_bytes,
-    take,
 )
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.tree import TREE_SLOTS
@@ -203,7 +201,10 @@ class Reader:
         """
         weight = self.weight(*modules)
         if rows is not None:
-            weight = take(weight, rows)
+            if isinstance(weight, Tensor):
+                weight = weight[rows.to(weight.device)]
+            else:
+                weight = weight.take(rows.to(weight.q.device))
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
@@ -230,7 +231,8 @@ class Reader:
     def read_embedding(self) -> Weight:
         """The embedding table, on the ops' device."""
         table = self.weight("model.embed_tokens")
-        self.num_bytes += table_bytes(table)
+        parts = (table,) if isinstance(table, Tensor) else table  # kept as it is: a byte a code
+        self.num_bytes += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         if isinstance(table, Tensor):
             return self.ops.place(table)
         self.embedding_bits = 8 * table.q.itemsize

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
-LENGTH_BOUND = ("dynamic",)
 ORIGINAL = "original_max_position_embeddings"
 FACTORS = "factors"  # of each frequency: a GGUF file has what llama3 gives, and no config.json this
 LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
@@ -121,7 +120,7 @@ def check_dimensions(rope: RopeParameters, head_dim: int) -> None:
 
 
 def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: bool) -> None:
-    if kind in LENGTH_BOUND:
+    if kind == "dynamic":
         raise ValueError(
             f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
             f"batch, and so would a token's KV; {', '.join(SUPPORTED)} are supported"

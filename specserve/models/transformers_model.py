@@ -22,7 +22,6 @@ from specserve_kernels import KVCache, Ops, Rotary, Rows
 from specserve_kernels.ops import EagerProgram
 
 NAME = "specserve"  # of our attention among those that transformers knows
-WORDS = "transformers' modules, run eagerly"
 
 
 class AttentionCall(NamedTuple):
@@ -243,7 +242,7 @@ class TransformersModel:
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
     ) -> EagerProgram:
-        return EagerProgram(self, kv, taps, WORDS)
+        return EagerProgram(self, kv, taps, "transformers' modules, run eagerly")
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> StepPlan:
         # Only nodes of a tree stand behind the last position, and no text depends on those. A

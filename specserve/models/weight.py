@@ -75,12 +75,6 @@ def num_bytes(weight: Weight) -> int:
     return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_beside
 
 
-def table_bytes(table: Weight) -> int:
-    """Of an embedding table, which is kept as it is: a byte a code."""
-    parts = (table,) if isinstance(table, Tensor) else table
-    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
-
-
 def form_of(weight: Weight, is_head: bool = False) -> MapForm:
     if isinstance(weight, Tensor):
         return MapForm(8 * weight.itemsize, None, 1, is_head=is_head)
@@ -92,13 +86,6 @@ def form_of(weight: Weight, is_head: bool = False) -> MapForm:
         has_offsets=weight.offset is not None,
         is_head=is_head,
     )
-
-
-def take(weight: Weight, rows: Tensor) -> Weight:
-    """Some rows [n] int64, in the order given."""
-    if isinstance(weight, Tensor):
-        return weight[rows.to(weight.device)]
-    return weight.take(rows.to(weight.q.device))
 
 
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:

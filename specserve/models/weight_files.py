@@ -34,7 +34,14 @@ def find_weights(folder: Path) -> dict[str, str] | None:
         return None
     if (folder / INDEX).exists():
         return weight_map(folder)
-    raise ConfigError(f"{folder}: {missing_weights(folder)}")
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
+        reason = (
+            "the weights are pickles (*.bin, *.pt, *.pth), which can run code when they are read "
+            "and are refused; convert them to safetensors"
+        )
+    else:
+        reason = f"no weights; there must be {SINGLE}, or {INDEX} and the files that it names"
+    raise ConfigError(f"{folder}: {reason}")
 
 
 def tensor_names(folder: Path) -> Collection[str]:
@@ -124,12 +131,3 @@ def links_into_cache(home: Path, target: Path) -> bool:
     cache = Path(HF_HUB_CACHE).resolve()
     is_blob = target.parent.name == "blobs" and cache in target.parents
     return is_blob and cache not in home.parents
-
-
-def missing_weights(folder: Path) -> str:
-    if any(path.suffix in PICKLES for path in folder.iterdir()):
-        return (
-            "the weights are pickles (*.bin, *.pt, *.pth), which can run code when they are read "
-            "and are refused; convert them to safetensors"
-        )
-    return f"no weights; there must be {SINGLE}, or {INDEX} and the files that it names"

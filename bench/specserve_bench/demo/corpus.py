@@ -24,8 +24,6 @@ EVALUATION_FILES = (
 # Not read: generated tables, data, programs, and packages that newer versions have removed.
 SKIPPED = {"site-packages", "pydoc_data", "idlelib", "lib2to3", "distutils", "turtledemo"}
 NOT_ASKED_ABOUT = SKIPPED | {"test", "tests", "encodings", "ensurepip", "unittest"}
-WITHOUT_SOURCE = ("math", "itertools", "time", "zlib", "binascii", "array", "cmath", "errno")
-BUILTIN_TYPES = (str, bytes, list, dict, set, tuple, int, float)
 ALIASES = {"posixpath": "os.path", "_collections_abc": "collections.abc", "_pydecimal": "decimal"}
 MAX_ARGUMENTS = 12
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
@@ -106,12 +104,12 @@ def required(arguments: ast.arguments) -> list[str]:
 
 
 def symbols_without_source() -> Iterator[Symbol]:
-    for name in WITHOUT_SOURCE:
+    for name in ("math", "itertools", "time", "zlib", "binascii", "array", "cmath", "errno"):
         module = importlib.import_module(name)
         yield from (s for key in sorted(vars(module)) for s in inspected(name, module, key))
     for key in sorted(vars(builtins)):
         yield from inspected("", builtins, key)
-    for kind in BUILTIN_TYPES:
+    for kind in (str, bytes, list, dict, set, tuple, int, float):
         yield from (s for key in sorted(vars(kind)) for s in inspected(kind.__name__, kind, key))
 
 

@@ -18,13 +18,12 @@ CONVERSATIONS = ".jsonl"
 BEGINNING, GAP = 64, 512  # tokens of a beginning that is held out, and from one to the next
 MAX_HELD_OUT = 64  # beginnings of each kind
 
-Bools = NDArray[np.bool_]
 Marked = list[tuple[str, bool]]  # parts of a conversation, and whether the model says them
 
 
 def read_files(files: Sequence[Path], tokenizer: Any) -> Corpus:
     """Plain texts, and conversations by the model's chat template; ConfigError names a mistake."""
-    source, talk, is_answer, starts = list[Ids](), list[Ids](), list[Bools](), [0]
+    source, talk, is_answer, starts = list[Ids](), list[Ids](), list[NDArray[np.bool_]](), [0]
     end = encoded(tokenizer, tokenizer.eos_token or "")
     for file in files:
         text = read_file(file)

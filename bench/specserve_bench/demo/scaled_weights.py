@@ -43,7 +43,6 @@ from specserve.models.rotary import frequencies
 from specserve.models.tensor_views import stored_shapes
 from specserve.models.weight_files import Slice
 
-NORM = "model.norm.weight"
 DTYPE = torch.bfloat16  # of demos
 RANDOM = ("q_proj", "k_proj", "v_proj", "gate", "gate_proj", "up_proj")  # added parts read by them
 EXPERT = re.compile(r"experts\.\d+\.")
@@ -163,7 +162,7 @@ class ScaledTensors:
             out[:known, at] = a
         if name == (EMBEDDING if self.large.tied else HEAD):
             out[known:, at] = -SILENCE / a
-        if name == NORM:
+        if name == "model.norm.weight":
             out[at] = 1
 
 

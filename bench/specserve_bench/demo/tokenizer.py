@@ -8,7 +8,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 PAD, END_OF_TEXT, BEGIN_TURN, END_TURN = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = [PAD, END_OF_TEXT, BEGIN_TURN, END_TURN]
 # Words with the space before them, numbers by up to three digits, runs of signs, indentation.
 WORDS = Regex(
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +27,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL,
+        special_tokens=[PAD, END_OF_TEXT, BEGIN_TURN, END_TURN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -37,9 +37,6 @@ class Coding(NamedTuple):
     rounds_rows: bool = False
 
 
-NO_CODING = Coding(0, 0, False, False)
-
-
 class Packed(NamedTuple):
     """A weight as gemm.h describes it, or, of codes that round no rows, gemm_codes.h; N is half of
     the weight's rows if it is gated.
@@ -73,7 +70,7 @@ def linear(
     assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
     assert x.shape[1] == packed.K, "rows of another width than the weight's"
     assert out.shape[1] == packed.N, "a residual of another width than the weight's"
-    coding = packed.kind if isinstance(packed.kind, Coding) else NO_CODING
+    coding = packed.kind if isinstance(packed.kind, Coding) else Coding(0, 0, False, False)
     assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
     dtype = torch.float32 if epilogue == FLOATS else x.dtype
     assert out.dtype == dtype, "rows and a residual of different dtypes"
@@ -217,18 +214,13 @@ def layer(kv: KVLayer) -> Any:
         assert kv.k.dtype in STORED, f"no kernel reads {kv.k.dtype} KV"
         pointers = [x.data_ptr() for x in kv.parts]
         pointers += [0] * (4 - len(pointers))
-        strides = stride, scale_stride(kv)
+        strides = stride, 0 if kv.k_scale is None else kv.k_scale.stride(0)
+        if kv.k_scale is not None and kv.v_scale is not None:
+            assert kv.v_scale.stride() == kv.k_scale.stride(), "scales of different strides"
+            assert kv.k_scale.stride()[1:] == (1, block_size), "scales with gaps in a block"
         stored = STORED.index(kv.k.dtype)
         kv.native = native.KV(*pointers, *strides, block_size, num_heads, D, stored)
     return kv.native
-
-
-def scale_stride(kv: KVLayer) -> int:
-    if kv.k_scale is None or kv.v_scale is None:
-        return 0
-    assert kv.v_scale.stride() == kv.k_scale.stride(), "scales of different strides"
-    assert kv.k_scale.stride()[1:] == (1, kv.k.shape[1]), "scales with gaps in a block"
-    return kv.k_scale.stride(0)
 
 
 def is_bf16(x: Tensor, kv: KVLayer) -> bool:

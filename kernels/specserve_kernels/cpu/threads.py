@@ -28,7 +28,9 @@ def tune(
     machine = topology()
     if machine.cpus == 1:
         return FixedThreads(1), "1, as there is one CPU"
-    measured = MeasuredThreads(machine, cache_file(key, machine))
+    cpu = cpu_name().decode(errors="replace")
+    file = kept_file("threads", key, str(machine), source_hash(), cpu)  # of these kernels, too
+    measured = MeasuredThreads(machine, file)
     return measured, measured.words()
 
 
@@ -194,12 +196,6 @@ def rising(settled: Mapping[int, int], cores: int) -> dict[int, int]:
 
 def size_of(rows: int) -> int:
     return (rows - 1).bit_length()
-
-
-def cache_file(key: str, machine: Topology) -> Path | None:
-    """The file for a model, these kernels and this kind of machine; None if it cannot be kept."""
-    cpu = cpu_name().decode(errors="replace")
-    return kept_file("threads", key, str(machine), source_hash(), cpu)
 
 
 def read(file: Path | None, allowed: int) -> dict[int, int]:

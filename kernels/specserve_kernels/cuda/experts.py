@@ -55,13 +55,6 @@ class Tiles(NamedTuple):
     behind: Tensor
 
 
-def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
-    flat = experts.flatten().long()
-    num = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    num.scatter_add_(0, flat, torch.ones_like(flat))
-    return tiles(flat.argsort(stable=True), num)
-
-
 def tiles(pairs: Tensor, num: Tensor) -> Tiles:
     """Of pairs in the order of experts, which have so many, [E] int64."""
     ends, num_tiles = num.cumsum(0), (num + TILE - 1) // TILE
@@ -155,7 +148,10 @@ def add_experts(
         return add_each(x, routing, gate_up, down, residual, gated)
     if not len(x):
         return residual
-    work, k = tiles_of(routing.experts, len(gate_up.joined)), routing.experts.shape[1]
+    flat, k = routing.experts.flatten().long(), routing.experts.shape[1]
+    num = torch.zeros(len(gate_up.joined), dtype=torch.int64, device=flat.device)
+    num.scatter_add_(0, flat, torch.ones_like(flat))
+    work = tiles(flat.argsort(stable=True), num)
     inner = gated(multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k))
     sums = multiply(inner, down.joined, down.bias, work, torch.float32)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)

@@ -42,8 +42,6 @@ ALSO_BYTES = 64  # a row, for other tensors of a step; and for up to
 MAX_ALSO = 16  # of them their alignment
 PER_WINDOW = 5  # fields
 
-Window = int | None
-
 
 class InputArray(NamedTuple):
     """An array of the step's inputs; `unused` is what its end has if the step needs less."""
@@ -70,7 +68,7 @@ class GraphInputs:
     """
 
     def __init__(
-        self, staging: Staging, size: int, heads: Heads, windows: Sequence[Window]
+        self, staging: Staging, size: int, heads: Heads, windows: Sequence[int | None]
     ) -> None:
         self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
         of_rows = InputArray((size,), "int64")

@@ -17,8 +17,8 @@ from specserve.models.gguf.tokenizer import (
     PREFIX,
     GgufVocabulary,
     build_tokenizer,
-    check_tokenizer,
     find_model,
+    find_pre_tokenizer,
 )
 from specserve.models.quantized.config import Quantization
 from specserve.models.weight_files import check_is_at_home
@@ -115,7 +115,7 @@ class GgufFile:
         """ConfigError if a tensor is missing, of a wrong shape or type, or would not be used, and
         for a tokenizer that is not supported.
         """
-        config, tensors = self.config(), self.header.tensors
+        config, tensors, metadata = self.config(), self.header.tensors, self.header.metadata
         expected = decoder_config.tensor_shapes(config)
         for name, shape in expected.items():
             self.check_tensor(file_name(name), shape)
@@ -129,11 +129,12 @@ class GgufFile:
         for file in template_files(home).values() if TEMPLATE not in self.header.metadata else ():
             check_is_at_home(home, file)
         try:
-            check_tokenizer(self.header.metadata)
+            is_byte_level = find_model(metadata) == "gpt2"
+            if is_byte_level:
+                find_pre_tokenizer(metadata.get(f"{PREFIX}pre"))
         except ValueError as e:
             raise self.refusal(e) from e
-        metadata = self.header.metadata
-        if find_model(metadata) == "gpt2" and f"{PREFIX}pre" not in metadata:
+        if is_byte_level and f"{PREFIX}pre" not in metadata:
             log.warning(
                 "%s: %spre is missing, so the tokenizer splits text as llama.cpp's default. If the "
                 "output is poor, convert the model again",

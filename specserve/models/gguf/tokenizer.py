@@ -185,12 +185,6 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def check_tokenizer(metadata: dict[str, Value | Array]) -> None:
-    """ValueError for a kind that is not supported; its tokens are not decoded."""
-    if find_model(metadata) == "gpt2":
-        find_pre_tokenizer(metadata.get(f"{PREFIX}pre"))
-
-
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """ValueError if the metadata describe none that is supported."""
     if vocabulary.model == "gpt2":

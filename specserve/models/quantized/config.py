@@ -46,7 +46,9 @@ def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
             are_rounded, columns = scheme is not None and is_int8(scheme), columns_of(weights)
             targets += [ActivationTarget(str(name), are_rounded, columns) for name in names]
         if scheme is not None and not are_row_codes(weights, scheme):
-            unmet.append(f"{words(scheme)} beside weights in {kind(weights)}")
+            time = "dynamic" if scheme.get("dynamic") else "static"
+            how = f"({time}, per {scheme.get('strategy') or 'tensor'})"
+            unmet.append(f"activations in {kind(scheme)} {how} beside weights in {kind(weights)}")
         if group.get("output_activations"):
             unmet.append("output activations")
     patterns = [target for target in targets if is_pattern(target.name) and target.group is None]
@@ -78,11 +80,6 @@ def are_row_codes(weights: Mapping[str, Any], activations: Mapping[str, Any]) ->
     both = weights, activations
     are_plain = all(is_int8(numbers) and numbers.get("symmetric", True) for numbers in both)
     return are_plain and is_dynamic and not columns_of(weights)
-
-
-def words(scheme: Mapping[str, Any]) -> str:
-    time = "dynamic" if scheme.get("dynamic") else "static"
-    return f"activations in {kind(scheme)} ({time}, per {scheme.get('strategy') or 'tensor'})"
 
 
 def kind(numbers: Mapping[str, Any]) -> str:
@@ -181,7 +178,7 @@ def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """The block of a group of modules. ValueError for weights that no reader here reads."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    if (kind, bits) not in COMPRESSED_WEIGHTS:
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise ValueError(
             f"config_groups: weights of type {kind!r} and {bits!r} bits are not supported: "
             "integers of 4 and 8 bits and floats of 8 are"
@@ -210,7 +207,6 @@ COMPRESSED = (
     "mixed-precision",
     "dense",
 )
-COMPRESSED_WEIGHTS = (("int", 4), ("int", 8), ("float", 8))
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": compressed_tensors,
     "gptq": gptq,

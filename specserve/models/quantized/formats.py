@@ -196,7 +196,12 @@ class PackedIntegers:
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:
         N, K = shape
-        bits, groups = bits_of(K, found), num_groups(K, found)
+        width, groups = found["weight_packed"].shape[-1:], num_groups(K, found)
+        bits = next((bits for bits in (4, 8) if width == (num_words(K, bits),)), None)
+        if bits is None:
+            raise ValueError(
+                f"weight_packed of {list(width)} columns fits {K} of neither 4 nor 8 bits"
+            )
         parts = {
             "weight_packed": Stored((N, num_words(K, bits)), INTEGERS),
             "weight_scale": Stored((N, groups), SCALES),
@@ -253,14 +258,6 @@ def raised(signed: Tensor) -> Tensor:
 
 def num_words(values: int, bits: int) -> int:
     return -(-values * bits // 32)
-
-
-def bits_of(K: int, found: Mapping[str, Stored]) -> int:
-    width = found["weight_packed"].shape[-1:]
-    for bits in (4, 8):
-        if width == (num_words(K, bits),):
-            return bits
-    raise ValueError(f"weight_packed of {list(width)} columns fits {K} of neither 4 nor 8 bits")
 
 
 def num_groups(K: int, found: Mapping[str, Stored]) -> int:
