@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cli.remote import Remote, events
 from specserve.errors import ConfigError, SpecserveError
-from specserve_bench.arrivals import due_times
 from specserve_bench.results import (
     Load,
     MeasuredRequest,
@@ -99,7 +98,7 @@ class Hosted:
         self.remote = Remote(url, key, {"model": model})
 
     def run(self, workload: Workload, load: Load) -> Round:
-        due = due_times(load, len(workload.asks))
+        due = load.due_times(len(workload.asks))
         before = self.series()
         started_at = time.perf_counter()
         waiting: list[Future[Heard]] = []

@@ -20,8 +20,8 @@ from specserve.errors import ConfigError
 from specserve.memory.pool import BlockTable
 from specserve.models.folder import resolve
 from specserve.models.source import open_source
+from specserve_bench.arguments import Once, listed
 from specserve_bench.demo.held_out import source_files
-from specserve_bench.once import Once
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quantize",
         action=Once,
-        type=names,
+        type=listed(str, NAMES, repeats=True),
         metavar="Q,...",
         help="each in turn, ratios are to the first; default: all of stored,w8,w8a8,w4, or stored "
         "alone where the weights are quantized already",
@@ -61,14 +61,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--set model.quantize: say it with --quantize")
     show(args.model, args.quantize or default_names(args.model), texts, settings)
     return 0
-
-
-def names(text: str) -> list[str]:
-    found = text.split(",")
-    for name in found:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
-    return found
 
 
 def default_names(model: str | None) -> Sequence[str]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from specserve.errors import ConfigError
 from specserve_bench.report import Line, grouped, mean, on_machine, scaled_words
-from specserve_bench.results import Load, Result, Run
+from specserve_bench.results import Load, Result
 
 try:
     from matplotlib.figure import Figure
@@ -15,7 +15,6 @@ except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
 SIZE = (6.0, 3.6)  # inches
-MAX_NAME = 20  # characters of a name beside an axis
 # Okabe and Ito's, which color-blind people can tell apart.
 COLORS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
 # One more than colors, so that 72 subjects have pairs of their own.
@@ -79,7 +78,7 @@ def latency_cdf(results: Sequence[Result]) -> Figure | None:
     figure, axes = panels(len(places))
     looks = styles(results)
     for ax, (result, (workload, load)) in zip(axes, places, strict=True):
-        for run in runs_at(result, workload, load):
+        for run in (run for run in result.runs if (run.workload, run.load) == (workload, load)):
             times = [a.end_to_end_ms for r in run.rounds for a in r.requests]
             values = sorted(t for t in times if t is not None)
             shares = [(n + 1) / len(values) for n in range(len(values))]
@@ -158,7 +157,7 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
         bars(ax, lines, styles(results))
         title = title_of(results, result, workload, str(load))
         about = "whiskers: lowest and highest round; in bars: tokens a step"
-        base = lines[0].subject if len(lines[0].subject) <= MAX_NAME else "the first"
+        base = lines[0].subject if len(lines[0].subject) <= 20 else "the first"
         y = f"TPOT: median over rounds of the\nratio to {base}, paired (lower is better)"
         label(ax, title, about, y)
     return figure
@@ -179,10 +178,6 @@ def bars(ax: Any, lines: Sequence[Line], looks: Mapping[str, Style]) -> None:
             ax.text(number, 0.03, f"{length:.2f}", ha="center", fontsize=8, bbox=box)
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set_xticks(range(len(lines)), [line.subject for line in lines], rotation=30, ha="right")
-
-
-def runs_at(result: Result, workload: str, load: Load) -> list[Run]:
-    return [run for run in result.runs if run.workload == workload and run.load == load]
 
 
 def loads_of(result: Result, workload: str) -> list[Load]:

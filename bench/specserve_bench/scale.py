@@ -22,7 +22,7 @@ from specserve.models.scaling import Scaling
 from specserve.models.shapes import SHAPES
 from specserve.models.weight_files import INDEX
 from specserve.models.writing import SHARD_BYTES, copy_companions, split, write_json
-from specserve_bench import outputs
+from specserve_bench import arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +37,10 @@ def main(argv: Sequence[str]) -> int:
         "--like", required=True, metavar="NAME", help=f"{known}, or a folder with a config.json"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--seed", type=seed, default=0, help="of what is added; default: 0")
+    seeds = arguments.integer(0, 2**63 - 1)
+    parser.add_argument("--seed", type=seeds, default=0, help="of what is added; default: 0")
     args = parser.parse_args(argv)
-    outputs.check_parent("DST", args.target)
+    arguments.check_parent("DST", args.target)
     source = resolve(args.source)
     dtype, name = DTYPES[args.dtype], name_of(args.source)
     try:
@@ -49,12 +50,6 @@ def main(argv: Sequence[str]) -> int:
     rounded = "" if args.dtype == "fp32" else f", as far as {args.dtype} goes"
     print(f"{args.target}: computes what {name} does{rounded}, at the cost of {args.like}")
     return 0
-
-
-def seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number below 2^63")
-    return int(text)
 
 
 def scale_model(

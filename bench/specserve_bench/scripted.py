@@ -12,7 +12,6 @@ from msgspec import Meta
 from specserve_drafters.base import DraftItem, Options
 from specserve_drafters.tree import Draft
 
-Chance = Annotated[float, Meta(ge=0.0, le=1.0)]
 NAME = "specserve_bench.scripted:ScriptedDrafter"
 
 
@@ -23,7 +22,7 @@ class ScriptedOptions(Options, frozen=True):
     """
 
     recording: str
-    acceptance: tuple[Chance, ...]
+    acceptance: tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...]
     seed: int = 0
 
 

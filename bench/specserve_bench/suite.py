@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve import LLM
-from specserve.config import Config
+from specserve.config import Config, load_config
 from specserve.engine.loading import Model
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of
@@ -31,15 +31,9 @@ from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
-PATHS = (
-    "model.path",
-    "drafter.model",
-    "recording",
-)  # of one machine; labels have the names
 NO_MODEL = {"drafter.model": None, "drafter.quantize": None}
 NO_HEAD = {"drafter.head": None}
 NO_DRAFT = NO_MODEL | NO_HEAD
-PACKAGES = ("torch", "transformers", "numpy")
 T = TypeVar("T")
 
 
@@ -151,6 +145,17 @@ def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
         yield from group[first:] + group[:first]
 
 
+def measure_drafters(
+    contenders: Sequence[Contender],
+    workloads: Sequence[Workload],
+    rounds: int,
+    command: str,
+    concurrency: int = 1,
+) -> Result:
+    trials = Trials(workloads, [Load(concurrency=concurrency)], rounds)
+    return measure("drafters", contenders, trials, Goals(), command)
+
+
 class Loader:
     """LLMs of configs, which share their models: each is loaded once."""
 
@@ -163,6 +168,14 @@ class Loader:
         self.models += [model for model in llm.weights if model not in self.models]
         local = Local(llm, is_warm=self.is_warm)
         return Contender(label, about(llm, self.is_warm), local, self.is_warm)
+
+    def load_each(self, drafters: Iterable[str], settings: Mapping[str, Any]) -> list[Contender]:
+        """One for each drafter setting, with further settings that all have."""
+        base = load_config(None, settings)
+        return [
+            self.load(name, load_config(None, {**settings, **drafting(name, base)}))
+            for name in drafters
+        ]
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
@@ -197,7 +210,7 @@ def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_paths(value) if isinstance(value, dict) else value
         for key, value in settings.items()
-        if key not in PATHS
+        if key not in ("model.path", "drafter.model", "recording")
     }
 
 
@@ -274,7 +287,7 @@ def machine(command: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: version(name) for name in ("torch", "transformers", "numpy")},
         **gpu(),
         "specserve": VERSION,
         "commit": commit(),

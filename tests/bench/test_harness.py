@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from specserve.errors import ConfigError
-from specserve_bench.harness import figure
-from specserve_bench.harness.lm_eval import Evaluation, LmEval
+from specserve_bench.figures import lm_eval
+from specserve_bench.figures.lm_eval import Evaluation, LmEval
 
 ENDS = "import sys\nprint('no such model', file=sys.stderr)"
 FAILS = 'print(\'{"error": "a wrong task"}\', flush=True)\ninput()'
@@ -30,7 +30,7 @@ class Fake:
 def contenders():
     ours = Fake(0.5, {"_concurrent": 16}, -1.0)
     theirs = Fake(1.0, {"batch_size_per_gpu": 8}, -1.25)
-    return {figure.OURS: ours, figure.THEIRS: theirs}
+    return {lm_eval.OURS: ours, lm_eval.THEIRS: theirs}
 
 
 ABOUT = {"items": {"number": 10}, "num_parts": 3}
@@ -38,38 +38,38 @@ ABOUT = {"items": {"number": 10}, "num_parts": 3}
 
 def test_rates_are_of_all_parts_in_the_best_setting():
     fakes = contenders()
-    *_, told = figure.measured(ABOUT, fakes)
+    *_, told = lm_eval.measured(ABOUT, fakes)
     assert told["setting"] == {name: fake.best for name, fake in fakes.items()}
-    assert told["items_per_s"] == {figure.OURS: 2.0, figure.THEIRS: 1.0}
+    assert told["items_per_s"] == {lm_eval.OURS: 2.0, lm_eval.THEIRS: 1.0}
     assert told["rate_over_theirs"] == told["rate_over_theirs_in_parts"]["median"] == 2.0
     assert (told["mean_apart"], told["greedy_by_one_alone"]) == (0.25, 0)
     for fake in fakes.values():
         assert sorted(n for part in fake.seen[-3:] for n in part) == [*range(10)]
-    assert f"| {figure.OURS} | requests at a time: 16 | 2.00 |" in figure.table(told)
+    assert f"| {lm_eval.OURS} | requests at a time: 16 | 2.00 |" in lm_eval.table(told)
 
 
 def test_parts_that_are_kept_are_not_measured_again(tmp_path):
-    *_, whole = figure.measured(ABOUT, contenders())
-    first, *_ = figure.measured(ABOUT, contenders())
+    *_, whole = lm_eval.measured(ABOUT, contenders())
+    first, *_ = lm_eval.measured(ABOUT, contenders())
     file = tmp_path / "kept.json"
     file.write_text(json.dumps(first))
     fakes = contenders()
-    *_, told = figure.measured(figure.kept(file, ABOUT), fakes)
+    *_, told = lm_eval.measured(lm_eval.kept(file, ABOUT), fakes)
     assert told == whole
     for fake in fakes.values():
         _, *seen = fake.seen  # without the run before them
         assert seen == [[1, 4, 7], [2, 5, 8]]
-    assert figure.kept(tmp_path / "none.json", ABOUT) == ABOUT
+    assert lm_eval.kept(tmp_path / "none.json", ABOUT) == ABOUT
     with pytest.raises(ConfigError, match="other parts"):
-        figure.kept(file, ABOUT | {"num_parts": 4})
+        lm_eval.kept(file, ABOUT | {"num_parts": 4})
 
 
 def test_items_are_lines_of_code_and_the_next_one():
-    docs = figure.items(20)
-    assert docs == figure.items(40)[:20]
+    docs = lm_eval.items(20)
+    assert docs == lm_eval.items(40)[:20]
     for doc in docs:
         assert doc["target"].startswith("\n") and doc["target"].strip()
-        assert 0 < len(doc["context"]) <= figure.CHARACTERS[1]
+        assert 0 < len(doc["context"]) <= lm_eval.CHARACTERS[1]
         assert not doc["context"].endswith((" ", "\n"))  # lm-eval would make it the target's
 
 

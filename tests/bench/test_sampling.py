@@ -7,8 +7,8 @@ import pytest
 from specserve.engine import engine as step_loop
 from specserve.engine.step_input import Draws
 from specserve.engine.text_state import TextState
-from specserve_bench import sampling
-from specserve_bench.sampling import Bush, Subject
+from specserve_bench.figures import sampling
+from specserve_bench.figures.sampling import Bush, Subject
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -20,7 +20,7 @@ def figures(tmp_path_factory):
         for name, value in small.items():
             patch.setattr(sampling, name, value)
         patched = step_loop.draws_of, Draws.params, TextState.extend
-        yield sampling.sampling_figures(tiny_checkpoint(tmp_path_factory.mktemp("m")), rounds=2)
+        yield sampling.measure(tiny_checkpoint(tmp_path_factory.mktemp("m")), rounds=2)
         assert patched == (step_loop.draws_of, Draws.params, TextState.extend)
 
 

@@ -15,7 +15,7 @@ def is_error(figure: Any) -> bool:
     return isinstance(figure, dict) and "error" in figure
 
 
-class Kept(NamedTuple):
+class RecordContent(NamedTuple):
     """What a file has: figures by name, and whether its stage is done."""
 
     figures: dict[str, Any]
@@ -31,7 +31,7 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def load(file: Path) -> Kept | None:
+def load(file: Path) -> RecordContent | None:
     """The file's content if it was measured with this source, else None. A last line that was cut
     is left out.
     """
@@ -43,7 +43,7 @@ def load(file: Path) -> Kept | None:
     if head.get("source") != source_digest():
         return None
     figures = {line["name"]: line["figure"] for line in others if "name" in line}
-    return Kept(figures, any(line.get("done", False) for line in others))
+    return RecordContent(figures, any(line.get("done", False) for line in others))
 
 
 class Record:
@@ -55,7 +55,7 @@ class Record:
         self.file = file
         known = load(file)
         figures = {} if known is None else known.figures
-        self.figures = {name: f for name, f in figures.items() if not is_error(f)}  # tried again
+        self.figures = {n: f for n, f in figures.items() if not is_error(f)}  # tried again
         if known is None:
             file.unlink(missing_ok=True)
             self.write({"machine": machine, "source": source_digest()})

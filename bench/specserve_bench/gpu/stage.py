@@ -1,13 +1,14 @@
 """What all stages have in common: their options, the ops that they measure, one figure's errors."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from specserve_bench.gpu.record import Record, is_error
+from specserve_bench.gpu.record import UNFINISHED, Record, is_error
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, load
 
@@ -50,6 +51,31 @@ def interpreted() -> Ops:
         module.SIZES = REHEARSED  # type: ignore[attr-defined]
     built: Ops = ops.CudaOps(torch.device("cpu"), None)
     return built
+
+
+def take_each(
+    record: Record,
+    figures: Iterable[tuple[str, Callable[[], Any]]],
+    seconds: float,
+    summary: Callable[[dict[str, Any]], Any] | None = None,
+) -> int:
+    """Record the figures that are not known yet; the stage's exit status.
+
+    It is UNFINISHED at the deadline or after a fault of the device, and 1 if a figure failed.
+    """
+    deadline, code = perf_counter() + seconds, 0
+    for name, figure in figures:
+        if name in record:
+            continue
+        if perf_counter() > deadline or take(record, name, figure):
+            code = UNFINISHED
+            break
+    if summary is not None:
+        record.put("summary", summary(record.figures))
+    code = code or int(bool(failed(record)))
+    if code != UNFINISHED:
+        record.finish(code == 0)
+    return code
 
 
 def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:

@@ -62,6 +62,12 @@ class Timed:
             self.token_ids += map(int, token_ids)
 
 
+def timed_together(number: int) -> list[Timed]:
+    """Of requests that are sent at once, at this moment."""
+    start = perf_counter()
+    return [Timed(start) for _ in range(number)]
+
+
 class EngineError(RuntimeError):
     """A sentence for the table, where an engine gives none of its own."""
 
@@ -72,8 +78,6 @@ class Engine(Protocol):
     @property
     def version(self) -> str: ...
 
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed: ...
-
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         """All prompts at once; times count from when the first was sent."""
         ...
@@ -82,47 +86,54 @@ class Engine(Protocol):
 def serve(load: Callable[[Setup], Engine]) -> None:
     """Load what the command line's Setup names, then answer requests until stdin is closed.
 
-    Says {"version"} once loaded. A request is {"prompts", "num_tokens", "is_batch"}, its answer a
-    list of {"token_ids", "times", "counts"}. Answers come as {"ok": ...} or {"error": text}; after
-    an error in loading it ends.
+    A request is {"prompts", "num_tokens", "is_batch"}, its answer a list of {"token_ids", "times",
+    "counts"}.
+    """
+
+    def start(given: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], Any]]:
+        engine = load(read_setup(given))
+        return engine.version, lambda asked: run(engine, **asked)
+
+    answer_requests(start)
+
+
+def answer_requests(
+    start: Callable[[dict[str, Any]], tuple[str, Callable[[dict[str, Any]], Any]]],
+) -> None:
+    """Start with the command line's JSON, then answer each line of stdin by a line.
+
+    `start` returns a version and what answers requests. Answers come as {"ok": ...} or {"error":
+    text}, the first is {"version"}; after an error in starting it ends.
     """
     end_with_parent()
     out = own_stdout()
     try:
-        engine = load(setup_of_process())
+        version, answer = start(json.loads(sys.argv[1]))
     except Exception as e:
-        tell_error(out, e)
+        print(json.dumps(error_of(e)), file=out, flush=True)
         sys.exit(1)
-    tell(out, {"ok": {"version": engine.version}})
+    print(json.dumps({"ok": {"version": version}}), file=out, flush=True)
     for line in sys.stdin:
         try:
-            tell(out, {"ok": run(engine, json.loads(line))})
+            told = {"ok": answer(json.loads(line))}
         except Exception as e:  # any engine's any error is its line in the table
-            tell_error(out, e)
+            told = error_of(e)
+        print(json.dumps(told), file=out, flush=True)
 
 
-def tell_error(out: TextIO, e: Exception) -> None:
+def error_of(e: Exception) -> dict[str, Any]:
     """Our own errors are sentences; others need the name of their class."""
     traceback.print_exc()
     is_ours = type(e).__module__.startswith("specserve")
-    tell(out, {"error": str(e) if is_ours else f"{type(e).__name__}: {e}"})
+    return {"error": str(e) if is_ours else f"{type(e).__name__}: {e}"}
 
 
-def tell(out: TextIO, answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=out, flush=True)
-
-
-def run(engine: Engine, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    prompts, num_tokens = asked["prompts"], asked["num_tokens"]
-    if asked["is_batch"]:
-        done = engine.together(prompts, num_tokens)
-    else:
-        done = [engine.alone(prompt, num_tokens) for prompt in prompts]
+def run(
+    engine: Engine, prompts: list[list[int]], num_tokens: int, is_batch: bool
+) -> list[dict[str, Any]]:
+    groups = [prompts] if is_batch else [[prompt] for prompt in prompts]
+    done = [timed for group in groups for timed in engine.together(group, num_tokens)]
     return [{"token_ids": d.token_ids, "times": d.times, "counts": d.counts} for d in done]
-
-
-def setup_of_process() -> Setup:
-    return read_setup(json.loads(sys.argv[1]))
 
 
 def read_setup(fields: dict[str, Any]) -> Setup:

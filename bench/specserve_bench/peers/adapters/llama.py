@@ -11,10 +11,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specserve_bench.peers.protocol import DRAFT, EngineError, Guessing, Setup, Timed, serve
+from specserve_bench.peers.protocol import (
+    DRAFT,
+    EngineError,
+    Guessing,
+    Setup,
+    Timed,
+    serve,
+    timed_together,
+)
 
 # llama.h's llama_ftype: Q4_0 and Q8_0, but for a few weights that its tool keeps more exact.
-FILE_TYPES = {"w4": ("q4_0", 2), "w8": ("q8_0", 7), "w8a8": ("q8_0", 7)}
 BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
 
 
@@ -47,10 +54,7 @@ class Llama:
     def __init__(self, model: Decoding, guesser: Guesser | None, version: str) -> None:
         self.model, self.guesser, self.version = model, guesser, version
 
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
-        if self.guesser is None:
-            [timed] = self.together([prompt], num_tokens)
-            return timed
+    def guessed(self, prompt: list[int], num_tokens: int, guesser: Guesser) -> Timed:
         timed = Timed()
         self.model.clear()
         token = extend(self.model, prompt, 0)
@@ -58,7 +62,7 @@ class Llama:
         text = [*prompt, token]
         while (missing := num_tokens - len(timed.token_ids)) > 0:
             # The last token of all comes from the target, so one guess fewer is of use.
-            guesses = self.guesser.guess(text)[: missing - 1]
+            guesses = guesser.guess(text)[: missing - 1]
             tokens = self.verify(text, guesses)
             timed.add(tokens)
             text += tokens
@@ -76,9 +80,10 @@ class Llama:
         return answers[: accepted + 1]
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
+        if self.guesser is not None and len(prompts) == 1:
+            return [self.guessed(prompts[0], num_tokens, self.guesser)]
         self.model.clear()
-        first = Timed()
-        timed = [first, *(Timed(first.start) for _ in prompts[1:])]
+        timed = timed_together(len(prompts))
         for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True)):
             each.add([extend(self.model, prompt, sequence)])
         for done in range(num_tokens - 1):
@@ -186,7 +191,7 @@ def quantized(file: str, quantize: str | None) -> str:
 
     if quantize is None:
         return file
-    name, number = FILE_TYPES[quantize]
+    name, number = {"w4": ("q4_0", 2), "w8": ("q8_0", 7), "w8a8": ("q8_0", 7)}[quantize]
     made = f"{file.removesuffix('.gguf')}.{name}.gguf"
     if not os.path.exists(made):
         params = llama_cpp.llama_model_quantize_default_params()
