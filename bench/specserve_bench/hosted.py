@@ -31,7 +31,7 @@ T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class Told(msgspec.Struct, frozen=True):
+class SpecStatistics(msgspec.Struct, frozen=True):
     """specserve's statistics of one request, on its last chunk."""
 
     num_spec_steps: Count
@@ -40,16 +40,16 @@ class Told(msgspec.Struct, frozen=True):
     mean_acceptance_length: Annotated[float, Meta(ge=0, le=1e4)] | None = None
 
 
-class Statistics(msgspec.Struct, frozen=True):
-    speculative_decoding: Told | None = None
+class ChunkMetrics(msgspec.Struct, frozen=True):
+    speculative_decoding: SpecStatistics | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ChunkUsage(msgspec.Struct, frozen=True):
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChunkDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None  # reasoning counts as text
     reasoning: str | None = None
@@ -59,11 +59,11 @@ class WireChoice(msgspec.Struct, frozen=True):
     """A choice of an event: of a completion (text) or of a chat (delta)."""
 
     text: str | None = None
-    delta: Delta = Delta()
+    delta: ChunkDelta = ChunkDelta()
     finish_reason: str | None = None
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ChunkError(msgspec.Struct, frozen=True):
     message: str = ""
 
 
@@ -71,9 +71,9 @@ class Chunk(msgspec.Struct, frozen=True):
     """The fields of an event that are measured."""
 
     choices: list[WireChoice] = []
-    usage: Usage | None = None
-    metrics: Statistics | None = None
-    error: Failure | None = None
+    usage: ChunkUsage | None = None
+    metrics: ChunkMetrics | None = None
+    error: ChunkError | None = None
 
 
 class Heard(msgspec.Struct):
@@ -86,8 +86,8 @@ class Heard(msgspec.Struct):
     ended_at: float = 0.0
     text: str = ""
     finish_reason: str | None = None
-    usage: Usage | None = None
-    told: Told | None = None
+    usage: ChunkUsage | None = None
+    told: SpecStatistics | None = None
     error: str | None = None
 
 

@@ -97,18 +97,13 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         for start in range(0, len(ids) - 1, WINDOW):
             window = ids[start : start + WINDOW]
-            loss += window_loss(llm, window)
+            logits = window_logits(llm, window)[:-1]
+            told = torch.tensor(window[1:], device=logits.device)
+            loss += F.cross_entropy(logits, told, reduction="sum").item()
             count += len(window) - 1
     if count == 0:
         raise ConfigError("--text: no file has two tokens; name longer ones")
     return math.exp(loss / count)
-
-
-def window_loss(llm: LLM, ids: list[int]) -> float:
-    """The sum over all tokens but the first."""
-    logits = window_logits(llm, ids)[:-1]
-    told = torch.tensor(ids[1:], device=logits.device)
-    return F.cross_entropy(logits, told, reduction="sum").item()
 
 
 @torch.inference_mode()

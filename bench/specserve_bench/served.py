@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.errors import ConfigError
 
-READY = re.compile(r"ready in [\d.]+ s at http://([\d.]+):(\d+)")
 TIMEOUT = 300.0  # seconds of a request
 
 
@@ -41,7 +40,7 @@ class Served:
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := READY.search(line):
+            if found := re.search(r"ready in [\d.]+ s at http://([\d.]+):(\d+)", line):
                 self.host, self.port = found[1], int(found[2])
                 self.ready_seconds = perf_counter() - started_at
                 return

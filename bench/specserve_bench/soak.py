@@ -28,9 +28,7 @@ COMPARED = 50  # each so manieth text is compared
 # Of a process's time the first part is left out, in which what sources may keep fills up.
 WARM_UP, WARM_SECONDS = 0.25, 300.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
-SOURCES = '["ngram", "model", "grammar", "prediction", "suffix", "recycle"]'  # all that there are
 
-KINDS = ["questions", "completion", "agent", "random", "mixed"]
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8},
@@ -67,10 +65,12 @@ PLAIN: list[dict[str, Any]] = [  # of any request
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
 ]
 OF_TEXTS: list[dict[str, Any]] = [{"logprobs": 3}, {"echo": True, "logprobs": 0}]
-TOOL = {"type": "function", "function": {"name": "weigh", "parameters": SCHEMA}}
 OF_CHATS: list[dict[str, Any]] = [
     {"logprobs": True, "top_logprobs": 3},
-    {"tools": [TOOL], "tool_choice": "required"},
+    {
+        "tools": [{"type": "function", "function": {"name": "weigh", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
 ]
 
 
@@ -99,7 +99,8 @@ class AnswerError(Exception):
 def request(seed: int, number: int) -> SoakRequest:
     """The request of that number: the same for the same seed, whenever it is sent."""
     chance = random.Random(f"soak {seed} {number}")
-    ask = WORKLOADS[chance.choice(KINDS)][1](chance, 1)[0]
+    kind = chance.choice(["questions", "completion", "agent", "random", "mixed"])
+    [ask] = WORKLOADS[kind][1](chance, 1)
     is_text = isinstance(ask.prompt, str)
     fields = chance.choice(PLAIN + (OF_TEXTS if is_text else OF_CHATS))
     body = {
@@ -335,7 +336,8 @@ async def differing(seed: int, compared: dict[int, dict[int, str]]) -> list[int]
 
 
 def soak(minutes: float, seed: int) -> dict[str, Any]:
-    with Served(f"--set=drafter.options.sources={SOURCES}", *LIMITS) as server:
+    sources = '["ngram", "model", "grammar", "prediction", "suffix", "recycle"]'  # all of them
+    with Served(f"--set=drafter.options.sources={sources}", *LIMITS) as server:
         before = idle_blocks(server)
         run = Soak(server, seed)
         rate = asyncio.run(run.run(60 * minutes))

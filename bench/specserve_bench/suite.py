@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -306,16 +307,12 @@ def gpu() -> dict[str, Any]:
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     except OSError:
         driver = "unknown"
-    found = {name: installed_version(name) for name in ("triton", "flashinfer-python")}
+    found = {}
+    for package in ("triton", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     name, cuda = torch.cuda.get_device_name(), torch.version.cuda
     return {"gpu": name, "driver": driver, "cuda": cuda, **found}
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

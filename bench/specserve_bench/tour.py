@@ -15,7 +15,16 @@ from specserve import LLM
 from specserve.api.watch import VISIBLE
 from specserve.errors import ConfigError
 from specserve_bench.demo.held_out import questions
-from specserve_bench.tour_record import Node, Recorded, Run, Tour, cost, numbers, rates, record
+from specserve_bench.tour_record import (
+    Node,
+    Recorded,
+    RecordedRun,
+    Tour,
+    cost,
+    numbers,
+    rates,
+    record,
+)
 
 try:
     from matplotlib import rc_context
@@ -38,8 +47,6 @@ STYLE: Any = {  # texts stay texts: the reader's fonts draw them
     "text.parse_math": False,
 }
 MONO = ["DejaVu Sans Mono", "monospace"]
-CHARACTER, ROW = 0.068, 0.24  # inches: of a token's letters, and of its box
-STAIRS = 64  # rows that are drawn
 
 
 def draw(tour: Tour, folder: Path, kind: str = "svg") -> list[Path]:
@@ -56,7 +63,7 @@ def draw(tour: Tour, folder: Path, kind: str = "svg") -> list[Path]:
 
 def canvas(width: float, height: float) -> tuple[Figure, Any]:
     """An empty picture, in characters and rows, from the upper left."""
-    figure = Figure(figsize=(width * CHARACTER, height * ROW))
+    figure = Figure(figsize=(width * 0.068, height * 0.24))  # inches of a letter, and of a row
     ax = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
     return figure, ax
@@ -224,7 +231,7 @@ def costs(tour: Tour) -> Figure:
     step = tour.guessed.steps[tour.shown]
     figure = Figure(figsize=(7.4, 2.7), layout="constrained")
     left, right = figure.subplots(1, 2)
-    rows = [*range(1, STAIRS + 1)]
+    rows = [*range(1, 65)]  # rows that are drawn
     left.step(rows, [cost(step, n) for n in rows], where="mid", color=ACCENT)
     used = 1 + len(step.nodes)
     left.plot([used], [cost(step, used)], "o", color=INK)
@@ -254,7 +261,7 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
 def timeline(tour: Tour) -> Figure:
     figure = Figure(figsize=(7.4, 2.9), layout="constrained")
     ax = figure.subplots()
-    lanes: list[tuple[str, Run]] = [("with guesses", tour.guessed), ("without", tour.plain)]
+    lanes: list[tuple[str, RecordedRun]] = [("with guesses", tour.guessed), ("without", tour.plain)]
     for lane, (_, run) in enumerate(lanes):
         begun = 0.0
         for number, step in enumerate(run.steps):

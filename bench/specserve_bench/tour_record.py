@@ -44,7 +44,7 @@ class Recorded(msgspec.Struct, frozen=True):
     cost_ms: dict[int, float] = {}  # rows -> the target's forward, as expected before the step
 
 
-class Run(msgspec.Struct, frozen=True):
+class RecordedRun(msgspec.Struct, frozen=True):
     steps: list[Recorded]
     token_ids: list[int]
     text: str
@@ -60,8 +60,8 @@ class Tour(msgspec.Struct, frozen=True):
     num_cached: int  # tokens of the prompt
     memory: dict[str, dict[str, int]]  # when -> holder -> blocks
     sources: tuple[str, ...]
-    guessed: Run
-    plain: Run  # without guesses
+    guessed: RecordedRun
+    plain: RecordedRun  # without guesses
     sampled: list[str]  # texts at temperature 1, with and without guesses
 
     @property
@@ -115,7 +115,7 @@ def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int 
 
 def run(
     llm: LLM, ids: list[int], params: SamplingParams
-) -> tuple[Run, Output, list[int], dict[str, int]]:
+) -> tuple[RecordedRun, Output, list[int], dict[str, int]]:
     """The request's steps, its output, and after its first step its blocks and all holders'."""
     steps: list[Recorded] = []
     blocks, memory = list[int](), dict[str, int]()
@@ -127,7 +127,7 @@ def run(
         except StopIteration as end:
             output: Output = end.value
             total = round(sum(step.ms for step in steps), 2)
-            return Run(steps, output.token_ids, output.text, total), output, blocks, memory
+            return RecordedRun(steps, output.token_ids, output.text, total), output, blocks, memory
         ms = 1e3 * (perf_counter() - start)
         if not steps:
             memory = llm.memory()

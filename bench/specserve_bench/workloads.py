@@ -170,8 +170,7 @@ def edited(text: str) -> str:
 
 
 HELD_OUT = "twelve files of the standard library that training never saw"
-Make = Callable[[random.Random, int], list[Ask]]
-WORKLOADS: dict[str, tuple[str, Make]] = {
+WORKLOADS: dict[str, tuple[str, Callable[[random.Random, int], list[Ask]]]] = {
     "questions": (
         "questions on the standard library in phrasings that training never saw",
         questions,

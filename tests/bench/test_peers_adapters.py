@@ -178,8 +178,8 @@ GUESSERS = {
     "right": Scripted(4, 4),
     "wrong": Scripted(0, 4),
     "right, then wrong": Scripted(2, 5),
-    "the target's twin": llama.Draft(Toy(), 3),
-    "another model": llama.Draft(Toy(salt=1), 3),
+    "the target's twin": llama.DraftGuesser(Toy(), 3),
+    "another model": llama.DraftGuesser(Toy(salt=1), 3),
 }
 
 

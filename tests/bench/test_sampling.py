@@ -8,14 +8,14 @@ from specserve.engine import engine as step_loop
 from specserve.engine.step_input import Draws
 from specserve.engine.text_state import TextState
 from specserve_bench.figures import sampling
-from specserve_bench.figures.sampling import Bush, Subject
+from specserve_bench.figures.sampling import Bush, SamplingCase
 from tests.checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     small = {"REQUESTS": 2, "PROMPT": 60, "NODES": 3, "STEPS": 2, "WARM_UP": 1}
-    small["SUBJECTS"] = [Subject(3, *how) for how in (("none",), ("none", True), ("all",))]
+    small["SUBJECTS"] = [SamplingCase(3, *how) for how in (("none",), ("none", True), ("all",))]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
             patch.setattr(sampling, name, value)
@@ -44,7 +44,7 @@ def test_a_share_is_of_the_whole_step():
     steps = [Counter(host=n, sample=2 * n, logprobs=1, rest=n) for n in (10, 20, 30)]
     each = sampling.typical(steps)
     assert each == {"host": 20, "sample": 40, "logprobs": 1, "step": 81}
-    assert sampling.row(Subject(0, "all"), [each])["share"]["median"] == round(61 / 81, 5)
+    assert sampling.row(SamplingCase(0, "all"), [each])["share"]["median"] == round(61 / 81, 5)
 
 
 def test_a_tree_has_two_guesses_below_each_and_none_twice():

@@ -17,41 +17,42 @@ from specserve_bench.served import Served, settings
 
 LOADER, OTHER = "loading-key", "other-key"
 
-Request = tuple[str, bytes]  # path, body
 numbers = count()  # so that no grammar comes twice
 
 
 class Case(NamedTuple):
-    """The requests of the loading key, which are sent at once, and the other key's."""
+    """The requests of the loading key, which are sent at once, and the other key's: paths and
+    bodies.
+    """
 
-    load: Callable[[], Sequence[Request]]
-    asked: Callable[[], Request]
+    load: Callable[[], Sequence[tuple[str, bytes]]]
+    asked: Callable[[], tuple[str, bytes]]
 
 
-def small(path: str, body: Mapping[str, Any]) -> Request:
+def small(path: str, body: Mapping[str, Any]) -> tuple[str, bytes]:
     return path, json.dumps(body, separators=(",", ":")).encode()
 
 
-def chat(**more: Any) -> Request:
+def chat(**more: Any) -> tuple[str, bytes]:
     messages = [{"role": "user", "content": "the cat sat"}]
     return small("/v1/chat/completions", {"messages": messages, "max_tokens": 1, **more})
 
 
-def schema() -> Request:
+def schema() -> tuple[str, bytes]:
     """A chat with a schema that the server has not seen."""
     form = {"type": "json_schema", "json_schema": {"schema": {"const": f"new {next(numbers)}"}}}
     return chat(response_format=form)
 
 
-def many_items() -> Request:
+def many_items() -> tuple[str, bytes]:
     return small("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 100_000})
 
 
-def many_messages() -> Request:
+def many_messages() -> tuple[str, bytes]:
     return chat(messages=[{"role": "user", "content": "a"}] * 90_000)
 
 
-def slow_regex() -> Request:
+def slow_regex() -> tuple[str, bytes]:
     return chat(structured_outputs={"regex": f"(x{{1000}}){{1001}}[a]zz{next(numbers)}"})
 
 

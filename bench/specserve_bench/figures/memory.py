@@ -81,7 +81,8 @@ def shared_prefix() -> dict[str, Any]:
     """TTFT of a hit over that of a miss, one request at a time; blocks where all come at once."""
     with demo("model") as llm:
         source = source_tokens(llm)
-        prompts = sharing(source)
+        ends = [source[PREFIX + 40 * i :][:40] for i in range(SHARERS)]
+        prompts = [source[:PREFIX] + end for end in ends]
         misses, hits = [], []
         for _ in range(ROUNDS):
             llm.reset_cache()
@@ -107,12 +108,6 @@ def shared_prefix() -> dict[str, Any]:
         "least_blocks": least,
         "peak_over_least": round(peak / least, 3),
     }
-
-
-def sharing(source: list[int]) -> list[list[int]]:
-    """Prompts with one common beginning and different ends."""
-    ends = [source[PREFIX + 40 * i :][:40] for i in range(SHARERS)]
-    return [source[:PREFIX] + end for end in ends]
 
 
 def peak_blocks(llm: LLM, generations: Sequence[Any]) -> dict[str, int]:

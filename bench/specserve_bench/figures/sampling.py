@@ -58,7 +58,7 @@ class Bush:
         pass
 
 
-class Subject(NamedTuple):
+class SamplingCase(NamedTuple):
     """Steps of an engine. Those of `without` go around what edits and masks have added."""
 
     guesses: int
@@ -67,7 +67,7 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = [
-    Subject(guesses, *how)
+    SamplingCase(guesses, *how)
     for guesses, how in product((0, NODES), (("none", False), ("none", True), ("all", False)))
 ]
 
@@ -94,12 +94,12 @@ def all_parameters(vocab_size: int) -> dict[str, Any]:
 def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
     """Each part of sampling and its share of a step, over interleaved rounds."""
     engines = load_engines(folder or random_checkpoint(), rounds)
-    known: dict[Subject, list[list[Counter[str]]]] = {subject: [] for subject in SUBJECTS}
+    known: dict[SamplingCase, list[list[Counter[str]]]] = {subject: [] for subject in SUBJECTS}
     for _ in range(WARM_UP):  # the number of threads is chosen meanwhile
         for engine in engines.values():
             engine.step()
     for i in range(rounds):
-        ran: dict[Subject, list[Counter[str]]] = {subject: [] for subject in SUBJECTS}
+        ran: dict[SamplingCase, list[Counter[str]]] = {subject: [] for subject in SUBJECTS}
         for step in range(STEPS):
             for subject in in_turn((i + step) % 2 == 1):
                 ran[subject].append(one_step(engines[subject.guesses, subject.asked], subject))
@@ -115,7 +115,7 @@ def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
     }
 
 
-def in_turn(is_odd: bool) -> list[Subject]:
+def in_turn(is_odd: bool) -> list[SamplingCase]:
     """All subjects. Of two beside each other that have one engine, either comes first in turn, as
     the first finds the other engines' weights and KV in the caches.
     """
@@ -151,7 +151,7 @@ def started(decoder: LoadedModel, name: str, guesses: int, asked: str, max_len: 
     return engine
 
 
-def one_step(engine: Engine, subject: Subject) -> Counter[str]:
+def one_step(engine: Engine, subject: SamplingCase) -> Counter[str]:
     """Nanoseconds by part."""
     clock = PhaseClock()
     with watched(engine, subject, clock):
@@ -163,7 +163,7 @@ def one_step(engine: Engine, subject: Subject) -> Counter[str]:
     return spent
 
 
-def watched(engine: Engine, subject: Subject, clock: PhaseClock) -> ExitStack:
+def watched(engine: Engine, subject: SamplingCase, clock: PhaseClock) -> ExitStack:
     """Calls of the parts are timed until it is closed."""
     ops, made, params = engine.target.ops, draws_of, Draws.params
     if subject.without:
@@ -200,7 +200,7 @@ def typical(steps: Sequence[Counter[str]]) -> Counter[str]:
     return each
 
 
-def row(subject: Subject, rounds: Sequence[Counter[str]]) -> dict[str, Any]:
+def row(subject: SamplingCase, rounds: Sequence[Counter[str]]) -> dict[str, Any]:
     """Medians over rounds, and the share with its spread."""
     return {
         "guesses": subject.guesses,
@@ -212,11 +212,11 @@ def row(subject: Subject, rounds: Sequence[Counter[str]]) -> dict[str, Any]:
 
 
 def over_without(
-    known: Mapping[Subject, Sequence[Sequence[Counter[str]]]], guesses: int
+    known: Mapping[SamplingCase, Sequence[Sequence[Counter[str]]]], guesses: int
 ) -> dict[str, Any]:
     """A step with none in use over the one beside it that goes around edits and masks."""
     ours, theirs = (
-        [step.total() for steps in known[Subject(guesses, "none", without)] for step in steps]
+        [step.total() for steps in known[SamplingCase(guesses, "none", without)] for step in steps]
         for without in (False, True)
     )
     found = ratio(ours, theirs)

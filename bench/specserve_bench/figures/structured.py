@@ -48,7 +48,6 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "auto": {},
 }
 SIZE = 151_936  # ids of Qwen's models
-PIECE = re.compile(r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+|[0-9]")
 SCRIPTS = {  # first and last character -> the longest word, and how many of them
     ("\u4e00", "\u9fff"): (3, 25_000),
     ("\u0410", "\u044f"): (7, 12_000),
@@ -59,7 +58,7 @@ SCRIPTS = {  # first and last character -> the longest word, and how many of the
 END_ID = SIZE - 1
 
 
-class Said(NamedTuple):
+class SchemaText(NamedTuple):
     """What a subject made of a schema."""
 
     text: str
@@ -122,7 +121,7 @@ def speed_figures(
     tpot: dict[str, list[float]] = {name: [] for name in llms}
     texts = list[list[str]]()
     for number in range(rounds):
-        each: dict[str, list[Said]] = {name: [] for name in llms}
+        each: dict[str, list[SchemaText]] = {name: [] for name in llms}
         for i, name in enumerate(schemas):
             first, names = (number + i) % len(llms), [*llms]
             for subject in names[first:] + names[:first]:
@@ -156,7 +155,7 @@ def load(pair: tuple[Path, Path], device: str) -> dict[str, LLM]:
     return llms
 
 
-def said(llm: LLM, name: str, seed: int) -> Said:
+def said(llm: LLM, name: str, seed: int) -> SchemaText:
     question = f"Give an example of {name.replace('/', ': ').replace('_', ' ')} as JSON."
     params = SamplingParams(
         structured_outputs=StructuredOutputsParams(json=SCHEMAS[name]),
@@ -167,7 +166,7 @@ def said(llm: LLM, name: str, seed: int) -> Said:
         max_tokens=200,
     )
     output: Output = llm.chat([{"role": "user", "content": question}], params)[0]
-    return Said(output.text, output.timing.tpot_ms)
+    return SchemaText(output.text, output.timing.tpot_ms)
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -219,7 +218,8 @@ def pieces() -> Iterator[str]:
     counts = Counter[str]()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
         if "site-packages" not in path.parts:
-            counts.update(PIECE.findall(path.read_text(errors="replace")))
+            text = path.read_text(errors="replace")
+            counts.update(re.findall(r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+|[0-9]", text))
     words = [piece for piece, _ in counts.most_common() if len(piece) < 32]
     yield from words
     chance = random.Random(0)

@@ -30,7 +30,7 @@ TIMES_QUIET = 1.5  # the target, over a step of the streams alone that has no gu
 SETTINGS = {"memory.kv_bytes": 3 << 29, "memory.prefix_cache": False}
 
 
-class Arrival(NamedTuple):
+class LatePrompt(NamedTuple):
     """A long prompt beside the streams; milliseconds."""
 
     ttft: float
@@ -86,7 +86,7 @@ def start_streams(llm: LLM, source: Sequence[int], slo: Slo | None) -> list[Gene
 
 def arrival(
     llm: LLM, streams: Sequence[Generation], source: Sequence[int], number: int, target_ms: float
-) -> Arrival:
+) -> LatePrompt:
     """Add a prompt, and step until its first token."""
     begin = STREAMS * STREAM_PROMPT + number * LONG_PROMPT
     prompt = list(source[begin : begin + LONG_PROMPT])
@@ -105,7 +105,7 @@ def arrival(
     llm.end([late])
     for _ in range(QUIET_STEPS):
         llm.step()
-    return Arrival(1e3 * ttft, 1e3 * predicted, [gap for times in events for gap in gaps(times)])
+    return LatePrompt(1e3 * ttft, 1e3 * predicted, [gap for times in events for gap in gaps(times)])
 
 
 def predicted_steps(engine: Engine, waiting: int, allowed: float) -> Iterator[float]:

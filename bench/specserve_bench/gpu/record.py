@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 UNFINISHED = 3  # the exit status of a stage that ran out of time and can be continued
 ROOT = Path(__file__).parents[3]
-SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests")
 
 
 def is_error(figure: Any) -> bool:
@@ -25,7 +24,7 @@ class RecordContent(NamedTuple):
 def source_digest() -> str:
     """A hash of all source that a figure could depend on, whether or not it is committed."""
     digest = hashlib.sha256()
-    for folder in SOURCES:
+    for folder in ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -49,7 +49,7 @@ STAGES = {  # in this order
     "serve": Stage(110, [f"{MODULE}serve"]),
     "bits": Stage(70, [f"{MODULE}bits"]),
 }
-MORE = {  # only if they are named
+KNOWN = STAGES | {  # only if they are named
     "sizes": Stage(
         540,
         [
@@ -64,7 +64,6 @@ MORE = {  # only if they are named
     "demo": Stage(540, [f"{MODULE}demo"]),
     "structured": Stage(300, [f"{MODULE}demo", "--structured"]),
 }
-KNOWN = STAGES | MORE
 NOTHING = RecordContent({}, False)
 NEEDED = (
     "torch",

@@ -23,10 +23,11 @@ MEANINGS = {  # in the summary
     "tokens a step": "tokens per step with drafting",
 }
 DRAFTERS = {LOOKUP: "n-gram", DRAFT: "draft model"}
-Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
-def group_result(group: MeasuredGroup, draft: str | None, costs: Costs) -> list[dict[str, Any]]:
+def group_result(
+    group: MeasuredGroup, draft: str | None, costs: Mapping[str, Cost]
+) -> list[dict[str, Any]]:
     """The figures of lanes that were measured in the same rounds."""
     names = {lane.job.case.name for lane in group.lanes}
     return [
