@@ -35,7 +35,6 @@ from specserve_bench.peers.cases import (
 from specserve_bench.peers.comparison import (
     Lane,
     MeasuredGroup,
-    PeerJob,
     Pick,
     Sweep,
     measure,
@@ -217,7 +216,7 @@ def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
 
 def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
     case = PeerCase("plain", [PROMPT], 4)
-    job = PeerJob(system(tmp_path, "has a child"), case, Pick(Choice(1, None)))
+    job = Lane(system(tmp_path, "has a child"), case, Pick(Choice(1, None)))
 
     def start(system, choice, cases):
         return Peer(system, SETUP, 10)
@@ -307,7 +306,7 @@ class Recorder:
 def jobs(names, case="plain", error=None):
     choice = None if error else Choice(1, None)
     return [
-        PeerJob(System(n, n, "", True, (), ()), PeerCase(case, [PROMPT], 2), Pick(choice, error))
+        Lane(System(n, n, "", True, (), ()), PeerCase(case, [PROMPT], 2), Pick(choice, error))
         for n in names
     ]
 
@@ -373,7 +372,7 @@ def test_no_two_prompts_begin_alike(tmp_path):
 
 
 def lane_of(name, *rounds, error=None):
-    [lane] = [Lane(job) for job in jobs([name], error=error)]
+    [lane] = jobs([name], error=error)
     lane.rounds = [[timed([first, first + tpot])] for first, tpot in rounds]
     return lane
 
@@ -409,7 +408,7 @@ def test_quantized_weights_have_a_ratio_to_those_of_16_bits_which_are_no_peer():
 def test_of_a_rate_the_best_is_the_highest():
     lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
     for lane in lanes:
-        lane.job = lane.job._replace(case=lane.job.case._replace(name="batch"))
+        lane.case = lane.case._replace(name="batch")
     step, rate = group_result(MeasuredGroup(lanes, []), None, {})
     assert rate["ratio"] == {"peer": "fast", "median": 1, "low": 1, "high": 1}
     assert step["ratio"]["peer"] == "fast"

@@ -19,7 +19,7 @@ from specserve_bench import arguments, suite
 from specserve_bench.arguments import at_least_1, integer
 from specserve_bench.bound import Bound, Cost, cost
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
-from specserve_bench.peers.comparison import Comparison, Limits, MeasuredGroup, Setups
+from specserve_bench.peers.comparison import Comparison, Limits, MeasuredGroup
 from specserve_bench.peers.peer import checked_python
 from specserve_bench.peers.systems import (
     ComparedModels,
@@ -131,8 +131,7 @@ def compare(
     cores = len(os.sched_getaffinity(0))
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
-    setups = Setups(models.target, scratch)
-    comparison = Comparison(systems, setups, limits, tell_on_stderr, Bound().rates)
+    comparison = Comparison(systems, models.target, scratch, limits, tell_on_stderr, Bound().rates)
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
     machine = suite.machine(args.command)

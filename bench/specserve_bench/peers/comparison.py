@@ -18,43 +18,6 @@ from specserve_bench.peers.systems import Choice, System, guess_choices, thread_
 Start = Callable[[System, Choice, Sequence[PeerCase]], AbstractContextManager[Peer]]
 
 
-class Setups:
-    """Makes setups for one model. GGUF files go to `scratch`, each written once."""
-
-    def __init__(self, model: Path, scratch: Path) -> None:
-        self.model, self.scratch = model, scratch
-        self.written: dict[Path, Path] = {}
-
-    def setup(self, system: System, choice: Choice, cases: Iterable[PeerCase]) -> Setup:
-        guessing = choice.guessing
-        folders = [self.model]
-        if guessing is not None and guessing.draft is not None:
-            folders.append(Path(guessing.draft))
-            guessing = guessing._replace(draft=self.path(system, folders[1]))
-        each = list(cases)
-        max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
-        max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
-        bytes_a_token = sum(kv_token_bytes(load_config(folder)) for folder in folders)
-        return Setup(
-            model=self.path(system, self.model),
-            max_len=max_len,
-            max_requests=max_requests,
-            kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
-            threads=choice.threads,
-            guessing=guessing,
-            quantize=system.quantize,
-        )
-
-    def path(self, system: System, folder: Path) -> str:
-        if not system.needs_gguf:
-            return str(folder)
-        if folder not in self.written:
-            file = self.scratch / f"{len(self.written)}-{folder.name}.gguf"
-            write_gguf(folder, file)
-            self.written[folder] = file
-        return str(self.written[folder])
-
-
 class Tried(NamedTuple):
     """One point: its figures, or why there are none."""
 
@@ -112,23 +75,20 @@ class Sweep:
         return Tried(system.name, choice, min(map(tpot_ms, runs)), min(map(ttft_ms, runs)))
 
 
-class PeerJob(NamedTuple):
-    """A case on one system, with the settings that were best."""
-
-    system: System
-    case: PeerCase
-    pick: Pick
-
-
 class Lane:
-    """A job's rounds, until one fails."""
+    """A case on one system, with the settings that were best: its rounds, until one fails."""
 
-    def __init__(self, job: PeerJob) -> None:
-        self.job, self.error = job, job.pick.error
+    def __init__(self, system: System, case: PeerCase, pick: Pick) -> None:
+        self.system, self.case, self.choice, self.error = system, case, *pick
         self.rounds: list[list[Timed]] = []
 
+    @property
+    def key(self) -> tuple[str, Choice | None]:
+        """Cases of one key run in one process."""
+        return self.system.name, self.choice
+
     def run(self, peer: Peer) -> list[Timed] | None:
-        case = self.job.case
+        case = self.case
         try:
             return peer.run(case.prompts, case.num_tokens, case.is_batch)
         except PeerError as e:
@@ -144,14 +104,14 @@ class MeasuredGroup(NamedTuple):
 
 
 def measure(
-    jobs: Sequence[PeerJob],
+    lanes: Sequence[Lane],
     start: Start,
     num_rounds: int,
     tell: Callable[[str], object],
     gauge: Callable[[], Rates],
 ) -> MeasuredGroup:
-    """`num_rounds` of each job, interleaved, after one that warms up. Each begins with another."""
-    lanes, rates = [Lane(job) for job in jobs], []
+    """`num_rounds` of each lane, interleaved, after one that warms up. Each begins with another."""
+    lanes, rates = [*lanes], []
     with ExitStack() as stack:
         peers = start_peers(lanes, start, stack)
         for number in range(1 + num_rounds):
@@ -161,7 +121,7 @@ def measure(
             first = number % len(lanes)
             for lane in lanes[first:] + lanes[:first]:
                 if lane.error is None:
-                    done = lane.run(peers[key(lane)])
+                    done = lane.run(peers[lane.key])
                     if number and done is not None:
                         lane.rounds.append(done)
     return MeasuredGroup(lanes, rates)
@@ -173,22 +133,17 @@ def start_peers(
     """One for all cases that a system runs with the same settings."""
     peers: dict[tuple[str, Choice | None], Peer] = {}
     for lane in lanes:
-        if lane.error is not None or key(lane) in peers:
+        if lane.error is not None or lane.key in peers:
             continue
-        system, choice = lane.job.system, lane.job.pick.choice
-        assert choice is not None
-        alike = [each for each in lanes if key(each) == key(lane)]
+        assert lane.choice is not None
+        alike = [each for each in lanes if each.key == lane.key]
         try:
-            cases = [each.job.case for each in alike]
-            peers[key(lane)] = stack.enter_context(start(system, choice, cases))
+            cases = [each.case for each in alike]
+            peers[lane.key] = stack.enter_context(start(lane.system, lane.choice, cases))
         except PeerError as e:
             for each in alike:
                 each.error = str(e)
     return peers
-
-
-def key(lane: Lane) -> tuple[str, Choice | None]:
-    return lane.job.system.name, lane.job.pick.choice
 
 
 class Limits(NamedTuple):
@@ -203,12 +158,14 @@ class Comparison:
     def __init__(
         self,
         systems: Sequence[System],
-        setups: Setups,
+        model: Path,
+        scratch: Path,
         limits: Limits,
         tell: Callable[[str], object],
         gauge: Callable[[], Rates],
     ) -> None:
-        self.systems, self.setups, self.limits = systems, setups, limits
+        self.systems, self.model, self.scratch, self.limits = systems, model, scratch, limits
+        self.written: dict[Path, Path] = {}  # checkpoints -> their GGUF files in `scratch`
         self.tell, self.gauge = tell, gauge
         self.sweep = Sweep(self.start, tell)
         self.versions: dict[str, str] = {}
@@ -216,7 +173,7 @@ class Comparison:
     @contextmanager
     def start(self, system: System, choice: Choice, cases: Sequence[PeerCase]) -> Iterator[Peer]:
         try:
-            setup = self.setups.setup(system, choice, cases)
+            setup = self.setup(system, choice, cases)
         except ConfigError as e:
             raise PeerError(one_line(str(e))) from e
         with Peer(system, setup, self.limits.timeout) as peer:
@@ -235,15 +192,15 @@ class Comparison:
         )
         groups = [
             [
-                *(PeerJob(s, plain, decoding[s]) for s in self.systems),
-                *(PeerJob(s, cases["prompt"], prompts[s]) for s in self.systems),
+                *(Lane(s, plain, decoding[s]) for s in self.systems),
+                *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
             ],
-            [PeerJob(s, cases["batch"], prompts[s]) for s in self.systems],
+            [Lane(s, cases["batch"], prompts[s]) for s in self.systems],
         ]
         for draft in drafts:
             picks = {s: self.guesses(s, decoding[s], cases["guessed"], draft) for s in self.systems}
-            groups.append([PeerJob(s, cases["guessed"], picks[s]) for s in self.systems])
-        return [self.measure(jobs) for jobs in groups]
+            groups.append([Lane(s, cases["guessed"], picks[s]) for s in self.systems])
+        return [self.measure(lanes) for lanes in groups]
 
     def guesses(self, system: System, plain: Pick, case: PeerCase, draft: Path | None) -> Pick:
         """The best guesses on the number of threads that is best without."""
@@ -253,6 +210,35 @@ class Comparison:
         choices = guess_choices(system, plain.choice.threads, folder)
         return self.sweep.pick(system, choices, case, "tpot_ms")
 
-    def measure(self, jobs: Sequence[PeerJob]) -> MeasuredGroup:
-        self.tell(jobs[-1].case.name)
-        return measure(jobs, self.start, self.limits.rounds, self.tell, self.gauge)
+    def measure(self, lanes: Sequence[Lane]) -> MeasuredGroup:
+        self.tell(lanes[-1].case.name)
+        return measure(lanes, self.start, self.limits.rounds, self.tell, self.gauge)
+
+    def setup(self, system: System, choice: Choice, cases: Iterable[PeerCase]) -> Setup:
+        guessing = choice.guessing
+        folders = [self.model]
+        if guessing is not None and guessing.draft is not None:
+            folders.append(Path(guessing.draft))
+            guessing = guessing._replace(draft=self.path(system, folders[1]))
+        each = list(cases)
+        max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
+        max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
+        bytes_a_token = sum(kv_token_bytes(load_config(folder)) for folder in folders)
+        return Setup(
+            model=self.path(system, self.model),
+            max_len=max_len,
+            max_requests=max_requests,
+            kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
+            threads=choice.threads,
+            guessing=guessing,
+            quantize=system.quantize,
+        )
+
+    def path(self, system: System, folder: Path) -> str:
+        if not system.needs_gguf:
+            return str(folder)
+        if folder not in self.written:
+            file = self.scratch / f"{len(self.written)}-{folder.name}.gguf"
+            write_gguf(folder, file)
+            self.written[folder] = file
+        return str(self.written[folder])

@@ -29,9 +29,9 @@ def group_result(
     group: MeasuredGroup, draft: str | None, costs: Mapping[str, Cost]
 ) -> list[dict[str, Any]]:
     """The figures of lanes that were measured in the same rounds."""
-    names = {lane.job.case.name for lane in group.lanes}
+    names = {lane.case.name for lane in group.lanes}
     return [
-        figure_result(figure, [lane for lane in group.lanes if lane.job.case.name == figure.case])
+        figure_result(figure, [lane for lane in group.lanes if lane.case.name == figure.case])
         | {"draft": draft, "bound": bound(group.rates, costs.get(figure.name))}
         for figure in FIGURES
         if figure.case in names
@@ -40,13 +40,11 @@ def group_result(
 
 def figure_result(figure: PeerFigure, lanes: Sequence[Lane]) -> dict[str, Any]:
     """Every system's median and extremes over rounds, or its error; and ours over others'."""
-    found = {lane.job.system.name: computed(figure, lane) for lane in lanes}
+    found = {lane.system.name: computed(figure, lane) for lane in lanes}
     values = {name: each for name, each in found.items() if not isinstance(each, str)}
     return {
         "figure": figure.name,
-        "systems": {
-            lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes
-        },
+        "systems": {lane.system.name: cell(lane, found[lane.system.name]) for lane in lanes},
         "ratio": over_best_peer(values, figure.is_rate),
         "over_16_bits": over(values, UNQUANTIZED),
     }
@@ -70,8 +68,8 @@ def bound(rates: Sequence[Rates], cost: Cost | None) -> dict[str, float] | None:
 def cell(lane: Lane, values: list[float] | str) -> dict[str, Any]:
     if isinstance(values, str):
         return {"error": values}
-    assert lane.job.pick.choice is not None
-    return {**extremes(values), "setting": lane.job.pick.choice.words()}
+    assert lane.choice is not None
+    return {**extremes(values), "setting": lane.choice.words()}
 
 
 def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
@@ -93,9 +91,9 @@ def over(values: Mapping[str, list[float]], other: str) -> dict[str, Any] | None
 def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
     """By system, how much of the plain text is the same as ours, until it parts."""
     plain = {
-        lane.job.system.name: lane.rounds[-1]
+        lane.system.name: lane.rounds[-1]
         for lane in lanes
-        if lane.job.case.name == "plain" and lane.rounds
+        if lane.case.name == "plain" and lane.rounds
     }
     if SPECSERVE not in plain:
         return {}
