@@ -164,9 +164,13 @@ class Loader:
         self.progress, self.is_warm = progress, is_warm
         self.models: list[Model | None] = []
 
-    def load(self, label: str, config: Config) -> Contender:
+    def llm(self, config: Config) -> LLM:
         llm = LLM(set=settings_of(config), progress=self.progress, weights=self.models)
         self.models += [model for model in llm.weights if model not in self.models]
+        return llm
+
+    def load(self, label: str, config: Config) -> Contender:
+        llm = self.llm(config)
         local = Local(llm, is_warm=self.is_warm)
         return Contender(label, about(llm, self.is_warm), local, self.is_warm)
 

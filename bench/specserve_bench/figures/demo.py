@@ -6,7 +6,6 @@ import msgspec
 
 from specserve_bench import suite
 from specserve_bench.pairs import PAIRS
-from specserve_bench.plots import draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Result
 from specserve_bench.workloads import workload
@@ -17,6 +16,8 @@ table = markdown
 
 def measure() -> list[Result]:
     """Keep a file of each pair, and draw the plots of both."""
+    from specserve_bench.plots import draw  # matplotlib is optional
+
     measured = []
     for pair, file, requests in (("demo", "demo-cpu", 16), ("0.6b", "demo-0.6b-cpu", 6)):
         target, draft = map(str, PAIRS[pair]())

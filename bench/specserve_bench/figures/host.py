@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from specserve import LLM
+from specserve.config import load_config
 from specserve.engine import process
 from specserve.engine.engine import Engine
-from specserve.engine.loading import Model
 from specserve.engine.process import Control
 from specserve.exchange.messages import Add, EngineCommands, Link, Report, encode, packed
 from specserve.speculation.levels import Levels
 from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve_bench import suite
 from specserve_bench.figures.steps import plain_sampling
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table
@@ -54,7 +55,6 @@ SETTINGS = (
     HostSetting("model", 32, 0.0),
     *(HostSetting("auto", requests, 0.0, pair) for pair in PAIRS for requests in (1, 32)),
 )
-WITH_MODEL = ("model", "auto")  # drafters that have the draft model
 
 
 def measure() -> dict[str, Any]:
@@ -78,16 +78,15 @@ def measure() -> dict[str, Any]:
 
 def load() -> dict[tuple[str, str], LLM]:
     """An LLM for each pair and drafter; those of a pair share the weights."""
-    llms: dict[tuple[str, str], LLM] = {}
+    llms = {}
     for pair in dict.fromkeys(setting.pair for setting in SETTINGS):
-        target, draft = PAIRS[pair]()
-        known: list[Model | None] = []
-        drafters = dict.fromkeys(s.drafter for s in SETTINGS if s.pair == pair)
-        for drafter in sorted(drafters, key=lambda d: d not in WITH_MODEL):  # it loads both models
-            settings = {"memory.kv_bytes": {"demo": 1 << 28, "0.6b": 3 << 29}[pair]}
-            own = draft if drafter in WITH_MODEL else None
-            llm = LLM(target, own, drafter, set=settings, progress=False, weights=known)
-            known, llms[pair, drafter] = known or [*llm.weights], llm
+        target, draft = map(str, PAIRS[pair]())
+        kv_bytes = {"demo": 1 << 28, "0.6b": 3 << 29}[pair]
+        loader = suite.Loader(progress=False)
+        for drafter in dict.fromkeys(s.drafter for s in SETTINGS if s.pair == pair):
+            settings = {"model.path": target, "drafter.name": drafter, "memory.kv_bytes": kv_bytes}
+            settings |= {"drafter.model": draft} if drafter in ("model", "auto") else {}
+            llms[pair, drafter] = loader.llm(load_config(None, settings))
     return llms
 
 

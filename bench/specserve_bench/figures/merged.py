@@ -37,11 +37,11 @@ class TreeMeans(NamedTuple):
 
 
 class RowCosts(StepCosts):
-    """A step takes a second, and each of its rows as much more as is said."""
+    """A step takes `base` seconds, and `price` more for each of its rows."""
 
-    def __init__(self, price: float) -> None:
+    def __init__(self, price: float, base: float = 1.0) -> None:
         super().__init__(1)
-        self.edges, self.price = [*range(1, 2 * LIMIT)], price
+        self.edges, self.price, self.base = [*range(1, 2 * LIMIT)], price, base
 
     def seconds(
         self,
@@ -51,7 +51,7 @@ class RowCosts(StepCosts):
         is_hopeful: bool = False,
         attended: float | None = None,
     ) -> float:
-        return 1.0 + self.price * rows
+        return self.base + self.price * rows
 
     def is_known(self, rows: int) -> bool:
         return True
@@ -65,20 +65,6 @@ class RowCosts(StepCosts):
         attended: float | None = None,
     ) -> None:
         pass
-
-
-class NoCosts(RowCosts):
-    """A draft model's levels take no time: so every one is run that may be of use."""
-
-    def seconds(
-        self,
-        rows: int,
-        context: float,
-        requests: int,
-        is_hopeful: bool = False,
-        attended: float | None = None,
-    ) -> float:
-        return 0.0
 
 
 class EveryTurn(Turns):
@@ -143,7 +129,8 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     guesses = llm.engine.guesses
     if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
         guesses.planner.costs, model = RowCosts(price), guesses.draft_model
-        model.costs = model.first_costs = NoCosts(0.0)
+        # A draft model's levels take no time: so every one is run that may be of use.
+        model.costs = model.first_costs = RowCosts(0.0, base=0.0)
         guesses.learned = Owners(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"

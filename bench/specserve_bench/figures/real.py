@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from specserve import LLM, SamplingParams
 from specserve.api.generation import Output
-from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.config import DEMO_DRAFT, DEMO_TARGET, load_config
 from specserve.errors import ConfigError
+from specserve_bench import suite
 from specserve_bench.arguments import at_least_1
 from specserve_bench.demo.held_out import source_files
 from specserve_bench.perplexity import perplexity
@@ -141,15 +142,11 @@ def measured(
 
 
 def load(models: RealModels) -> dict[str, LLM]:
-    """An LLM of each subject, with nothing learnt."""
-    llms = dict[str, LLM]()
-    for name in SUBJECTS:
-        weights = [model for llm in llms.values() for model in llm.weights]
-        settings = {"memory.kv_bytes": (1 << 28)}  # of each LLM; 11,000 tokens of SmolLM2
-        llms[name] = LLM(
-            models.smollm2, drafter=name, set=settings, progress=False, weights=weights
-        )
-    return llms
+    """An LLM of each subject, with nothing learnt and room for 11,000 tokens."""
+    settings = {"model.path": str(models.smollm2), "memory.kv_bytes": 1 << 28}
+    loader = suite.Loader(progress=False)
+    configs = {name: load_config(None, settings | {"drafter.name": name}) for name in SUBJECTS}
+    return {name: loader.llm(config) for name, config in configs.items()}
 
 
 def one_run(llm: LLM, setting: RealSetting, texts: Sequence[str], number: int) -> RealRun:

@@ -26,10 +26,12 @@ from tokenizers import Tokenizer as TokenizerOfRust
 
 from specserve import LLM, SamplingParams, StructuredOutputsParams
 from specserve.api.generation import Output
+from specserve.config import load_config
 from specserve.engine.grammar_state import GrammarState
 from specserve.text.grammars.asked import grammar_of
 from specserve.text.grammars.compiled import Compiled, vocabulary_of
 from specserve.text.tokenizer import Tokenizer
+from specserve_bench import suite
 from specserve_bench.arguments import at_least_1, natural
 from specserve_bench.figures.speculation import KV_BYTES
 from specserve_bench.pairs import PAIRS
@@ -148,11 +150,9 @@ def load(pair: tuple[Path, Path], device: str) -> dict[str, LLM]:
         "memory.kv_bytes": KV_BYTES,
         "memory.prefix_cache": False,  # all rounds repeat the same prompts
     }
-    llms, weights = dict[str, LLM](), list[Any]()
-    for name, settings in SUBJECTS.items():
-        llms[name] = LLM(set=shared | settings, progress=False, weights=weights)
-        weights += [model for model in llms[name].weights if model not in weights]
-    return llms
+    loader = suite.Loader(progress=False)
+    configs = {name: load_config(None, shared | settings) for name, settings in SUBJECTS.items()}
+    return {name: loader.llm(config) for name, config in configs.items()}
 
 
 def said(llm: LLM, name: str, seed: int) -> SchemaText:
