@@ -119,14 +119,14 @@ class Hosted:
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
         """What the target says."""
-        return [self.recorded(ask) for ask in asks]
-
-    def recorded(self, ask: Ask) -> str:
-        heard = self.ask(0, ask, None, 0.0)
-        read(heard)
-        if heard.error is not None:
-            raise ConfigError(f"{self.remote.url}: its text could not be recorded: {heard.error}")
-        return heard.text
+        texts = []
+        for heard in (self.ask(0, ask, None, 0.0) for ask in asks):
+            read(heard)
+            if heard.error is not None:
+                url = self.remote.url
+                raise ConfigError(f"{url}: its text could not be recorded: {heard.error}")
+            texts.append(heard.text)
+        return texts
 
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
         """One request, to its end; a failure is kept in it, not raised."""

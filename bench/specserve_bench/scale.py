@@ -67,7 +67,10 @@ def scale_model(
     `shape` is a name in SHAPES or a folder with a config.json, `name` what the source is called
     where that is not its folder's. Same arguments, same bytes.
     """
-    refuse_existing(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(
+            f"{target}: exists, and is no empty folder; remove it or name another one"
+        )
     scaled = sizes(source, shape, str(dtype).removeprefix("torch."), name or source.resolve().name)
     scaling = Scaling(source, scaled, dtype, seed)
     target.mkdir(parents=True, exist_ok=True)
@@ -75,13 +78,6 @@ def scale_model(
     write_shards(scaling, target, shard_bytes)
     # Last: a folder without a config.json is no model.
     write_json(target / "config.json", scaled.fields)
-
-
-def refuse_existing(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(
-            f"{target}: exists, and is no empty folder; remove it or name another one"
-        )
 
 
 def write_shards(scaling: Scaling, target: Path, shard_bytes: int) -> None:

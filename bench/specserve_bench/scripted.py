@@ -51,7 +51,7 @@ class ScriptedDrafter:
         tokens = text[end : end + min(item.limit, len(self.options.acceptance))].tolist()
         for depth, acceptance in enumerate(self.options.acceptance[: len(tokens)]):
             if chance.random() >= acceptance:
-                tokens[depth:] = [wrong(token) for token in tokens[depth:]]
+                tokens[depth:] = [t - 1 if t else 1 for t in tokens[depth:]]  # other ids
                 break
         return Draft.chain(tokens)
 
@@ -68,8 +68,3 @@ class ScriptedDrafter:
 
     def forget(self, id: int) -> None:
         self.known.pop(id, None)
-
-
-def wrong(token: int) -> int:
-    """Any other id of the vocabulary."""
-    return token - 1 if token else 1

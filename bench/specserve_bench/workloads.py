@@ -143,17 +143,14 @@ def random_text(source: random.Random, size: int) -> list[Ask]:
 
 
 def mixed(source: random.Random, size: int) -> list[Ask]:
-    """Every fourth prompt is long, the others are questions."""
+    """Every fourth prompt is long, about 1,900 tokens; the others are questions."""
     short = iter(questions(source, size))
-    return [
-        ask(source, long_text(source), 32) if number % 4 == 3 else next(short)
-        for number in range(size)
-    ]
 
+    def long_one() -> Ask:
+        text = "\n".join([beginning(source, 2000) for _ in range(3)])
+        return ask(source, text[:6000], 32)
 
-def long_text(source: random.Random) -> str:
-    parts = (beginning(source, 2000) for _ in range(3))
-    return "\n".join(parts)[:6000]  # about 1,900 tokens
+    return [long_one() if number % 4 == 3 else next(short) for number in range(size)]
 
 
 def edit(source: random.Random, size: int) -> list[Ask]:

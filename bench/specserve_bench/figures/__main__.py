@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
         result = figure.measure()
         print(figure.table(result))
         if name != "demo":  # it keeps two files
-            keep(name, result)
+            line = json.dumps({"machine": suite.machine("make bench")} | result)
+            (RESULTS / f"{name}-cpu.json").write_text(line + "\n")
+            print(line)
     return 0
 
 
@@ -85,12 +87,6 @@ def part(name: str) -> str:
 
 def module(name: str) -> Any:
     return import_module(f"specserve_bench.figures.{name.replace('-', '_')}")
-
-
-def keep(name: str, figures: dict[str, Any]) -> None:
-    line = json.dumps({"machine": suite.machine("make bench")} | figures)
-    (RESULTS / f"{name}-cpu.json").write_text(line + "\n")
-    print(line)
 
 
 def measure_long(name: str, argv: Sequence[str]) -> int:

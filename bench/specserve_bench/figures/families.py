@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from specserve.models import decoder_config
-from specserve.models.decoder_config import DecoderConfig
 from specserve.models.families import FAMILIES
 from specserve_bench.bound import Size
 from specserve_bench.figures.steps import Steps, beside
@@ -35,16 +34,12 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds by family and size, over interleaved rounds, and their ratio to Llama's."""
     made = RandomWeights(load(torch.device("cpu")))
-    configs = {name: parsed(name, shape) for name in DENSE}
+    # With windows and without biases: no family has bytes that others lack.
+    fields = {"attention_bias": False, "mlp_bias": False, "sliding_window": 256, **shape}
+    configs = {name: decoder_config.parse({"architectures": [name], **fields}) for name in DENSE}
     steps = {n: Steps(made.decoder(c, c.max_positions), n, sizes) for n, c in configs.items()}
     figures = beside(steps, sizes, rounds, "LlamaForCausalLM", "over_llama")
     return {"shape": dict(shape), "rounds": rounds, "steps": figures}
-
-
-def parsed(architecture: str, shape: Mapping[str, Any]) -> DecoderConfig:
-    """With windows and without biases: no family has bytes that others lack."""
-    fields = {"attention_bias": False, "mlp_bias": False, "sliding_window": 256}
-    return decoder_config.parse({"architectures": [architecture], **fields, **shape})
 
 
 def table(result: Mapping[str, Any]) -> str:

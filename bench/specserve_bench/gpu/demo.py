@@ -35,7 +35,12 @@ def main(argv: list[str]) -> int:
         scaled(DEMO_TARGET, args.shape, args.models, keeps=True),
         scaled(DEMO_DRAFT, f"{args.shape}-draft", args.models, keeps=True),
     )
-    record.put("result", structured_figures(pair) if args.structured else drafter_figures(pair))
+    if args.structured:
+        chosen = dict([*structured.SCHEMAS.items()][::5])
+        figures = structured.speed_figures(pair, chosen, 2, "cuda")
+        record.put("result", {"schemas": len(chosen), **figures})
+    else:
+        record.put("result", drafter_figures(pair))
     record.finish(done=True)
     return 0
 
@@ -52,12 +57,6 @@ def drafter_figures(pair: tuple[Path, Path]) -> object:
     result = suite.measure_drafters(contenders, chosen, 5, "specserve_bench.gpu demo")
     print(markdown([result]))
     return msgspec.to_builtins(result)
-
-
-def structured_figures(pair: tuple[Path, Path]) -> object:
-    """Of each fifth schema."""
-    chosen = dict([*structured.SCHEMAS.items()][::5])
-    return {"schemas": len(chosen), **structured.speed_figures(pair, chosen, 2, "cuda")}
 
 
 if __name__ == "__main__":

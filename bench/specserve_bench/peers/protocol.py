@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOKUP, DRAFT = "lookup", "draft"  # who guesses: the text so far, or a smaller model
@@ -105,8 +105,10 @@ def answer_requests(
     `start` returns a version and what answers requests. Answers come as {"ok": ...} or {"error":
     text}, the first is {"version"}; after an error in starting it ends.
     """
-    end_with_parent()
-    out = own_stdout()
+    if sys.platform == "linux":  # else a stopped process would stay when the suite is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    out = os.fdopen(os.dup(1), "w")  # for answers alone
+    os.dup2(2, 1)  # what libraries print goes to stderr
     try:
         version, answer = start(json.loads(sys.argv[1]))
     except Exception as e:
@@ -145,16 +147,3 @@ def read_setup(fields: dict[str, Any]) -> Setup:
 def write_setup(setup: Setup) -> dict[str, Any]:
     guessing = setup.guessing
     return setup._asdict() | {"guessing": guessing and guessing._asdict()}
-
-
-def own_stdout() -> TextIO:
-    """Keep stdout for answers: what libraries print goes to stderr from here on."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return out
-
-
-def end_with_parent() -> None:
-    """A stopped process would otherwise stay for good when the suite is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
