@@ -18,7 +18,7 @@ READ_BYTES = 1 << 29  # far beyond any cache
 MULTIPLY_SECONDS = 0.05
 
 
-class Size(NamedTuple):
+class StepSize(NamedTuple):
     """A step: `rows` rows for each context of a request, all of them read."""
 
     label: str
@@ -33,7 +33,7 @@ class Cost(NamedTuple):
     flops: float
 
 
-def cost(c: Shape, size: Size, quantize: str | None = None) -> Cost:
+def cost(c: Shape, size: StepSize, quantize: str | None = None) -> Cost:
     """`quantize` is that of the weights: w8a8, w8, w4, or None for bfloat16."""
     # Bytes of a weight in the layers and in the head. w4: a float32 is shared by 64 weights.
     layer_bytes, head_bytes = {None: (2, 2), "w4": (0.5 + 4 / 64, 1)}.get(quantize, (1, 1))

@@ -18,7 +18,7 @@ from specserve.memory.pool import BlockPool, BlockTable
 from specserve.models.loaded import LoadedModel
 from specserve.models.shape import Shape
 from specserve_bench.arguments import at_least_1
-from specserve_bench.bound import Bound, Cost, Rates, Size, cost, kv_token_bytes
+from specserve_bench.bound import Bound, Cost, Rates, StepSize, cost, kv_token_bytes
 from specserve_bench.figures.steps import chain, typical
 from specserve_bench.machine import cpu_name
 from specserve_drafters.auto import EAGLE
@@ -162,13 +162,13 @@ def timed(
     seconds = min(typical(run) for _ in range(rounds))
     if rates is None:
         return DoctorStep(num, seconds, 0.0, "")
-    needs = needs_of(rows.runner.decoder, Size("", (CONTEXT,), num), config.model.quantize)
+    needs = needs_of(rows.runner.decoder, StepSize("", (CONTEXT,), num), config.model.quantize)
     reading, multiplying = needs.num_bytes / rates.read, needs.flops / rates.multiply
     by = "reading" if reading > multiplying else "multiplying"
     return DoctorStep(num, seconds, max(reading, multiplying), by)
 
 
-def needs_of(model: LoadedModel, size: Size, quantize: str | None) -> Cost:
+def needs_of(model: LoadedModel, size: StepSize, quantize: str | None) -> Cost:
     """As `cost`, but the weights of a quantized checkpoint have the bytes that they take."""
     needs, c, forms = cost(model.config, size, quantize), model.config, model.forms
     if c.quantization is None:

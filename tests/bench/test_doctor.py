@@ -6,7 +6,7 @@ import torch
 from specserve.config import load_config
 from specserve.models.loader import load_decoder
 from specserve_bench import doctor
-from specserve_bench.bound import Size, cost, kv_token_bytes
+from specserve_bench.bound import StepSize, cost, kv_token_bytes
 from specserve_bench.doctor import BF16, DoctorStep, Findings, advice, main
 from specserve_kernels import cpu
 from tests.checkpoints import tiny_checkpoint
@@ -121,8 +121,8 @@ def test_a_quantized_checkpoint_is_not_told_to_be_rounded_again():
 
 def test_weights_of_a_quantized_checkpoint_have_the_bytes_that_they_take(tmp_path):
     model = load_decoder(gguf_files.write(tmp_path, "llama", **gguf_files.WIDE).file, "bf16", cpu)
-    needs = doctor.needs_of(model, Size("", (100,), 1), None)
+    needs = doctor.needs_of(model, StepSize("", (100,), 1), None)
     c, forms = model.config, model.forms
     table = c.vocab_size * c.hidden_size * (forms.embedding_bits or 16) / 8
     assert needs.num_bytes == forms.num_bytes - table + 100 * kv_token_bytes(c)
-    assert needs.num_bytes < cost(c, Size("", (100,), 1)).num_bytes
+    assert needs.num_bytes < cost(c, StepSize("", (100,), 1)).num_bytes

@@ -1,6 +1,6 @@
 """Steps of every family beside Llama's: what is measured, and its table."""
 
-from specserve_bench.bound import Size
+from specserve_bench.bound import StepSize
 from specserve_bench.figures import families
 from specserve_bench.figures.families import DENSE, SHAPE
 
@@ -8,7 +8,7 @@ TINY = SHAPE | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "voc
 
 
 def test_every_family_is_measured_beside_llama():
-    sizes = [Size("1 row", (99,), 1), Size("3 rows", (40,), 3)]
+    sizes = [StepSize("1 row", (99,), 1), StepSize("3 rows", (40,), 3)]
     result = families.measure(TINY | {"num_hidden_layers": 2}, sizes, rounds=2)
     assert [s["step"] for s in result["steps"]] == ["1 row", "3 rows"]
     for step in result["steps"]:

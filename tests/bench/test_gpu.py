@@ -110,7 +110,7 @@ from specserve_bench.gpu import stages
 {more}
 stages.check_machine = lambda environment, rehearse: None
 stages.LEAST = 1
-each = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
+each = {{name: stages.GpuStage(limit, [name]) for name, limit in {limits}.items()}}
 stages.STAGES = stages.KNOWN = each
 sys.exit(stages.main(sys.argv[1:]))
 """

@@ -5,14 +5,14 @@ import torch
 
 from specserve.models import decoder_config
 from specserve_bench import bound
-from specserve_bench.bound import Rates, Size
+from specserve_bench.bound import Rates, StepSize
 from specserve_bench.figures import implementations, mixtures
 from specserve_bench.figures.implementations import EAGER, NAMES
 from specserve_bench.figures.mixtures import active_bytes
 from specserve_bench.pairs import EXPERTS
 from tests.checkpoints import tiny_checkpoint
 
-SIZES = [Size("1 row", (99,), 1), Size("3 rows", (40,), 3)]
+SIZES = [StepSize("1 row", (99,), 1), StepSize("3 rows", (40,), 3)]
 
 
 def test_a_row_reads_its_own_experts_the_router_attention_the_head_and_kv():
@@ -20,7 +20,7 @@ def test_a_row_reads_its_own_experts_the_router_attention_the_head_and_kv():
     attention, experts, router = 6 * 1024 * 1024, 8 * 3 * 512 * 1024, 64 * 1024
     weights = attention + experts + router + 7 * 1024
     kv = 5 * 2 * 8 * 128
-    assert active_bytes(decoder_config.parse(shape), Size("", (5,), 1)) == 2 * (weights + kv)
+    assert active_bytes(decoder_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
 
 
 def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch):

@@ -18,7 +18,7 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench import bound
-from specserve_bench.bound import Cost, Rates, Size, cost
+from specserve_bench.bound import Cost, Rates, StepSize, cost
 from specserve_bench.peers import command, peer, systems
 from specserve_bench.peers.cases import (
     PeerCase,
@@ -40,9 +40,9 @@ from specserve_bench.peers.comparison import (
     measure,
 )
 from specserve_bench.peers.peer import Peer, PeerError, checked_python, has_packages
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed, write_setup
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing, Setup, Timed, write_setup
 from specserve_bench.peers.systems import (
-    Choice,
+    PeerChoice,
     System,
     guess_choices,
     make_systems,
@@ -216,7 +216,7 @@ def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
 
 def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
     case = PeerCase("plain", [PROMPT], 4)
-    job = Lane(system(tmp_path, "has a child"), case, Pick(Choice(1, None)))
+    job = Lane(system(tmp_path, "has a child"), case, Pick(PeerChoice(1, None)))
 
     def start(system, choice, cases):
         return Peer(system, SETUP, 10)
@@ -250,21 +250,24 @@ def test_threads_are_tried_in_powers_of_two_up_to_all_cores(tmp_path):
     assert [c.threads for c in thread_choices(system(tmp_path), 6)] == [1, 2, 4, 6]
     assert [c.threads for c in thread_choices(system(tmp_path), 1)] == [1]
     own = system(tmp_path)._replace(threads=False)
-    assert thread_choices(own, 6) == [Choice(None, None)]
+    assert thread_choices(own, 6) == [PeerChoice(None, None)]
 
 
 def test_guesses_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
-    lookups = [Choice(2, Guessing(LOOKUP, n)) for n in (2, 4)]
+    lookups = [PeerChoice(2, PeerGuessing(LOOKUP, n)) for n in (2, 4)]
     assert guess_choices(system(tmp_path), 2, None) == lookups
-    assert guess_choices(system(tmp_path), 2, "d") == [*lookups, Choice(2, Guessing(DRAFT, 3, "d"))]
+    assert guess_choices(system(tmp_path), 2, "d") == [
+        *lookups,
+        PeerChoice(2, PeerGuessing(DRAFT, 3, "d")),
+    ]
 
 
 def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_path):
     told, tried = [], system(tmp_path)
     sweep = Sweep(lambda s, c, _: Peer(s, SETUP._replace(threads=c.threads), 10), told.append)
     choices, case = thread_choices(tried, 2), PeerCase("plain", [PROMPT] * 3, 4)
-    assert sweep.pick(tried, choices, case, "tpot_ms") == Pick(Choice(2, None))
-    assert sweep.pick(tried, choices, case, "ttft_ms") == Pick(Choice(1, None))
+    assert sweep.pick(tried, choices, case, "tpot_ms") == Pick(PeerChoice(2, None))
+    assert sweep.pick(tried, choices, case, "ttft_ms") == Pick(PeerChoice(1, None))
     assert told == [
         "vLLM, 1 threads: TPOT 10.0 ms, TTFT 30 ms",
         "vLLM, 2 threads: TPOT 8.0 ms, TTFT 40 ms",
@@ -275,8 +278,10 @@ def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_pa
 def test_a_sweep_passes_over_choices_that_fail(tmp_path):
     sweep = Sweep(lambda s, c, _: Peer(s, SETUP._replace(threads=c.threads), 10), print)
     tried, case = system(tmp_path), PeerCase("plain", [PROMPT], 4)
-    bad = Choice(7, None)  # the fake has no times for so many threads, and crashes
-    assert sweep.pick(tried, [bad, Choice(1, None)], case, "tpot_ms") == Pick(Choice(1, None))
+    bad = PeerChoice(7, None)  # the fake has no times for so many threads, and crashes
+    assert sweep.pick(tried, [bad, PeerChoice(1, None)], case, "tpot_ms") == Pick(
+        PeerChoice(1, None)
+    )
     found = sweep.pick(tried, [bad], case, "tpot_ms")
     assert (found.choice, found.error) == (None, "KeyError: 7")
 
@@ -304,7 +309,7 @@ class Recorder:
 
 
 def jobs(names, case="plain", error=None):
-    choice = None if error else Choice(1, None)
+    choice = None if error else PeerChoice(1, None)
     return [
         Lane(System(n, n, "", True, (), ()), PeerCase(case, [PROMPT], 2), Pick(choice, error))
         for n in names
@@ -425,7 +430,7 @@ def test_the_bound_is_a_row_where_a_figure_is_the_time_of_a_step():
 
 
 def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
-    assert bound_size("TPOT ms", PeerSizes()) == Size("TPOT ms", (332,), 1)
+    assert bound_size("TPOT ms", PeerSizes()) == StepSize("TPOT ms", (332,), 1)
     assert bound_size("batch step ms", PeerSizes(batch=3)).contexts == (332, 332, 332)
     assert bound_size("TTFT 300 ms", PeerSizes()) is None
 
@@ -624,7 +629,7 @@ def test_the_draft_of_a_tenth_has_a_tenth_of_the_weights():
         decoder_config.parse(systems.SHAPES[systems.LIKE] | {"vocab_size": 8192} | changes)
         for changes in ({}, systems.TENTH)
     )
-    weights = [cost(config, Size("", (0,), 1)).num_bytes for config in (draft, target)]
+    weights = [cost(config, StepSize("", (0,), 1)).num_bytes for config in (draft, target)]
     assert weights[0] / weights[1] == pytest.approx(0.1, rel=0.02)
 
 
@@ -646,13 +651,18 @@ def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
     ("guessing", "words"),
     [
         (None, ""),
-        (Guessing(LOOKUP, 4), ", n-gram 4"),
-        (Guessing(DRAFT, 2, "folder"), ", draft model 2"),
+        (PeerGuessing(LOOKUP, 4), ", n-gram 4"),
+        (PeerGuessing(DRAFT, 2, "folder"), ", draft model 2"),
     ],
 )
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_cell_names_the_drafter_of_its_setting(guessing, words, threads):
-    cell = {"median": 1.0, "low": 0.5, "high": 2.0, "setting": Choice(threads, guessing).words()}
+    cell = {
+        "median": 1.0,
+        "low": 0.5,
+        "high": 2.0,
+        "setting": PeerChoice(threads, guessing).words(),
+    }
     assert shown(cell) == f"1 (0.5 to 2){words}"
 
 

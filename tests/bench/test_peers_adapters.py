@@ -20,7 +20,7 @@ from specserve_bench.peers.protocol import (
     DRAFT,
     LOOKUP,
     EngineError,
-    Guessing,
+    PeerGuessing,
     Setup,
     read_setup,
     write_setup,
@@ -43,7 +43,7 @@ def setup_of(folder, guessing=None, threads=1):
 
 
 def ways(folder):
-    return [None, Guessing(LOOKUP, 4), Guessing(DRAFT, 3, folder)]
+    return [None, PeerGuessing(LOOKUP, 4), PeerGuessing(DRAFT, 3, folder)]
 
 
 def alone(engine, prompt, num_tokens):
@@ -248,7 +248,7 @@ class FakeVLLM:
 
 def test_vllm_adds_up_what_each_step_brings(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", FakeVLLM())
-    engine = vllm.VLLM(setup_of("m", Guessing(DRAFT, 4, "d")))
+    engine = vllm.VLLM(setup_of("m", PeerGuessing(DRAFT, 4, "d")))
     both = engine.together([[10], [20]], 5)
     assert [t.token_ids for t in both] == [[10, 11, 11, 12, 12], [20, 21, 21, 22, 22]]
     assert [t.counts for t in both] == [[1, 2, 2]] * 2

@@ -9,12 +9,16 @@ import torch
 from specserve.models import decoder_config
 from specserve.models.shapes import shape_config
 from specserve_bench import bound
-from specserve_bench.bound import Bound, Cost, Rates, Size, compiled, cost
+from specserve_bench.bound import Bound, Cost, Rates, StepSize, compiled, cost
 from specserve_bench.figures import steps
 from specserve_bench.figures.steps import table_lengths
 from tests.checkpoints import tiny_checkpoint
 
-SMALL = (Size("1 row", (20,), 1), Size("4 rows", (20,), 4), Size("2 requests", (20, 30), 1))
+SMALL = (
+    StepSize("1 row", (20,), 1),
+    StepSize("4 rows", (20,), 4),
+    StepSize("2 requests", (20, 30), 1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def library():
 
 def num_weights(config):
     """That a step without a context reads."""
-    return cost(config, Size("", (0,), 1)).num_bytes / 2
+    return cost(config, StepSize("", (0,), 1)).num_bytes / 2
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
@@ -37,14 +41,14 @@ def test_the_weights_are_those_of_the_maps_and_of_one_head(shape):
 
 def test_a_step_reads_its_weights_once_and_each_context_once():
     config = shape_config("qwen3-0.6b")
-    one, four = (cost(config, Size("", (512,), rows)) for rows in (1, 4))
+    one, four = (cost(config, StepSize("", (512,), rows)) for rows in (1, 4))
     assert one.num_bytes == four.num_bytes == 2 * 595_984_384 + 512 * 114_688
     assert four.flops == 4 * one.flops == 4 * (2 * 595_984_384 + 4 * 28 * 16 * 128 * 512)
 
 
 def test_quantized_weights_are_fewer_bytes_and_as_many_operations():
     config = shape_config("qwen3-0.6b")
-    size, head = Size("", (512,), 1), config.vocab_size * config.hidden_size
+    size, head = StepSize("", (512,), 1), config.vocab_size * config.hidden_size
     full, half, quarter = (cost(config, size, to) for to in (None, "w8", "w4"))
     assert full.num_bytes - half.num_bytes == 595_984_384
     assert half.num_bytes - quarter.num_bytes == (595_984_384 - head) * (1 - 4.5 / 8)
@@ -53,8 +57,8 @@ def test_quantized_weights_are_fewer_bytes_and_as_many_operations():
 
 def test_requests_add_their_contexts():
     config = shape_config("qwen3-0.6b")
-    both = cost(config, Size("", (300, 400), 1))
-    apart = [cost(config, Size("", (context,), 1)) for context in (300, 400)]
+    both = cost(config, StepSize("", (300, 400), 1))
+    apart = [cost(config, StepSize("", (context,), 1)) for context in (300, 400)]
     weights = 2 * num_weights(config)
     assert both.num_bytes + weights == sum(c.num_bytes for c in apart)
     assert both.flops == sum(c.flops for c in apart)

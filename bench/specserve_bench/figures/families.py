@@ -7,14 +7,14 @@ import torch
 
 from specserve.models import decoder_config
 from specserve.models.families import FAMILIES
-from specserve_bench.bound import Size
+from specserve_bench.bound import StepSize
 from specserve_bench.figures.steps import Steps, beside
 from specserve_bench.random_model import RandomWeights
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_kernels import load
 
 DENSE = [name for name, family in FAMILIES.items() if family.experts is None]
-SIZES = (Size("1 row at 512", (512,), 1), Size("8 rows at 512", (512,), 8))
+SIZES = (StepSize("1 row at 512", (512,), 1), StepSize("8 rows at 512", (512,), 8))
 SHAPE: dict[str, Any] = {  # Qwen3 0.6B's
     "head_dim": 128,
     "hidden_size": 1024,
@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {  # Qwen3 0.6B's
 
 @torch.inference_mode()
 def measure(
-    shape: Mapping[str, Any] = SHAPE, sizes: Sequence[Size] = SIZES, rounds: int = 7
+    shape: Mapping[str, Any] = SHAPE, sizes: Sequence[StepSize] = SIZES, rounds: int = 7
 ) -> dict[str, Any]:
     """Milliseconds by family and size, over interleaved rounds, and their ratio to Llama's."""
     made = RandomWeights(load(torch.device("cpu")))

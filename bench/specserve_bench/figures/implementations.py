@@ -9,21 +9,21 @@ import torch
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
-from specserve_bench.bound import Size
+from specserve_bench.bound import StepSize
 from specserve_bench.figures.steps import Steps, beside, longest_context
 from specserve_bench.pairs import random_checkpoint
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_kernels import load
 from specserve_kernels.program import EagerProgram
 
-SIZES = tuple(Size(f"{n} rows at 512", (512,), n) for n in (1, 4, 16, 64))
+SIZES = tuple(StepSize(f"{n} rows at 512", (512,), n) for n in (1, 4, 16, 64))
 NAMES = "native, op by op", "native, recorded", "transformers"
 EAGER = NAMES[0]
 
 
 @torch.inference_mode()
 def measure(
-    folder: Path | None = None, sizes: Sequence[Size] = SIZES, rounds: int = 7
+    folder: Path | None = None, sizes: Sequence[StepSize] = SIZES, rounds: int = 7
 ) -> dict[str, Any]:
     """Milliseconds by implementation and size, over interleaved rounds, and their ratio to native
     code op by op.

@@ -7,7 +7,7 @@ import torch
 
 from specserve.models import decoder_config
 from specserve.models.decoder_config import DecoderConfig
-from specserve_bench.bound import Bound, Size, kv_token_bytes
+from specserve_bench.bound import Bound, StepSize, kv_token_bytes
 from specserve_bench.figures.steps import Steps, interleaved
 from specserve_bench.pairs import EXPERTS
 from specserve_bench.random_model import RandomWeights
@@ -16,12 +16,12 @@ from specserve_bench.results import extremes, extremes_over
 from specserve_kernels import load
 
 # A row a request, as rows over the same context have nearly the same experts in a random model.
-SIZES = tuple(Size(f"{n} requests at 128", (128,) * n, 1) for n in (1, 2, 4, 8, 16))
+SIZES = tuple(StepSize(f"{n} requests at 128", (128,) * n, 1) for n in (1, 2, 4, 8, 16))
 
 
 @torch.inference_mode()
 def measure(
-    shape: Mapping[str, Any] = EXPERTS, sizes: Sequence[Size] = SIZES, rounds: int = 7
+    shape: Mapping[str, Any] = EXPERTS, sizes: Sequence[StepSize] = SIZES, rounds: int = 7
 ) -> dict[str, Any]:
     """Milliseconds by rows over interleaved rounds, and what reading takes that one row needs."""
     config, bound = decoder_config.parse(dict(shape)), Bound()
@@ -46,7 +46,7 @@ def measure(
     }
 
 
-def active_bytes(config: DecoderConfig, size: Size) -> int:
+def active_bytes(config: DecoderConfig, size: StepSize) -> int:
     """What a step of one row reads: the maps that it is multiplied by, the head, and the KV."""
     weights = config.num_layer_weights + config.vocab_size * config.hidden_size
     return 2 * weights + sum(size.contexts) * kv_token_bytes(config)

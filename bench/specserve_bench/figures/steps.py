@@ -20,7 +20,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.memory.pool import BlockTable
 from specserve.models.loaded import LoadedModel
 from specserve.models.loader import load_decoder
-from specserve_bench.bound import Bound, Cost, Rates, Size, cost, kv_token_bytes
+from specserve_bench.bound import Bound, Cost, Rates, StepSize, cost, kv_token_bytes
 from specserve_bench.pairs import random_checkpoint
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes, extremes_over
@@ -30,16 +30,16 @@ from specserve_kernels import load
 WARM_UP = 20  # steps of a size before the rounds: the number of threads is chosen meanwhile
 MAX_ROWS, BLOCK_SIZE = 64, 16
 SIZES = (
-    Size("1 row at 512", (512,), 1),
-    *(Size(f"{n} rows at 512", (512,), n) for n in (4, 8, 16, 32, MAX_ROWS)),
-    *(Size(f"1 row at {n}", (n,), 1) for n in (8192, 16384, 32768)),
-    Size("32 requests at 300 to 362", tuple(range(300, 364, 2)), 1),
+    StepSize("1 row at 512", (512,), 1),
+    *(StepSize(f"{n} rows at 512", (512,), n) for n in (4, 8, 16, 32, MAX_ROWS)),
+    *(StepSize(f"1 row at {n}", (n,), 1) for n in (8192, 16384, 32768)),
+    StepSize("32 requests at 300 to 362", tuple(range(300, 364, 2)), 1),
 )
 
 
 @torch.inference_mode()
 def measure(
-    folder: Path | None = None, sizes: Sequence[Size] = SIZES, rounds: int = 7
+    folder: Path | None = None, sizes: Sequence[StepSize] = SIZES, rounds: int = 7
 ) -> dict[str, Any]:
     """For each size: milliseconds, their bound, and step / bound, over interleaved rounds."""
     folder = folder or random_checkpoint()
@@ -77,7 +77,7 @@ def figure(label: str, cost: Cost, rates: Sequence[Rates], ms: Sequence[float]) 
 class Steps:
     """A model, and KV for steps of any of the sizes."""
 
-    def __init__(self, decoder: LoadedModel, name: str, sizes: Sequence[Size]) -> None:
+    def __init__(self, decoder: LoadedModel, name: str, sizes: Sequence[StepSize]) -> None:
         """The choice of threads is kept under this name."""
         self.config = decoder.config
         lengths = table_lengths(sizes)
@@ -94,7 +94,7 @@ class Steps:
         for table, length in zip(self.tables, lengths, strict=True):
             assert table.try_reserve(length), "the pool has room for all sizes"
 
-    def run(self, size: Size) -> None:
+    def run(self, size: StepSize) -> None:
         """Roots, each with a chain of draft tokens, as a verification has them."""
         both = zip(self.tables, size.contexts, strict=False)
         groups = [chain(table, context, size.rows) for table, context in both]
@@ -132,7 +132,7 @@ def chain(table: BlockTable, context: int, rows: int) -> RowGroup:
 
 def interleaved(
     steps: Mapping[str, Steps],
-    sizes: Sequence[Size],
+    sizes: Sequence[StepSize],
     rounds: int,
     begin: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, list[float]]]:
@@ -151,7 +151,7 @@ def interleaved(
 
 
 def beside(
-    steps: Mapping[str, Steps], sizes: Sequence[Size], rounds: int, base: str, ratio: str
+    steps: Mapping[str, Steps], sizes: Sequence[StepSize], rounds: int, base: str, ratio: str
 ) -> list[dict[str, Any]]:
     """For each size: milliseconds of each model, over interleaved rounds, and under `ratio` what
     they are of those of `base` in the same round.
@@ -163,11 +163,11 @@ def beside(
     ]
 
 
-def longest_context(sizes: Sequence[Size]) -> int:
+def longest_context(sizes: Sequence[StepSize]) -> int:
     return max(max(size.contexts) + size.rows for size in sizes)
 
 
-def table_lengths(sizes: Sequence[Size]) -> list[int]:
+def table_lengths(sizes: Sequence[StepSize]) -> list[int]:
     """Slots that the first, second, ... request needs in any of the sizes."""
     lengths = [0] * max(len(size.contexts) for size in sizes)
     for size in sizes:

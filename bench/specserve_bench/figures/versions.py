@@ -16,13 +16,13 @@ import torch
 
 from specserve.engine.step_input import build_step_input
 from specserve.models.loader import load_decoder
-from specserve_bench.bound import Size
+from specserve_bench.bound import StepSize
 from specserve_bench.figures.steps import WARM_UP, Steps, chain, longest_context, typical
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes, extremes_over
 from specserve_kernels import SampleParams, load
 
-SIZES = tuple(Size(f"{n} rows at 512", (512,), n) for n in (1, 2, 4, 8, 16, 32))
+SIZES = tuple(StepSize(f"{n} rows at 512", (512,), n) for n in (1, 2, 4, 8, 16, 32))
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def work(model: str, asked: TextIO, answers: TextIO) -> None:
         print(1e3 * typical(partial(run, steps, size)), file=answers, flush=True)
 
 
-def run(steps: Steps, size: Size) -> None:
+def run(steps: Steps, size: StepSize) -> None:
     """A root and a chain of draft tokens, and the token after each of them."""
     [context] = size.contexts
     group = chain(steps.tables[0], context, size.rows)

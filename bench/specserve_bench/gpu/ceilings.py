@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specserve_bench.figures.steps import elapsed
-from specserve_bench.gpu.stage import Options, options, record_of, take_each
+from specserve_bench.gpu.stage import StageOptions, options, record_of, take_each
 from specserve_bench.gpu.timing import device_seconds
 from specserve_kernels import cpu
 
@@ -36,11 +36,11 @@ def imported(name: str) -> str:
     return str(getattr(module, "__version__", "unknown"))
 
 
-def device_of(args: Options) -> torch.device:
+def device_of(args: StageOptions) -> torch.device:
     return torch.device("cpu" if args.rehearse else "cuda")
 
 
-def copy_bandwidth(args: Options) -> float:
+def copy_bandwidth(args: StageOptions) -> float:
     """Bytes per second, read and written, of a copy on the device."""
     num_bytes = 1 << 20 if args.rehearse else 4 << 30
     source = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device_of(args)).normal_()
@@ -48,7 +48,7 @@ def copy_bandwidth(args: Options) -> float:
     return 2 * num_bytes / device_seconds(lambda: target.copy_(source)).median
 
 
-def gemm_rate(args: Options) -> float:
+def gemm_rate(args: StageOptions) -> float:
     """Operations per second of a bfloat16 product."""
     n = 64 if args.rehearse else 8192
     a, b = (torch.randn(n, n, device=device_of(args)).bfloat16() for _ in range(2))

@@ -16,7 +16,7 @@ from specserve_bench.gpu import flashinfer
 from specserve_bench.gpu.ceilings import copy_bandwidth
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
 from specserve_bench.gpu.record import Record
-from specserve_bench.gpu.stage import Options, ops_of, options, record_of, take_each
+from specserve_bench.gpu.stage import StageOptions, ops_of, options, record_of, take_each
 from specserve_bench.gpu.timing import Deciles, step_seconds
 from specserve_bench.random_model import random_decoder, random_head, streamed_bytes
 from specserve_kernels import Ops, SampleParams
@@ -86,7 +86,7 @@ class ShapeFigures:
     dropped with its last one.
     """
 
-    def __init__(self, record: Record, ops: Ops, size: FigureSizes, args: Options) -> None:
+    def __init__(self, record: Record, ops: Ops, size: FigureSizes, args: StageOptions) -> None:
         self.record, self.ops, self.size, self.args = record, ops, size, args
         self.longest = max(size.long, *size.prompts) + 200
         self.building = None if args.rehearse else flashinfer.begin(128)

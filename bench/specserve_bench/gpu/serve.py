@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from specserve_bench.gpu.stage import Options, options, record_of, take_each
+from specserve_bench.gpu.stage import StageOptions, options, record_of, take_each
 from specserve_bench.prompts import PROMPTS
 from specserve_bench.served import Served, Stream, samples, send, stream
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def flags(args: Options) -> list[str]:
+def flags(args: StageOptions) -> list[str]:
     if args.rehearse:
         return ["--set=model.device=cpu", "--set=memory.kv_bytes=268435456"]
     return ["--set=model.device=cuda", "--set=model.demo_cost=qwen3-0.6b"]

@@ -15,7 +15,7 @@ from specserve_kernels import Ops, load
 REHEARSED = 1, 4  # rows of recorded steps: each of them takes seconds in the interpreter
 
 
-class Options(argparse.Namespace):
+class StageOptions(argparse.Namespace):
     """Of every stage.
 
     rehearse  small shapes on a CPU, Triton's kernels in its interpreter: figures mean nothing
@@ -26,19 +26,19 @@ class Options(argparse.Namespace):
     rehearse: bool
 
 
-def options(argv: list[str]) -> Options:
+def options(argv: list[str]) -> StageOptions:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--rehearse", action="store_true")
-    return p.parse_args(argv, Options())
+    return p.parse_args(argv, StageOptions())
 
 
-def record_of(stage: str, args: Options) -> Record:
+def record_of(stage: str, args: StageOptions) -> Record:
     return Record(args.out, machine(f"python -m specserve_bench.gpu {stage}"))
 
 
-def ops_of(args: Options) -> Ops:
+def ops_of(args: StageOptions) -> Ops:
     return interpreted() if args.rehearse else load("cuda")
 
 

@@ -31,26 +31,26 @@ ALONE = "tests/kernels/test_gpu.py -m gpu"
 REHEARSED = "tests/kernels/test_layers.py -m cuda -k 'norm or linear' -n 2"
 
 
-class Stage(NamedTuple):
+class GpuStage(NamedTuple):
     seconds: int  # at most
     command: list[str]  # a module and its arguments
     environment: dict[str, str] = {}  # noqa: RUF012
 
 
 STAGES = {  # in this order
-    "ceilings": Stage(30, [f"{MODULE}ceilings"]),
-    "tests": Stage(
+    "ceilings": GpuStage(30, [f"{MODULE}ceilings"]),
+    "tests": GpuStage(
         100,
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),
-    "text": Stage(60, [f"{MODULE}text"]),
-    "figures": Stage(140, [f"{MODULE}figures"]),
-    "serve": Stage(110, [f"{MODULE}serve"]),
-    "bits": Stage(70, [f"{MODULE}bits"]),
+    "text": GpuStage(60, [f"{MODULE}text"]),
+    "figures": GpuStage(140, [f"{MODULE}figures"]),
+    "serve": GpuStage(110, [f"{MODULE}serve"]),
+    "bits": GpuStage(70, [f"{MODULE}bits"]),
 }
 KNOWN = STAGES | {  # only if they are named
-    "sizes": Stage(
+    "sizes": GpuStage(
         540,
         [
             f"{MODULE}checks",
@@ -59,10 +59,10 @@ KNOWN = STAGES | {  # only if they are named
             f"{ALONE} -k 'memory or allocat'",
         ],
     ),
-    "parity": Stage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
-    "sweep": Stage(540, [f"{MODULE}sweep"]),
-    "demo": Stage(540, [f"{MODULE}demo"]),
-    "structured": Stage(300, [f"{MODULE}demo", "--structured"]),
+    "parity": GpuStage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
+    "sweep": GpuStage(540, [f"{MODULE}sweep"]),
+    "demo": GpuStage(540, [f"{MODULE}demo"]),
+    "structured": GpuStage(300, [f"{MODULE}demo", "--structured"]),
 }
 NOTHING = RecordContent({}, False)
 NEEDED = (
@@ -180,7 +180,7 @@ def attempt(
 
 
 def run(
-    stage: Stage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
+    stage: GpuStage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
 ) -> str:
     own = max(1, int(seconds) - 10)  # the stage's own limit is before the one that kills it
     options = ["--out", str(file), "--seconds", str(own)]

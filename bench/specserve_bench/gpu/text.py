@@ -13,7 +13,7 @@ from specserve.engine import loading
 from specserve.models.decoder_config import load_config
 from specserve_bench.figures.adapters import random_adapter
 from specserve_bench.gpu.record import UNFINISHED
-from specserve_bench.gpu.stage import Options, interpreted, options, record_of
+from specserve_bench.gpu.stage import StageOptions, interpreted, options, record_of
 from specserve_bench.pairs import EXPERTS, shape_folder
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import workload
@@ -68,7 +68,9 @@ class TextModel(NamedTuple):
     drafters: Mapping[str, Mapping[str, Any]]
     adapter: Path | None = None
 
-    def texts(self, args: Options, device: str, drafters: list[str]) -> dict[str, list[list[int]]]:
+    def texts(
+        self, args: StageOptions, device: str, drafters: list[str]
+    ) -> dict[str, list[list[int]]]:
         """Half of them greedy, half drawn, by what drafts."""
         settings = {"model.device": "cpu" if args.rehearse else device, "memory.kv_bytes": 1 << 28}
         settings |= {"model.dtype": "fp32"} | self.settings
@@ -104,7 +106,7 @@ def models(home: Path) -> Iterator[TextModel]:
     yield TextModel("mixture", off | {"model.path": str(mixture)}, {"off": {}})
 
 
-def asked_of(llm: LLM, args: Options) -> tuple[list[list[int]], list[SamplingParams]]:
+def asked_of(llm: LLM, args: StageOptions) -> tuple[list[list[int]], list[SamplingParams]]:
     number, most = (1, 2) if args.rehearse else (4, 48)
     asks = [a for w in ("questions", "completion") for a in workload(w, number, 0).asks]
     processor = llm.input_processor

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from specserve.text.tokenizer import load_tokenizer
-from specserve_bench.bound import Size
+from specserve_bench.bound import StepSize
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
 
@@ -97,11 +97,11 @@ def tokens_per_step(requests: Sequence[Timed]) -> float:
     return sum(sum(r.counts[1:]) for r in requests) / steps
 
 
-def bound_size(figure: str, sizes: PeerSizes) -> Size | None:
+def bound_size(figure: str, sizes: PeerSizes) -> StepSize | None:
     """The step that a figure is the time of, halfway through the output; None if it is of none."""
     context = NUM_PROMPT + sizes.tokens // 2
     contexts = {"TPOT ms": (context,), "batch step ms": (context,) * sizes.batch}.get(figure)
-    return None if contexts is None else Size(figure, contexts, 1)
+    return None if contexts is None else StepSize(figure, contexts, 1)
 
 
 FIGURES = (

@@ -12,17 +12,17 @@ from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer, PeerError, one_line
 from specserve_bench.peers.protocol import Setup, Timed
-from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
+from specserve_bench.peers.systems import PeerChoice, System, guess_choices, thread_choices
 
 # Starts a system with some settings, with room for some cases.
-Start = Callable[[System, Choice, Sequence[PeerCase]], AbstractContextManager[Peer]]
+Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
 
 
 class Tried(NamedTuple):
     """One point: its figures, or why there are none."""
 
     system: str
-    choice: Choice
+    choice: PeerChoice
     tpot_ms: float | None = None
     ttft_ms: float | None = None
     error: str | None = None
@@ -37,7 +37,7 @@ class Tried(NamedTuple):
 class Pick(NamedTuple):
     """The best choice, or why there is none."""
 
-    choice: Choice | None
+    choice: PeerChoice | None
     error: str | None = None
 
 
@@ -46,9 +46,11 @@ class Sweep:
 
     def __init__(self, start: Start, tell: Callable[[str], object]) -> None:
         self.start, self.tell = start, tell
-        self.tried: dict[tuple[str, Choice], Tried] = {}
+        self.tried: dict[tuple[str, PeerChoice], Tried] = {}
 
-    def pick(self, system: System, choices: Iterable[Choice], case: PeerCase, figure: str) -> Pick:
+    def pick(
+        self, system: System, choices: Iterable[PeerChoice], case: PeerCase, figure: str
+    ) -> Pick:
         """The choice with the least of a figure."""
         tried = [self.result(system, choice, case) for choice in choices]
         ran = [t for t in tried if t.error is None]
@@ -56,14 +58,14 @@ class Sweep:
             return Pick(None, tried[-1].error)
         return Pick(min(ran, key=lambda t: float(getattr(t, figure))).choice)
 
-    def result(self, system: System, choice: Choice, case: PeerCase) -> Tried:
+    def result(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
         key = system.name, choice
         if key not in self.tried:
             self.tried[key] = self.run(system, choice, case.short())
             self.tell(self.tried[key].words())
         return self.tried[key]
 
-    def run(self, system: System, choice: Choice, case: PeerCase) -> Tried:
+    def run(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
         try:
             with self.start(system, choice, [case]) as peer:
                 runs = [peer.run(case.prompts, case.num_tokens, case.is_batch) for _ in range(4)][
@@ -83,7 +85,7 @@ class Lane:
         self.rounds: list[list[Timed]] = []
 
     @property
-    def key(self) -> tuple[str, Choice | None]:
+    def key(self) -> tuple[str, PeerChoice | None]:
         """Cases of one key run in one process."""
         return self.system.name, self.choice
 
@@ -129,9 +131,9 @@ def measure(
 
 def start_peers(
     lanes: Sequence[Lane], start: Start, stack: ExitStack
-) -> dict[tuple[str, Choice | None], Peer]:
+) -> dict[tuple[str, PeerChoice | None], Peer]:
     """One for all cases that a system runs with the same settings."""
-    peers: dict[tuple[str, Choice | None], Peer] = {}
+    peers: dict[tuple[str, PeerChoice | None], Peer] = {}
     for lane in lanes:
         if lane.error is not None or lane.key in peers:
             continue
@@ -171,7 +173,9 @@ class Comparison:
         self.versions: dict[str, str] = {}
 
     @contextmanager
-    def start(self, system: System, choice: Choice, cases: Sequence[PeerCase]) -> Iterator[Peer]:
+    def start(
+        self, system: System, choice: PeerChoice, cases: Sequence[PeerCase]
+    ) -> Iterator[Peer]:
         try:
             setup = self.setup(system, choice, cases)
         except ConfigError as e:
@@ -214,7 +218,7 @@ class Comparison:
         self.tell(lanes[-1].case.name)
         return measure(lanes, self.start, self.limits.rounds, self.tell, self.gauge)
 
-    def setup(self, system: System, choice: Choice, cases: Iterable[PeerCase]) -> Setup:
+    def setup(self, system: System, choice: PeerChoice, cases: Iterable[PeerCase]) -> Setup:
         guessing = choice.guessing
         folders = [self.model]
         if guessing is not None and guessing.draft is not None:

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOKUP, DRAFT = "lookup", "draft"  # who guesses: the text so far, or a smaller model
 
 
-class Guessing(NamedTuple):
+class PeerGuessing(NamedTuple):
     """How an engine speculates. `tokens` are guesses a step, `draft` is a folder."""
 
     by: str
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     max_requests: int
     kv_bytes: int
     threads: int | None
-    guessing: Guessing | None
+    guessing: PeerGuessing | None
     quantize: str | None = None
 
 
@@ -72,7 +72,7 @@ class EngineError(RuntimeError):
     """A sentence for the table, where an engine gives none of its own."""
 
 
-class Engine(Protocol):
+class PeerEngine(Protocol):
     """An engine that has loaded its model. All text is greedy, and goes on after an end token."""
 
     @property
@@ -83,7 +83,7 @@ class Engine(Protocol):
         ...
 
 
-def serve(load: Callable[[Setup], Engine]) -> None:
+def serve(load: Callable[[Setup], PeerEngine]) -> None:
     """Load what the command line's Setup names, then answer requests until stdin is closed.
 
     A request is {"prompts", "num_tokens", "is_batch"}, its answer a list of {"token_ids", "times",
@@ -131,7 +131,7 @@ def error_of(e: Exception) -> dict[str, Any]:
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], num_tokens: int, is_batch: bool
+    engine: PeerEngine, prompts: list[list[int]], num_tokens: int, is_batch: bool
 ) -> list[dict[str, Any]]:
     groups = [prompts] if is_batch else [[prompt] for prompt in prompts]
     done = [timed for group in groups for timed in engine.together(group, num_tokens)]
@@ -141,7 +141,7 @@ def run(
 def read_setup(fields: dict[str, Any]) -> Setup:
     """What `write_setup` wrote."""
     guessing = fields["guessing"]
-    return Setup(**fields | {"guessing": guessing and Guessing(**guessing)})
+    return Setup(**fields | {"guessing": guessing and PeerGuessing(**guessing)})
 
 
 def write_setup(setup: Setup) -> dict[str, Any]:

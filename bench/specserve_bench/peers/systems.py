@@ -9,7 +9,7 @@ from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models.folder import read_json
 from specserve.models.shapes import SHAPES
 from specserve_bench.pairs import shape_folder
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing
 from specserve_bench.scale import scale_model
 
 SPECSERVE = "specserve"
@@ -38,11 +38,11 @@ class System(NamedTuple):
     quantize: str | None = None
 
 
-class Choice(NamedTuple):
+class PeerChoice(NamedTuple):
     """A point of a sweep."""
 
     threads: int | None
-    guessing: Guessing | None
+    guessing: PeerGuessing | None
 
     def words(self) -> str:
         threads = "own threads" if self.threads is None else f"{self.threads} threads"
@@ -72,18 +72,18 @@ def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> lis
     return systems
 
 
-def thread_choices(system: System, cores: int) -> list[Choice]:
+def thread_choices(system: System, cores: int) -> list[PeerChoice]:
     """1, 2, 4, ... and all cores."""
     if not system.threads:
-        return [Choice(None, None)]
+        return [PeerChoice(None, None)]
     powers = [1 << i for i in range(cores.bit_length())]
-    return [Choice(n, None) for n in sorted({*powers, cores}) if n <= cores]
+    return [PeerChoice(n, None) for n in sorted({*powers, cores}) if n <= cores]
 
 
-def guess_choices(system: System, threads: int | None, draft: str | None) -> list[Choice]:
-    lookups: Iterable[Guessing] = (Guessing(LOOKUP, n) for n in system.lookups)
-    drafts: Sequence[Guessing] = [Guessing(DRAFT, n, draft) for n in system.drafts]
-    return [Choice(threads, g) for g in [*lookups, *(drafts if draft else [])]]
+def guess_choices(system: System, threads: int | None, draft: str | None) -> list[PeerChoice]:
+    lookups: Iterable[PeerGuessing] = (PeerGuessing(LOOKUP, n) for n in system.lookups)
+    drafts: Sequence[PeerGuessing] = [PeerGuessing(DRAFT, n, draft) for n in system.drafts]
+    return [PeerChoice(threads, g) for g in [*lookups, *(drafts if draft else [])]]
 
 
 class NamedDraft(NamedTuple):

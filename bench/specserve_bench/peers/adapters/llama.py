@@ -14,7 +14,7 @@ import numpy as np
 from specserve_bench.peers.protocol import (
     DRAFT,
     EngineError,
-    Guessing,
+    PeerGuessing,
     Setup,
     Timed,
     serve,
@@ -214,7 +214,7 @@ def load(setup: Setup) -> Llama:
 
 
 def make_guesser(setup: Setup) -> Guesser | None:
-    guessing: Guessing | None = setup.guessing
+    guessing: PeerGuessing | None = setup.guessing
     if guessing is None:
         return None
     if guessing.by != DRAFT:

@@ -2,7 +2,7 @@
 
 from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
 from specserve.version import VERSION
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve, timed_together
+from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
 
 
 class Specserve:
@@ -34,7 +34,7 @@ def settings(setup: Setup) -> dict[str, object]:
     }
 
 
-def drafting(guessing: Guessing | None, quantize: str | None) -> dict[str, object]:
+def drafting(guessing: PeerGuessing | None, quantize: str | None) -> dict[str, object]:
     """One drafter within a fixed limit, as the peers have."""
     if guessing is None:
         return {"drafter.name": "none"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve, timed_together
+from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
 
 
 class Transformers:
@@ -58,7 +58,7 @@ def load_model(folder: str) -> Any:
     return model.eval()
 
 
-def guesses(guessing: Guessing | None) -> dict[str, Any]:
+def guesses(guessing: PeerGuessing | None) -> dict[str, Any]:
     """Arguments of `generate`."""
     if guessing is None:
         return {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve_bench.peers.protocol import (
     DRAFT,
-    Guessing,
+    PeerGuessing,
     Setup,
     Timed,
     read_setup,
@@ -76,7 +76,7 @@ def environment(setup: Setup) -> dict[str, str]:
     }
 
 
-def speculation(guessing: Guessing | None) -> dict[str, Any] | None:
+def speculation(guessing: PeerGuessing | None) -> dict[str, Any] | None:
     if guessing is None:
         return None
     if guessing.by == DRAFT:
