@@ -33,13 +33,16 @@ HEADS = 6  # of the larger draft: its KV has a quarter of the target's bytes a t
 
 def measure() -> dict[str, Any]:
     """On the demo pair, but the overhead, which is that of steps of a 0.6B shape."""
-    return {
+    figures: dict[str, Any] = {
         "shared_prefix": shared_prefix(),
         "choices": [choices(drafter) for drafter in ("none", "ngram", "model")],
         "unwritten": unwritten(),
         "overhead": overhead(random_checkpoint()),
-        "elastic": elastic_figures(),
     }
+    with TemporaryDirectory(prefix="specserve-bench-") as folder:
+        draft = larger_draft(Path(folder))
+        loads = ElasticLoad(32, 300, 100), ElasticLoad(16, 800, 200)
+        return figures | {"elastic": [one_load(load, draft) for load in loads]}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -216,14 +219,6 @@ class ElasticLoad(NamedTuple):
     num_said: int
 
 
-def elastic_figures() -> list[dict[str, Any]]:
-    """Tokens a second in a pool of 60 % of what both models want, over those of a fixed split."""
-    with TemporaryDirectory(prefix="specserve-bench-") as folder:
-        draft = larger_draft(Path(folder))
-        loads = ElasticLoad(32, 300, 100), ElasticLoad(16, 800, 200)
-        return [one_load(load, draft) for load in loads]
-
-
 def larger_draft(folder: Path) -> Path:
     """The demo pair's draft with heads added, whose outputs are multiplied by zero."""
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
@@ -233,6 +228,7 @@ def larger_draft(folder: Path) -> Path:
 
 
 def one_load(load: ElasticLoad, draft: Path) -> dict[str, Any]:
+    """Tokens a second in a pool of 60 % of what both models want, over those of a fixed split."""
     roomy = LLM(draft_model=draft, progress=False, set=pool_settings(load, kv_bytes=1 << 28))
     bytes_of = [
         runner.kv.layers[0].k[0, 0].nbytes * 2 * len(runner.kv.layers)

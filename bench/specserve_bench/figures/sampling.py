@@ -101,7 +101,10 @@ def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
     for i in range(rounds):
         ran: dict[SamplingCase, list[Counter[str]]] = {subject: [] for subject in SUBJECTS}
         for step in range(STEPS):
-            for subject in in_turn((i + step) % 2 == 1):
+            # Of two subjects with one engine, either comes first in turn, as the first finds the
+            # other engines' weights and KV in the caches.
+            is_odd = (i + step) % 2 == 1
+            for subject in sorted(SUBJECTS, key=lambda s: (*s[:2], s.without != is_odd)):
                 ran[subject].append(one_step(engines[subject.guesses, subject.asked], subject))
         for subject, steps in ran.items():
             known[subject].append(steps)
@@ -113,13 +116,6 @@ def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
         "rows": [row(subject, [typical(steps) for steps in known[subject]]) for subject in plain],
         "none_over_without": [{"guesses": n} | over_without(known, n) for n in guesses],
     }
-
-
-def in_turn(is_odd: bool) -> list[SamplingCase]:
-    """All subjects. Of two beside each other that have one engine, either comes first in turn, as
-    the first finds the other engines' weights and KV in the caches.
-    """
-    return sorted(SUBJECTS, key=lambda s: (s.guesses, s.asked, s.without != is_odd))
 
 
 def load_engines(folder: Path, rounds: int) -> dict[tuple[int, str], Engine]:

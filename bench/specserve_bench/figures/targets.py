@@ -53,7 +53,10 @@ def measure() -> dict[str, Any]:
 
 def one_round(plain: LLM, llm: LLM, source: Sequence[int]) -> dict[str, float]:
     """Quiet steps without guesses, then arrivals beside streams whose target is set by them."""
-    quiet = quiet_step(plain, source)
+    streams = start_streams(plain, source, None)
+    times = [elapsed(plain.step) for _ in range(QUIET_STEPS)]
+    plain.end(streams)
+    quiet = 1e3 * median(times[STREAMS:])  # the first steps compute prompts
     llm.engine.reset_learned()
     streams = start_streams(llm, source, Slo(tpot_ms=TIMES_QUIET * quiet))
     for _ in range(QUIET_STEPS):
@@ -69,13 +72,6 @@ def one_round(plain: LLM, llm: LLM, source: Sequence[int]) -> dict[str, float]:
         "ttft_ms": median(a.ttft for a in counted),
         "predicted_ttft_ms": median(a.predicted for a in counted),
     }
-
-
-def quiet_step(llm: LLM, source: Sequence[int]) -> float:
-    streams = start_streams(llm, source, None)
-    times = [elapsed(llm.step) for _ in range(QUIET_STEPS)]
-    llm.end(streams)
-    return 1e3 * median(times[STREAMS:])  # the first steps compute prompts
 
 
 def start_streams(llm: LLM, source: Sequence[int], slo: Slo | None) -> list[Generation]:

@@ -133,7 +133,10 @@ def table(result: Mapping[str, Any]) -> str:
         ratios = (shown_ratio(column, "over_16_bits") for column in columns)
         rows.append([f"{SPECSERVE} / 16 bits", *ratios])
     told = errors(columns)
-    lines = [markdown_table(["system", *map(heading, columns)], rows)]
+    named = {"guessed TPOT ms": "TPOT with drafting ms", "tokens a step": "tokens per step"}
+    heads = [named.get(c["figure"], c["figure"]) for c in columns]
+    drafts = [f", {c['draft']}" if c["draft"] else "" for c in columns]
+    lines = [markdown_table(["system", *map("".join, zip(heads, drafts, strict=True))], rows)]
     return "\n".join([*lines, *([""] if told else []), *told])
 
 
@@ -182,13 +185,6 @@ def words(column: Mapping[str, Any]) -> str:
     better = "higher" if IS_RATE[column["figure"]] else "lower"
     draft = f", {column['draft']} available" if column["draft"] else ""
     return f"{MEANINGS.get(column['figure'], column['figure'])}{draft} ({better} is better)"
-
-
-def heading(column: Mapping[str, Any]) -> str:
-    name = {"guessed TPOT ms": "TPOT with drafting ms", "tokens a step": "tokens per step"}.get(
-        column["figure"], column["figure"]
-    )
-    return f"{name}, {column['draft']}" if column["draft"] else name
 
 
 def shown(value: Mapping[str, Any] | None) -> str:
