@@ -48,7 +48,7 @@ def table(result: Mapping[str, Any]) -> str:
     for step in steps:
         head += [f"{step['step']}, ms", "/ Llama"]
     rows = []
-    for name in DENSE:
+    for name in (name for name in steps[0] if name != "step"):
         rows.append([name.removesuffix("ForCausalLM")])
         for each in (step[name] for step in steps):
             rows[-1] += [f"{each['ms']['median']:.1f}", extremes_words(each["over_llama"])]
