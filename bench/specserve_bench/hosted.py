@@ -40,16 +40,16 @@ class SpecStatistics(msgspec.Struct, frozen=True):
     mean_acceptance_length: Annotated[float, Meta(ge=0, le=1e4)] | None = None
 
 
-class ChunkMetrics(msgspec.Struct, frozen=True):
+class EventMetrics(msgspec.Struct, frozen=True):
     speculative_decoding: SpecStatistics | None = None
 
 
-class ChunkUsage(msgspec.Struct, frozen=True):
+class EventUsage(msgspec.Struct, frozen=True):
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
 
 
-class ChunkDelta(msgspec.Struct, frozen=True):
+class EventDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None  # reasoning counts as text
     reasoning: str | None = None
@@ -59,11 +59,11 @@ class WireChoice(msgspec.Struct, frozen=True):
     """A choice of an event: of a completion (text) or of a chat (delta)."""
 
     text: str | None = None
-    delta: ChunkDelta = ChunkDelta()
+    delta: EventDelta = EventDelta()
     finish_reason: str | None = None
 
 
-class ChunkError(msgspec.Struct, frozen=True):
+class EventError(msgspec.Struct, frozen=True):
     message: str = ""
 
 
@@ -71,9 +71,9 @@ class Chunk(msgspec.Struct, frozen=True):
     """The fields of an event that are measured."""
 
     choices: list[WireChoice] = []
-    usage: ChunkUsage | None = None
-    metrics: ChunkMetrics | None = None
-    error: ChunkError | None = None
+    usage: EventUsage | None = None
+    metrics: EventMetrics | None = None
+    error: EventError | None = None
 
 
 class Heard(msgspec.Struct):
@@ -86,7 +86,7 @@ class Heard(msgspec.Struct):
     ended_at: float = 0.0
     text: str = ""
     finish_reason: str | None = None
-    usage: ChunkUsage | None = None
+    usage: EventUsage | None = None
     told: SpecStatistics | None = None
     error: str | None = None
 

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=PROGRAM,
         description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
-        epilog="\n".join(f"  {name:9} {what}" for name, what in FIGURES.items())
+        epilog="\n".join(f"  {name:15} {what}" for name, what in FIGURES.items())
         + "\n\nWith arguments of their own, measured only if they come first: "
         f"{', '.join(LONG)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
