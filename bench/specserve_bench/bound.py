@@ -1,4 +1,4 @@
-"""What a step can cost at least on this machine, by native loops: reading, and multiply-adds."""
+"""The least time of a step on this machine: its bytes and operations, and the rates of both."""
 
 import ctypes
 import os
@@ -10,15 +10,49 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specserve.models.decoder_config import Shape
 from specserve_kernels.cpu.compiler import BuildError, compiler
 
 SOURCE = Path(__file__).parent / "native" / "bound.cpp"
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast"),
-    *("-fopenmp", "-shared", "-fPIC"),
-)
 READ_BYTES = 1 << 29  # far beyond any cache
 MULTIPLY_SECONDS = 0.05
+
+
+class StepSize(NamedTuple):
+    """A step: `rows` rows for each context of a request, all of them read."""
+
+    label: str
+    contexts: tuple[int, ...]
+    rows: int
+
+
+class Cost(NamedTuple):
+    """What a step has to do: bytes of weights and KV to read, and floating-point operations."""
+
+    num_bytes: float
+    flops: float
+
+
+def cost(c: Shape, size: StepSize, quantize: str | None = None) -> Cost:
+    """`quantize` is that of the weights: w8a8, w8, w4, or None for bfloat16."""
+    # Bytes of a weight in the layers and in the head. w4: a float32 is shared by 64 weights.
+    layer_bytes, head_bytes = {None: (2, 2), "w4": (0.5 + 4 / 64, 1)}.get(quantize, (1, 1))
+    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    in_layers = c.num_layers * c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size)
+    in_head = c.vocab_size * c.hidden_size  # of the embedding a step reads a few rows
+    seen = sum(size.rows * context for context in size.contexts)  # (row, earlier token) pairs
+    return Cost(
+        num_bytes=in_layers * layer_bytes
+        + in_head * head_bytes
+        + sum(size.contexts) * kv_token_bytes(c),
+        flops=2 * (in_layers + in_head) * size.rows * len(size.contexts)
+        + 4 * c.num_layers * query * seen,
+    )
+
+
+def kv_token_bytes(c: Shape) -> int:
+    """Bytes of a token's KV in bfloat16, in all layers."""
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
 
 
 class Rates(NamedTuple):
@@ -38,7 +72,9 @@ class Bound:
     def __init__(self) -> None:
         self.library = compiled()
         self.memory = np.ones(READ_BYTES, np.uint8)  # written: pages of zeros would be one page
-        self.threads = thread_counts(len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        # Half of the logical cores may be all that memory or the units take.
+        self.threads = sorted({max(1, cores // 2), cores})
         self.unit: str = self.library.bound_unit().decode()
         self.turns = 1 << 12
         while self.multiply(self.threads[-1])[1] < MULTIPLY_SECONDS:
@@ -63,15 +99,11 @@ class Bound:
         return flops, perf_counter() - start
 
 
-def thread_counts(cores: int) -> list[int]:
-    """Half of the logical cores may be all that memory or the units take."""
-    return sorted({max(1, cores // 2), cores})
-
-
 def compiled() -> ctypes.CDLL:
     with TemporaryDirectory(prefix="specserve-bound-") as folder:
         file = Path(folder, "bound.so")
-        command = [*compiler(), *FLAGS, str(SOURCE), "-o", str(file)]
+        flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp"]
+        command = [*compiler(), *flags, "-shared", "-fPIC", str(SOURCE), "-o", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"{command[0]} could not compile {SOURCE.name}:\n{done.stderr[:2000]}")

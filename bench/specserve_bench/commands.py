@@ -7,25 +7,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from specserve.config import Config, Setting, load_config, parse_overrides
 from specserve.errors import ConfigError
 from specserve.server.keys import read_keys
-from specserve_bench import outputs, perplexity, results, scale, scripted, suite
+from specserve_bench import arguments, perplexity, results, scale, scripted, suite
+from specserve_bench.arguments import Once, above_0, at_least_1, listed, natural, number
 from specserve_bench.local import Local
-from specserve_bench.once import Once
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
 from specserve_bench.workloads import WORKLOADS, Workload, workload
 
-T = TypeVar("T")
-NODES = (4, 8, 16)
 TRIED = ("questions", "completion")
-CONCURRENCIES = (1, 2, 4, 8)
 # With arguments of their own.
 OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
     "scale-model": scale.main,
@@ -85,18 +82,22 @@ def add_load(p: argparse.ArgumentParser) -> None:
     add_workloads(p, ("mixed",))
     kind = p.add_mutually_exclusive_group()
     kind.add_argument(
-        "--rate", action=Once, type=numbers, metavar="R,...", help="requests a second, each in turn"
+        "--rate",
+        action=Once,
+        type=listed(above_0),
+        metavar="R,...",
+        help="requests a second, each in turn",
     )
     kind.add_argument(
         "--concurrency",
         action=Once,
-        type=whole,
+        type=listed(at_least_1),
         metavar="N,...",
         help="so many at a time, each in turn; 1,2,4,8",
     )
     p.add_argument(
         "--burstiness",
-        type=burst,
+        type=number(0.01, 100),
         metavar="CV",
         help="with --rate: coefficient of variation of the gaps; default: 1, which is Poisson",
     )
@@ -107,7 +108,9 @@ def add_load(p: argparse.ArgumentParser) -> None:
 def add_drafters(p: argparse.ArgumentParser) -> None:
     add_subject(p)
     add_workloads(p, ("questions",))
-    p.add_argument("--nodes", action=Once, type=whole, metavar="N,...", help="default: 4,8,16")
+    p.add_argument(
+        "--nodes", action=Once, type=listed(at_least_1), metavar="N,...", help="default: 4,8,16"
+    )
     add_run(p)
     p.set_defaults(action=drafters)
 
@@ -116,7 +119,12 @@ def add_compare(p: argparse.ArgumentParser) -> None:
     p.add_argument("subjects", nargs="+", metavar="CONFIG_OR_URL", help="a TOML file or http://...")
     p.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that servers want")
     p.add_argument(
-        "--concurrency", action=Once, type=whole, default=(1,), metavar="N", help="default: 1"
+        "--concurrency",
+        action=Once,
+        type=listed(at_least_1),
+        default=(1,),
+        metavar="N",
+        help="default: 1",
     )
     add_workloads(p, TRIED)
     add_run(p)
@@ -134,7 +142,7 @@ def add_subject(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--drafters",
         action=Once,
-        type=words,
+        type=listed(str, repeats=True),
         metavar="D,...",
         help="each in turn, the first as the base of ratios: off, ngram:8, model:16, "
         "auto, scripted:0.9/0.8 (right so often by depth)",
@@ -155,13 +163,15 @@ def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
     p.add_argument(
         "--workloads",
         action=Once,
-        type=names,
+        type=listed(str),
         default=usual,
         metavar="W,...",
         help=f"of {', '.join(WORKLOADS)}; default: {','.join(usual)}",
     )
     p.add_argument("--requests", type=at_least_1, default=16, help="of a workload; default: 16")
-    p.add_argument("--temperature", type=warmth, help="of all requests; default: the workload's")
+    p.add_argument(
+        "--temperature", type=number(0, 1e4), help="of all requests; default: the workload's"
+    )
     p.add_argument("--seed", type=natural, default=0, help="of workloads and arrivals; default: 0")
 
 
@@ -189,14 +199,11 @@ def drafters(args: argparse.Namespace) -> int:
         raise ConfigError("--url: a server has one drafter; measure it by latency, or compare some")
     if args.nodes and args.drafters:
         raise ConfigError("--nodes: only without --drafters; there, write NAME:NODES")
-    usual = ["off", *sized(guessing(args), args.nodes or NODES)]
+    usual = ["off"]
+    for name in guessing(args):  # `auto` comes once, as it plans how many guesses it makes
+        sizes = args.nodes or (4, 8, 16)
+        usual += [name] if name == "auto" else [f"{name}:{size}" for size in sizes]
     return one_by_one("drafters", args, usual)
-
-
-def sized(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
-    """Every drafter at every size; `auto` once, as it plans how many guesses it makes."""
-    for name in names:
-        yield from [name] if name == "auto" else [f"{name}:{size}" for size in sizes]
 
 
 def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> int:
@@ -212,7 +219,7 @@ def loaded(args: argparse.Namespace) -> int:
     loads = (
         [Load(rate=r, burstiness=cv, seed=args.seed) for r in args.rate]
         if args.rate
-        else [Load(concurrency=n) for n in args.concurrency or CONCURRENCIES]
+        else [Load(concurrency=n) for n in args.concurrency or (1, 2, 4, 8)]
     )
     workloads = workloads_of(args)
     with subjects(args, ["off", guessing(args)[-1]], workloads) as chosen:
@@ -262,7 +269,7 @@ def finish(
     result = suite.measure(kind, chosen, trials, goals, args.command)
     try:
         if args.out is not None:
-            outputs.write("--out", args.out, msgspec.json.encode(result) + b"\n")
+            arguments.write("--out", args.out, msgspec.json.encode(result) + b"\n")
     except ConfigError:
         print(report(result))  # else the measurements would be lost
         raise
@@ -274,10 +281,10 @@ def finish(
 def prepare(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before anything is measured."""
     if args.plots is not None:
-        outputs.check_folder("--plots", args.plots)
+        arguments.check_folder("--plots", args.plots)
         import specserve_bench.plots  # noqa: F401, it may lack matplotlib
     if args.out is not None:
-        outputs.check_file("--out", args.out)
+        arguments.check_file("--out", args.out)
 
 
 def shown(args: argparse.Namespace) -> int:
@@ -347,7 +354,10 @@ def configured(args: argparse.Namespace, **drafting: Any) -> Config:
 def guessing(args: argparse.Namespace) -> list[str]:
     """ngram, model if there is a draft model, and the config's drafter; the best one last."""
     if args.url is not None:
-        refuse_with_url(args)
+        for flag in ("draft_model", "draft_head", "drafters", "config", "set"):
+            if getattr(args, flag):
+                name = flag.replace("_", "-")
+                raise ConfigError(f"--{name} is the server's own setting: leave it out with --url")
         return ["whoever it is"]
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
@@ -358,78 +368,8 @@ def guessing(args: argparse.Namespace) -> list[str]:
     return [name for name in dict.fromkeys(names) if name != "none"]
 
 
-def refuse_with_url(args: argparse.Namespace) -> None:
-    for flag in ("draft_model", "draft_head", "drafters", "config", "set"):
-        if getattr(args, flag):
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is the server's own setting: leave it out with --url")
-
-
 def key_of(args: argparse.Namespace) -> str | None:
     return None if args.api_key_file is None else read_keys(args.api_key_file)[0]
-
-
-def words(text: str) -> tuple[str, ...]:
-    parts = tuple(part for part in text.split(",") if part)
-    if not parts:
-        raise argparse.ArgumentTypeError("names nothing")
-    return parts
-
-
-def names(text: str) -> tuple[str, ...]:
-    return once(words(text))
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    return once(tuple(map(above_0, words(text))))
-
-
-def whole(text: str) -> tuple[int, ...]:
-    return once(tuple(map(at_least_1, words(text))))
-
-
-def once(values: tuple[T, ...]) -> tuple[T, ...]:
-    """A value that is given twice would be measured once: it is refused."""
-    for value in values:
-        if values.count(value) > 1:
-            raise argparse.ArgumentTypeError(f"names {value} more than once; name it once")
-    return values
-
-
-def at_least_1(text: str) -> int:
-    return integer(text, 1, 10**6)
-
-
-def natural(text: str) -> int:
-    return integer(text, 0, 2**53 - 1)
-
-
-def integer(text: str, low: int, high: int) -> int:
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
-    return int(text)
-
-
-def above_0(text: str) -> float:
-    return number(text, 1e-6, 1e12)
-
-
-def burst(text: str) -> float:
-    return number(text, 0.01, 100)
-
-
-def warmth(text: str) -> float:
-    return number(text, 0, 1e4)
-
-
-def number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from {low:g} to {high:g}")
-    return value
 
 
 if __name__ == "__main__":

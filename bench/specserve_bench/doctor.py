@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,15 +11,15 @@ import torch
 
 from specserve import LLM
 from specserve.config import Config
-from specserve.engine.runner import RowGroup, Runner, build_step_input
+from specserve.engine.runner import Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder import LoadedModel
 from specserve.models.decoder_config import Shape
-from specserve_bench.bound import Bound, Rates
-from specserve_bench.commands import at_least_1
+from specserve_bench.arguments import at_least_1
+from specserve_bench.bound import Bound, Cost, Rates, StepSize, cost, kv_token_bytes
+from specserve_bench.figures.steps import chain, typical
 from specserve_bench.machine import cpu_name
-from specserve_bench.steps import Cost, Size, cost, kv_token_bytes, typical
 from specserve_drafters.base import EAGLE
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
@@ -27,25 +28,22 @@ from specserve_kernels.threads import topology
 CONTEXT = 256
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 AGREEING = (1, 2, 17, 33, 64)  # rows whose first ones have to have the same bits
-WARM_UP = 20  # steps
 FAR = 1.5  # times what reading or multiplying takes: then something else takes the time
-BUSY = 1.3  # times the time of a quiet machine
-PHASES = "kernels", "target", "draft model", "head", "pool"  # of the start, that are told again
 NO_COMPILER = "not measured: there is no C++ compiler"
 
 
-class Timed(NamedTuple):
+class DoctorStep(NamedTuple):
     rows: int
     seconds: float
     bound: float  # seconds that reading and multiplying take at least; 0 where not measured
     by: str  # which of the two takes longer
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """What the advice is given by."""
 
     config: Config
-    steps: list[Timed]
+    steps: list[DoctorStep]
     agree: bool
     slowdown: float
     sources: Sequence[str]
@@ -89,16 +87,19 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     flags, machine = usable_flags(), topology()
     yield "CPU", f"{cpu_name()}, {machine.cpus} CPUs on {machine.cores} cores; {units(flags)}"
     for name, words in llm.loaded.phases.items():
-        if name in PHASES or name.endswith("threads"):
+        if name in ("kernels", "target", "draft model", "head", "pool") or name.endswith("threads"):
             yield name, words
-    rates = None if is_gpu else measured_rates()
+    rates = None
+    if not is_gpu:
+        with suppress(BuildError):
+            rates = Bound().rates()
     if rates is not None:
         yield "memory", f"{rates.read / 1e9:.1f} GB/s read"
         yield "units", f"{rates.multiply / 1e12:.2f} TFLOP/s multiplied"
     else:
         yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
     yield "KV", kv_words(shape, None if llm.engine.head is None else llm.engine.head.runner)
-    rows = Rows(target, llm.engine.pool)
+    rows = ChainSteps(target, llm.engine.pool)
     steps = [timed(rows, n, rates, config, rounds) for n in ROWS]
     for step in steps:
         yield f"{step.rows} rows", step_words(step, steps[0])
@@ -108,7 +109,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
     is_native = "reference" not in llm.loaded.phases.get("kernels", "")
     known = config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu
-    found = Found(*known, shape.quantization is not None)
+    found = Findings(*known, shape.quantization is not None)
     for line in advice(found) or ["nothing: this is as fast as it gets here"]:
         yield "to change", line
 
@@ -128,14 +129,7 @@ def units(flags: frozenset[str]) -> str:
     return "AVX512 without BF16" if "avx512f" in flags else "no AVX512"
 
 
-def measured_rates() -> Rates | None:
-    try:
-        return Bound().rates()
-    except BuildError:
-        return None
-
-
-class Rows:
+class ChainSteps:
     """Steps of some rows after CONTEXT tokens of one request."""
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
@@ -149,9 +143,7 @@ class Rows:
     @torch.inference_mode()
     def run(self, rows: int) -> torch.Tensor:
         """The logits of a root and a chain of guesses. Shape [rows, V]."""
-        masks = [(2 << k) - 1 for k in range(rows)]
-        tokens = [7 + k for k in range(rows)]
-        group = RowGroup(self.table, tokens, self.start, rows, self.start, masks)
+        group = chain(self.table, self.start, rows)
         return self.runner.launch(build_step_input([group], self.pool.updates)).logits
 
     def agree(self) -> bool:
@@ -160,20 +152,22 @@ class Rows:
         return all(torch.equal(self.run(n), all_rows[:n]) for n in AGREEING)
 
 
-def timed(rows: Rows, num: int, rates: Rates | None, config: Config, rounds: int) -> Timed:
+def timed(
+    rows: ChainSteps, num: int, rates: Rates | None, config: Config, rounds: int
+) -> DoctorStep:
     run = partial(rows.run, num)
-    for _ in range(WARM_UP):
+    for _ in range(20):
         run()
     seconds = min(typical(run) for _ in range(rounds))
     if rates is None:
-        return Timed(num, seconds, 0.0, "")
-    needs = needs_of(rows.runner.decoder, Size("", (CONTEXT,), num), config.model.quantize)
+        return DoctorStep(num, seconds, 0.0, "")
+    needs = needs_of(rows.runner.decoder, StepSize("", (CONTEXT,), num), config.model.quantize)
     reading, multiplying = needs.num_bytes / rates.read, needs.flops / rates.multiply
     by = "reading" if reading > multiplying else "multiplying"
-    return Timed(num, seconds, max(reading, multiplying), by)
+    return DoctorStep(num, seconds, max(reading, multiplying), by)
 
 
-def needs_of(model: LoadedModel, size: Size, quantize: str | None) -> Cost:
+def needs_of(model: LoadedModel, size: StepSize, quantize: str | None) -> Cost:
     """As `cost`, but the weights of a quantized checkpoint have the bytes that they take."""
     needs, c, forms = cost(model.config, size, quantize), model.config, model.forms
     if c.quantization is None:
@@ -183,7 +177,7 @@ def needs_of(model: LoadedModel, size: Size, quantize: str | None) -> Cost:
     return needs._replace(num_bytes=weights + sum(size.contexts) * kv_token_bytes(c))
 
 
-def step_words(step: Timed, first: Timed) -> str:
+def step_words(step: DoctorStep, first: DoctorStep) -> str:
     words = f"{1e3 * step.seconds:.2f} ms, {step.seconds / first.seconds:.2f} times one row"
     if step.bound:
         over = step.seconds / step.bound
@@ -193,7 +187,7 @@ def step_words(step: Timed, first: Timed) -> str:
     return words
 
 
-def advice(found: Found) -> list[str]:
+def advice(found: Findings) -> list[str]:
     """What would make answers faster, the most important first."""
     first, config = found.steps[0], found.config
     lines: list[str] = []
@@ -201,7 +195,7 @@ def advice(found: Found) -> list[str]:
         lines.append("the kernels break the promise on this machine: please report it")
     if not found.is_native and not found.is_gpu:
         lines.append("install g++ 11 or later: without it the slow reference kernels run")
-    if found.slowdown > BUSY:
+    if found.slowdown > 1.3:  # times the time of a quiet machine
         lines.append(
             f"other processes take the CPU: steps take {found.slowdown:.1f} times as long as they "
             "did; give the server cores of its own"

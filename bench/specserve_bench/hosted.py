@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cli.remote import Remote, events
 from specserve.errors import ConfigError, SpecserveError
-from specserve_bench.arrivals import due_times
 from specserve_bench.results import (
     Load,
     MeasuredRequest,
@@ -32,7 +31,7 @@ T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class Told(msgspec.Struct, frozen=True):
+class SpecStatistics(msgspec.Struct, frozen=True):
     """specserve's statistics of one request, on its last chunk."""
 
     num_spec_steps: Count
@@ -41,16 +40,16 @@ class Told(msgspec.Struct, frozen=True):
     mean_acceptance_length: Annotated[float, Meta(ge=0, le=1e4)] | None = None
 
 
-class Statistics(msgspec.Struct, frozen=True):
-    speculative_decoding: Told | None = None
+class EventMetrics(msgspec.Struct, frozen=True):
+    speculative_decoding: SpecStatistics | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class EventUsage(msgspec.Struct, frozen=True):
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
 
 
-class Delta(msgspec.Struct, frozen=True):
+class EventDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None  # reasoning counts as text
     reasoning: str | None = None
@@ -60,11 +59,11 @@ class WireChoice(msgspec.Struct, frozen=True):
     """A choice of an event: of a completion (text) or of a chat (delta)."""
 
     text: str | None = None
-    delta: Delta = Delta()
+    delta: EventDelta = EventDelta()
     finish_reason: str | None = None
 
 
-class Failure(msgspec.Struct, frozen=True):
+class EventError(msgspec.Struct, frozen=True):
     message: str = ""
 
 
@@ -72,9 +71,9 @@ class Chunk(msgspec.Struct, frozen=True):
     """The fields of an event that are measured."""
 
     choices: list[WireChoice] = []
-    usage: Usage | None = None
-    metrics: Statistics | None = None
-    error: Failure | None = None
+    usage: EventUsage | None = None
+    metrics: EventMetrics | None = None
+    error: EventError | None = None
 
 
 class Heard(msgspec.Struct):
@@ -87,8 +86,8 @@ class Heard(msgspec.Struct):
     ended_at: float = 0.0
     text: str = ""
     finish_reason: str | None = None
-    usage: Usage | None = None
-    told: Told | None = None
+    usage: EventUsage | None = None
+    told: SpecStatistics | None = None
     error: str | None = None
 
 
@@ -99,7 +98,7 @@ class Hosted:
         self.remote = Remote(url, key, {"model": model})
 
     def run(self, workload: Workload, load: Load) -> Round:
-        due = due_times(load, len(workload.asks))
+        due = load.due_times(len(workload.asks))
         before = self.series()
         started_at = time.perf_counter()
         waiting: list[Future[Heard]] = []
@@ -120,14 +119,14 @@ class Hosted:
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
         """What the target says."""
-        return [self.recorded(ask) for ask in asks]
-
-    def recorded(self, ask: Ask) -> str:
-        heard = self.ask(0, ask, None, 0.0)
-        read(heard)
-        if heard.error is not None:
-            raise ConfigError(f"{self.remote.url}: its text could not be recorded: {heard.error}")
-        return heard.text
+        texts = []
+        for heard in (self.ask(0, ask, None, 0.0) for ask in asks):
+            read(heard)
+            if heard.error is not None:
+                url = self.remote.url
+                raise ConfigError(f"{url}: its text could not be recorded: {heard.error}")
+            texts.append(heard.text)
+        return texts
 
     def ask(self, number: int, ask: Ask, due_at: float | None, started_at: float) -> Heard:
         """One request, to its end; a failure is kept in it, not raised."""

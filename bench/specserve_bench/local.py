@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.api.base import Resolved
 from specserve.api.outputs import Generation
-from specserve_bench.arrivals import due_times, limit
 from specserve_bench.results import (
     Load,
     MeasuredRequest,
@@ -19,8 +18,6 @@ from specserve_bench.results import (
     spread,
 )
 from specserve_bench.workloads import Ask, Workload
-
-Clock = Callable[[], float]
 
 
 class Going(NamedTuple):
@@ -42,7 +39,7 @@ class Local:
     def __init__(
         self,
         llm: LLM,
-        clock: Clock = time.perf_counter,
+        clock: Callable[[], float] = time.perf_counter,
         wait: Callable[[float], None] = time.sleep,
         is_warm: bool = False,
     ) -> None:
@@ -58,7 +55,7 @@ class Local:
         if not self.is_warm:
             self.llm.engine.reset_learned()
         prompts = [self.check(ask) for ask in workload.asks]
-        due, most = due_times(load, len(prompts)), limit(load)
+        due, most = load.due_times(len(prompts)), load.concurrency or len(prompts)
         stats = self.llm.engine.stats
         before = stats.draft_seconds, stats.verify_seconds, stats.step_seconds
         started_at = self.clock()

@@ -1,64 +1,89 @@
-"""The pairs of models that figures are measured on."""
+"""Models that figures are measured on: pairs of target and draft, and random weights."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.models.writing import write_json
-from specserve_bench import mixtures
-from specserve_bench.demo.scaled_model import SHAPES, shape_name
+from specserve.models import decoder_config
+from specserve_bench.demo.scaled_model import SHAPES, shape_config, shape_name
 from specserve_bench.scale import scale_model
 
-Pair = tuple[Path, Path]  # target and draft model
-# 8 of 64 experts: a row reads 0.4 GB, as that of `mixtures` does. An expert has room for the demo's
-# MLP, so there are fewer layers.
-MIXTURE = mixtures.SHAPE | {
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 1024,
-    "num_hidden_layers": 6,
+MODELS = Path(".models")
+EXPERTS: dict[str, Any] = {  # 8 of 64 experts: a row reads 0.4 GB
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 10,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 16384,
 }
-MIXTURE_DRAFT = SHAPES["qwen3-0.6b-draft"] | {"vocab_size": MIXTURE["vocab_size"]}
 
 
-def demo_pair() -> Pair:
-    return DEMO_TARGET, DEMO_DRAFT
-
-
-def large_pair() -> Pair:
-    """The demo pair at the cost of a 0.6B model and its draft model."""
-    return scaled(DEMO_TARGET, "qwen3-0.6b"), scaled(DEMO_DRAFT, "qwen3-0.6b-draft")
-
-
-def mixture_pair() -> Pair:
+def mixture_pair() -> tuple[Path, Path]:
     """The demo pair at the cost of a mixture of experts and a draft model for it.
 
-    Experts are chosen at random, but by the demo's own hidden values. In its held-out text, 4 rows
-    that follow each other have 2.7 times the experts of one, 8 rows 3.9 times, 16 rows 5.0 times;
-    independent choices would have 3.3, 5.2 and 7.1 times as many. Near rows share experts, as those
-    of trained mixtures do.
+    An expert has room for the demo's MLP, so there are fewer layers than in EXPERTS. Experts are
+    chosen at random, but by the demo's own hidden values. In its held-out text, 4 rows that follow
+    each other have 2.7 times the experts of one, 8 rows 3.9 times, 16 rows 5.0 times; independent
+    choices would have 3.3, 5.2 and 7.1 times as many. Near rows share experts, as those of trained
+    mixtures do.
     """
-    target = scaled(DEMO_TARGET, shape_folder("mixture", MIXTURE))
-    return target, scaled(DEMO_DRAFT, shape_folder("mixture-draft", MIXTURE_DRAFT))
+    width = {"intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 6}
+    draft = SHAPES["qwen3-0.6b-draft"] | {"vocab_size": EXPERTS["vocab_size"]}
+    shapes = MODELS / "shapes"
+    return (
+        scaled(DEMO_TARGET, shape_folder(shapes / "mixture", EXPERTS | width)),
+        scaled(DEMO_DRAFT, shape_folder(shapes / "mixture-draft", draft)),
+    )
 
 
-def shape_folder(name: str, shape: Mapping[str, Any]) -> str:
-    folder = Path(".models", "shapes", name)
+def shape_folder(folder: Path, fields: Mapping[str, Any]) -> str:
+    """A folder with a config.json, which `scale_model` takes as a shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", shape)
+    (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
 
 
-def scaled(source: Path, shape: str) -> Path:
-    target = Path(".models", f"{source.name}-{shape_name(shape)}")
-    shutil.rmtree(target, ignore_errors=True)
-    scale_model(source, target, shape)
+def scaled(source: Path, shape: str, models: Path = MODELS, keeps: bool = False) -> Path:
+    """The scaled checkpoint's folder, written anew unless `keeps`."""
+    target = models / f"{source.name}-{shape_name(shape)}"
+    if not (keeps and (target / "config.json").exists()):
+        shutil.rmtree(target, ignore_errors=True)  # an interrupted run leaves parts
+        scale_model(source, target, shape)
     return target
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
-    "demo": demo_pair,
-    "0.6b": large_pair,
+PAIRS: dict[str, Callable[[], tuple[Path, Path]]] = {  # target and draft model
+    "demo": lambda: (DEMO_TARGET, DEMO_DRAFT),
+    "0.6b": lambda: (scaled(DEMO_TARGET, "qwen3-0.6b"), scaled(DEMO_DRAFT, "qwen3-0.6b-draft")),
     "mixture": mixture_pair,
 }
+
+
+def random_checkpoint() -> Path:
+    """Random weights of Qwen3 0.6B's shape, without a tokenizer; made once."""
+    folder, shape = MODELS / "qwen3-0.6b-random", "qwen3-0.6b"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        for name, size in decoder_config.tensor_shapes(shape_config(shape)).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return folder

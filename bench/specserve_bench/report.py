@@ -3,7 +3,7 @@
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,9 +34,6 @@ TIMES = {
 COMPARED = {"ttft_ms": "TTFT", "tpot_ms": "TPOT"}
 COLUMNS = Spread.__struct_fields__
 SECONDS = {"draft_s": "draft s", "verify_s": "verify s", "other_s": "other s"}
-WIDTH = 200  # characters: wider lines are broken
-DEPTHS = 6  # of acceptance, that a table has room for
-MAX_ERRORS = 5  # different ones that a report shows
 
 
 class Line(NamedTuple):
@@ -51,7 +48,7 @@ class Line(NamedTuple):
 def report(result: Result, has_json: bool = True) -> str:
     """Tables, then a line of JSON with their figures."""
     text = io.StringIO()
-    console = Console(file=text, width=WIDTH, markup=False, emoji=False, highlight=False)
+    console = Console(file=text, width=200, markup=False, emoji=False, highlight=False)
     console.print(heading(result))
     for (workload, load), lines in grouped(result):
         where = f"{workload}, {load}"
@@ -76,7 +73,7 @@ def errors(result: Result) -> Counter[str]:
         for answer in round.requests
         if answer.error is not None
     )
-    return Counter(dict(told.most_common(MAX_ERRORS)))
+    return Counter(dict(told.most_common(5)))  # different ones that a report shows
 
 
 def heading(result: Result) -> str:
@@ -182,7 +179,7 @@ def speculation_table(where: str, lines: Sequence[Line]) -> Table:
         table.add_row(
             line.subject,
             shown(v["acceptance_length"]),
-            " ".join(f"{share:.2f}" for share in v["acceptance_by_depth"][:DEPTHS]) or "-",
+            " ".join(f"{share:.2f}" for share in v["acceptance_by_depth"][:6]) or "-",
             "-" if v["wasted_rows"] is None else f"{v['wasted_rows']:.0%}",
             *(shown(v[name]) for name in SECONDS),
         )
@@ -211,9 +208,23 @@ def shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def ratio_words(ratio: Ratio | None) -> str:
-    """The median, in brackets the extremes, in square ones the interval."""
-    return "-" if ratio is None else f"{ratio.median:.2f} {range_words(ratio)}"
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def extremes_words(value: Mapping[str, float], digits: int = 2) -> str:
+    """The median, in brackets the extremes."""
+    each = (shown(value[name], digits) for name in ("median", "low", "high"))
+    return "{} ({} to {})".format(*each)
+
+
+def ratio_words(ratio: Ratio | Mapping[str, Any] | None) -> str:
+    """The median, in brackets the extremes, in square ones the interval; a kept one is a dict."""
+    if ratio is None:
+        return "-"
+    found = msgspec.convert(ratio, Ratio)
+    return f"{found.median:.2f} {range_words(found)}"
 
 
 def range_words(ratio: Ratio | None) -> str:
@@ -236,22 +247,15 @@ def markdown(results: Sequence[Result]) -> str:
         raise ConfigError("one table: the results have other subjects; show them one by one")
     columns = [(r, place, lines) for r in results for place, lines in grouped(r)]
     heads = [
-        f"{model_words(r)}{on_machine(r, results)}: {workload}{f', {load}' if has_many(r) else ''}"
+        f"{scaled_words(r) or next(iter(r.subjects.values())).model}{on_machine(r, results)}: "
+        f"{workload}{f', {load}' if len({run.load for run in r.runs}) > 1 else ''}"
         for r, (workload, load), _ in columns
     ]
-    rows = [["drafter", *heads], ["---"] * (1 + len(heads))]
-    for number, subject in enumerate(results[0].subjects):
-        rows.append([subject, *(cell(lines[number], lines[0]) for _, _, lines in columns)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def has_many(result: Result) -> bool:
-    """Whether there are several loads."""
-    return len({run.load for run in result.runs}) > 1
-
-
-def model_words(result: Result) -> str:
-    return scaled_words(result) or next(iter(result.subjects.values())).model
+    rows = (
+        [subject, *(cell(lines[number], lines[0]) for _, _, lines in columns)]
+        for number, subject in enumerate(results[0].subjects)
+    )
+    return markdown_table(["drafter", *heads], rows)
 
 
 def scaled_words(result: Result) -> str:

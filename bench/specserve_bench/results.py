@@ -5,7 +5,7 @@ Tables and plots read these types and nothing else, so a kept JSON can be shown 
 
 import hashlib
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import NormalDist, mean, median, stdev
@@ -130,6 +130,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.concurrency} at a time"
         kind = "Poisson" if self.burstiness == 1 else f"bursty (cv {self.burstiness:g})"
         return f"{self.rate:g}/s, {kind}"
+
+    def due_times(self, size: int) -> list[float]:
+        """Seconds from the start at which `size` requests are due: all at once under a concurrency.
+
+        Open loop: gaps are drawn from a gamma distribution with mean 1 / rate and coefficient of
+        variation `burstiness`, exponential at 1, so that a slow server is not asked more slowly.
+        """
+        if self.rate is None:
+            return [0.0] * size
+        shape = 1 / self.burstiness**2
+        gaps = np.random.default_rng(self.seed).gamma(shape, 1 / (self.rate * shape), size - 1)
+        return list(accumulate(gaps.tolist(), initial=0.0))
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -297,6 +309,17 @@ def student(degrees: int) -> float:
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / degrees + second / degrees**2 + third / degrees**3
+
+
+def extremes(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """The rounded median, lowest and highest value, as kept figures have them."""
+    each = {"median": median(values), "low": min(values), "high": max(values)}
+    return {name: round(value, digits) for name, value in each.items()}
+
+
+def extremes_over(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Of the ratios within rounds."""
+    return extremes([a / b for a, b in zip(values, base, strict=True)])
 
 
 def middle(values: Sequence[float | None]) -> float | None:

@@ -18,7 +18,7 @@ from specserve.models.folder import name_of, not_written, resolve
 from specserve.models.loader import DTYPES
 from specserve.models.weight_files import INDEX
 from specserve.models.writing import SHARD_BYTES, copy_companions, split, write_json
-from specserve_bench import outputs
+from specserve_bench import arguments
 from specserve_bench.demo.scaled_model import SHAPES, scaled_sizes
 from specserve_bench.demo.scaled_weights import ScaledTensors
 
@@ -35,9 +35,10 @@ def main(argv: Sequence[str]) -> int:
         "--like", required=True, metavar="NAME", help=f"{known}, or a folder with a config.json"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--seed", type=seed, default=0, help="of what is added; default: 0")
+    seeds = arguments.integer(0, 2**63 - 1)
+    parser.add_argument("--seed", type=seeds, default=0, help="of what is added; default: 0")
     args = parser.parse_args(argv)
-    outputs.check_parent("DST", args.target)
+    arguments.check_parent("DST", args.target)
     source = resolve(args.source)
     dtype, name = DTYPES[args.dtype], name_of(args.source)
     try:
@@ -47,12 +48,6 @@ def main(argv: Sequence[str]) -> int:
     rounded = "" if args.dtype == "fp32" else f", as far as {args.dtype} goes"
     print(f"{args.target}: computes what {name} does{rounded}, at the cost of {args.like}")
     return 0
-
-
-def seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number below 2^63")
-    return int(text)
 
 
 def scale_model(
@@ -70,7 +65,10 @@ def scale_model(
     `shape` is a name in SHAPES or a folder with a config.json, `name` what the source is called
     where that is not its folder's. Same arguments, same bytes.
     """
-    refuse_existing(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(
+            f"{target}: exists, and is no empty folder; remove it or name another one"
+        )
     scaled = scaled_sizes(
         source, shape, str(dtype).removeprefix("torch."), name or source.resolve().name
     )
@@ -80,13 +78,6 @@ def scale_model(
     write_shards(tensors, target, shard_bytes)
     # Last: a folder without a config.json is no model.
     write_json(target / "config.json", scaled.fields)
-
-
-def refuse_existing(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(
-            f"{target}: exists, and is no empty folder; remove it or name another one"
-        )
 
 
 def write_shards(scaled: ScaledTensors, target: Path, shard_bytes: int) -> None:

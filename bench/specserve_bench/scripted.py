@@ -12,7 +12,6 @@ from msgspec import Meta
 from specserve_drafters.base import DraftItem, Options
 from specserve_drafters.tree import Draft
 
-Chance = Annotated[float, Meta(ge=0.0, le=1.0)]
 NAME = "specserve_bench.scripted:ScriptedDrafter"
 
 
@@ -23,7 +22,7 @@ class ScriptedOptions(Options, frozen=True):
     """
 
     recording: str
-    acceptance: tuple[Chance, ...]
+    acceptance: tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...]
     seed: int = 0
 
 
@@ -52,7 +51,7 @@ class ScriptedDrafter:
         tokens = text[end : end + min(item.limit, len(self.options.acceptance))].tolist()
         for depth, acceptance in enumerate(self.options.acceptance[: len(tokens)]):
             if chance.random() >= acceptance:
-                tokens[depth:] = [wrong(token) for token in tokens[depth:]]
+                tokens[depth:] = [t - 1 if t else 1 for t in tokens[depth:]]  # other ids
                 break
         return Draft.chain(tokens)
 
@@ -69,8 +68,3 @@ class ScriptedDrafter:
 
     def forget(self, id: int) -> None:
         self.known.pop(id, None)
-
-
-def wrong(token: int) -> int:
-    """Any other id of the vocabulary."""
-    return token - 1 if token else 1

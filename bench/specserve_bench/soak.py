@@ -19,33 +19,16 @@ from pathlib import Path
 from statistics import linear_regression, mean
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
-from urllib.request import urlopen
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from specserve_bench.commands import above_0, natural
-from specserve_bench.restart import engines
-from specserve_bench.served import Served, settings
-from specserve_bench.stream import send
+from specserve_bench.arguments import above_0, natural
+from specserve_bench.served import Served, samples, send, settings
 from specserve_bench.workloads import WORKLOADS
 
-SHARE, PLACES = 0.8, 64  # of the rate that the machine can take; requests at a time at most
-CALIBRATION_SECONDS, CALIBRATION_PLACES = 10.0, 16
 COMPARED = 50  # each so manieth text is compared
-LEAVING = 0.1  # the share of clients that leave
-FIRST_SECONDS, KILL_SECONDS = (20.0, 60.0), (20.0, 220.0)  # before a kill: at most four a minute
-KILLING = 0.6  # the share of the time with kills: the last engine process lives for the rest
-RESET_SECONDS = 5.0, 25.0
-MOST_GROWTH, CERTAIN = 1.0, 3.0  # MiB a minute; standard errors beyond that
 # Of a process's time the first part is left out, in which what sources may keep fills up.
 WARM_UP, WARM_SECONDS = 0.25, 300.0
-LONG_ENOUGH = 60.0  # seconds that are fitted
-YOUNG = 50.0  # seconds: the age at which engine processes are compared with each other
-ANSWER_SECONDS, IDLE_SECONDS = 120.0, 30.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
-SOURCES = '["ngram", "model", "grammar", "prediction", "suffix", "recycle"]'  # all that there are
 
-KINDS = ["questions", "completion", "agent", "random", "mixed"]
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8},
@@ -82,28 +65,22 @@ PLAIN: list[dict[str, Any]] = [  # of any request
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
 ]
 OF_TEXTS: list[dict[str, Any]] = [{"logprobs": 3}, {"echo": True, "logprobs": 0}]
-TOOL = {"type": "function", "function": {"name": "weigh", "parameters": SCHEMA}}
 OF_CHATS: list[dict[str, Any]] = [
     {"logprobs": True, "top_logprobs": 3},
-    {"tools": [TOOL], "tool_choice": "required"},
-]
-SWITCHES: list[dict[str, Any]] = [
-    {},
-    {"enabled": False},
-    {"sources": ["ngram"]},
-    {"sources": ["model", "grammar"], "max_nodes": 4},
-    {"max_nodes": 16, "max_depth": 2},
-    {"sources": ["suffix", "prediction", "recycle"], "learn": False},
+    {
+        "tools": [{"type": "function", "function": {"name": "weigh", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
 ]
 
 
-class Request(NamedTuple):
+class SoakRequest(NamedTuple):
     path: str
     body: dict[str, Any]
     leaves_after: int | None  # so many events; None: it stays
 
 
-class Growth(NamedTuple):
+class MemoryGrowth(NamedTuple):
     """MiB a minute, and the standard error of that."""
 
     slope: float
@@ -112,35 +89,45 @@ class Growth(NamedTuple):
     @property
     def is_small(self) -> bool:
         """Below the bound, or not told apart from that by what varies from second to second."""
-        return self.slope - CERTAIN * self.error < MOST_GROWTH
+        return self.slope - 3.0 * self.error < 1.0  # MiB a minute
 
 
-class Failed(Exception):
+class AnswerError(Exception):
     """An answer was refused, broke off or told of an error."""
 
 
-def request(seed: int, number: int) -> Request:
+def request(seed: int, number: int) -> SoakRequest:
     """The request of that number: the same for the same seed, whenever it is sent."""
     chance = random.Random(f"soak {seed} {number}")
-    ask = WORKLOADS[chance.choice(KINDS)][1](chance, 1)[0]
+    kind = chance.choice(["questions", "completion", "agent", "random", "mixed"])
+    [ask] = WORKLOADS[kind][1](chance, 1)
     is_text = isinstance(ask.prompt, str)
     fields = chance.choice(PLAIN + (OF_TEXTS if is_text else OF_CHATS))
     body = {
         "prompt" if is_text else "messages": ask.prompt,
         "max_tokens": chance.randrange(16, 96),
         "seed": ask.seed,
-        "speculation": chance.choice(SWITCHES),
+        "speculation": chance.choice(
+            [
+                {},
+                {"enabled": False},
+                {"sources": ["ngram"]},
+                {"sources": ["model", "grammar"], "max_nodes": 4},
+                {"max_nodes": 16, "max_depth": 2},
+                {"sources": ["suffix", "prediction", "recycle"], "learn": False},
+            ]
+        ),
         "stream": True,
         **chance.choice(SAMPLERS),
         **fields,
     }
-    leaves = number % COMPARED != 0 and body["stream"] and chance.random() < LEAVING
+    leaves = number % COMPARED != 0 and body["stream"] and chance.random() < 0.1
     path = "/v1/completions" if is_text else "/v1/chat/completions"
-    return Request(path, body, chance.randrange(8) if leaves else None)
+    return SoakRequest(path, body, chance.randrange(8) if leaves else None)
 
 
-async def answer(server: Served, asked: Request) -> dict[int, str] | None:
-    """The texts of the choices; None if the client has left. Failed or OSError if it went wrong."""
+async def answer(server: Served, asked: SoakRequest) -> dict[int, str] | None:
+    """The texts of the choices; None if the client has left. AnswerError or OSError for others."""
     texts: dict[int, str] = {}
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 24)
     try:
@@ -161,14 +148,14 @@ async def answer(server: Served, asked: Request) -> dict[int, str] | None:
                 num_events += 1
     finally:
         writer.close()
-    raise Failed("the stream broke off")
+    raise AnswerError("the stream broke off")
 
 
 def read(data: bytes, texts: dict[int, str]) -> None:
     """Add what an event, or a whole answer, says: text, calls and why it ended."""
     event = json.loads(data)
     if "error" in event:
-        raise Failed(event["error"]["message"])
+        raise AnswerError(event["error"]["message"])
     for choice in event.get("choices", ()):
         said = choice.get("delta") or choice.get("message") or choice
         calls = [call["function"] for call in said.get("tool_calls") or ()]
@@ -188,7 +175,7 @@ class Soak:
         self.errors: list[str] = []
         self.compared: dict[int, dict[int, str]] = {}  # the texts of requests, by their number
         self.memory: dict[int, list[tuple[float, float]]] = {}  # by process: seconds, MiB
-        self.places = asyncio.Semaphore(PLACES)
+        self.places = asyncio.Semaphore(64)
 
     def chance(self, what: str) -> random.Random:
         return random.Random(f"soak {self.seed} {what}")
@@ -200,11 +187,11 @@ class Soak:
         if texts is not None and number % COMPARED == 0:
             self.compared[number] = texts
 
-    async def answered(self, asked: Request, name: str) -> dict[int, str] | None:
+    async def answered(self, asked: SoakRequest, name: str) -> dict[int, str] | None:
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):  # TimeoutError is an OSError
+            async with asyncio.timeout(120.0):  # TimeoutError is an OSError
                 return await answer(self.server, asked)
-        except (Failed, OSError, EOFError, ValueError) as e:
+        except (AnswerError, OSError, EOFError, ValueError) as e:
             self.errors.append(f"{name}: {type(e).__name__}: {e}; {json.dumps(asked.body)[:2000]}")
             return {}
 
@@ -213,10 +200,10 @@ class Soak:
         begun = perf_counter()
 
         async def ask_on() -> None:
-            while perf_counter() - begun < CALIBRATION_SECONDS:
+            while perf_counter() - begun < 10.0:
                 await self.ask()
 
-        await asyncio.gather(*(ask_on() for _ in range(CALIBRATION_PLACES)))
+        await asyncio.gather(*(ask_on() for _ in range(16)))
         return self.sent / (perf_counter() - begun)
 
     async def arrive(self, rate: float, seconds: float) -> None:
@@ -232,34 +219,34 @@ class Soak:
 
     async def kill(self) -> None:
         chance = self.chance("kills")
-        await asyncio.sleep(chance.uniform(*FIRST_SECONDS))
+        await asyncio.sleep(chance.uniform(20.0, 60.0))  # then at most four kills a minute
         while True:
-            for pid in engines(self.server):
+            for pid in self.server.engines():
                 os.kill(pid, signal.SIGKILL)
                 self.kills += 1
-            await asyncio.sleep(chance.uniform(*KILL_SECONDS))
+            await asyncio.sleep(chance.uniform(20.0, 220.0))
 
     async def reset(self) -> None:
         chance = self.chance("resets")
         while True:
-            await asyncio.sleep(chance.uniform(*RESET_SECONDS))
-            await self.answered(Request("/v1/cache/reset", {}, None), "a reset of the cache")
+            await asyncio.sleep(chance.uniform(5.0, 25.0))
+            await self.answered(SoakRequest("/v1/cache/reset", {}, None), "a reset of the cache")
             self.resets += 1
 
     async def sample(self) -> None:
         """The memory of both processes, each second; a new engine process has its own samples."""
         while True:
-            for pid in (self.server.process.pid, *engines(self.server)):
+            for pid in (self.server.process.pid, *self.server.engines()):
                 if (held := pss(pid)) is not None:
                     self.memory.setdefault(pid, []).append((perf_counter(), held))
             await asyncio.sleep(1)
 
     async def run(self, seconds: float) -> float:
         """All of it together; the rate of the requests."""
-        rate = SHARE * await self.calibrate()
+        rate = 0.8 * await self.calibrate()
         beside = [asyncio.create_task(each()) for each in (self.reset, self.sample)]
         killing = asyncio.create_task(self.kill())
-        asyncio.get_running_loop().call_later(KILLING * seconds, killing.cancel)
+        asyncio.get_running_loop().call_later(0.6 * seconds, killing.cancel)
         await self.arrive(rate, seconds)
         for task in beside:
             task.cancel()
@@ -281,7 +268,7 @@ def pss(pid: int) -> float | None:
     return next((int(row.split()[1]) / 1024 for row in rows if row.startswith("Pss:")), None)
 
 
-def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
+def growth(samples: Sequence[tuple[float, float]]) -> MemoryGrowth | None:
     """By least squares, without the first part of the time; None for too short a time.
 
     Of each ten seconds the mean counts: what is taken and given back within a few seconds is no
@@ -289,25 +276,25 @@ def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
     """
     first = max(WARM_SECONDS, WARM_UP * (samples[-1][0] - samples[0][0]))
     fitted = [sample for sample in samples if sample[0] - samples[0][0] >= first]
-    if not fitted or fitted[-1][0] - fitted[0][0] < LONG_ENOUGH:
+    if not fitted or fitted[-1][0] - fitted[0][0] < 60.0:  # seconds that are fitted
         return None
     parts = [fitted[i : i + 10] for i in range(0, len(fitted) - 9, 10)]
     return fitted_line([(mean(s for s, _ in part), mean(mib for _, mib in part)) for part in parts])
 
 
-def fitted_line(samples: Sequence[tuple[float, float]]) -> Growth:
+def fitted_line(samples: Sequence[tuple[float, float]]) -> MemoryGrowth:
     """The slope of MiB by seconds, and the standard error of that."""
     times, held = zip(*samples, strict=True)
     line, middle = linear_regression(times, held), mean(times)
     rests = [y - line.slope * x - line.intercept for x, y in zip(times, held, strict=True)]
     spread = sum((x - middle) ** 2 for x in times)
     error = math.sqrt(sum(r * r for r in rests) / (len(rests) - 2) / spread)
-    return Growth(round(60 * line.slope, 3), round(60 * error, 3))
+    return MemoryGrowth(round(60 * line.slope, 3), round(60 * error, 3))
 
 
-def growth_of_young(engines: Sequence[Sequence[tuple[float, float]]]) -> Growth | None:
+def growth_of_young(engines: Sequence[Sequence[tuple[float, float]]]) -> MemoryGrowth | None:
     """From one engine process to the next, each at the same age; None for fewer than five."""
-    young = [[s for s in samples if s[0] - samples[0][0] >= YOUNG][:1] for samples in engines]
+    young = [[s for s in samples if s[0] - samples[0][0] >= 50.0][:1] for samples in engines]
     found = [sample for samples in young for sample in samples]
     return fitted_line(found) if len(found) >= 5 else None
 
@@ -322,15 +309,12 @@ def quiet(server: Served) -> bool:
 
 def series(server: Served, name: str) -> dict[str, float]:
     """A metric's values by holder."""
-    with urlopen(f"http://{server.host}:{server.port}/metrics") as response:
-        families = [*text_string_to_metric_families(response.read().decode())]
-    samples = [sample for family in families for sample in family.samples]
-    return {s.labels.get("holder", ""): s.value for s in samples if s.name == name}
+    return {labels.get("holder", ""): value for labels, value in samples(server.url, name)}
 
 
 def idle_blocks(server: Served) -> float | None:
     """Blocks that are free or cached once the server is idle; None if that takes too long."""
-    end = perf_counter() + IDLE_SECONDS
+    end = perf_counter() + 30.0
     while not quiet(server):
         if perf_counter() > end:
             return None
@@ -352,7 +336,8 @@ async def differing(seed: int, compared: dict[int, dict[int, str]]) -> list[int]
 
 
 def soak(minutes: float, seed: int) -> dict[str, Any]:
-    with Served(f"--set=drafter.options.sources={SOURCES}", *LIMITS) as server:
+    sources = '["ngram", "model", "grammar", "prediction", "suffix", "recycle"]'  # all of them
+    with Served(f"--set=drafter.options.sources={sources}", *LIMITS) as server:
         before = idle_blocks(server)
         run = Soak(server, seed)
         rate = asyncio.run(run.run(60 * minutes))
@@ -391,11 +376,9 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
     }
 
 
-NOT_IN_TABLE = "MiB each tenth second", "errors", "other texts", "checks"
-
-
 def table(told: dict[str, Any]) -> str:
-    values = {name: value for name, value in told.items() if name not in NOT_IN_TABLE}
+    others = "MiB each tenth second", "errors", "other texts", "checks"
+    values = {name: value for name, value in told.items() if name not in others}
     rows = [f"| {name} | {json.dumps(value)} |" for name, value in values.items()]
     rows += [f"| {name} | {'yes' if holds else 'NO'} |" for name, holds in told["checks"].items()]
     wrong = [

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve import LLM
-from specserve.config import Config
+from specserve.config import Config, load_config
 from specserve.engine.loading import Model
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of
@@ -31,15 +32,9 @@ from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
-PATHS = (
-    "model.path",
-    "drafter.model",
-    "recording",
-)  # of one machine; labels have the names
 NO_MODEL = {"drafter.model": None, "drafter.quantize": None}
 NO_HEAD = {"drafter.head": None}
 NO_DRAFT = NO_MODEL | NO_HEAD
-PACKAGES = ("torch", "transformers", "numpy")
 T = TypeVar("T")
 
 
@@ -151,6 +146,17 @@ def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
         yield from group[first:] + group[:first]
 
 
+def measure_drafters(
+    contenders: Sequence[Contender],
+    workloads: Sequence[Workload],
+    rounds: int,
+    command: str,
+    concurrency: int = 1,
+) -> Result:
+    trials = Trials(workloads, [Load(concurrency=concurrency)], rounds)
+    return measure("drafters", contenders, trials, Goals(), command)
+
+
 class Loader:
     """LLMs of configs, which share their models: each is loaded once."""
 
@@ -158,11 +164,23 @@ class Loader:
         self.progress, self.is_warm = progress, is_warm
         self.models: list[Model | None] = []
 
-    def load(self, label: str, config: Config) -> Contender:
+    def llm(self, config: Config) -> LLM:
         llm = LLM(set=settings_of(config), progress=self.progress, weights=self.models)
         self.models += [model for model in llm.weights if model not in self.models]
+        return llm
+
+    def load(self, label: str, config: Config) -> Contender:
+        llm = self.llm(config)
         local = Local(llm, is_warm=self.is_warm)
         return Contender(label, about(llm, self.is_warm), local, self.is_warm)
+
+    def load_each(self, drafters: Iterable[str], settings: Mapping[str, Any]) -> list[Contender]:
+        """One for each drafter setting, with further settings that all have."""
+        base = load_config(None, settings)
+        return [
+            self.load(name, load_config(None, {**settings, **drafting(name, base)}))
+            for name in drafters
+        ]
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
@@ -197,7 +215,7 @@ def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_paths(value) if isinstance(value, dict) else value
         for key, value in settings.items()
-        if key not in PATHS
+        if key not in ("model.path", "drafter.model", "recording")
     }
 
 
@@ -274,7 +292,7 @@ def machine(command: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: version(name) for name in ("torch", "transformers", "numpy")},
         **gpu(),
         "specserve": VERSION,
         "commit": commit(),
@@ -293,16 +311,12 @@ def gpu() -> dict[str, Any]:
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     except OSError:
         driver = "unknown"
-    found = {name: installed_version(name) for name in ("triton", "flashinfer-python")}
+    found = {}
+    for package in ("triton", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     name, cuda = torch.cuda.get_device_name(), torch.version.cuda
     return {"gpu": name, "driver": driver, "cuda": cuda, **found}
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

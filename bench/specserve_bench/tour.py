@@ -1,243 +1,394 @@
-"""One request's way through the engine, recorded for docs/tour.md, and the pictures of that page.
+"""The pictures of docs/tour.md, drawn from a record of a request, and that of the architecture.
 
 python -m specserve_bench.tour docs/pictures          record, then draw
 python -m specserve_bench.tour docs/pictures --draw   draw what is recorded
 """
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import msgspec
 
-from specserve import LLM, SamplingParams
-from specserve.api.outputs import Output
-from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
-from specserve.exchange.sampling_params import SpeculationParams
-from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import ranked
-from specserve.speculation.planned_guesses import PlannedGuesses, Root
-from specserve.text.chat_template import ChatOptions
-from specserve.text.template_messages import Message
+from specserve import LLM
+from specserve.api.watch import VISIBLE
+from specserve.errors import ConfigError
 from specserve_bench.demo.held_out import questions
+from specserve_bench.tour_record import (
+    Node,
+    Recorded,
+    RecordedRun,
+    Tour,
+    cost,
+    numbers,
+    rates,
+    record,
+)
 
-RECORD = Path("bench/results/tour.json")
-COST = "qwen3-0.6b"  # the demo pair's own steps are too short for planned guesses to save much
-QUESTIONS = "What does json.dump do?", "And what does json.dumps do?"
-SEED = 7
-WARM = 24  # other questions before, from which costs and the sources' scores are learned
+try:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+except ImportError as e:
+    raise ConfigError("pictures need matplotlib: pip install 'specserve[bench]'") from e
 
-
-class Node(msgspec.Struct, frozen=True):
-    """A guess that was verified."""
-
-    token: int
-    text: str
-    parent: int
-    sources: int  # as in `StepDetails.tree`
-    p: float  # the plan's probability that it is right, and all above it
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A step of the request."""
-
-    ms: float
-    text: str
-    tokens: list[int]
-    texts: list[str]  # of the tokens
-    sources: list[int]  # of the tokens
-    nodes: list[Node]
-    accepted: list[int]
-    plan: PlanState | None = None
-    draft_ms: float = 0.0  # drafting, as the plan charged it
-    candidates: list[float] = []  # p of all guesses that might be verified, by falling p
-    cost_ms: dict[int, float] = {}  # rows -> the target's forward, as expected before the step
-
-
-class Run(msgspec.Struct, frozen=True):
-    steps: list[Recorded]
-    token_ids: list[int]
-    text: str
-    total_ms: float
+INK, QUIET, LINE, RAISED, ACCENT = "#1b1e23", "#5a6068", "#c3c8cf", "#f0f1f4", "#0b5fc2"
+FACES = "#bfe3c6", "#c3dbfb", "#f3d9ae", "#e6cdf5", "#f7ccd6", "#c5e7e9"  # those of the page at /
+EDGES = "#2c7a43", "#0b5fc2", "#8a5a0b", "#7a35a8", "#b3264c", "#1d7479"
+STYLE: Any = {  # texts stay texts: the reader's fonts draw them
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specserve",
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "font.size": 8,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
+    "text.parse_math": False,
+}
+MONO = ["DejaVu Sans Mono", "monospace"]
 
 
-class Tour(msgspec.Struct, frozen=True):
-    body: dict[str, Any]  # of the HTTP request
-    written: str  # by the chat template
-    prompt: list[str]  # texts of its tokens
-    block_size: int
-    blocks: list[int]  # numbers in the pool, of the prompt's
-    num_cached: int  # tokens of the prompt
-    memory: dict[str, dict[str, int]]  # when -> holder -> blocks
-    sources: tuple[str, ...]
-    guessed: Run
-    plain: Run  # without guesses
-    sampled: list[str]  # texts at temperature 1, with and without guesses
-
-    @property
-    def shown(self) -> int:
-        """The place of the step whose tree is drawn: the most branches of which some are right."""
-        steps = self.guessed.steps
-        return max(range(len(steps)), key=lambda i: (bool(steps[i].accepted), leaves(steps[i])))
+def draw(tour: Tour, folder: Path, kind: str = "svg") -> list[Path]:
+    """Write all pictures to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    with rc_context(STYLE):
+        for name, picture in PICTURES.items():
+            files.append(folder / f"{name}.{kind}")
+            metadata = {"Date": None} if kind == "svg" else None
+            picture(tour).savefig(files[-1], dpi=110, facecolor="white", metadata=metadata)
+    return files
 
 
-def leaves(step: Recorded) -> int:
-    return len(step.nodes) - len({node.parent for node in step.nodes} - {0})
+def canvas(width: float, height: float) -> tuple[Figure, Any]:
+    """An empty picture, in characters and rows, from the upper left."""
+    figure = Figure(figsize=(width * 0.068, height * 0.24))  # inches of a letter, and of a row
+    ax = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    ax.axis("off")
+    return figure, ax
 
 
-def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int = 128) -> Tour:
-    """Ask `warm`, each alone, then the questions as one conversation, and record the last."""
-    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "seed": SEED}
-    params = SamplingParams(**how, return_speculation_details=True)
-    off = params.clone(speculation=SpeculationParams(enabled=False))
-    for question in warm:
-        llm.chat([{"role": "user", "content": question}], params)
-        llm.chat([{"role": "user", "content": question}], off)
-
-    *before, last = asked
-    messages: list[Message] = []
-    for question in before:
-        messages.append({"role": "user", "content": question})
-        [answer] = llm.chat(messages, params)
-        messages.append({"role": "assistant", "content": answer.text})
-    messages.append({"role": "user", "content": last})
-
-    ids, written = llm.render(messages, ChatOptions(), params)
-    memory = {"before": llm.memory()}
-    guessed, output, blocks, memory["first step"] = run(llm, ids, params)
-    memory["after"] = llm.memory()
-    plain, *_ = run(llm, ids, off)
-    hot = (p.clone(temperature=1.0) for p in (params, off))
-    return Tour(
-        body={"messages": messages, "stream": True, **how},
-        written=written,
-        prompt=[text_of(llm, token) for token in ids],
-        block_size=llm.engine.target.kv.block_size,
-        blocks=blocks,
-        num_cached=output.num_cached_tokens,
-        memory=memory,
-        sources=llm.engine.sources,
-        guessed=guessed,
-        plain=plain,
-        sampled=[llm.chat(messages, p)[0].text for p in hot],
-    )
+def visible(text: str) -> str:
+    return text.translate(VISIBLE) or "∅"
 
 
-def run(
-    llm: LLM, ids: list[int], params: SamplingParams
-) -> tuple[Run, Output, list[int], dict[str, int]]:
-    """The request's steps, its output, and after its first step its blocks and all holders'."""
-    steps: list[Recorded] = []
-    blocks, memory = list[int](), dict[str, int]()
-    told = llm.watch(ids, params)
-    while True:
-        state, start = llm.speculation(), perf_counter()
-        try:
-            text, _, [details] = next(told)
-        except StopIteration as end:
-            output: Output = end.value
-            total = round(sum(step.ms for step in steps), 2)
-            return Run(steps, output.token_ids, output.text, total), output, blocks, memory
-        ms = 1e3 * (perf_counter() - start)
-        if not steps:
-            memory = llm.memory()
-            blocks = [b for r in llm.engine.requests.values() for b in r.table.blocks]
-        steps.append(step_of(llm, ms, text, details, state))
+def box(ax: Any, x: float, y: float, text: str, **style: Any) -> float:
+    """A token; the x behind it."""
+    width = len(text) + 1.0
+    look: dict[str, Any] = {"facecolor": "white", "edgecolor": LINE, "linewidth": 0.8} | style
+    bold, ink = look.pop("bold", False), look.pop("ink", INK)
+    ax.add_patch(Rectangle((x, y - 0.4), width, 0.8, zorder=2, **look))
+    weight = "bold" if bold else "normal"
+    place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 3}
+    ax.text(x + width / 2, y, text, family=MONO, weight=weight, color=ink, **place)
+    return x + width
 
 
-def step_of(
-    llm: LLM, ms: float, text: str, details: StepDetails, state: SpeculationState
-) -> Recorded:
-    """`state` is that before the step: it is what the plan went by."""
-    tree, guesses = details.tree, llm.engine.guesses
-    found: Root | None = None
-    if isinstance(guesses, PlannedGuesses):
-        found = next(iter(guesses.roots.values()), None)
-    step = Recorded(
-        ms=round(ms, 2),
-        text=text,
-        tokens=details.tokens,
-        texts=[text_of(llm, token) for token in details.tokens],
-        sources=details.sources,
-        nodes=[],
-        accepted=tree.accepted,
-    )
-    if found is None or not isinstance(guesses, PlannedGuesses) or not tree.tokens:
-        return step
-    p, costs, at = found.trie.values, state.costs["target"], guesses.step
-    each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
-    return msgspec.structs.replace(
-        step,
-        nodes=[Node(t, text_of(llm, t), above, bits, round(p[n], 4)) for t, above, bits, n in each],
-        plan=llm.speculation().plan,
-        draft_ms=round(1e3 * at.spent, 2),
-        candidates=[round(p[node], 4) for node in ranked(found.ask)],
-        cost_ms={row.rows: round(1e3 * row_cost(row, costs, at), 2) for row in costs.steps},
-    )
+def note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
+    ax.text(x, y, text, **{"va": "center", "color": QUIET} | style)
 
 
-def row_cost(row: RowCost, costs: CostState, step: Step) -> float:
-    """Seconds of a step with draft tokens up to so many rows."""
-    attended = step.attended_with(max(row.rows - step.rows, 0))
-    added = costs.seconds_per_token * step.context + costs.seconds_per_row_token * attended
-    return (row.seconds + added + costs.seconds_per_request * step.requests) * costs.slowdown
+def look(sources: int, is_right: bool) -> dict[str, Any]:
+    """Of a token: the first source's face, and the edge of the last one."""
+    if not sources:
+        return {}
+    first, last = (sources & -sources).bit_length() - 1, sources.bit_length() - 1
+    if not is_right:
+        return {"facecolor": RAISED, "edgecolor": FACES[first % len(FACES)], "ink": QUIET}
+    edge = EDGES[last % len(EDGES)]
+    return {"facecolor": FACES[first % len(FACES)], "edgecolor": edge, "linewidth": 1.4}
 
 
-def text_of(llm: LLM, token: int) -> str:
-    return llm.tokenizer.decode([token], skip_special_tokens=False)
+def legend(ax: Any, y: float, tour: Tour, used: Sequence[int]) -> None:
+    x = 1.0
+    for bits in sorted({*used}):
+        names = [name for i, name in enumerate(tour.sources) if bits >> i & 1]
+        x = box(ax, x, y, " and ".join(names) or "target alone", **look(bits, True)) + 1
+    box(ax, x, y, "rejected", **look(1, False))
 
 
-def cost(step: Recorded, rows: int) -> float:
-    """Milliseconds of so many rows: those of the next right edge of the stairs."""
-    return next((ms for edge, ms in step.cost_ms.items() if edge >= rows), 0.0)
+def blocks(tour: Tour) -> Figure:
+    size = tour.block_size
+    rows = [tour.prompt[at : at + size] for at in range(0, len(tour.prompt), size)]
+    width = max(sum(len(visible(text)) + 1 for text in row) for row in rows) + 34
+    figure, ax = canvas(width, 1.3 * len(rows) + 1.6)
+    for place, row in enumerate(rows):
+        y, is_cached = 0.9 + 1.3 * place, place * size < tour.num_cached
+        state = "found in the cache" if is_cached else "computed"
+        note(ax, 1, y, f"block {tour.blocks[place]}", color=INK, weight="bold")
+        note(ax, 11, y, state)
+        x = 32.0
+        for text in row:
+            face = FACES[0] if is_cached else "white"
+            x = box(ax, x, y, visible(text), facecolor=face)
+        if free := size - len(row):
+            note(ax, x + 1, y, f"{free} free slots")
+    note(ax, 1, 1.3 * len(rows) + 0.9, "␣ is a space, ↵ a line's end; <|…|> are single tokens")
+    return figure
 
 
-def rates(step: Recorded) -> list[float]:
-    """Tokens a second that are expected with 0, 1, 2, ... of the likeliest guesses."""
-    tokens = accumulate(step.candidates, initial=1.0)
-    return [1e3 * t / (step.draft_ms + cost(step, 1 + n)) for n, t in enumerate(tokens)]
+def children(nodes: Sequence[Node]) -> list[list[int]]:
+    """Of the root and each node, those on the right path first."""
+    found: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
+    for number, node in enumerate(nodes, 1):
+        found[node.parent].append(number)
+    return found
 
 
-def numbers(tour: Tour) -> list[str]:
-    """What docs/tour.md shows in bold, in order."""
-    steps, step = tour.guessed.steps, tour.guessed.steps[tour.shown]
-    assert step.plan is not None
-    size, prompt, shown = tour.block_size, len(tour.prompt), str(tour.shown + 1)
-    bits = [node.sources for node in step.nodes]
-    by = {name: sum(b >> i & 1 for b in bits) for i, name in enumerate(tour.sources)}
-    one, all_rows = cost(step, 1), cost(step, step.plan.rows)
-    moves = sum(place != node for place, node in enumerate(step.accepted, 1))
-    plain, guessed = tour.plain, tour.guessed
-    found: list[int | str] = [
-        *(prompt, size, len(tour.blocks), sum(tour.memory["before"].values())),
-        *(tour.num_cached, prompt - tour.num_cached),
-        *(prompt - tour.num_cached, f"{steps[0].ms:.0f}"),
-        *(shown, by["ngram"], by["model"], sum(b & (b - 1) > 0 for b in bits)),
-        *(f"{one:.0f}", step.plan.rows, f"{all_rows:.0f}", f"{step.draft_ms:.0f}"),
-        *(len(step.candidates), len(step.nodes), f"{step.plan.tokens:.1f}"),
-        *(f"{rates(step)[len(step.nodes)]:.0f}", f"{rates(step)[0]:.0f}"),
-        *(step.plan.rows, len(step.accepted), len(step.accepted) + 1, moves),
-        *(f"{step.ms:.0f}", len(guessed.token_ids), len(steps), f"{guessed.total_ms:.0f}"),
-        *(len(plain.steps), f"{plain.total_ms:.0f}"),
+def tree(tour: Tour) -> Figure:
+    step = tour.guessed.steps[tour.shown]
+    known = [token for s in tour.guessed.steps[: tour.shown] for token in s.texts]
+    below, texts = children(step.nodes), [known[-1] if known else tour.prompt[-1]]
+    texts += [node.text for node in step.nodes]
+    right, at, lines = {0, *step.accepted}, dict[int, tuple[int, int]](), 0
+
+    def lay(node: int, depth: int) -> None:
+        nonlocal lines
+        at[node] = depth, lines
+        for number, child in enumerate(sorted(below[node], key=lambda n: n not in right)):
+            lines += number > 0
+            lay(child, depth + 1)
+
+    lay(0, 0)
+    deepest = max(depth for depth, _ in at.values())
+    widths = [
+        max(6, *(len(visible(texts[n])) + 1 for n, (d, _) in at.items() if d == depth)) + 3
+        for depth in range(deepest + 1)
     ]
-    return [str(one) for one in found]
+    left = [1.0 + sum(widths[:depth]) for depth in range(deepest + 1)]
+    bonus = f"{visible(step.texts[-1])} bonus"
+    last = at[step.accepted[-1] if step.accepted else 0]
+    last_x = left[last[0]] + widths[last[0]] if last[0] < deepest else left[-1] + widths[-1]
+    end = max(left[-1] + widths[-1], last_x + len(bonus) + 2)
+    figure, ax = canvas(end + 1, 2 * lines + 5.2)
+
+    def y_of(node: int) -> float:
+        return 1.0 + 2 * at[node][1]
+
+    ends = dict[int, float]()
+    for node, (depth, _) in at.items():
+        sources = step.nodes[node - 1].sources if node else 0
+        style = look(sources, node in right) if node else {"facecolor": INK, "ink": "white"}
+        x = box(ax, left[depth], y_of(node), visible(texts[node]), bold=node in right, **style)
+        ends[node] = x
+        if node:
+            p = f"{node}: {100 * step.nodes[node - 1].p:.0f} %"
+            note(ax, left[depth], y_of(node) + 0.75, p, fontsize=7)
+    for number, each in enumerate(step.nodes, 1):
+        x, bold = left[at[number][0]], number in right
+        middle = x - 1.5
+        path = [ends[each.parent], middle, middle, x]
+        ys = [y_of(each.parent), y_of(each.parent), y_of(number), y_of(number)]
+        color = EDGES[each.sources.bit_length() - 1] if bold else LINE
+        ax.plot(path, ys, color=color, linewidth=2 if bold else 1, zorder=1 + bold)
+    node = step.accepted[-1] if step.accepted else 0
+    x, y = ends[node], y_of(node)
+    beyond = below[node]  # rejected guesses are in the way
+    y_bonus = y if not beyond else 1.0 + 2 * (lines + 1)
+    ax.plot([x, last_x - 1.5, last_x - 1.5, last_x], [y, y, y_bonus, y_bonus], color=INK, lw=2)
+    box(ax, last_x, y_bonus, bonus, bold=True, edgecolor=INK, linewidth=1.4)
+    legend(ax, 2 * lines + 3.4, tour, [node.sources for node in step.nodes])
+    words = "k: p % is guess k, and how likely it and all before it are right; bold: accepted"
+    note(ax, 1, 2 * lines + 4.5, words)
+    return figure
+
+
+def seen(nodes: Sequence[Node]) -> list[set[int]]:
+    """The nodes that the root and each guess attend to."""
+    found = [{0}]
+    for number, node in enumerate(nodes, 1):
+        found.append(found[node.parent] | {number})
+    return found
+
+
+def mask(tour: Tour) -> Figure:
+    step = tour.guessed.steps[tour.shown]
+    texts = ["root", *(visible(node.text) for node in step.nodes)]
+    wide, high = max(map(len, texts)) + 6, len(texts)
+    known = len(tour.prompt) + sum(len(s.tokens) for s in tour.guessed.steps[: tour.shown]) - 1
+    figure, ax = canvas(wide + 3.2 * high + 44, high + 3)
+    x0 = wide + 20.0
+    note(ax, wide + 10, 1, f"{known} tokens before", ha="center", color=INK)
+    for row, sees in enumerate(seen(step.nodes)):
+        y = 2.3 + row
+        is_right = row == 0 or row in step.accepted
+        weight = "bold" if is_right else "normal"
+        note(ax, wide - 1, y, f"{texts[row]}  {row}", ha="right", family=MONO, weight=weight)
+        ax.add_patch(Rectangle((wide, y - 0.42), 19, 0.84, facecolor=FACES[1]))
+        for column in range(high):
+            face = (INK if column == row else EDGES[1]) if column in sees else RAISED
+            ax.add_patch(Rectangle((x0 + 3.2 * column, y - 0.42), 2.9, 0.84, facecolor=face))
+            if row == 0:
+                place = x0 + 3.2 * column + 1.45
+                note(ax, place, 1.3, str(column), ha="center", family=MONO)
+    note(ax, x0 + 3.2 * high + 1, 2.3, "dark: it sees this")
+    note(ax, x0 + 3.2 * high + 1, 3.3, "pale: hidden")
+    return figure
+
+
+def costs(tour: Tour) -> Figure:
+    step = tour.guessed.steps[tour.shown]
+    figure = Figure(figsize=(7.4, 2.7), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = [*range(1, 65)]  # rows that are drawn
+    left.step(rows, [cost(step, n) for n in rows], where="mid", color=ACCENT)
+    used = 1 + len(step.nodes)
+    left.plot([used], [cost(step, used)], "o", color=INK)
+    left.annotate(f"this step: {used} rows", (used, cost(step, used)), (6, -16), **AWAY)
+    label(left, "One pass of the target", "rows", "ms")
+    rate = rates(step)
+    right.plot(range(len(rate)), rate, color=ACCENT, drawstyle="steps-mid")
+    right.plot([len(step.nodes)], [rate[len(step.nodes)]], "o", color=INK)
+    right.annotate(
+        f"{len(step.nodes)} guesses", (len(step.nodes), rate[used - 1]), (4, -34), **AWAY
+    )
+    label(right, "What guesses are worth", "guesses, likeliest first", "expected tokens a second")
+    return figure
+
+
+AWAY: dict[str, Any] = {"textcoords": "offset points"}
+
+
+def label(ax: Any, title: str, x: str, y: str) -> None:
+    ax.set_title(title, fontsize=9)
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    ax.set_ylim(bottom=0)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def timeline(tour: Tour) -> Figure:
+    figure = Figure(figsize=(7.4, 2.9), layout="constrained")
+    ax = figure.subplots()
+    lanes: list[tuple[str, RecordedRun]] = [("with guesses", tour.guessed), ("without", tour.plain)]
+    for lane, (_, run) in enumerate(lanes):
+        begun = 0.0
+        for number, step in enumerate(run.steps):
+            face = FACES[1] if number else RAISED
+            ax.barh(lane, step.ms, 0.5, begun, color=face, edgecolor="white", linewidth=1)
+            tokens(ax, begun + step.ms / 2, lane, number, step)
+            begun += step.ms
+        word = "step" if len(run.steps) == 1 else "steps"
+        ax.text(begun, lane, f"  {len(run.steps)} {word}, {begun:.0f} ms", va="center")
+    ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
+    ax.set_ylim(len(lanes) - 0.5, -0.6)
+    ax.set_xlim(0, max(run.total_ms for _, run in lanes) * 1.18)
+    ax.set_xlabel("ms since the request began; grey: the prompt's step; numbers: tokens it brought")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    return figure
+
+
+def tokens(ax: Any, x: float, lane: int, number: int, step: Recorded) -> None:
+    """Their number, and above or below it their text, where they are several."""
+    ax.text(x, lane, str(len(step.tokens)), ha="center", va="center", weight="bold")
+    if len(step.tokens) > 1:
+        y = lane + (0.42 if number % 2 else -0.36)
+        ax.text(x, y, visible(step.text), ha="center", family=MONO, fontsize=6.5)
+
+
+PARTS = (  # x, y, width, height, name, lines
+    (1, 1, 32, 4.6, "Template processes", ("chat templates, ended", "where they take too long")),
+    (
+        38,
+        1,
+        32,
+        4.6,
+        "HTTP process",
+        ("requests, text to tokens and", "back, streams; has no model"),
+    ),
+    (
+        75,
+        1,
+        32,
+        4.6,
+        "Grammar process",
+        ("schemas and regexes, within", "bounds of time and memory"),
+    ),
+    (1, 8.4, 106, 14.4, "Engine process", ()),
+    (3, 10.6, 31, 4.6, "Scheduler", ("which request has how many", "rows in a step, and blocks")),
+    (
+        38,
+        10.6,
+        32,
+        4.6,
+        "Sources of guesses",
+        ("n-grams, draft model, grammar,", "your own: one tree"),
+    ),
+    (74, 10.6, 31, 4.6, "Planner", ("which guesses are verified:", "chance against learned cost")),
+    (3, 17.2, 31, 4.6, "Pool", ("blocks of KV, prefix cache,", "copies and moves")),
+    (
+        38,
+        17.2,
+        32,
+        4.6,
+        "Pass of the target",
+        ("all rows at once: prompts,", "roots and trees of guesses"),
+    ),
+    (
+        74,
+        17.2,
+        31,
+        4.6,
+        "Verification",
+        ("the walk down the tree, then", "tokens join their request"),
+    ),
+    (1, 25, 106, 3.4, "Kernels", ("one interface; builds for CPU (C++) and GPU, and a reference",)),
+)
+ARROWS = (  # from, to, words
+    ((38, 3.3), (33, 3.3), ""),
+    ((70, 3.3), (75, 3.3), ""),
+    ((48, 5.6), (48, 8.4), "tokens"),
+    ((60, 8.4), (60, 5.6), "new tokens"),
+    ((34, 12.9), (38, 12.9), ""),
+    ((70, 12.9), (74, 12.9), ""),
+    ((89, 15.2), (58, 17.2), ""),
+    ((38, 19.5), (34, 19.5), ""),
+    ((70, 19.5), (74, 19.5), ""),
+    ((54, 22.8), (54, 25), ""),
+)
+
+
+def architecture(tour: Tour) -> Figure:
+    figure, ax = canvas(108, 29.4)
+    for x, y, width, height, name, lines in PARTS:
+        face = RAISED if not lines else FACES[0] if y == 1 else FACES[1]
+        face = FACES[2] if name == "Kernels" else face
+        style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.5", "edgecolor": LINE}
+        ax.add_patch(FancyBboxPatch((x, y), width, height, facecolor=face, zorder=1, **style))
+        note(ax, x + 1.5, y + 1, name, color=INK, weight="bold", fontsize=9)
+        for number, line in enumerate(lines):
+            note(ax, x + 1.5, y + 2.3 + 1.1 * number, line, color=INK)
+    for start, end, words in ARROWS:
+        ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": QUIET}, zorder=2)
+        note(ax, start[0] + 1, (start[1] + end[1]) / 2, words)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Tour], Figure]] = {
+    "tour-blocks": blocks,
+    "tour-tree": tree,
+    "tour-mask": mask,
+    "tour-costs": costs,
+    "tour-timeline": timeline,
+    "architecture": architecture,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    from specserve_bench.tour_pictures import draw
-
     parser = ArgumentParser(prog="python -m specserve_bench.tour", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the pictures")
-    parser.add_argument("--record", type=Path, default=RECORD, help="default: %(default)s")
+    parser.add_argument(
+        "--record", type=Path, default=Path("bench/results/tour.json"), help="default: %(default)s"
+    )
     parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
     args = parser.parse_args(argv)
     if not args.draw:
-        warm = [q.question for q in questions()[:: len(questions()) // WARM]]
-        with LLM(set={"model.demo_cost": COST}) as llm:
-            tour = record(llm, QUESTIONS, warm)
+        warm = [q.question for q in questions()[:: len(questions()) // 24]]
+        with LLM(set={"model.demo_cost": "qwen3-0.6b"}) as llm:
+            asked = "What does json.dump do?", "And what does json.dumps do?"
+            tour = record(llm, asked, warm)
         args.record.write_bytes(msgspec.json.format(msgspec.json.encode(tour), indent=1) + b"\n")
     tour = msgspec.json.decode(args.record.read_bytes(), type=Tour)
     print(*draw(tour, args.folder), sep="\n")

@@ -18,13 +18,9 @@ from specserve_bench.demo import held_out
 
 Message = dict[str, str]
 NUM_TURNS = 8  # of a conversation with an agent
-FILE_CHARACTERS = 1600  # of the file that it begins with: about 500 tokens
-RESULT_CHARACTERS = 360  # of what a tool says in a turn
-LONG_CHARACTERS = 6000  # about 1,900 tokens
 EDIT = "edit"
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RENAMED = 20  # each so many-th identifier is
-SEEDS = 2**32  # workloads have seeds below it
 UNLEARNT = SpeculationParams(learn=False)  # no source learns what such a request says
 UNGUESSED = SpeculationParams(enabled=False, learn=False)
 
@@ -58,7 +54,7 @@ class Workload(NamedTuple):
     @property
     def once_before(self) -> "Workload":
         """The same requests with other seeds, so that random texts are other ones."""
-        return self._replace(asks=[ask._replace(seed=ask.seed + SEEDS) for ask in self.asks])
+        return self._replace(asks=[ask._replace(seed=ask.seed + 2**32) for ask in self.asks])
 
     def guessed(self, speculation: SpeculationParams) -> "Workload":
         """The same requests with such guesses."""
@@ -129,12 +125,12 @@ def agent(source: random.Random, size: int) -> list[Ask]:
     """Whole conversations, turn by turn: each request repeats the last one and adds a little."""
     asks: list[Ask] = []
     while len(asks) < size:
-        messages = [says("user", f"Here is a file.\n\n{beginning(source, FILE_CHARACTERS)}")]
+        messages = [says("user", f"Here is a file.\n\n{beginning(source, 1600)}")]
         for _ in range(min(NUM_TURNS, size - len(asks))):
             asks.append(ask(source, list(messages), 48))
             known = source.choice(held_out.questions())
             messages.append(says("assistant", known.first_sentence))
-            result = beginning(source, RESULT_CHARACTERS)
+            result = beginning(source, 360)  # of what a tool says in a turn
             messages.append(says("user", f"{known.question}\n\n{result}"))
     return asks
 
@@ -147,17 +143,14 @@ def random_text(source: random.Random, size: int) -> list[Ask]:
 
 
 def mixed(source: random.Random, size: int) -> list[Ask]:
-    """Every fourth prompt is long, the others are questions."""
+    """Every fourth prompt is long, about 1,900 tokens; the others are questions."""
     short = iter(questions(source, size))
-    return [
-        ask(source, long_text(source), 32) if number % 4 == 3 else next(short)
-        for number in range(size)
-    ]
 
+    def long_one() -> Ask:
+        text = "\n".join([beginning(source, 2000) for _ in range(3)])
+        return ask(source, text[:6000], 32)
 
-def long_text(source: random.Random) -> str:
-    parts = (beginning(source, 2000) for _ in range(3))
-    return "\n".join(parts)[:LONG_CHARACTERS]
+    return [long_one() if number % 4 == 3 else next(short) for number in range(size)]
 
 
 def edit(source: random.Random, size: int) -> list[Ask]:
@@ -174,8 +167,7 @@ def edited(text: str) -> str:
 
 
 HELD_OUT = "twelve files of the standard library that training never saw"
-Make = Callable[[random.Random, int], list[Ask]]
-WORKLOADS: dict[str, tuple[str, Make]] = {
+WORKLOADS: dict[str, tuple[str, Callable[[random.Random, int], list[Ask]]]] = {
     "questions": (
         "questions on the standard library in phrasings that training never saw",
         questions,

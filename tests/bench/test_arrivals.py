@@ -1,25 +1,20 @@
 """When requests arrive: at the given rate, by a random draw that depends on the seed only."""
 
-import math
 from itertools import pairwise
 from statistics import fmean, pstdev
 
 import pytest
 
-from specserve_bench.arrivals import due_times, limit
 from specserve_bench.results import Load
 
 
-def test_a_concurrency_has_everything_due_and_a_limit():
-    load = Load(concurrency=3)
-    assert due_times(load, 4) == [0.0] * 4
-    assert limit(load) == 3
-    assert limit(Load(rate=1.0)) == math.inf
+def test_a_concurrency_has_everything_due():
+    assert Load(concurrency=3).due_times(4) == [0.0] * 4
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
 def test_gaps_have_the_mean_of_the_rate_and_the_variation_asked_for(burstiness):
-    times = due_times(Load(rate=5.0, burstiness=burstiness), 20001)
+    times = Load(rate=5.0, burstiness=burstiness).due_times(20001)
     gaps = [b - a for a, b in pairwise(times)]
     assert times[0] == 0.0
     assert fmean(gaps) == pytest.approx(0.2, rel=0.05)
@@ -27,10 +22,10 @@ def test_gaps_have_the_mean_of_the_rate_and_the_variation_asked_for(burstiness):
 
 
 def test_the_seed_decides():
-    assert due_times(Load(rate=5.0, seed=1), 9) == due_times(Load(rate=5.0, seed=1), 9)
-    assert due_times(Load(rate=5.0, seed=1), 9) != due_times(Load(rate=5.0, seed=2), 9)
+    assert Load(rate=5.0, seed=1).due_times(9) == Load(rate=5.0, seed=1).due_times(9)
+    assert Load(rate=5.0, seed=1).due_times(9) != Load(rate=5.0, seed=2).due_times(9)
 
 
 def test_the_same_chance_at_twice_the_rate_is_twice_as_fast():
-    slow, fast = (due_times(Load(rate=rate, seed=3), 50) for rate in (1.0, 2.0))
+    slow, fast = (Load(rate=rate, seed=3).due_times(50) for rate in (1.0, 2.0))
     assert slow == pytest.approx([2 * t for t in fast])

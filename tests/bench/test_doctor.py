@@ -6,8 +6,8 @@ import torch
 from specserve.config import load_config
 from specserve.models.loader import load_decoder
 from specserve_bench import doctor
-from specserve_bench.doctor import BF16, Found, Timed, advice, main
-from specserve_bench.steps import Size, cost, kv_token_bytes
+from specserve_bench.bound import StepSize, cost, kv_token_bytes
+from specserve_bench.doctor import BF16, DoctorStep, Findings, advice, main
 from specserve_kernels import cpu
 from tests.checkpoints import tiny_checkpoint
 from tests.models import gguf_files
@@ -52,9 +52,9 @@ def test_without_a_compiler_it_says_so(folder, capsys, monkeypatch):
 
 
 def test_kernels_whose_rows_differ_are_told_of(folder, capsys, monkeypatch):
-    run = doctor.Rows.run
+    run = doctor.ChainSteps.run
     monkeypatch.setattr(
-        doctor.Rows,
+        doctor.ChainSteps,
         "run",
         lambda self, rows: (
             torch.nextafter(run(self, rows), torch.tensor(9.0)) if rows == 33 else run(self, rows)
@@ -67,7 +67,7 @@ def test_kernels_whose_rows_differ_are_told_of(folder, capsys, monkeypatch):
 
 QUIET = {
     "config": load_config(None, {"model.path": "m", "drafter.model": "d", "model.quantize": "w4"}),
-    "steps": [Timed(1, 0.02, 0.018, "reading")],
+    "steps": [DoctorStep(1, 0.02, 0.018, "reading")],
     "agree": True,
     "slowdown": 1.0,
     "sources": ("ngram", "model"),
@@ -83,7 +83,7 @@ QUIET = {
         ({"agree": False}, "break the promise"),
         ({"is_native": False}, "install g++"),
         ({"slowdown": 2.0}, "2.0 times as long"),
-        ({"steps": [Timed(1, 0.05, 0.018, "reading")]}, "other load"),
+        ({"steps": [DoctorStep(1, 0.05, 0.018, "reading")]}, "other load"),
         ({"config": load_config(None, {"model.path": "m", "drafter.model": "d"})}, "--quantize w4"),
         (
             {
@@ -92,37 +92,37 @@ QUIET = {
             },
             "--draft-model",
         ),
-        ({"steps": [Timed(1, 5e-4, 4e-4, "reading")]}, "planning guesses"),
+        ({"steps": [DoctorStep(1, 5e-4, 4e-4, "reading")]}, "planning guesses"),
         (
-            {"steps": [Timed(1, 5e-4, 4e-4, "reading")], "sources": ("ngram", "eagle")},
+            {"steps": [DoctorStep(1, 5e-4, 4e-4, "reading")], "sources": ("ngram", "eagle")},
             "--drafter eagle, model, ngram and none",
         ),
         ({"flags": frozenset()}, "AVX512-BF16"),
     ],
 )
 def test_each_finding_has_its_advice(changed, words):
-    assert advice(Found(**QUIET)) == []
-    [line] = advice(Found(**QUIET | changed))
+    assert advice(Findings(**QUIET)) == []
+    [line] = advice(Findings(**QUIET | changed))
     assert words in line
 
 
 def test_a_model_that_caches_hold_is_not_told_to_be_rounded():
     config = load_config(None, {"model.path": "m", "drafter.model": "d"})
-    held = Timed(1, 0.004, 0.009, "reading")
-    assert advice(Found(**QUIET | {"config": config, "steps": [held]})) == []
+    held = DoctorStep(1, 0.004, 0.009, "reading")
+    assert advice(Findings(**QUIET | {"config": config, "steps": [held]})) == []
     assert "caches hold it" in doctor.step_words(held, held)
     assert "1.1 times that" in doctor.step_words(QUIET["steps"][0], held)
 
 
 def test_a_quantized_checkpoint_is_not_told_to_be_rounded_again():
     config = load_config(None, {"model.path": "m", "drafter.model": "d"})
-    assert advice(Found(**QUIET | {"config": config, "is_quantized": True})) == []
+    assert advice(Findings(**QUIET | {"config": config, "is_quantized": True})) == []
 
 
 def test_weights_of_a_quantized_checkpoint_have_the_bytes_that_they_take(tmp_path):
     model = load_decoder(gguf_files.write(tmp_path, "llama", **gguf_files.WIDE).file, "bf16", cpu)
-    needs = doctor.needs_of(model, Size("", (100,), 1), None)
+    needs = doctor.needs_of(model, StepSize("", (100,), 1), None)
     c, forms = model.config, model.forms
     table = c.vocab_size * c.hidden_size * (forms.embedding_bits or 16) / 8
     assert needs.num_bytes == forms.num_bytes - table + 100 * kv_token_bytes(c)
-    assert needs.num_bytes < cost(c, Size("", (100,), 1)).num_bytes
+    assert needs.num_bytes < cost(c, StepSize("", (100,), 1)).num_bytes

@@ -2,56 +2,54 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from specserve_bench import figures
+from specserve_bench.figures import __main__ as figures
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The names of files that are kept; nothing is measured."""
+    """The names of parts that are measured: of nothing."""
     names = []
+
+    def module(name):
+        def measure(*args):
+            names.append((name, *args))
+            return {"ms": 1}
+
+        def add_arguments(p):
+            p.add_argument("--rounds", type=int)
+
+        return SimpleNamespace(measure=measure, table=str, add_arguments=add_arguments)
+
     monkeypatch.chdir(tmp_path)
     figures.RESULTS.mkdir(parents=True)
-    monkeypatch.setattr(figures, "keep", lambda name, found: names.append(name))
-    monkeypatch.setattr(figures, "demo_figures", lambda: names.append("demo"))
-    for parts in (figures.OF_PAIR, figures.OTHERS):
-        for name in parts:
-            monkeypatch.setitem(parts, name, lambda *args: {})
-    monkeypatch.delenv("SPECSERVE_TEST_MODELS", raising=False)
+    monkeypatch.setattr(figures, "module", module)
     return names
 
 
-def test_the_named_parts_are_measured(measured):
+def kept():
+    return {file.name for file in figures.RESULTS.iterdir()}
+
+
+def test_the_named_parts_are_measured_and_kept(measured, capsys):
     assert figures.main(["host", "demo"]) == 0
-    assert measured == ["host-cpu", "demo"]
+    assert measured == [("host",), ("demo",)]
+    assert kept() == {"host-cpu.json"}
+    assert "{'ms': 1}\n{\"machine\": " in capsys.readouterr().out
 
 
-def test_without_names_all_parts_are_measured(measured, tmp_path, monkeypatch):
-    for name in figures.PAIR:
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("SPECSERVE_TEST_MODELS", str(tmp_path))
+def test_without_names_all_parts_are_measured(measured):
     assert figures.main([]) == 0
-    assert measured == [*(f"{name}-cpu" for name in [*figures.PARTS][:-1]), "demo"]
+    assert measured == [(name,) for name in figures.FIGURES]
 
 
-def test_without_the_pair_its_parts_are_left_out(measured, capsys):
-    assert figures.main([]) == 0
-    assert measured == [*(f"{name}-cpu" for name in figures.OTHERS), "demo"]
-    assert "server is left out: set SPECSERVE_TEST_MODELS to a folder" in capsys.readouterr().err
-
-
-def test_parts_that_cannot_be_measured_are_refused(measured, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SPECSERVE_TEST_MODELS", str(tmp_path))
-    (tmp_path / figures.PAIR[0]).mkdir()
-    for part, words in {
-        "stepz": "no part 'stepz'; there are engine, server, steps, ",
-        "server": "server: set SPECSERVE_TEST_MODELS to a folder with the models code-target and",
-    }.items():
-        with pytest.raises(SystemExit, match="2"):
-            figures.main(["host", part])
-        assert words in capsys.readouterr().err
+def test_parts_that_cannot_be_measured_are_refused(measured, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        figures.main(["host", "stepz"])
+    assert "no part 'stepz'; there are server, steps, " in capsys.readouterr().err
     figures.RESULTS.rmdir()
     with pytest.raises(SystemExit, match="2"):
         figures.main(["host"])
@@ -59,22 +57,28 @@ def test_parts_that_cannot_be_measured_are_refused(measured, tmp_path, monkeypat
     assert measured == []
 
 
-def test_long_parts_are_measured_alone_with_arguments_of_their_own(measured, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setitem(figures.LONG, "speculation", lambda argv: asked.append(argv) or 0)
+def test_long_parts_are_measured_alone_with_arguments_of_their_own(measured, capsys):
     assert figures.main(["speculation", "--rounds=9"]) == 0
-    assert (asked, measured) == ([["--rounds=9"]], [])
+    [(name, args)] = measured
+    assert (name, args.rounds) == ("speculation", 9)
+    assert kept() == {"speculation-cpu.json"}
     with pytest.raises(SystemExit, match="2"):
         figures.main(["host", "speculation"])
     assert "no part 'speculation'" in capsys.readouterr().err
 
 
+def test_every_part_is_a_module_with_a_table():
+    for name in (*figures.FIGURES, *figures.LONG):
+        module = figures.module(name)
+        assert module.measure and module.table
+        assert hasattr(module, "add_arguments") == (name in figures.LONG)
+
+
 def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
-    assert {*figures.PARTS} == {*figures.OF_PAIR, *figures.OTHERS, "demo"}
     with pytest.raises(SystemExit, match="0"):
         figures.main(["--help"])
     told = capsys.readouterr().out
-    for name, what in figures.PARTS.items():
+    for name, what in figures.FIGURES.items():
         assert re.search(rf"^  {name} +{re.escape(what)}$", told, re.MULTILINE)
     assert "replace those in bench/results" in told
 
@@ -82,6 +86,4 @@ def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
 def test_the_manual_names_every_part():
     manual = (Path(__file__).parents[2] / "docs/bench.md").read_text()
     [section] = re.findall(r"^## Kept figures$(.*?)^## ", manual, re.MULTILINE | re.DOTALL)
-    assert {*figures.PARTS, *figures.LONG, *figures.PAIR} <= set(
-        re.findall(r"`([^`\n]+)`", section)
-    )
+    assert {*figures.FIGURES, *figures.LONG} <= set(re.findall(r"`([^`\n]+)`", section))

@@ -110,7 +110,7 @@ from specserve_bench.gpu import stages
 {more}
 stages.check_machine = lambda environment, rehearse: None
 stages.LEAST = 1
-each = {{name: stages.Stage(limit, [name]) for name, limit in {limits}.items()}}
+each = {{name: stages.GpuStage(limit, [name]) for name, limit in {limits}.items()}}
 stages.STAGES = stages.KNOWN = each
 sys.exit(stages.main(sys.argv[1:]))
 """
@@ -416,8 +416,9 @@ def test_a_figure_that_fails_is_told_and_the_others_are_taken(tmp_path):
         raise ValueError("too large")
 
     kept = Record(tmp_path / "gpu-x.jsonl", {})
-    assert not stage.take(kept, "one", fails)
-    assert not stage.take(kept, "two", lambda: {"ms": 2})
+    figures = {"one": fails, "two": lambda: {"ms": 2}}
+    assert stage.take_each(kept, figures.items(), 10) == 1
+    assert not record.load(kept.file).done
     assert kept.figures == {"one": {"error": "ValueError: too large"}, "two": {"ms": 2}}
     assert stage.failed(kept) == ["one"]
 
@@ -426,7 +427,10 @@ def test_a_fault_of_the_device_ends_the_process_that_met_it(tmp_path):
     def fault():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    assert stage.take(Record(tmp_path / "gpu-x.jsonl", {}), "one", fault)
+    kept = Record(tmp_path / "gpu-x.jsonl", {})
+    figures = {"one": fault, "two": lambda: 2}
+    assert stage.take_each(kept, figures.items(), 10) == record.UNFINISHED
+    assert [*kept.figures] == ["one"]
 
 
 def test_the_toolkit_is_found_with_its_libraries(tmp_path, monkeypatch):

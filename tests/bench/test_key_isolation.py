@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specserve_bench import key_isolation, load_gaps
+from specserve_bench.figures import key_isolation, load_gaps
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ def test_no_form_comes_twice(ask):
 def test_tables_have_a_row_for_each_load():
     spread = {"median": 2.0, "low": 1.0, "high": 3.0}
     row = {"load": "bodies", "alone_ms": spread, "loaded_ms": spread, "ratio": 1.0}
-    assert "| bodies | 2.0 (1.0 to 3.0) | 2.0 (1.0 to 3.0) | 1.0 |" in key_isolation.table([row])
+    shown = key_isolation.table({"rows": [row]})
+    assert "| bodies | 2.0 (1.0 to 3.0) | 2.0 (1.0 to 3.0) | 1.00 |" in shown
     rows = {"adapters": {"longest_gap_ms": spread, "over_none": 1.5}}
-    assert "| adapters | 2.0 (1.0 to 3.0) | 1.5 |" in load_gaps.table({"rows": rows})
+    assert "| adapters | 2.0 (1.0 to 3.0) | 1.50 |" in load_gaps.table({"rows": rows})

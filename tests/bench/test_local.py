@@ -121,7 +121,7 @@ def test_steps_of_the_round_alone_are_counted():
 
 def test_at_a_rate_requests_come_when_they_are_due_whoever_is_there(monkeypatch):
     due = [0.0, STEP / 2, 1.0]
-    monkeypatch.setattr("specserve_bench.local.due_times", lambda load, size: due)
+    monkeypatch.setattr(Load, "due_times", lambda load, size: due)
     round = run(Load(rate=1.0), "1 1 1", "1", "1")
     assert [a.arrived_at for a in round.requests] == due
     # The second came during the first step, and its waiting for the step's end counts.

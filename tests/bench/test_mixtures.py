@@ -5,41 +5,42 @@ import torch
 
 from specserve.models import decoder_config
 from specserve_bench import bound
-from specserve_bench.bound import Rates
-from specserve_bench.implementations import EAGER, NAMES, implementation_figures
-from specserve_bench.mixtures import SHAPE, active_bytes, mixture_figures
-from specserve_bench.steps import Size
+from specserve_bench.bound import Rates, StepSize
+from specserve_bench.figures import implementations, mixtures
+from specserve_bench.figures.implementations import EAGER, NAMES
+from specserve_bench.figures.mixtures import active_bytes
+from specserve_bench.pairs import EXPERTS
 from tests.checkpoints import tiny_checkpoint
 
-SIZES = [Size("1 row", (99,), 1), Size("3 rows", (40,), 3)]
+SIZES = [StepSize("1 row", (99,), 1), StepSize("3 rows", (40,), 3)]
 
 
 def test_a_row_reads_its_own_experts_the_router_attention_the_head_and_kv():
-    shape = SHAPE | {"num_hidden_layers": 1, "vocab_size": 7}
+    shape = EXPERTS | {"num_hidden_layers": 1, "vocab_size": 7}
     attention, experts, router = 6 * 1024 * 1024, 8 * 3 * 512 * 1024, 64 * 1024
     weights = attention + experts + router + 7 * 1024
     kv = 5 * 2 * 8 * 128
-    assert active_bytes(decoder_config.parse(shape), Size("", (5,), 1)) == 2 * (weights + kv)
+    assert active_bytes(decoder_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
 
 
-def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch, capsys):
+def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch):
     monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
     monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
     monkeypatch.setattr(bound.Bound, "rates", lambda self: Rates(read=1e12, multiply=1e13))
     small = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 320}
     small |= {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
-    result = mixture_figures(SHAPE | small, SIZES, rounds=2)
+    result = mixtures.measure(EXPERTS | small, SIZES, rounds=2)
     assert [s["step"] for s in result["steps"]] == ["1 row", "3 rows"]
     assert result["steps"][0]["over_first"] == {"median": 1, "low": 1, "high": 1}
     assert result["over_reading"]["low"] > 1
-    assert "| 3 rows |" in capsys.readouterr().out
+    assert "| 3 rows |" in mixtures.table(result)
 
 
-def test_implementations_are_measured_beside_native_code_op_by_op(tmp_path, capsys):
+def test_implementations_are_measured_beside_native_code_op_by_op(tmp_path):
     folder = tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
-    result = implementation_figures(folder, SIZES, rounds=2)
+    result = implementations.measure(folder, SIZES, rounds=2)
     for step in result["steps"]:
         assert {*step} == {"step", *NAMES}
         assert step[EAGER]["over_eager"] == pytest.approx({"median": 1, "low": 1, "high": 1})
         assert all(step[name]["ms"]["low"] > 0 for name in NAMES)
-    assert capsys.readouterr().out.count("\n|") == 3
+    assert implementations.table(result).count("\n|") == 3

@@ -1,11 +1,13 @@
 """How specserve and vLLM are held against each other at a rate."""
 
 import sys
+from argparse import ArgumentParser
 
 import pytest
 
 from specserve.errors import ConfigError
-from specserve_bench import figures, open_loop
+from specserve_bench.figures import open_loop
+from specserve_bench.figures.__main__ import main
 from specserve_bench.results import Goals, Load, MeasuredRequest, Result, Round, Run, Subject
 from specserve_bench.suite import Contender
 from specserve_bench.workloads import workload
@@ -33,7 +35,8 @@ def fake_python(tmp_path, script):
 
 
 def test_a_server_that_is_ready_is_ended_with_its_block(tmp_path):
-    with open_loop.VLLM(fake_python(tmp_path, SERVER), tmp_path, '{"method": "ngram"}') as vllm:
+    python, guesses = fake_python(tmp_path, SERVER), '{"method": "ngram"}'
+    with open_loop.VLLMServer(python, tmp_path, guesses) as vllm:
         assert vllm.process.poll() is None
         assert "--speculative-config" in " ".join(vllm.process.args)
     assert vllm.process.poll() is not None
@@ -43,7 +46,7 @@ def test_a_server_that_ends_says_why(tmp_path):
     python = fake_python(tmp_path, "print('no such model')")
     with (
         pytest.raises(ConfigError, match="did not become ready: no such model"),
-        open_loop.VLLM(python, tmp_path, None),
+        open_loop.VLLMServer(python, tmp_path, None),
     ):
         pass
 
@@ -87,7 +90,9 @@ def test_rates_are_shares_of_what_the_slower_one_answers(monkeypatch):
 
     both = {"vllm": Runnable(0.5), "specserve": Runnable(0.25)}
     contenders = [Contender(name, Subject(model="m"), r) for name, r in both.items()]
-    args = open_loop.parser().parse_args(["--vllm=python", "--rounds=2", "--shares=0.5,0.8"])
+    parser = ArgumentParser()
+    open_loop.add_arguments(parser)
+    args = parser.parse_args(["--vllm=python", "--rounds=2", "--shares=0.5,0.8"])
     result = open_loop.measured(contenders, [workload("questions", 1, 0)], args)
     assert {run.load.rate for run in result.runs} == {1.0, 1.6}
     assert result.machine["capacity"] == {"vllm": 2.0, "specserve": 4.0}
@@ -96,4 +101,4 @@ def test_rates_are_shares_of_what_the_slower_one_answers(monkeypatch):
 
 def test_a_python_without_vllm_is_refused(capsys):
     with pytest.raises(ConfigError, match="--vllm nothing: no executable file"):
-        figures.main(["open-loop", "--vllm=nothing"])
+        main(["open-loop", "--vllm=nothing"])

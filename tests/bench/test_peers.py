@@ -18,11 +18,11 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench import bound
-from specserve_bench.bound import Rates
-from specserve_bench.peers import command, models, pythons
+from specserve_bench.bound import Cost, Rates, StepSize, cost
+from specserve_bench.peers import command, peer, systems
 from specserve_bench.peers.cases import (
-    Case,
-    Sizes,
+    PeerCase,
+    PeerSizes,
     agreement,
     bound_size,
     make_cases,
@@ -32,27 +32,30 @@ from specserve_bench.peers.cases import (
     tpot_ms,
     ttft_ms,
 )
-from specserve_bench.peers.peer import PeerError, started
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing, Setup, Timed, write_setup
-from specserve_bench.peers.pythons import checked_python, has_packages
-from specserve_bench.peers.rounds import Group, Job, Lane, measure
-from specserve_bench.peers.sweep import Pick, Sweep
+from specserve_bench.peers.comparison import (
+    Lane,
+    MeasuredGroup,
+    Pick,
+    Sweep,
+    measure,
+)
+from specserve_bench.peers.peer import Peer, PeerError, checked_python, has_packages
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing, Setup, Timed, write_setup
 from specserve_bench.peers.systems import (
-    Choice,
+    PeerChoice,
     System,
     guess_choices,
     make_systems,
     thread_choices,
 )
 from specserve_bench.peers.table import caption, group_result, shown, table
-from specserve_bench.steps import Cost, Size, num_linear_weights
 from tests.bench.fake_engine import PYTHON, fake_python
 from tests.checkpoints import tiny_checkpoint
 
 SETUP = Setup("model", 64, 1, 1 << 20, 1, None)
 PROMPT = [1, 2, 3]
 SMALL_SHAPE = {
-    **models.SHAPES["qwen3-0.6b"],
+    **systems.SHAPES["qwen3-0.6b"],
     "hidden_size": 384,
     "intermediate_size": 1024,
     "num_hidden_layers": 4,
@@ -98,7 +101,7 @@ def timed(times, counts=None, token_ids=None):
 
 
 def test_an_engine_is_stopped_whenever_it_is_not_asked(tmp_path):
-    with started(system(tmp_path), SETUP, 10) as peer:
+    with Peer(system(tmp_path), SETUP, 10) as peer:
         assert peer.version == "7.0"
         pid = peer.process.pid
         assert gets_to(pid, "T")
@@ -120,7 +123,7 @@ def test_an_engine_is_stopped_whenever_it_is_not_asked(tmp_path):
 def test_what_goes_wrong_is_one_line(tmp_path, behavior, words):
     limit = 0.5 if behavior == "hangs" else 10
     with pytest.raises(PeerError, match=f"^{words}$"):  # noqa: SIM117, either may raise
-        with started(system(tmp_path, behavior), SETUP, limit) as peer:
+        with Peer(system(tmp_path, behavior), SETUP, limit) as peer:
             peer.run([PROMPT], 4, is_batch=False)
     assert state(starts(tmp_path)[0][0]) == "Z"
 
@@ -135,7 +138,10 @@ serve({load})
 """
 
 
-@pytest.mark.parametrize("load", ["fail", "lambda setup: SimpleNamespace(version='1', alone=fail)"])
+LOADS = "fail", "lambda setup: SimpleNamespace(version='1', together=fail)"
+
+
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -159,7 +165,7 @@ def test_an_error_of_ours_is_its_sentence_and_any_other_has_its_class(load, erro
 def test_a_python_that_is_not_there_is_named():
     absent = System("vLLM", "vllm", "/no/such/python", True, (), ())
     with pytest.raises(PeerError, match=r"^/no/such/python: No such file or directory$"):  # noqa: SIM117
-        with started(absent, SETUP, 10):
+        with Peer(absent, SETUP, 10):
             pass
 
 
@@ -181,7 +187,7 @@ def script(folder, text):
 
 
 def test_a_file_that_is_no_python_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pythons, "TIMEOUT", 0.2)
+    monkeypatch.setattr(peer, "TIMEOUT", 0.2)
     for text, words in [
         ("exit 0", "exit code 0"),
         ("echo oh; echo dear >&2", "dear"),
@@ -200,7 +206,7 @@ def test_packages_are_looked_for_where_no_folder_can_be_taken_for_one(tmp_path, 
 
 
 def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
-    with started(system(tmp_path), SETUP, 10) as peer:
+    with Peer(system(tmp_path), SETUP, 10) as peer:
         monkeypatch.setattr(
             peer, "answer", lambda: [{"token_ids": [1], "times": [1], "counts": [1]}]
         )
@@ -209,10 +215,11 @@ def test_too_few_tokens_are_an_error(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
-    job = Job(system(tmp_path, "has a child"), Case("plain", [PROMPT], 4), Pick(Choice(1, None)))
+    case = PeerCase("plain", [PROMPT], 4)
+    job = Lane(system(tmp_path, "has a child"), case, Pick(PeerChoice(1, None)))
 
     def start(system, choice, cases):
-        return started(system, SETUP, 10)
+        return Peer(system, SETUP, 10)
 
     children = []
 
@@ -231,7 +238,7 @@ def test_an_interrupt_ends_the_engines_and_all_that_they_started(tmp_path):
 def test_an_engine_sees_no_package_and_no_openmp_setting_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    with started(system(tmp_path), SETUP, 10) as peer:
+    with Peer(system(tmp_path), SETUP, 10) as peer:
         variables = Path(f"/proc/{peer.process.pid}/environ").read_text().split("\0")
         folder = Path(os.readlink(f"/proc/{peer.process.pid}/cwd"))
         assert [path.name for path in folder.iterdir()] == ["specserve_bench"]
@@ -243,21 +250,24 @@ def test_threads_are_tried_in_powers_of_two_up_to_all_cores(tmp_path):
     assert [c.threads for c in thread_choices(system(tmp_path), 6)] == [1, 2, 4, 6]
     assert [c.threads for c in thread_choices(system(tmp_path), 1)] == [1]
     own = system(tmp_path)._replace(threads=False)
-    assert thread_choices(own, 6) == [Choice(None, None)]
+    assert thread_choices(own, 6) == [PeerChoice(None, None)]
 
 
 def test_guesses_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
-    lookups = [Choice(2, Guessing(LOOKUP, n)) for n in (2, 4)]
+    lookups = [PeerChoice(2, PeerGuessing(LOOKUP, n)) for n in (2, 4)]
     assert guess_choices(system(tmp_path), 2, None) == lookups
-    assert guess_choices(system(tmp_path), 2, "d") == [*lookups, Choice(2, Guessing(DRAFT, 3, "d"))]
+    assert guess_choices(system(tmp_path), 2, "d") == [
+        *lookups,
+        PeerChoice(2, PeerGuessing(DRAFT, 3, "d")),
+    ]
 
 
 def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_path):
     told, tried = [], system(tmp_path)
-    sweep = Sweep(lambda s, c, _: started(s, SETUP._replace(threads=c.threads), 10), told.append)
-    choices, case = thread_choices(tried, 2), Case("plain", [PROMPT] * 3, 4)
-    assert sweep.pick(tried, choices, case, "tpot_ms") == Pick(Choice(2, None))
-    assert sweep.pick(tried, choices, case, "ttft_ms") == Pick(Choice(1, None))
+    sweep = Sweep(lambda s, c, _: Peer(s, SETUP._replace(threads=c.threads), 10), told.append)
+    choices, case = thread_choices(tried, 2), PeerCase("plain", [PROMPT] * 3, 4)
+    assert sweep.pick(tried, choices, case, "tpot_ms") == Pick(PeerChoice(2, None))
+    assert sweep.pick(tried, choices, case, "ttft_ms") == Pick(PeerChoice(1, None))
     assert told == [
         "vLLM, 1 threads: TPOT 10.0 ms, TTFT 30 ms",
         "vLLM, 2 threads: TPOT 8.0 ms, TTFT 40 ms",
@@ -266,10 +276,12 @@ def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_pa
 
 
 def test_a_sweep_passes_over_choices_that_fail(tmp_path):
-    sweep = Sweep(lambda s, c, _: started(s, SETUP._replace(threads=c.threads), 10), print)
-    tried, case = system(tmp_path), Case("plain", [PROMPT], 4)
-    bad = Choice(7, None)  # the fake has no times for so many threads, and crashes
-    assert sweep.pick(tried, [bad, Choice(1, None)], case, "tpot_ms") == Pick(Choice(1, None))
+    sweep = Sweep(lambda s, c, _: Peer(s, SETUP._replace(threads=c.threads), 10), print)
+    tried, case = system(tmp_path), PeerCase("plain", [PROMPT], 4)
+    bad = PeerChoice(7, None)  # the fake has no times for so many threads, and crashes
+    assert sweep.pick(tried, [bad, PeerChoice(1, None)], case, "tpot_ms") == Pick(
+        PeerChoice(1, None)
+    )
     found = sweep.pick(tried, [bad], case, "tpot_ms")
     assert (found.choice, found.error) == (None, "KeyError: 7")
 
@@ -297,9 +309,9 @@ class Recorder:
 
 
 def jobs(names, case="plain", error=None):
-    choice = None if error else Choice(1, None)
+    choice = None if error else PeerChoice(1, None)
     return [
-        Job(System(n, n, "", True, (), ()), Case(case, [PROMPT], 2), Pick(choice, error))
+        Lane(System(n, n, "", True, (), ()), PeerCase(case, [PROMPT], 2), Pick(choice, error))
         for n in names
     ]
 
@@ -352,7 +364,7 @@ def test_texts_agree_up_to_where_they_part():
 
 
 def test_no_two_prompts_begin_alike(tmp_path):
-    cases = make_cases(DEMO_TARGET, Sizes())
+    cases = make_cases(DEMO_TARGET, PeerSizes())
     assert {name: len(c.prompts) for name, c in cases.items()} == {
         "plain": 6,
         "prompt": 3,
@@ -365,7 +377,7 @@ def test_no_two_prompts_begin_alike(tmp_path):
 
 
 def lane_of(name, *rounds, error=None):
-    [lane] = [Lane(job) for job in jobs([name], error=error)]
+    [lane] = jobs([name], error=error)
     lane.rounds = [[timed([first, first + tpot])] for first, tpot in rounds]
     return lane
 
@@ -376,7 +388,9 @@ def test_the_ratio_is_to_the_best_peer_in_the_same_round():
         lane_of("slow", (1, 0.050), (1, 0.050), (1, 0.050)),
         lane_of("fast", (2, 0.020), (2, 0.020), (2, 0.040)),
     ]
-    by_name = {figure["figure"]: figure for figure in group_result(Group(lanes, []), None, {})}
+    by_name = {
+        figure["figure"]: figure for figure in group_result(MeasuredGroup(lanes, []), None, {})
+    }
     ratio = by_name["TPOT ms"]["ratio"]
     assert ratio == {"peer": "fast", "median": 0.75, "low": 0.5, "high": 1}
     assert by_name["TTFT 300 ms"]["ratio"]["peer"] == "slow"
@@ -389,7 +403,7 @@ def test_quantized_weights_have_a_ratio_to_those_of_16_bits_which_are_no_peer():
         lane_of("specserve, 16 bits", (1, 0.020), (1, 0.020)),
         lane_of("llama.cpp", (1, 0.040), (1, 0.040)),
     ]
-    figures = group_result(Group(lanes, []), None, {})
+    figures = group_result(MeasuredGroup(lanes, []), None, {})
     assert figures[0]["ratio"] == {"peer": "llama.cpp", "median": 0.375, "low": 0.25, "high": 0.5}
     assert "| specserve / 16 bits | 0.75 (0.50 to 1.00), specserve, 16 bits |" in table(
         {"figures": figures}
@@ -399,8 +413,8 @@ def test_quantized_weights_have_a_ratio_to_those_of_16_bits_which_are_no_peer():
 def test_of_a_rate_the_best_is_the_highest():
     lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
     for lane in lanes:
-        lane.job = lane.job._replace(case=lane.job.case._replace(name="batch"))
-    step, rate = group_result(Group(lanes, []), None, {})
+        lane.case = lane.case._replace(name="batch")
+    step, rate = group_result(MeasuredGroup(lanes, []), None, {})
     assert rate["ratio"] == {"peer": "fast", "median": 1, "low": 1, "high": 1}
     assert step["ratio"]["peer"] == "fast"
 
@@ -408,20 +422,22 @@ def test_of_a_rate_the_best_is_the_highest():
 def test_the_bound_is_a_row_where_a_figure_is_the_time_of_a_step():
     rates = [Rates(read=1e9, multiply=1e12), Rates(read=2e9, multiply=1e12)]
     costs = {"TPOT ms": Cost(num_bytes=1e8, flops=1e9)}
-    figures = group_result(Group([lane_of("specserve", (1, 0.2), (1, 0.2))], rates), None, costs)
+    figures = group_result(
+        MeasuredGroup([lane_of("specserve", (1, 0.2), (1, 0.2))], rates), None, costs
+    )
     assert figures[0]["bound"] == {"median": 75, "low": 50, "high": 100}
     assert "| bound | 75 (50 to 100) | - |" in table({"figures": figures})
 
 
 def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
-    assert bound_size("TPOT ms", Sizes()) == Size("TPOT ms", (332,), 1)
-    assert bound_size("batch step ms", Sizes(batch=3)).contexts == (332, 332, 332)
-    assert bound_size("TTFT 300 ms", Sizes()) is None
+    assert bound_size("TPOT ms", PeerSizes()) == StepSize("TPOT ms", (332,), 1)
+    assert bound_size("batch step ms", PeerSizes(batch=3)).contexts == (332, 332, 332)
+    assert bound_size("TTFT 300 ms", PeerSizes()) is None
 
 
 def test_a_peer_that_failed_is_a_line_below_the_table_and_no_base_of_ratios():
     lanes = [lane_of("specserve", (1, 0.01)), lane_of("vLLM", error="no such file")]
-    text = table({"figures": group_result(Group(lanes, []), "a draft", {})})
+    text = table({"figures": group_result(MeasuredGroup(lanes, []), "a draft", {})})
     assert "| vLLM | none | none |" in text
     assert "| specserve / best peer | - | - |" in text
     assert text.endswith("\nvLLM: no such file")
@@ -598,9 +614,9 @@ def test_a_draft_needs_its_model(capsys):
 
 
 def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatch):
-    monkeypatch.setitem(models.SHAPES, "qwen3-0.6b", SMALL_SHAPE)
-    monkeypatch.setattr(models, "TENTH", {"num_hidden_layers": 1})
-    chosen = models.scaled_pair(tmp_path)
+    monkeypatch.setitem(systems.SHAPES, "qwen3-0.6b", SMALL_SHAPE)
+    monkeypatch.setattr(systems, "TENTH", {"num_hidden_layers": 1})
+    chosen = systems.scaled_pair(tmp_path)
     written = json.loads((chosen.target / "config.json").read_text())
     assert (written["vocab_size"], written["num_hidden_layers"]) == (8192, 4)
     assert [draft.label for draft in chosen.drafts] == ["nearly free draft", "draft of a tenth"]
@@ -610,10 +626,11 @@ def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatc
 
 def test_the_draft_of_a_tenth_has_a_tenth_of_the_weights():
     target, draft = (
-        decoder_config.parse(models.SHAPES[models.LIKE] | {"vocab_size": 8192} | changes)
-        for changes in ({}, models.TENTH)
+        decoder_config.parse(systems.SHAPES[systems.LIKE] | {"vocab_size": 8192} | changes)
+        for changes in ({}, systems.TENTH)
     )
-    assert num_linear_weights(draft) / num_linear_weights(target) == pytest.approx(0.1, rel=0.02)
+    weights = [cost(config, StepSize("", (0,), 1)).num_bytes for config in (draft, target)]
+    assert weights[0] / weights[1] == pytest.approx(0.1, rel=0.02)
 
 
 def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
@@ -622,25 +639,30 @@ def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
     scratch.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(checkpoint / name, bare / name)
-    complete = models.with_tokenizer(bare, scratch)
+    complete = systems.with_tokenizer(bare, scratch)
     assert load_tokenizer(complete).encode("def f")
     assert (complete / "model.safetensors").read_bytes() == (
         bare / "model.safetensors"
     ).read_bytes()
-    assert models.with_tokenizer(checkpoint, scratch) == checkpoint
+    assert systems.with_tokenizer(checkpoint, scratch) == checkpoint
 
 
 @pytest.mark.parametrize(
     ("guessing", "words"),
     [
         (None, ""),
-        (Guessing(LOOKUP, 4), ", n-gram 4"),
-        (Guessing(DRAFT, 2, "folder"), ", draft model 2"),
+        (PeerGuessing(LOOKUP, 4), ", n-gram 4"),
+        (PeerGuessing(DRAFT, 2, "folder"), ", draft model 2"),
     ],
 )
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_cell_names_the_drafter_of_its_setting(guessing, words, threads):
-    cell = {"median": 1.0, "low": 0.5, "high": 2.0, "setting": Choice(threads, guessing).words()}
+    cell = {
+        "median": 1.0,
+        "low": 0.5,
+        "high": 2.0,
+        "setting": PeerChoice(threads, guessing).words(),
+    }
     assert shown(cell) == f"1 (0.5 to 2){words}"
 
 

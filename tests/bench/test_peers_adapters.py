@@ -15,12 +15,12 @@ from specserve.errors import ConfigError
 from specserve_bench.peers.adapters import llama, transformers, vllm
 from specserve_bench.peers.adapters.specserve import Specserve
 from specserve_bench.peers.gguf_file import write_gguf
-from specserve_bench.peers.peer import started
+from specserve_bench.peers.peer import Peer
 from specserve_bench.peers.protocol import (
     DRAFT,
     LOOKUP,
     EngineError,
-    Guessing,
+    PeerGuessing,
     Setup,
     read_setup,
     write_setup,
@@ -43,11 +43,16 @@ def setup_of(folder, guessing=None, threads=1):
 
 
 def ways(folder):
-    return [None, Guessing(LOOKUP, 4), Guessing(DRAFT, 3, folder)]
+    return [None, PeerGuessing(LOOKUP, 4), PeerGuessing(DRAFT, 3, folder)]
+
+
+def alone(engine, prompt, num_tokens):
+    [timed] = engine.together([prompt], num_tokens)
+    return timed
 
 
 def texts_are_the_same(engines, num_tokens=12):
-    texts = [[e.alone(p, num_tokens).token_ids for p in PROMPTS] for e in engines]
+    texts = [[alone(e, p, num_tokens).token_ids for p in PROMPTS] for e in engines]
     assert all(text == texts[0] for text in texts)
     assert [len(text) for text in texts[0]] == [num_tokens] * 2
     together = engines[0].together(PROMPTS, num_tokens)
@@ -67,7 +72,7 @@ def test_specserve_and_transformers_say_the_same_with_any_guesses(folder):
     engines = [transformers.Transformers(setup_of(folder, way)) for way in ways(folder)]
     assert texts_are_the_same(engines) == ours
     for engine in engines:
-        timed = engine.alone(PROMPTS[0], 12)
+        timed = alone(engine, PROMPTS[0], 12)
         counts_and_times_fit(timed)
     assert len(timed.counts) < 12, "a draft that is the target has its guesses accepted"
 
@@ -78,15 +83,15 @@ def test_specserve_computes_every_prompt_anew(folder, monkeypatch):
     start = engine.llm.start
     monkeypatch.setattr(engine.llm, "start", lambda *args: seen.extend(start(*args)) or seen[-1:])
     for _ in range(2):
-        engine.alone([*range(10, 50)], 4)
+        alone(engine, [*range(10, 50)], 4)
     assert [generation.num_cached for generation in seen] == [0, 0]
 
 
 def test_an_adapter_runs_in_a_process_of_its_own(folder):
     ours = System("specserve", "specserve", sys.executable, False, (), ())
-    with started(ours, setup_of(folder), 60) as peer:
+    with Peer(ours, setup_of(folder), 60) as peer:
         [timed] = peer.run(PROMPTS[:1], 8, is_batch=False)
-    assert timed.token_ids == Specserve(setup_of(folder)).alone(PROMPTS[0], 8).token_ids
+    assert timed.token_ids == alone(Specserve(setup_of(folder)), PROMPTS[0], 8).token_ids
     counts_and_times_fit(timed)
 
 
@@ -173,8 +178,8 @@ GUESSERS = {
     "right": Scripted(4, 4),
     "wrong": Scripted(0, 4),
     "right, then wrong": Scripted(2, 5),
-    "the target's twin": llama.Draft(Toy(), 3),
-    "another model": llama.Draft(Toy(salt=1), 3),
+    "the target's twin": llama.DraftGuesser(Toy(), 3),
+    "another model": llama.DraftGuesser(Toy(salt=1), 3),
 }
 
 
@@ -194,7 +199,7 @@ def own_text(prompt, num_tokens):
 
 @pytest.mark.parametrize("name", ["right", "the target's twin"])
 def test_right_guesses_save_steps_of_llama_cpp(name):
-    timed = llama.Llama(Toy(), GUESSERS[name], "0").alone(PROMPTS[0], 12)
+    timed = alone(llama.Llama(Toy(), GUESSERS[name], "0"), PROMPTS[0], 12)
     guesses = 4 if name == "right" else 3
     assert timed.counts[:3] == [1, guesses + 1, guesses + 1]
     counts_and_times_fit(timed)
@@ -243,11 +248,11 @@ class FakeVLLM:
 
 def test_vllm_adds_up_what_each_step_brings(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", FakeVLLM())
-    engine = vllm.VLLM(setup_of("m", Guessing(DRAFT, 4, "d")))
+    engine = vllm.VLLM(setup_of("m", PeerGuessing(DRAFT, 4, "d")))
     both = engine.together([[10], [20]], 5)
     assert [t.token_ids for t in both] == [[10, 11, 11, 12, 12], [20, 21, 21, 22, 22]]
     assert [t.counts for t in both] == [[1, 2, 2]] * 2
-    assert engine.alone([30], 3).token_ids == [30, 31, 31]
+    assert alone(engine, [30], 3).token_ids == [30, 31, 31]
     assert engine.engine.options["speculative_config"] == {
         "method": "draft_model",
         "model": "d",

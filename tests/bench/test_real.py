@@ -1,16 +1,16 @@
 """`figures real`: what is measured and counted, with scripted outputs instead of real weights."""
 
-import json
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from specserve.api.outputs import Logprob, RequestSpeculation, Timing
-from specserve_bench import real
-from specserve_bench.real import (
-    Kept,
-    Setting,
+from specserve.api.outputs import Logprob, Timing
+from specserve.errors import ConfigError
+from specserve_bench.figures import real
+from specserve_bench.figures.__main__ import main
+from specserve_bench.figures.real import (
+    RealSetting,
     Ties,
     chats,
     long_prompt,
@@ -44,11 +44,12 @@ def test_a_row_pairs_rounds_and_compares_texts():
         "none": [run_of([output([1, 2, 3], ms)]) for ms in (10.0, 20.0, 30.0)],
         "auto": [run_of([output([1, 2, 3], ms, 2, 3, 1.5)]) for ms in (5.0, 30.0, 33.0)],
     }
-    found = row(Setting("chat", 0.8, 1.05), runs)
-    assert (found.over_none.median, found.over_none.low, found.over_none.high) == (1.1, 0.5, 1.5)
-    assert (found.tokens_per_step, found.nodes_per_step, found.is_same) == (1.5, 1.5, True)
+    found = row(RealSetting("chat", 0.8, 1.05), runs)
+    over = found["over_none"]
+    assert (over.median, over.low, over.high) == (1.1, 0.5, 1.5)
+    assert (found["tokens_per_step"], found["nodes_per_step"], found["is_same"]) == (1.5, 1.5, True)
     runs["auto"][1] = run_of([output([1, 2, 9])])
-    assert not row(Setting("chat", 0.8, 1.05), runs).is_same
+    assert not row(RealSetting("chat", 0.8, 1.05), runs)["is_same"]
 
 
 def test_a_tie_is_a_position_whose_two_largest_logprobs_are_equal():
@@ -85,8 +86,9 @@ def test_a_long_prompt_has_the_wanted_length_and_other_programs_for_each_number(
 def test_the_table_shows_every_setting_ties_and_perplexities(tmp_path):
     runs = {name: [run_of([output([1, 2, 3])])] for name in real.SUBJECTS}
     rows = [row(setting, runs) for setting in real.SETTINGS]
-    kept = Kept({}, "model", rows, Ties(1000, 1, 20, 1), {"small": 5.25})
-    shown = table(msgspec.json.decode(json.dumps(msgspec.to_builtins(kept)), type=Kept))
+    ties = Ties(1000, 1, 20, 1)._asdict()
+    kept = {"rows": rows, "ties": ties, "perplexity": {"small": 5.25}}
+    shown = table(msgspec.json.decode(msgspec.json.encode(kept)))
     for setting in real.SETTINGS:
         assert f"| {setting.name} | {setting.temperature:g} | 4 | 5.00 | 5.00 |" in shown
     assert "1 of 1000 positions (1 of 20 responses)" in shown and "small 5.2500" in shown
@@ -94,7 +96,5 @@ def test_the_table_shows_every_setting_ties_and_perplexities(tmp_path):
 
 def test_without_real_weights_the_command_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        real.ConfigError, match=r"no real weights in \.real: run `make real-models`"
-    ):
-        real.main(["--out", str(tmp_path / "real.json")])
+    with pytest.raises(ConfigError, match=r"no real weights in \.real: run `make real-models`"):
+        main(["real", "--out", str(tmp_path / "real.json")])

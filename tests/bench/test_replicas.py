@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from specserve.errors import ConfigError
-from specserve_bench import figures, replicas
+from specserve_bench.figures import replicas
+from specserve_bench.figures.__main__ import main
 from specserve_bench.results import ratio
 
 
@@ -47,7 +48,7 @@ def test_conversations_begin_with_one_file_and_grow_by_turns_and_answers(monkeyp
     monkeypatch.setattr(replicas, "CONVERSATIONS", 2)
     with echo() as url:
         turns = list(replicas.talk(url, 0, 0))
-    assert [u.prompt_tokens for turn in turns for u in turn] == [
+    assert [size for turn in turns for size, _ in turn] == [
         2 * number + 1 for number in range(replicas.NUM_TURNS) for _ in range(2)
     ]
     firsts = {asked[0] for asked in Echo.asked}
@@ -59,23 +60,21 @@ def test_conversations_begin_with_one_file_and_grow_by_turns_and_answers(monkeyp
 
 def test_a_row_tells_shares_of_medians_and_the_ratio_of_rounds():
     cached = {"random": [40, 50, 60], "cache_aware": [80, 90, 150]}
-    found = ratio(cached["cache_aware"], cached["random"])
-    row = replicas.Row(
-        pool="half",
-        kv_blocks=9,
-        prompt_tokens=[100, 100, 200],
-        cached_tokens=cached,
-        times_as_many=found,
-        wanted=1.5,
-    )
+    row = {
+        "pool": "half",
+        "prompt_tokens": [100, 100, 200],
+        "cached_tokens": cached,
+        "times_as_many": ratio(cached["cache_aware"], cached["random"]),
+        "wanted": 1.5,
+    }
     cells = "| the file and half of the conversations | 50% | 90% | 2.00 (1.80-2.50) "
-    line = replicas.table([row]).splitlines()[2]
+    line = replicas.table({"rows": [row]}).splitlines()[2]
     assert line.startswith(cells) and line.endswith("| at least 1.5 |")
 
 
 def test_a_router_that_is_not_there_or_does_not_start_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--router nowhere: no such program; install"):
-        figures.main(["replicas", "--router", "nowhere"])
+        main(["replicas", "--router", "nowhere"])
     program = tmp_path / "router"
     program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)

@@ -4,24 +4,24 @@ from collections import Counter
 
 import pytest
 
-from specserve.engine import runner
+from specserve.engine import engine as step_loop
 from specserve.engine.runner import Draws
 from specserve.scheduling.text_state import TextState
-from specserve_bench import sampling
-from specserve_bench.sampling import Bush, Subject
+from specserve_bench.figures import sampling
+from specserve_bench.figures.sampling import Bush, SamplingCase
 from tests.checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     small = {"REQUESTS": 2, "PROMPT": 60, "NODES": 3, "STEPS": 2, "WARM_UP": 1}
-    small["SUBJECTS"] = [Subject(3, *how) for how in (("none",), ("none", True), ("all",))]
+    small["SUBJECTS"] = [SamplingCase(3, *how) for how in (("none",), ("none", True), ("all",))]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
             patch.setattr(sampling, name, value)
-        patched = runner.draws_of, Draws.params, TextState.extend
-        yield sampling.sampling_figures(tiny_checkpoint(tmp_path_factory.mktemp("m")), rounds=2)
-        assert patched == (runner.draws_of, Draws.params, TextState.extend)
+        patched = step_loop.draws_of, Draws.params, TextState.extend
+        yield sampling.measure(tiny_checkpoint(tmp_path_factory.mktemp("m")), rounds=2)
+        assert patched == (step_loop.draws_of, Draws.params, TextState.extend)
 
 
 def test_all_parameters_are_measured_beside_none(figures):
@@ -44,7 +44,7 @@ def test_a_share_is_of_the_whole_step():
     steps = [Counter(host=n, sample=2 * n, logprobs=1, rest=n) for n in (10, 20, 30)]
     each = sampling.typical(steps)
     assert each == {"host": 20, "sample": 40, "logprobs": 1, "step": 81}
-    assert sampling.row(Subject(0, "all"), [each])["share"]["median"] == round(61 / 81, 5)
+    assert sampling.row(SamplingCase(0, "all"), [each])["share"]["median"] == round(61 / 81, 5)
 
 
 def test_a_tree_has_two_guesses_below_each_and_none_twice():

@@ -12,7 +12,7 @@ import pytest
 from specserve_bench import soak
 from specserve_bench.soak import (
     COMPARED,
-    Failed,
+    AnswerError,
     Soak,
     growth,
     growth_of_young,
@@ -64,19 +64,19 @@ def test_an_error_in_a_stream_is_none_of_its_text():
     texts = {}
     read(b'{"choices": [{"index": 1, "text": "a", "finish_reason": null}]}', texts)
     read(b'{"choices": [{"index": 1, "text": "b", "finish_reason": "stop"}]}', texts)
-    with pytest.raises(Failed, match="it broke"):
+    with pytest.raises(AnswerError, match="it broke"):
         read(b'{"error": {"message": "it broke"}}', texts)
     assert texts == {1: "ab <stop>"}
 
 
 def test_what_is_refused_or_cannot_be_reached_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(soak, "request", lambda *_: soak.Request(COMPLETIONS, {"n": 0}, None))
+    monkeypatch.setattr(soak, "request", lambda *_: soak.SoakRequest(COMPLETIONS, {"n": 0}, None))
     with ServerProcess(tiny_checkpoint(tmp_path)) as server:
         run = Soak(SimpleNamespace(host="127.0.0.1", port=server.port), 0)
         asyncio.run(run.ask())
     asyncio.run(run.ask())
     refused, unreachable = run.errors
-    assert refused.startswith("request 0: Failed: n: ") and '"n": 0' in refused
+    assert refused.startswith("request 0: AnswerError: n: ") and '"n": 0' in refused
     assert unreachable.startswith("request 1: Connection")
 
 

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.errors import ConfigError
-from specserve_bench import figures, speculation
+from specserve_bench.figures import speculation
+from specserve_bench.figures.__main__ import main
+from specserve_bench.figures.demo import SETTINGS
+from specserve_bench.figures.speculation import HOT, Cell, Place
 from specserve_bench.results import Round, Speculation
-from specserve_bench.speculation import HOT, Cell, Place
 
 
 def a_cell(name="mixed", concurrency=1, temperature=None, pair="demo", is_same=True, **tpot_ms):
@@ -116,10 +118,10 @@ def measured(monkeypatch):
 def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
     file = tmp_path / "cells.json"
     asked = ["--pairs=demo", "--concurrency=1", "--workloads=mixed", "--rounds=2", "--requests=3"]
-    assert figures.main(["speculation", *asked, f"--out={file}"]) == 0
+    assert main(["speculation", *asked, f"--out={file}"]) == 0
     cold, hot = speculation.read(file).cells
     assert (cold.temperature, hot.temperature) == (None, HOT)
-    assert list(cold.tpot_ms) == [*speculation.FIXED, "auto"]
+    assert list(cold.tpot_ms) == [*SETTINGS]
     assert list(hot.tpot_ms) == ["model:8", "model:16", "auto"]
     assert all(len(rounds) == 2 for rounds in (*cold.tpot_ms.values(), *hot.tpot_ms.values()))
     assert (cold.acceptance_length["auto"], cold.guesses["auto"]) == (3.0, 4.0)
@@ -131,11 +133,11 @@ def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--pairs=small", "no pair 'small'; there are demo, 0.6b, mixture"),
+        ("--pairs=small", "'small' is none of demo, 0.6b, mixture"),
         ("--rounds=0", "no whole number"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flag, words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        figures.main(["speculation", flag])
+        main(["speculation", flag])
     assert words in capsys.readouterr().err

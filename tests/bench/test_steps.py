@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from specserve.models import decoder_config
-from specserve_bench import bound, steps
-from specserve_bench.bound import Bound, Rates, compiled
+from specserve_bench import bound
+from specserve_bench.bound import Bound, Cost, Rates, StepSize, compiled, cost
 from specserve_bench.demo.scaled_model import shape_config
-from specserve_bench.steps import Cost, Size, cost, num_linear_weights, step_figures, table_lengths
+from specserve_bench.figures import steps
+from specserve_bench.figures.steps import table_lengths
 from tests.checkpoints import tiny_checkpoint
 
-SMALL = (Size("1 row", (20,), 1), Size("4 rows", (20,), 4), Size("2 requests", (20, 30), 1))
+SMALL = (
+    StepSize("1 row", (20,), 1),
+    StepSize("4 rows", (20,), 4),
+    StepSize("2 requests", (20, 30), 1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +26,29 @@ def library():
     return compiled()
 
 
+def num_weights(config):
+    """That a step without a context reads."""
+    return cost(config, StepSize("", (0,), 1)).num_bytes / 2
+
+
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
 def test_the_weights_are_those_of_the_maps_and_of_one_head(shape):
     config = shape_config(shape)
     matrices = [s for s in decoder_config.tensor_shapes(config).values() if len(s) == 2]
     embedding = 0 if config.tied else config.vocab_size * config.hidden_size
-    assert num_linear_weights(config) == sum(map(math.prod, matrices)) - embedding
+    assert num_weights(config) == sum(map(math.prod, matrices)) - embedding
 
 
 def test_a_step_reads_its_weights_once_and_each_context_once():
     config = shape_config("qwen3-0.6b")
-    one, four = (cost(config, Size("", (512,), rows)) for rows in (1, 4))
+    one, four = (cost(config, StepSize("", (512,), rows)) for rows in (1, 4))
     assert one.num_bytes == four.num_bytes == 2 * 595_984_384 + 512 * 114_688
     assert four.flops == 4 * one.flops == 4 * (2 * 595_984_384 + 4 * 28 * 16 * 128 * 512)
 
 
 def test_quantized_weights_are_fewer_bytes_and_as_many_operations():
     config = shape_config("qwen3-0.6b")
-    size, head = Size("", (512,), 1), config.vocab_size * config.hidden_size
+    size, head = StepSize("", (512,), 1), config.vocab_size * config.hidden_size
     full, half, quarter = (cost(config, size, to) for to in (None, "w8", "w4"))
     assert full.num_bytes - half.num_bytes == 595_984_384
     assert half.num_bytes - quarter.num_bytes == (595_984_384 - head) * (1 - 4.5 / 8)
@@ -47,9 +57,9 @@ def test_quantized_weights_are_fewer_bytes_and_as_many_operations():
 
 def test_requests_add_their_contexts():
     config = shape_config("qwen3-0.6b")
-    both = cost(config, Size("", (300, 400), 1))
-    apart = [cost(config, Size("", (context,), 1)) for context in (300, 400)]
-    weights = 2 * num_linear_weights(config)
+    both = cost(config, StepSize("", (300, 400), 1))
+    apart = [cost(config, StepSize("", (context,), 1)) for context in (300, 400)]
+    weights = 2 * num_weights(config)
     assert both.num_bytes + weights == sum(c.num_bytes for c in apart)
     assert both.flops == sum(c.flops for c in apart)
 
@@ -89,7 +99,7 @@ def test_a_table_holds_the_longest_of_its_contexts():
     assert table_lengths(SMALL) == [24, 31]
 
 
-def test_every_size_is_measured_in_every_round(tmp_path, monkeypatch, capsys):
+def test_every_size_is_measured_in_every_round(tmp_path, monkeypatch):
     monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
     monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
     # Of a machine that nothing slows down at one moment: no step of a tiny model is as fast.
@@ -98,14 +108,14 @@ def test_every_size_is_measured_in_every_round(tmp_path, monkeypatch, capsys):
     ran = []
     run = steps.Steps.run
     monkeypatch.setattr(steps.Steps, "run", lambda self, size: ran.append(size) or run(self, size))
-    result = step_figures(folder, SMALL, rounds=3)
+    result = steps.measure(folder, SMALL, rounds=3)
     assert [ran[i] for i in range(60, len(ran), 5)] == [*SMALL] * 3
     assert [s["step"] for s in result["steps"]] == ["1 row", "4 rows", "2 requests"]
     for each in result["steps"]:
         ratio = each["over_bound"]
         assert 1 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert result["steps"][0]["over_first"] == {"median": 1, "low": 1, "high": 1}
-    assert "| 2 requests |" in capsys.readouterr().out
+    assert "| 2 requests |" in steps.table(result)
 
 
 def test_a_compiler_that_fails_says_what_is_wrong(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from specserve_bench import structured
-from specserve_bench.schemas import SCHEMAS
-from specserve_bench.vocabulary import SIZE, large_tokenizer
+from specserve_bench.figures import structured
+from specserve_bench.figures.__main__ import main
+from specserve_bench.figures.structured import SCHEMAS, SIZE, large_tokenizer
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -33,7 +33,7 @@ def test_speeds_are_over_off_and_texts_the_same(pair):
 @pytest.mark.slow
 def test_masks_are_measured_of_every_row_up_to_the_end(tmp_path, capsys):
     out = tmp_path / "out.json"
-    assert structured.main(["--rounds", "0", "--every", "67", "--out", str(out)]) == 0
+    assert main(["structured", "--rounds", "0", "--every", "67", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
     assert kept["schemas"] == 3 and 3 <= kept["masks"]["rows"] <= 3 * structured.ROWS
     assert 0 < kept["masks"]["mask_ms"] <= kept["masks"]["mask_ms_p95"]

@@ -4,19 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve_bench import targets
-from specserve_bench.pairs import demo_pair
+from specserve_bench.figures import targets
+from specserve_bench.pairs import PAIRS
 
 
-def test_arrivals_are_measured_beside_streams_that_go_on(monkeypatch, capsys):
+def test_arrivals_are_measured_beside_streams_that_go_on(monkeypatch):
     small = {"ROUNDS": 2, "STREAMS": 2, "STREAM_PROMPT": 20, "LONG_PROMPT": 300, "ARRIVALS": 1}
-    for name, value in {**small, "QUIET_STEPS": 9, "large_pair": demo_pair}.items():
+    for name, value in {**small, "QUIET_STEPS": 9}.items():
         monkeypatch.setattr(targets, name, value)
-    figures = targets.target_figures()
+    monkeypatch.setitem(PAIRS, "0.6b", PAIRS["demo"])
+    figures = targets.measure()
     assert figures["target_ms"] == pytest.approx(1.5 * figures["quiet_step_ms"], abs=2e-3)
     assert 0 < figures["itl_p99_ms"] < figures["ttft_ms"], "several steps computed the prompt"
     assert figures["predicted_ttft_ms"] > 0
-    printed = capsys.readouterr().out
+    printed = targets.table(figures)
     assert "| itl_p99_over_target |" in printed and "| at most 1.1 |" in printed
 
 

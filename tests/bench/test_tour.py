@@ -11,19 +11,19 @@ import pytest
 
 from specserve import LLM
 from specserve.engine.runner import Runner
-from specserve_bench import tour, tour_pictures
+from specserve_bench import tour, tour_record
 from specserve_drafters import Draft
 from tests.checkpoints import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tour.md").read_text()
-KEPT = msgspec.json.decode((ROOT / "bench/results/tour.json").read_bytes(), type=tour.Tour)
+KEPT = msgspec.json.decode((ROOT / "bench/results/tour.json").read_bytes(), type=tour_record.Tour)
 CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)"
 
 
 def test_the_page_shows_the_numbers_of_the_record():
     prose = re.sub(CODE, "", PAGE, flags=re.DOTALL).replace("Qwen3-0.6B", "")
-    assert re.findall(r"\*\*([\d.]+)\*\*", prose) == tour.numbers(KEPT)
+    assert re.findall(r"\*\*([\d.]+)\*\*", prose) == tour_record.numbers(KEPT)
     assert not re.search(r"\d", re.sub(r"\*\*[\d.]+\*\*", "", prose)), "a number is not in bold"
 
 
@@ -47,14 +47,14 @@ def texts(svg: Path) -> list[str]:
 
 
 def test_the_kept_pictures_are_drawn_from_the_record(tmp_path):
-    for drawn in tour_pictures.draw(KEPT, tmp_path):
+    for drawn in tour.draw(KEPT, tmp_path):
         kept = ROOT / "docs/pictures" / drawn.name
         assert len(texts(kept)) > 5 and texts(drawn) == texts(kept)
         assert kept.stat().st_size < 60_000
         assert kept.name == "architecture.svg" or f"](pictures/{kept.name})" in PAGE
 
 
-def check(made: tour.Tour) -> None:
+def check(made: tour_record.Tour) -> None:
     """Every step's walk gives its tokens, and all of them the text."""
     assert made.sampled[0] == made.sampled[1]
     assert made.plain.token_ids == made.guessed.token_ids
@@ -81,9 +81,13 @@ def check(made: tour.Tour) -> None:
 def test_the_kept_record_is_consistent():
     check(KEPT)
     step = KEPT.guessed.steps[KEPT.shown]
-    assert tour.rates(step)[len(step.nodes)] == max(tour.rates(step)) > tour.rates(step)[-1]
+    assert (
+        tour_record.rates(step)[len(step.nodes)]
+        == max(tour_record.rates(step))
+        > tour_record.rates(step)[-1]
+    )
     assert step.plan.seconds == pytest.approx(
-        (step.draft_ms + tour.cost(step, step.plan.rows)) / 1e3, rel=0.01
+        (step.draft_ms + tour_record.cost(step, step.plan.rows)) / 1e3, rel=0.01
     )
 
 
@@ -102,12 +106,14 @@ def slow_target(monkeypatch):
 def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     with LLM(model, model, progress=False, set={"memory.kv_bytes": 1 << 22}) as llm:
-        made = tour.record(llm, ["the cat sat on the mat", "the cat"], ["a mat"], max_tokens=24)
+        made = tour_record.record(
+            llm, ["the cat sat on the mat", "the cat"], ["a mat"], max_tokens=24
+        )
     check(made)
     assert made.guessed.steps[made.shown].accepted
-    again = msgspec.json.decode(msgspec.json.encode(made), type=tour.Tour)
-    assert again == made and len(tour.numbers(made)) == len(tour.numbers(KEPT))
-    tour_pictures.draw(made, tmp_path / "pictures")
+    again = msgspec.json.decode(msgspec.json.encode(made), type=tour_record.Tour)
+    assert again == made and len(tour_record.numbers(made)) == len(tour_record.numbers(KEPT))
+    tour.draw(made, tmp_path / "pictures")
     shown = tmp_path / "pictures/tour-tree.svg"
     assert any("bonus" in text for text in texts(shown))
 
@@ -115,4 +121,4 @@ def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
 def test_the_mask_that_is_drawn_is_that_of_the_pass():
     nodes = KEPT.guessed.steps[KEPT.shown].nodes
     masks = Draft([n.token for n in nodes], [n.parent for n in nodes]).masks()
-    assert [sum(1 << n for n in seen) for seen in tour_pictures.seen(nodes)] == masks
+    assert [sum(1 << n for n in seen) for seen in tour.seen(nodes)] == masks

@@ -6,8 +6,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
+from specserve_bench.figures.real import QUESTIONS, ties_of
 from specserve_bench.perplexity import window_logits
-from specserve_bench.real import QUESTIONS, ties_of
 from tests.real.conftest import SETTINGS
 
 WINDOW, WINDOWS = 256, {"smollm2": 4, "gemma": 2}

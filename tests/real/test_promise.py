@@ -4,7 +4,7 @@ import pytest
 
 from specserve import SamplingParams, StructuredOutputsParams
 from specserve.models.decoder_config import load_config
-from specserve_bench.real import QUESTIONS
+from specserve_bench.figures.real import QUESTIONS
 from specserve_drafters.base import BUILT_IN
 from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import LLAMA, write_head

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specserve_bench.harness.lm_eval import LOGLIKELIHOOD, LmEval, write_task
+from specserve_bench.figures.lm_eval import LOGLIKELIHOOD, LmEval, write_task
 from tests.checkpoints import TEXT, tiny_checkpoint
 from tests.server.environments import python_with
 from tests.server.server_process import ServerProcess

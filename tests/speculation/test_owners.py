@@ -7,7 +7,7 @@ from specserve.exchange.messages import Caller, SpeculationState
 from specserve.exchange.sampling_params import Sampling
 from specserve.scheduling import planner
 from specserve.speculation import learned
-from specserve_bench.merged import RowCosts
+from specserve_bench.figures.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.owners import OwnSources

@@ -2,7 +2,6 @@
 
 import sys
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,39 +10,29 @@ from torch import Tensor
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve_bench.gpu.figures import FULL, REHEARSAL, SHAPE
 from specserve_bench.gpu.random_batches import RandomBatches
-from specserve_bench.gpu.random_model import random_decoder
-from specserve_bench.gpu.record import UNFINISHED
-from specserve_bench.gpu.stage import failed, ops_of, options, record_of, take
+from specserve_bench.gpu.stage import ops_of, options, record_of, take_each
+from specserve_bench.random_model import random_decoder
 from specserve_kernels import load
 from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.ops import EagerProgram
 
 MOST, CONTEXT = 64, 300
-REHEARSED = 1, 2, 4
 
 
 def main(argv: list[str]) -> int:
     args = options(argv)
-    deadline, record = perf_counter() + args.seconds, record_of("bits", args)
     size = REHEARSAL if args.rehearse else FULL
     # As in steps of so few rows, which are recorded: FlashInfer would split the KV otherwise.
     ops = ops_of(args) if args.rehearse else load("cuda", "triton")
     with torch.inference_mode():
         decoder = random_decoder(SHAPE, ops, CONTEXT + 200, **size.changes)
-        rows = Rows(RandomBatches(decoder, MOST * (CONTEXT + 20)))
-        for n in REHEARSED if args.rehearse else range(1, MOST + 1):
-            name = f"{n} rows"
-            if perf_counter() > deadline or (
-                name not in record and take(record, name, partial(rows.compared, n))
-            ):
-                return UNFINISHED
-    record.put("summary", summary(record.figures))
-    is_done = not failed(record)
-    record.finish(is_done)
-    return 0 if is_done else 1
+        rows = RowBits(RandomBatches(decoder, MOST * (CONTEXT + 20)))
+        numbers = (1, 2, 4) if args.rehearse else range(1, MOST + 1)
+        figures = ((f"{n} rows", partial(rows.compared, n)) for n in numbers)
+        return take_each(record_of("bits", args), figures, args.seconds, summary)
 
 
-class Rows:
+class RowBits:
     """Steps of requests with one row each; the first is always the same."""
 
     def __init__(self, batches: RandomBatches) -> None:

@@ -5,35 +5,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
-from specserve.engine.engine import Engine
-from specserve.engine.loading import Model, ModelKey
 from specserve.engine.runner import RowGroup, build_step_input
-from specserve.exchange.sampling_params import Sampling
-from specserve.memory.blocks import BlockPool, KVTables
 from specserve.models.decoder import Decoder
-from specserve.scheduling import Scheduler
-from specserve.scheduling.scheduler import StepBudget
-from specserve_bench.adapters import random_adapter, started
+from specserve_bench.figures.adapters import random_adapter, started
 from specserve_bench.gpu import flashinfer
 from specserve_bench.gpu.ceilings import copy_bandwidth
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
-from specserve_bench.gpu.random_model import random_decoder, random_head, streamed_bytes
-from specserve_bench.gpu.record import UNFINISHED, Record
-from specserve_bench.gpu.stage import Options, failed, ops_of, options, record_of, take
-from specserve_bench.gpu.timing import Timed, step_seconds
+from specserve_bench.gpu.record import Record
+from specserve_bench.gpu.stage import StageOptions, ops_of, options, record_of, take_each
+from specserve_bench.gpu.timing import Deciles, step_seconds
+from specserve_bench.random_model import random_decoder, random_head, streamed_bytes
 from specserve_kernels import Ops, SampleParams
 
-PLAIN = Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 SHAPE = "llama-3.1-8b"
-CHILDREN = 4  # of a node that a draft model or head has run
-Figure = Callable[[], Any]
-
 
 MIXTURE: dict[str, Any] = {  # fields that differ from Qwen3-0.6B's: half of Qwen3-30B-A3B's layers
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -59,7 +47,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-class Size(NamedTuple):
+class FigureSizes(NamedTuple):
     """What is measured: less of it in a rehearsal."""
 
     changes: dict[str, Any]  # fields of the target and of its draft model that differ
@@ -71,44 +59,39 @@ class Size(NamedTuple):
     rank: int
 
 
-FULL = Size({}, MIXTURE, 512, 32_768, (1000, 8000), adapted=8, rank=16)
-FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-REHEARSAL = Size(SMALL, MIXTURE | SMALL | FEW, 20, 60, (20, 40), adapted=2, rank=4)
+FULL = FigureSizes({}, MIXTURE, 512, 32_768, (1000, 8000), adapted=8, rank=16)
+REHEARSAL = FigureSizes(
+    SMALL,
+    MIXTURE | SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    20,
+    60,
+    (20, 40),
+    adapted=2,
+    rank=4,
+)
 
 
 def main(argv: list[str]) -> int:
     args = options(argv)
-    deadline = perf_counter() + args.seconds
     record, size = record_of("figures", args), REHEARSAL if args.rehearse else FULL
-    building = None if args.rehearse else flashinfer.begin(128)
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(args) / 1e9)
     with torch.inference_mode():
-        for name, figure in Figures(record, ops_of(args), size, args).each():
-            if name in record:
-                continue
-            if perf_counter() > deadline:
-                return UNFINISHED
-            if name.endswith("prompt") and building is not None:
-                record.put("FlashInfer's kernels", flashinfer.outcome(building))
-                building = None
-            if take(record, name, figure):
-                return UNFINISHED
-    is_done = not failed(record)
-    record.finish(is_done)
-    return 0 if is_done else 1
+        figures = ShapeFigures(record, ops_of(args), size, args)
+        return take_each(record, figures.each(), args.seconds)
 
 
-class Figures:
+class ShapeFigures:
     """The figures by name. A model's weights are made when its first figure is measured, and are
     dropped with its last one.
     """
 
-    def __init__(self, record: Record, ops: Ops, size: Size, args: Options) -> None:
+    def __init__(self, record: Record, ops: Ops, size: FigureSizes, args: StageOptions) -> None:
         self.record, self.ops, self.size, self.args = record, ops, size, args
         self.longest = max(size.long, *size.prompts) + 200
+        self.building = None if args.rehearse else flashinfer.begin(128)
 
-    def each(self) -> Iterator[tuple[str, Figure]]:
+    def each(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from self.of_target()
         yield from self.of_rounded_target()
         yield from self.of_mixture()
@@ -119,7 +102,7 @@ class Figures:
         given = self.size.changes | changes
         return random_decoder(SHAPE, self.ops, self.longest, **given)
 
-    def of_target(self) -> Iterator[tuple[str, Figure]]:
+    def of_target(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         size, names = self.size, [f"step of {n}" for n in ("1 row", "8 rows", "32 rows")]
         names += ["tree of 32 rows, long context", "draft model level", "head level"]
         if all(name in self.record for name in names):
@@ -131,7 +114,7 @@ class Figures:
         yield names[4], self.draft_level
         yield names[5], partial(self.head_level, decoder)
 
-    def of_rounded_target(self) -> Iterator[tuple[str, Figure]]:
+    def of_rounded_target(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         names = "w4 step of 1 row", "w4 step of 8 rows"
         if all(name in self.record for name in names):
             return
@@ -139,7 +122,7 @@ class Figures:
         for name, rows in zip(names, (1, 8), strict=True):
             yield name, partial(self.step, decoder, rows, self.size.context)
 
-    def of_mixture(self) -> Iterator[tuple[str, Figure]]:
+    def of_mixture(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         names = "mixture, step of 1 row", "mixture, step of 8 rows"
         if all(name in self.record for name in names):
             return
@@ -148,10 +131,12 @@ class Figures:
         for name, rows in zip(names, (1, 8), strict=True):
             yield name, partial(self.step, decoder, rows, self.size.context)
 
-    def of_prompts(self) -> Iterator[tuple[str, Figure]]:
+    def of_prompts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         names = "short prompt", "long prompt"
         if all(name in self.record for name in names):
             return
+        if self.building is not None:
+            self.record.put("FlashInfer's kernels", flashinfer.outcome(self.building))
         decoder = self.target()
         for name, n in zip(names, self.size.prompts, strict=True):
             yield name, partial(self.prompt, decoder, n)
@@ -164,7 +149,7 @@ class Figures:
         taken = step_seconds(batches.step(batches.groups(1, rows, context)))
         return self.compared(taken, decoder, context + rows) if has_floor else {"ms": taken.ms}
 
-    def compared(self, taken: Timed, decoder: Decoder, num_tokens: int) -> dict[str, Any]:
+    def compared(self, taken: Deciles, decoder: Decoder, num_tokens: int) -> dict[str, Any]:
         """With reading the weights and the KV at the speed of a copy."""
         read = streamed_bytes(decoder) + num_tokens * token_bytes(decoder)
         floor = read / (1e9 * self.record.figures["copy GB/s"])
@@ -200,13 +185,12 @@ class Figures:
         step = build_step_input(groups, batches.pool.updates)
         logits = batches.runner.launch(step, features).logits
         params = SampleParams.greedy(len(logits))
-        children: list[list[int]] = self.ops.top_children(logits, params, CHILDREN, 1.0)[0].tolist()
+        children: list[list[int]] = self.ops.top_children(logits, params, 4, 1.0)[0].tolist()
         return children
 
     def adapters(self) -> dict[str, Any]:
         """Steps of requests with an adapter each, and without. Only the latter run as graphs."""
         decoder, n, rank = self.target(), self.size.adapted, self.size.rank
-        model = Model(decoder, ModelKey("", "", "", "", self.longest))
         max_len = self.size.context + 300
         with TemporaryDirectory() as home:
             folders = [
@@ -214,7 +198,7 @@ class Figures:
             ]
             ms, attends = {}, {}
             for name, chosen in (("none", (-1,)), ("four adapters", (0, 1, 2, 3))):
-                engine = started(model, max_len, n, folders, chosen, rank, self.size.context)
+                engine = started(decoder, "", max_len, n, folders, chosen, rank, self.size.context)
                 before = self.planned()
                 ms[name] = step_seconds(engine.step).ms
                 attends[name] = sorted(self.planned() - before)
@@ -224,34 +208,13 @@ class Figures:
     def prompt(self, decoder: Decoder, size: int) -> dict[str, Any]:
         """From the request to its first token, through the engine, without other requests."""
         batches = RandomBatches(decoder, 2 * size + 64)
-        engine, before = engine_for(batches, size), self.planned()
-
-        def ask() -> None:
-            prompt = [batches.random.randrange(decoder.config.vocab_size) for _ in range(size)]
-            engine.add(prompt, msgspec.structs.replace(PLAIN))
-            while not engine.is_idle:
-                engine.step()
-
+        engine, before = batches.engine(min(size, 2048), 4), self.planned()
+        ask = partial(batches.first_token, engine, size)
         taken = step_seconds(ask, repeats=5, warm_up=1)
         return {"tokens": size, "ms": taken.ms, "attends": sorted(self.planned() - before)}
 
     def planned(self) -> Any:
         return getattr(self.ops, "num_planned").copy()  # noqa: B009  no part of the protocol
-
-
-def engine_for(batches: RandomBatches, prompt: int) -> Engine:
-    """An engine without drafting that computes a prompt in chunks of 2,048 rows at most."""
-    chunk = min(prompt, 2048)
-    budget = StepBudget(
-        max_running=4,
-        max_batched_tokens=chunk + 64,
-        prefill_chunk=chunk,
-        max_nodes=0,
-        max_step_nodes=0,
-    )
-    pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
-    tables = KVTables(pool, {"target": batches.runner.kv.block_size})
-    return Engine(batches.runner, Scheduler(budget, pool), tables)
 
 
 if __name__ == "__main__":

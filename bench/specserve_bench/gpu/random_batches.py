@@ -3,14 +3,16 @@
 import random
 from collections.abc import Callable
 
+from specserve.engine.engine import Engine
 from specserve.engine.runner import RowGroup, Runner, build_step_input, greedy_draws
 from specserve.memory.arena import Arena, used_bytes
-from specserve.memory.blocks import BlockPool, BlockTable
+from specserve.memory.blocks import BlockPool, BlockTable, KVTables
 from specserve.models.decoder import Decoder
 from specserve.models.eagle_head import EagleHead
+from specserve.scheduling import Scheduler
+from specserve.scheduling.scheduler import StepBudget
+from specserve_bench.figures.steps import BLOCK_SIZE, plain_sampling
 from specserve_drafters import Draft
-
-BLOCK_SIZE = 16
 
 
 def token_bytes(decoder: Decoder | EagleHead) -> int:
@@ -66,3 +68,26 @@ class RandomBatches:
             return answers.after([*range(num_read)])
 
         return run
+
+    def engine(self, chunk: int, max_running: int) -> Engine:
+        """An engine without drafting that computes a prompt in chunks of so many rows."""
+        budget = StepBudget(
+            max_running=max_running,
+            max_batched_tokens=chunk + 64,
+            prefill_chunk=chunk,
+            max_nodes=0,
+            max_step_nodes=0,
+        )
+        pool = BlockPool(self.pool.num_blocks, self.pool.block_bytes)
+        tables = KVTables(pool, {"target": self.runner.kv.block_size})
+        return Engine(self.runner, Scheduler(budget, pool), tables)
+
+    def prompt(self, size: int) -> list[int]:
+        vocab_size = self.decoder.config.vocab_size
+        return [self.random.randrange(vocab_size) for _ in range(size)]
+
+    def first_token(self, engine: Engine, size: int) -> None:
+        """Compute a prompt, and its first token, in an engine without other requests."""
+        engine.add(self.prompt(size), plain_sampling(1))
+        while not engine.is_idle:
+            engine.step()

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 UNFINISHED = 3  # the exit status of a stage that ran out of time and can be continued
 ROOT = Path(__file__).parents[3]
-SOURCES = ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests")
 
 
 def is_error(figure: Any) -> bool:
     return isinstance(figure, dict) and "error" in figure
 
 
-class Kept(NamedTuple):
+class RecordContent(NamedTuple):
     """What a file has: figures by name, and whether its stage is done."""
 
     figures: dict[str, Any]
@@ -25,13 +24,13 @@ class Kept(NamedTuple):
 def source_digest() -> str:
     """A hash of all source that a figure could depend on, whether or not it is committed."""
     digest = hashlib.sha256()
-    for folder in SOURCES:
+    for folder in ("kernels", "drafters", "specserve", "bench/specserve_bench", "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def load(file: Path) -> Kept | None:
+def load(file: Path) -> RecordContent | None:
     """The file's content if it was measured with this source, else None. A last line that was cut
     is left out.
     """
@@ -43,7 +42,7 @@ def load(file: Path) -> Kept | None:
     if head.get("source") != source_digest():
         return None
     figures = {line["name"]: line["figure"] for line in others if "name" in line}
-    return Kept(figures, any(line.get("done", False) for line in others))
+    return RecordContent(figures, any(line.get("done", False) for line in others))
 
 
 class Record:
@@ -55,7 +54,7 @@ class Record:
         self.file = file
         known = load(file)
         figures = {} if known is None else known.figures
-        self.figures = {name: f for name, f in figures.items() if not is_error(f)}  # tried again
+        self.figures = {n: f for n, f in figures.items() if not is_error(f)}  # tried again
         if known is None:
             file.unlink(missing_ok=True)
             self.write({"machine": machine, "source": source_digest()})

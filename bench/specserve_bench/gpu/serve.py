@@ -11,16 +11,11 @@ from typing import Any
 
 import msgspec
 
-from specserve_bench.gpu.record import UNFINISHED
-from specserve_bench.gpu.stage import Options, failed, options, record_of, take
+from specserve_bench.gpu.stage import StageOptions, options, record_of, take_each
 from specserve_bench.prompts import PROMPTS
-from specserve_bench.served import Served
-from specserve_bench.stream import Stream, send, stream
+from specserve_bench.served import Served, Stream, samples, send, stream
 
-CLIENTS, REQUESTS, TOKENS = (1, 4, 16), 6, 128  # requests of each client
-REHEARSED = CLIENTS, 1, 8
-COST = "qwen3-0.6b"
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -39,25 +34,21 @@ class Person(msgspec.Struct, forbid_unknown_fields=True):
 
 def main(argv: list[str]) -> int:
     args = options(argv)
-    deadline, record = perf_counter() + args.seconds, record_of("serve", args)
-    clients, requests, tokens = REHEARSED if args.rehearse else (CLIENTS, REQUESTS, TOKENS)
+    record, clients = record_of("serve", args), (1, 4, 16)
+    requests, tokens = (1, 8) if args.rehearse else (6, 128)  # requests of each client
     with Served(*flags(args), is_quiet=False) as served:
         record.put("ready, s", round(served.ready_seconds, 2))
         figures = {f"{n} clients": partial(measured, served, n, requests, tokens) for n in clients}
         figures |= {"cancel": partial(cancelled, served), "schema": partial(obeyed, served)}
-        for name, figure in figures.items():
-            if perf_counter() > deadline or take(record, name, figure):
-                return UNFINISHED
+        code = take_each(record, figures.items(), args.seconds)
     record.put("exit code", served.process.returncode)
-    is_done = not failed(record)
-    record.finish(is_done)
-    return 0 if is_done else 1
+    return code
 
 
-def flags(args: Options) -> list[str]:
+def flags(args: StageOptions) -> list[str]:
     if args.rehearse:
         return ["--set=model.device=cpu", "--set=memory.kv_bytes=268435456"]
-    return ["--set=model.device=cuda", f"--set=model.demo_cost={COST}"]
+    return ["--set=model.device=cuda", "--set=model.demo_cost=qwen3-0.6b"]
 
 
 def measured(served: Served, clients: int, requests: int, tokens: int) -> dict[str, Any]:
@@ -100,22 +91,13 @@ def cancelled(served: Served) -> dict[str, Any]:
         await reader.readuntil(b"data: ")
         writer.close()
         left_at = perf_counter()
-        while await num_running(served):
+        while any(n for _, n in samples(served.url, "vllm:num_requests_running")):
             if perf_counter() - left_at > ABORTED:
                 raise TimeoutError(f"it still runs after {ABORTED} s")
             await asyncio.sleep(0.01)
         return perf_counter() - left_at
 
     return {"seconds until it has ended": round(asyncio.run(leave()), 3)}
-
-
-async def num_running(served: Served) -> int:
-    reader, writer = await asyncio.open_connection(served.host, served.port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
-    text = (await reader.read()).decode()
-    writer.close()
-    name = "vllm:num_requests_running"
-    return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(name))
 
 
 def obeyed(served: Served) -> dict[str, Any]:
@@ -127,7 +109,7 @@ def obeyed(served: Served) -> dict[str, Any]:
         "max_tokens": 100,
         "temperature": 0,
     }
-    found = asyncio.run(stream(served.host, served.port, CHATS, body))
+    found = asyncio.run(stream(served.host, served.port, "/v1/chat/completions", body))
     deltas = [e["choices"][0]["delta"] for _, e in found.events if e["choices"]]
     text = "".join(delta.get("content") or "" for delta in deltas)
     person = msgspec.convert(json.loads(text), Person)

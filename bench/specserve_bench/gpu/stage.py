@@ -1,20 +1,21 @@
 """What all stages have in common: their options, the ops that they measure, one figure's errors."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from specserve_bench.gpu.record import Record, is_error
+from specserve_bench.gpu.record import UNFINISHED, Record, is_error
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, load
 
 REHEARSED = 1, 4  # rows of recorded steps: each of them takes seconds in the interpreter
 
 
-class Options(argparse.Namespace):
+class StageOptions(argparse.Namespace):
     """Of every stage.
 
     rehearse  small shapes on a CPU, Triton's kernels in its interpreter: figures mean nothing
@@ -25,19 +26,19 @@ class Options(argparse.Namespace):
     rehearse: bool
 
 
-def options(argv: list[str]) -> Options:
+def options(argv: list[str]) -> StageOptions:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--rehearse", action="store_true")
-    return p.parse_args(argv, Options())
+    return p.parse_args(argv, StageOptions())
 
 
-def record_of(stage: str, args: Options) -> Record:
+def record_of(stage: str, args: StageOptions) -> Record:
     return Record(args.out, machine(f"python -m specserve_bench.gpu {stage}"))
 
 
-def ops_of(args: Options) -> Ops:
+def ops_of(args: StageOptions) -> Ops:
     return interpreted() if args.rehearse else load("cuda")
 
 
@@ -50,6 +51,31 @@ def interpreted() -> Ops:
         module.SIZES = REHEARSED  # type: ignore[attr-defined]
     built: Ops = ops.CudaOps(torch.device("cpu"), None)
     return built
+
+
+def take_each(
+    record: Record,
+    figures: Iterable[tuple[str, Callable[[], Any]]],
+    seconds: float,
+    summary: Callable[[dict[str, Any]], Any] | None = None,
+) -> int:
+    """Record the figures that are not known yet; the stage's exit status.
+
+    It is UNFINISHED at the deadline or after a fault of the device, and 1 if a figure failed.
+    """
+    deadline, code = perf_counter() + seconds, 0
+    for name, figure in figures:
+        if name in record:
+            continue
+        if perf_counter() > deadline or take(record, name, figure):
+            code = UNFINISHED
+            break
+    if summary is not None:
+        record.put("summary", summary(record.figures))
+    code = code or int(bool(failed(record)))
+    if code != UNFINISHED:
+        record.finish(code == 0)
+    return code
 
 
 def take(record: Record, name: str, figure: Callable[[], Any]) -> bool:

@@ -17,16 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specserve_bench.gpu import processes
-from specserve_bench.gpu.record import UNFINISHED, Kept, load, source_digest
+from specserve_bench.gpu.record import ROOT, UNFINISHED, RecordContent, load, source_digest
 from specserve_bench.gpu.toolchain import toolchain
 
-ROOT = Path(__file__).parents[3]
-LINKS = Path("~/.cache/specserve").expanduser()  # fixed: FlashInfer compiles again for other paths
 DEADLINE = 540  # seconds for all stages together
-ENDING = 10  # seconds between a stage's own limit and the one at which it is killed
 LEAST = 15  # seconds without which no stage is begun
 MODULE = "specserve_bench.gpu."
-TRITON = {"SPECSERVE_TEST_ATTENTION": "triton"}  # FlashInfer's kernels take minutes to compile
 AT_ONCE = "-n 12 --dist worksteal"  # most of a test's time is Triton's compiler, on one core
 BOTH = "tests/kernels tests/engine/test_cuda.py tests/models/test_logits.py "
 BOTH += "tests/models/test_eagle_head.py tests/models/test_mtp_head.py -m 'cuda and not slow'"
@@ -35,22 +31,26 @@ ALONE = "tests/kernels/test_gpu.py -m gpu"
 REHEARSED = "tests/kernels/test_layers.py -m cuda -k 'norm or linear' -n 2"
 
 
-class Stage(NamedTuple):
+class GpuStage(NamedTuple):
     seconds: int  # at most
     command: list[str]  # a module and its arguments
     environment: dict[str, str] = {}  # noqa: RUF012
 
 
 STAGES = {  # in this order
-    "ceilings": Stage(30, [f"{MODULE}ceilings"]),
-    "tests": Stage(100, [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"], TRITON),
-    "text": Stage(60, [f"{MODULE}text"]),
-    "figures": Stage(140, [f"{MODULE}figures"]),
-    "serve": Stage(110, [f"{MODULE}serve"]),
-    "bits": Stage(70, [f"{MODULE}bits"]),
+    "ceilings": GpuStage(30, [f"{MODULE}ceilings"]),
+    "tests": GpuStage(
+        100,
+        [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
+        {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
+    ),
+    "text": GpuStage(60, [f"{MODULE}text"]),
+    "figures": GpuStage(140, [f"{MODULE}figures"]),
+    "serve": GpuStage(110, [f"{MODULE}serve"]),
+    "bits": GpuStage(70, [f"{MODULE}bits"]),
 }
-MORE = {  # only if they are named
-    "sizes": Stage(
+KNOWN = STAGES | {  # only if they are named
+    "sizes": GpuStage(
         540,
         [
             f"{MODULE}checks",
@@ -59,18 +59,20 @@ MORE = {  # only if they are named
             f"{ALONE} -k 'memory or allocat'",
         ],
     ),
-    "parity": Stage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
-    "sweep": Stage(540, [f"{MODULE}sweep"]),
-    "demo": Stage(540, [f"{MODULE}demo"]),
-    "structured": Stage(300, [f"{MODULE}structured"]),
+    "parity": GpuStage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
+    "sweep": GpuStage(540, [f"{MODULE}sweep"]),
+    "demo": GpuStage(540, [f"{MODULE}demo"]),
+    "structured": GpuStage(300, [f"{MODULE}demo", "--structured"]),
 }
-KNOWN = STAGES | MORE
-NOTHING = Kept({}, False)
-
-
-PYTEST = ("pytest", "xdist", "hypothesis")
-SERVER = ("httptools", "jinja2", "llguidance", "msgspec", "starlette", "uvicorn")
-NEEDED = ("torch", "triton", "transformers", *SERVER, *PYTEST, "pytest_rerunfailures")
+NOTHING = RecordContent({}, False)
+NEEDED = (
+    "torch",
+    "triton",
+    "transformers",
+    *("httptools", "jinja2", "llguidance", "msgspec", "starlette", "uvicorn"),
+    *("pytest", "xdist", "hypothesis"),
+    "pytest_rerunfailures",
+)
 MACHINE = """
 import importlib.util, sys
 missing = [name for name in {needed} if importlib.util.find_spec(name) is None]
@@ -130,7 +132,13 @@ def prepare(wheels: Path | None, scratch: Path) -> dict[str, str]:
         paths.append(site)
     given = os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])])}
-    return os.environ | toolchain(LINKS) | own | {"PYTHONUNBUFFERED": "1"}
+    return (
+        os.environ
+        # A fixed folder: FlashInfer compiles again for other paths.
+        | toolchain(Path("~/.cache/specserve").expanduser())
+        | own
+        | {"PYTHONUNBUFFERED": "1"}
+    )
 
 
 def check_machine(environment: dict[str, str], rehearse: bool = False) -> None:
@@ -172,9 +180,10 @@ def attempt(
 
 
 def run(
-    stage: Stage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
+    stage: GpuStage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
 ) -> str:
-    options = ["--out", str(file), "--seconds", str(max(1, int(seconds) - ENDING))]
+    own = max(1, int(seconds) - 10)  # the stage's own limit is before the one that kills it
+    options = ["--out", str(file), "--seconds", str(own)]
     options += ["--rehearse"] if rehearse else []
     command = [sys.executable, "-m", *stage.command, *options]
     code = processes.run(command, seconds, environment | stage.environment, ROOT)

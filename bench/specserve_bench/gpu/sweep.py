@@ -2,9 +2,8 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,16 +13,14 @@ from torch import Tensor
 from specserve.engine.engine import Engine
 from specserve.engine.runner import RowGroup, build_step_input
 from specserve.exchange.sampling_params import Sampling
-from specserve.memory.blocks import BlockPool, KVTables
-from specserve.scheduling import Scheduler
-from specserve.scheduling.scheduler import StepBudget
+from specserve_bench.figures.maps import KINDS, weight
+from specserve_bench.figures.steps import plain_sampling
 from specserve_bench.gpu.ceilings import copy_bandwidth
-from specserve_bench.gpu.maps import map_times
 from specserve_bench.gpu.random_batches import RandomBatches, token_bytes
-from specserve_bench.gpu.random_model import random_decoder, streamed_bytes
-from specserve_bench.gpu.record import UNFINISHED, Record
-from specserve_bench.gpu.stage import failed, options, record_of, take
+from specserve_bench.gpu.record import Record
+from specserve_bench.gpu.stage import options, record_of, take_each
 from specserve_bench.gpu.timing import device_seconds, timed
+from specserve_bench.random_model import random_decoder, streamed_bytes
 from specserve_kernels import Ops, Rows, SampleParams, load
 from specserve_kernels.cuda import paged
 from specserve_kernels.cuda.attention import FlashInfer, load_flashinfer, run_parts
@@ -31,17 +28,9 @@ from specserve_kernels.cuda.masks import sight
 from specserve_kernels.ops import EagerProgram
 
 ROWS = (1, 4, 8, 16, 32, 64)
-MAP_ROWS = (*ROWS, 128)
-REQUESTS = (1, 8, 32)
-CONTEXTS = (512, 4096, 32768)
-RESERVE = 4 << 30  # bytes for activations and workspaces
-MAPS = ((28672, 4096), (4096, 4096))  # of an 8B's layer, the widest and a narrow one
 PROMPT = 1000
 PROFILED = 5  # steps
 AT_ONCE = 8  # requests that ask for sampling parameters
-PROMPT_OF_EACH = 64  # tokens
-PLAIN = Sampling(max_tokens=1 << 20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-TTFT_TARGET, PLAIN_TARGET, VERIFY_TARGET = 0.060, 1.5, 1.15
 
 
 class Kernel(NamedTuple):
@@ -52,19 +41,19 @@ class Kernel(NamedTuple):
     end: float
 
 
-class Size(NamedTuple):
+class SweepSizes(NamedTuple):
     """How much is measured: less of it in a trial without a GPU."""
 
     models: dict[str, dict[str, Any]]  # names of SHAPES, and the fields that are changed
     rows: tuple[int, ...] = ROWS
-    requests: tuple[int, ...] = REQUESTS
-    contexts: tuple[int, ...] = CONTEXTS
+    requests: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (512, 4096, 32768)
     prompt: int = PROMPT
-    maps: tuple[tuple[int, int], ...] = MAPS
+    maps: tuple[tuple[int, int], ...] = ((28672, 4096), (4096, 4096))  # of an 8B's layers
 
 
-FULL = Size({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
-TRIAL = Size(
+FULL = SweepSizes({"llama-3.1-8b": {}, "qwen3-0.6b": {}})
+TRIAL = SweepSizes(
     {"qwen3-0.6b": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}},
     rows=(1, 4),
     requests=(1, 2),
@@ -81,39 +70,26 @@ def main(argv: list[str]) -> int:
     if "copy GB/s" not in record:
         record.put("copy GB/s", copy_bandwidth(args) / 1e9)
     with torch.inference_mode():
-        is_done = measure(record, ops, size, perf_counter() + args.seconds)
-    record.put("summary", summary(record.figures))
-    record.finish(is_done and not failed(record))
-    return UNFINISHED if not is_done else 1 if failed(record) else 0
+        return take_each(record, each(record, ops, size), args.seconds, summary)
 
 
-def measure(record: Record, ops: Ops, size: Size, deadline: float) -> bool:
-    """Measure what the record lacks, until the deadline; whether it is complete then."""
+def each(record: Record, ops: Ops, size: SweepSizes) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All figures by name. A model's weights are made if the record lacks one of its figures."""
     for shape in size.maps:
-        name = f"map of {shape[0]} x {shape[1]}, us"
-        if name not in record and take(record, name, partial(map_times, ops, shape, MAP_ROWS)):
-            return False
-    for model in size.models:
-        points = [name for name, _ in ModelFigures(record, ops, size, model, None).parts()]
-        if all(name in record for name in points):
+        yield f"map of {shape[0]} x {shape[1]}, us", partial(map_times, ops, shape, (*ROWS, 128))
+    for model, changes in size.models.items():
+        if all(name in record for name, _ in ModelFigures(record, ops, size, model, None).parts()):
             continue
         longest = max(size.contexts) + 64 if size is not TRIAL else 1024
-        decoder = random_decoder(model, ops, longest, **size.models[model])
-        for name, figure in ModelFigures(record, ops, size, model, decoder).parts():
-            if name in record:
-                continue
-            if perf_counter() > deadline:
-                return False
-            if take(record, name, figure):
-                return False
+        decoder = random_decoder(model, ops, longest, **changes)
+        yield from ModelFigures(record, ops, size, model, decoder).parts()
         del decoder
-    return True
 
 
 class ModelFigures:
     """The figures of one model, by name; its weights are made when the first is measured."""
 
-    def __init__(self, record: Record, ops: Ops, size: Size, name: str, decoder: Any) -> None:
+    def __init__(self, record: Record, ops: Ops, size: SweepSizes, name: str, decoder: Any) -> None:
         self.record, self.ops, self.size, self.name = record, ops, size, name
         self.decoder = decoder
         self.batches: RandomBatches | None = None
@@ -143,7 +119,7 @@ class ModelFigures:
         if self.batches is not None and self.batches.pool.num_available * 16 >= num_tokens:
             return self.batches
         self.batches = None
-        if num_tokens * size + RESERVE * (self.size is not TRIAL) > self.ops.free_memory():
+        if num_tokens * size + (4 << 30) * (self.size is not TRIAL) > self.ops.free_memory():
             return None
         self.batches = RandomBatches(self.decoder, num_tokens + 16)
         return self.batches
@@ -197,44 +173,22 @@ class ModelFigures:
 
     def ttft(self) -> dict[str, Any]:
         """From the request to its first token, through the engine, without other requests."""
-        engine, prompt = self.engine(self.size.prompt)
-        sampling = msgspec.structs.replace(PLAIN, max_tokens=1)
-
-        def ask() -> None:
-            engine.add(prompt(), sampling)
-            while not engine.is_idle:
-                engine.step()
-
+        batches, engine = self.engine()
+        ask = partial(batches.first_token, engine, self.size.prompt)
         return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}
 
-    def engine(self, size: int) -> tuple[Engine, Callable[[], list[int]]]:
-        """An engine without guesses, and what draws a prompt of `size` tokens."""
+    def engine(self) -> tuple[RandomBatches, Engine]:
         batches = self.room(2 * self.size.prompt + 2048)
         assert batches is not None, "no room for a prompt"
-        chunk = self.size.prompt + 24
-        limits = StepBudget(
-            max_running=64,
-            max_batched_tokens=chunk + 64,
-            prefill_chunk=chunk,
-            max_nodes=0,
-            max_step_nodes=0,
-        )
-        pool = BlockPool(batches.pool.num_blocks, batches.pool.block_bytes)
-        vocab_size = self.decoder.config.vocab_size
-
-        def prompt() -> list[int]:
-            return [batches.random.randrange(vocab_size) for _ in range(size)]
-
-        tables = KVTables(pool, {"target": batches.runner.kv.block_size})
-        return Engine(batches.runner, Scheduler(limits, pool), tables), prompt
+        return batches, batches.engine(self.size.prompt + 24, 64)
 
     def parameters(self) -> dict[str, Any]:
         """Milliseconds of a whole step of requests of one row, by their sampling parameters."""
         figure = {}
         for name, sampling in asked(self.decoder.config.vocab_size).items():
-            engine, prompt = self.engine(PROMPT_OF_EACH)
+            batches, engine = self.engine()
             for seed in range(AT_ONCE):
-                engine.add(prompt(), msgspec.structs.replace(sampling, seed=seed))
+                engine.add(batches.prompt(64), msgspec.structs.replace(sampling, seed=seed))
             while any(r.num_output == 0 for r in engine.requests.values()):
                 engine.step()
             figure[name] = [round(1e3 * t, 4) for t in timed(engine.step)]
@@ -278,9 +232,23 @@ class ModelFigures:
         return figure
 
 
+def map_times(ops: Ops, shape: tuple[int, int], rows: Sequence[int]) -> dict[str, list[float]]:
+    """Microseconds of a map [N, K] by its form and the rows that are multiplied."""
+    times, draw = {}, torch.Generator().manual_seed(0)
+    for kind in KINDS:
+        plain = kind._replace(has_offsets=False, rounds_rows=False)
+        packed = ops.prepack(weight(plain, *shape, draw))
+        for n in rows:
+            x = ops.place(torch.randn(n, shape[1]).bfloat16())
+            taken = device_seconds(partial(ops.linear, x, packed))
+            times[f"{kind.name}, {n} rows"] = [round(1e6 * t, 1) for t in taken]
+    return times
+
+
 def asked(vocab_size: int) -> dict[str, Sampling]:
     """Sampling parameters, from none to all; each has those before it."""
-    drawn = msgspec.structs.replace(PLAIN, temperature=0.8)
+    greedy = plain_sampling(1 << 20)
+    drawn = msgspec.structs.replace(greedy, temperature=0.8)
     filtered = msgspec.structs.replace(drawn, top_k=40, top_p=0.95, min_p=0.02)
     penalized = msgspec.structs.replace(
         filtered, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1
@@ -295,7 +263,7 @@ def asked(vocab_size: int) -> dict[str, Sampling]:
     )
     told = msgspec.structs.replace(every, logprobs=20)
     return {
-        "greedy": PLAIN,
+        "greedy": greedy,
         "T": drawn,
         "filters": filtered,
         "penalties": penalized,
@@ -406,12 +374,12 @@ def summary(figures: dict[str, Any]) -> list[str]:
             ]
             lines.append(
                 f"{model}: plain step {one['ms'][0]:.2f} ms, {one['over']:.2f} x weights and KV at "
-                f"that (asked of 8B: {PLAIN_TARGET}); 32 rows {ratio:.3f} x (asked: "
-                f"{VERIFY_TARGET}), kernels alone in ms: {busy}"
+                f"that (asked of 8B: 1.5); 32 rows {ratio:.3f} x (asked: "
+                f"1.15), kernels alone in ms: {busy}"
             )
         ttft = figures.get(f"{model} TTFT of {PROMPT} tokens")
         if ttft and "ms" in ttft:
-            lines.append(f"{model}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: {1e3 * TTFT_TARGET})")
+            lines.append(f"{model}: TTFT {ttft['ms'][0]:.1f} ms (asked of 8B: 60)")
     return lines
 
 

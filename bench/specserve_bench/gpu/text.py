@@ -11,11 +11,10 @@ from specserve import LLM, SamplingParams
 from specserve.config import DEMO_TARGET
 from specserve.engine import loading
 from specserve.models.decoder_config import load_config
-from specserve_bench.adapters import random_adapter
+from specserve_bench.figures.adapters import random_adapter
 from specserve_bench.gpu.record import UNFINISHED
-from specserve_bench.gpu.stage import Options, interpreted, options, record_of
-from specserve_bench.mixtures import SHAPE
-from specserve_bench.pairs import shape_folder
+from specserve_bench.gpu.stage import StageOptions, interpreted, options, record_of
+from specserve_bench.pairs import EXPERTS, shape_folder
 from specserve_bench.scale import scale_model
 from specserve_bench.workloads import workload
 from specserve_kernels import load
@@ -27,7 +26,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {  # setting -> as of LLM.change_speculati
     "eagle": {"drafter": "eagle"},
     "auto": {"drafter": "auto", "sources": ["ngram", "model", "eagle", "grammar", "prediction"]},
 }
-MIXTURE = SHAPE | {  # room for the demo's layers, at little cost
+MIXTURE = EXPERTS | {  # room for the demo's layers, at little cost
     "head_dim": 64,
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -40,15 +39,8 @@ MIXTURE = SHAPE | {  # room for the demo's layers, at little cost
     "num_key_value_heads": 8,
     "vocab_size": 8192,
 }
-REQUESTS, MAX_TOKENS = 4, 48  # of either workload
-FEW, SHORT = 1, 2  # of a rehearsal
 RANK = 8
 ADAPTER = "adapter"
-
-
-class Asked(NamedTuple):
-    prompts: list[list[int]]
-    params: list[SamplingParams]
 
 
 def main(argv: list[str]) -> int:
@@ -68,7 +60,7 @@ def main(argv: list[str]) -> int:
     return 0 if is_equal else 1
 
 
-class Served(NamedTuple):
+class TextModel(NamedTuple):
     """A model, the settings that it is loaded with, and what drafts."""
 
     name: str
@@ -76,7 +68,9 @@ class Served(NamedTuple):
     drafters: Mapping[str, Mapping[str, Any]]
     adapter: Path | None = None
 
-    def texts(self, args: Options, device: str, drafters: list[str]) -> dict[str, list[list[int]]]:
+    def texts(
+        self, args: StageOptions, device: str, drafters: list[str]
+    ) -> dict[str, list[list[int]]]:
         """Half of them greedy, half drawn, by what drafts."""
         settings = {"model.device": "cpu" if args.rehearse else device, "memory.kv_bytes": 1 << 28}
         settings |= {"model.dtype": "fp32"} | self.settings
@@ -100,20 +94,20 @@ class Served(NamedTuple):
         return found
 
 
-def models(home: Path) -> Iterator[Served]:
+def models(home: Path) -> Iterator[TextModel]:
     off = {"drafter.name": "none"}
     every = {"drafter.name": "auto", "drafter.options": {"sources": DRAFTERS["auto"]["sources"]}}
-    yield Served("demo", every, DRAFTERS)
+    yield TextModel("demo", every, DRAFTERS)
     adapter = random_adapter(home / "adapter", load_config(DEMO_TARGET), RANK, 0)
-    yield Served("demo with LoRA", off, {"off": {}}, adapter)
-    yield Served("demo, int8 KV", off | {"memory.kv_dtype": "int8"}, {"off": {}})
+    yield TextModel("demo with LoRA", off, {"off": {}}, adapter)
+    yield TextModel("demo, int8 KV", off | {"memory.kv_dtype": "int8"}, {"off": {}})
     mixture = home / "mixture"
-    scale_model(DEMO_TARGET, mixture, shape_folder("gpu-mixture", MIXTURE))
-    yield Served("mixture", off | {"model.path": str(mixture)}, {"off": {}})
+    scale_model(DEMO_TARGET, mixture, shape_folder(home / "shape", MIXTURE))
+    yield TextModel("mixture", off | {"model.path": str(mixture)}, {"off": {}})
 
 
-def asked_of(llm: LLM, args: Options) -> Asked:
-    number, most = (FEW, SHORT) if args.rehearse else (REQUESTS, MAX_TOKENS)
+def asked_of(llm: LLM, args: StageOptions) -> tuple[list[list[int]], list[SamplingParams]]:
+    number, most = (1, 2) if args.rehearse else (4, 48)
     asks = [a for w in ("questions", "completion") for a in workload(w, number, 0).asks]
     processor = llm.input_processor
     prompts = [
@@ -126,7 +120,7 @@ def asked_of(llm: LLM, args: Options) -> Asked:
         SamplingParams(max_tokens=most, temperature=float(i % 2), seed=ask.seed)
         for i, ask in enumerate(asks)
     ]
-    return Asked(prompts, params)
+    return prompts, params
 
 
 def compared(want: list[list[int]], got: list[list[int]]) -> dict[str, Any]:

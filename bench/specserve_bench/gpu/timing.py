@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from specserve_bench.figures.steps import elapsed
 
-class Timed(NamedTuple):
+
+class Deciles(NamedTuple):
     """Seconds: the median of a number of runs, and their first and last deciles."""
 
     median: float
@@ -20,14 +21,14 @@ class Timed(NamedTuple):
         return [round(1e3 * seconds, 4) for seconds in self]
 
 
-def timed(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Timed:
+def timed(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Deciles:
     """Seconds by the host's clock of something that waits for the device."""
     for _ in range(warm_up):
         run()
-    return spread([seconds_of(run) for _ in range(repeats)])
+    return deciles([elapsed(run) for _ in range(repeats)])
 
 
-def step_seconds(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Timed:
+def step_seconds(run: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> Deciles:
     """Seconds by CUDA events around something that waits for the device; without a GPU by the
     host's clock.
     """
@@ -35,13 +36,7 @@ def step_seconds(run: Callable[[], object], repeats: int = 20, warm_up: int = 3)
         return timed(run, min(repeats, 3), 1)
     for _ in range(warm_up):
         run()
-    return spread([seconds_by_events(run) for _ in range(repeats)])
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
+    return deciles([seconds_by_events(run) for _ in range(repeats)])
 
 
 def seconds_by_events(run: Callable[[], object]) -> float:
@@ -54,16 +49,16 @@ def seconds_by_events(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def spread(seconds: list[float]) -> Timed:
+def deciles(seconds: list[float]) -> Deciles:
     seconds = sorted(seconds)
-    return Timed(median(seconds), seconds[len(seconds) // 10], seconds[-1 - len(seconds) // 10])
+    return Deciles(median(seconds), seconds[len(seconds) // 10], seconds[-1 - len(seconds) // 10])
 
 
-def device_seconds(run: Callable[[], object]) -> Timed:
+def device_seconds(run: Callable[[], object]) -> Deciles:
     """Seconds of a launch, by the device's clock with cold caches; on a CPU, by the host's."""
     if not torch.cuda.is_available():
         return timed(run, repeats=3, warm_up=1)
     from triton.testing import do_bench
 
     p10, p50, p90 = do_bench(run, warmup=5, rep=40, quantiles=[0.1, 0.5, 0.9])
-    return Timed(p50 / 1e3, p10 / 1e3, p90 / 1e3)
+    return Deciles(p50 / 1e3, p10 / 1e3, p90 / 1e3)

@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-LIST = Path(__file__).with_name("wheels.txt")
 MOST_MB = 24  # of all wheels
-GLIBC = (39, 38, 35, 34, 31, 28, 27, 24, 17)  # minor versions that wheels are tagged with
-PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in GLIBC]
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64", "any"]
 
 
@@ -25,7 +23,7 @@ class Wheel(NamedTuple):
 
 
 def wheels() -> list[Wheel]:
-    lines = LIST.read_text(encoding="utf-8").splitlines()
+    lines = Path(__file__).with_name("wheels.txt").read_text(encoding="utf-8").splitlines()
     fields = (line.split(maxsplit=2) for line in lines if line and not line.startswith("#"))
     return [Wheel(name, float(size), purpose) for name, size, purpose in fields]
 

@@ -8,15 +8,14 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from specserve.text.tokenizer import load_tokenizer
+from specserve_bench.bound import StepSize
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
-from specserve_bench.steps import Size
 
-NUM_PROMPT, NUM_LONG, NUM_TOKENS = 300, 1000, 64
-SWEPT_PROMPTS, SWEPT_TOKENS = 2, 32  # of a sweep's short runs
+NUM_PROMPT = 300  # tokens
 
 
-class Case(NamedTuple):
+class PeerCase(NamedTuple):
     """Prompts of one length, and how many tokens to go on with."""
 
     name: str
@@ -24,43 +23,38 @@ class Case(NamedTuple):
     num_tokens: int
     is_batch: bool = False
 
-    def short(self) -> "Case":
+    def short(self) -> "PeerCase":
         """For sweeps, and to warm up."""
-        return self._replace(prompts=self.prompts[:SWEPT_PROMPTS], num_tokens=SWEPT_TOKENS)
+        return self._replace(prompts=self.prompts[:2], num_tokens=32)
 
 
-class Figure(NamedTuple):
+class PeerFigure(NamedTuple):
     name: str
     case: str
     compute: Callable[[Sequence[Timed]], float]
     is_rate: bool = False  # more is better
 
 
-def make_cases(folder: Path, sizes: "Sizes") -> dict[str, Case]:
+def make_cases(folder: Path, sizes: "PeerSizes") -> dict[str, PeerCase]:
     """By name. No two prompts of a case begin alike, so that no engine finds a prefix again."""
-    text = source_tokens(folder)
+    tokenizer = load_tokenizer(folder)
+    text = [t for file in held_out.source_files().values() for t in tokenizer.encode(file)]
     short = cut(text, NUM_PROMPT, sizes.batch)
     return {
-        "plain": Case("plain", short[: sizes.prompts], sizes.tokens),
-        "prompt": Case("prompt", cut(text, NUM_LONG, sizes.long), 2),
-        "batch": Case("batch", short, sizes.tokens, is_batch=True),
-        "guessed": Case("guessed", short[: sizes.prompts], sizes.tokens),
+        "plain": PeerCase("plain", short[: sizes.prompts], sizes.tokens),
+        "prompt": PeerCase("prompt", cut(text, 1000, sizes.long), 2),
+        "batch": PeerCase("batch", short, sizes.tokens, is_batch=True),
+        "guessed": PeerCase("guessed", short[: sizes.prompts], sizes.tokens),
     }
 
 
-class Sizes(NamedTuple):
+class PeerSizes(NamedTuple):
     """How many prompts of 300 tokens, of 1,000, at once, and tokens after each."""
 
     prompts: int = 6
     long: int = 3
     batch: int = 32
-    tokens: int = NUM_TOKENS
-
-
-def source_tokens(folder: Path) -> list[int]:
-    """Python source that the demo pair was not trained on."""
-    tokenizer = load_tokenizer(folder)
-    return [token for text in held_out.source_files().values() for token in tokenizer.encode(text)]
+    tokens: int = 64
 
 
 def cut(text: Sequence[int], length: int, number: int) -> list[list[int]]:
@@ -103,21 +97,21 @@ def tokens_per_step(requests: Sequence[Timed]) -> float:
     return sum(sum(r.counts[1:]) for r in requests) / steps
 
 
-def bound_size(figure: str, sizes: Sizes) -> Size | None:
+def bound_size(figure: str, sizes: PeerSizes) -> StepSize | None:
     """The step that a figure is the time of, halfway through the output; None if it is of none."""
     context = NUM_PROMPT + sizes.tokens // 2
     contexts = {"TPOT ms": (context,), "batch step ms": (context,) * sizes.batch}.get(figure)
-    return None if contexts is None else Size(figure, contexts, 1)
+    return None if contexts is None else StepSize(figure, contexts, 1)
 
 
 FIGURES = (
-    Figure("TPOT ms", "plain", tpot_ms),
-    Figure("TTFT 300 ms", "plain", ttft_ms),
-    Figure("TTFT 1000 ms", "prompt", ttft_ms),
-    Figure("batch step ms", "batch", step_ms),
-    Figure("batch tokens/s", "batch", tokens_per_s, is_rate=True),
-    Figure("guessed TPOT ms", "guessed", tpot_ms),
-    Figure("tokens a step", "guessed", tokens_per_step, is_rate=True),
+    PeerFigure("TPOT ms", "plain", tpot_ms),
+    PeerFigure("TTFT 300 ms", "plain", ttft_ms),
+    PeerFigure("TTFT 1000 ms", "prompt", ttft_ms),
+    PeerFigure("batch step ms", "batch", step_ms),
+    PeerFigure("batch tokens/s", "batch", tokens_per_s, is_rate=True),
+    PeerFigure("guessed TPOT ms", "guessed", tpot_ms),
+    PeerFigure("tokens a step", "guessed", tokens_per_step, is_rate=True),
 )
 
 

@@ -15,22 +15,26 @@ from typing import Any
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.folder import resolve
-from specserve_bench import outputs, suite
-from specserve_bench.bound import Bound
-from specserve_bench.peers.cases import FIGURES, Sizes, bound_size, make_cases
-from specserve_bench.peers.comparison import Comparison, Limits
-from specserve_bench.peers.models import Models, named_models, scaled_pair
-from specserve_bench.peers.pythons import PEERS, checked_python
-from specserve_bench.peers.rounds import Group
-from specserve_bench.peers.setups import Setups
-from specserve_bench.peers.systems import System, make_systems
+from specserve_bench import arguments, suite
+from specserve_bench.arguments import at_least_1, integer
+from specserve_bench.bound import Bound, Cost, cost
+from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
+from specserve_bench.peers.comparison import Comparison, Limits, MeasuredGroup
+from specserve_bench.peers.peer import checked_python
+from specserve_bench.peers.systems import (
+    ComparedModels,
+    System,
+    make_systems,
+    named_models,
+    scaled_pair,
+)
 from specserve_bench.peers.table import agreements, group_result, sweep_result, sweep_table, table
-from specserve_bench.steps import Cost, cost
 
 DESCRIPTION = (
     "Measure specserve and the engines whose Pythons are named, on one checkpoint. With llama.cpp "
     "and vLLM it takes about 40 minutes on two cores."
 )
+ENGINES = {"llama": "llama-cpp-python", "vllm": "vLLM for CPU", "transformers": "transformers"}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -46,8 +50,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="with --model: a draft model of its vocabulary; several are compared one by one",
     )
-    engines = {"llama": "llama-cpp-python", "vllm": "vLLM for CPU", "transformers": "transformers"}
-    for name, engine in engines.items():
+    for name, engine in ENGINES.items():
         p.add_argument(
             f"--{name}",
             metavar="PYTHON",
@@ -58,13 +61,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         choices=["w8a8", "w8", "w4"],
         help="compare with llama.cpp's Q8_0 or Q4_0, and with 16 bits, instead",
     )
-    p.add_argument("--rounds", type=positive, default=5, help="interleaved; default: 5")
-    sizes = Sizes()
+    p.add_argument("--rounds", type=at_least_1, default=5, help="interleaved; default: 5")
+    sizes = PeerSizes()
     for flag, kind, size, meaning in (
-        ("prompts", positive, sizes.prompts, "of the cases plain and guessed"),
-        ("batch", positive, sizes.batch, "prompts of the case batch"),
-        ("tokens", several, sizes.tokens, "after each prompt"),
-        ("timeout", positive, 600, "seconds to load, and for a case"),
+        ("prompts", at_least_1, sizes.prompts, "of the cases plain and guessed"),
+        ("batch", at_least_1, sizes.batch, "prompts of the case batch"),
+        ("tokens", integer(2), sizes.tokens, "after each prompt"),
+        ("timeout", at_least_1, 600, "seconds to load, and for a case"),
     ):
         p.add_argument(
             f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
@@ -83,12 +86,13 @@ def peers(args: argparse.Namespace) -> int:
         result = compare(args, systems, chosen_models(args, scratch), scratch)
     try:
         if args.out is not None:
-            outputs.write("--out", args.out, json.dumps(result).encode() + b"\n")
+            arguments.write("--out", args.out, json.dumps(result).encode() + b"\n")
     finally:
         print(sweep_table(result), table(result), sep="\n\n")
     if not sys.stdout.isatty():  # JSON is for programs, not for a terminal
         print(json.dumps(result))
-    return int(not has_figures(result))
+    values = [value for figure in result["figures"] for value in figure["systems"].values()]
+    return int(all("error" in value for value in values))
 
 
 @contextmanager
@@ -106,14 +110,14 @@ def chosen_systems(args: argparse.Namespace) -> list[System]:
         raise ConfigError("--llama: it needs gguf here: pip install 'specserve[bench]'")
     if args.quantize is not None and (args.vllm or args.transformers or not args.llama):
         raise ConfigError("--quantize: it is compared with llama.cpp alone: give --llama")
-    named = {name: getattr(args, name) for name in PEERS}
+    named = {name: getattr(args, name) for name in ENGINES}
     pythons = {
         name: checked_python(name, python) for name, python in named.items() if python is not None
     }
     return make_systems({"specserve": sys.executable, **pythons}, args.quantize)
 
 
-def chosen_models(args: argparse.Namespace, scratch: Path) -> Models:
+def chosen_models(args: argparse.Namespace, scratch: Path) -> ComparedModels:
     if args.model is None:
         return scaled_pair(scratch)
     # Absolute, as engines run in folders of their own.
@@ -122,25 +126,28 @@ def chosen_models(args: argparse.Namespace, scratch: Path) -> Models:
 
 
 def compare(
-    args: argparse.Namespace, systems: list[System], models: Models, scratch: Path
+    args: argparse.Namespace, systems: list[System], models: ComparedModels, scratch: Path
 ) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     limits = Limits(args.rounds, cores, args.timeout)
-    sizes = Sizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
-    setups = Setups(models.target, scratch)
-    comparison = Comparison(systems, setups, limits, tell_on_stderr, Bound().rates)
+    sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
+    comparison = Comparison(systems, models.target, scratch, limits, tell_on_stderr, Bound().rates)
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
     machine = suite.machine(args.command)
     return {"machine": machine} | described(models, args.quantize, sizes, comparison, groups)
 
 
+def tell_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def described(
-    models: Models,
+    models: ComparedModels,
     quantize: str | None,
-    sizes: Sizes,
+    sizes: PeerSizes,
     comparison: Comparison,
-    groups: list[Group],
+    groups: list[MeasuredGroup],
 ) -> dict[str, Any]:
     guesses: list[str | None] = [draft.label for draft in models.drafts] or [None]
     costs = step_costs(models.target, sizes, quantize)
@@ -161,31 +168,7 @@ def described(
     }
 
 
-def step_costs(target: Path, sizes: Sizes, quantize: str | None) -> dict[str, Cost]:
+def step_costs(target: Path, sizes: PeerSizes, quantize: str | None) -> dict[str, Cost]:
     config = decoder_config.load_config(target)
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
     return {name: cost(config, size, quantize) for name, size in steps.items() if size is not None}
-
-
-def has_figures(result: dict[str, Any]) -> bool:
-    return any(
-        "error" not in value for figure in result["figures"] for value in figure["systems"].values()
-    )
-
-
-def tell_on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def positive(text: str) -> int:
-    return whole(text, 1)
-
-
-def several(text: str) -> int:
-    return whole(text, 2)
-
-
-def whole(text: str, least: int) -> int:
-    if not text.isdecimal() or not least <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-    return int(text)

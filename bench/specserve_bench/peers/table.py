@@ -5,14 +5,13 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
-from specserve_bench.bound import Rates
-from specserve_bench.peers.cases import FIGURES, Figure, agreement
+from specserve_bench.bound import Cost, Rates
+from specserve_bench.peers.cases import FIGURES, PeerFigure, agreement
+from specserve_bench.peers.comparison import Lane, MeasuredGroup, Tried
 from specserve_bench.peers.protocol import DRAFT, LOOKUP
-from specserve_bench.peers.rounds import Group, Lane
-from specserve_bench.peers.sweep import Tried
 from specserve_bench.peers.systems import SPECSERVE, UNQUANTIZED
-from specserve_bench.results import ratio
-from specserve_bench.steps import Cost, spread
+from specserve_bench.report import markdown_table
+from specserve_bench.results import extremes, extremes_over
 
 IS_RATE = {figure.name: figure.is_rate for figure in FIGURES}
 MEANINGS = {  # in the summary
@@ -23,38 +22,35 @@ MEANINGS = {  # in the summary
     "guessed TPOT ms": "TPOT with drafting, ms",
     "tokens a step": "tokens per step with drafting",
 }
-HEADINGS = {"guessed TPOT ms": "TPOT with drafting ms", "tokens a step": "tokens per step"}
 DRAFTERS = {LOOKUP: "n-gram", DRAFT: "draft model"}
-WIDTH = 100  # columns of a line of the documents
-Costs = Mapping[str, Cost]  # of the step that a figure is the time of
 
 
-def group_result(group: Group, draft: str | None, costs: Costs) -> list[dict[str, Any]]:
+def group_result(
+    group: MeasuredGroup, draft: str | None, costs: Mapping[str, Cost]
+) -> list[dict[str, Any]]:
     """The figures of lanes that were measured in the same rounds."""
-    names = {lane.job.case.name for lane in group.lanes}
+    names = {lane.case.name for lane in group.lanes}
     return [
-        figure_result(figure, [lane for lane in group.lanes if lane.job.case.name == figure.case])
+        figure_result(figure, [lane for lane in group.lanes if lane.case.name == figure.case])
         | {"draft": draft, "bound": bound(group.rates, costs.get(figure.name))}
         for figure in FIGURES
         if figure.case in names
     ]
 
 
-def figure_result(figure: Figure, lanes: Sequence[Lane]) -> dict[str, Any]:
+def figure_result(figure: PeerFigure, lanes: Sequence[Lane]) -> dict[str, Any]:
     """Every system's median and extremes over rounds, or its error; and ours over others'."""
-    found = {lane.job.system.name: computed(figure, lane) for lane in lanes}
+    found = {lane.system.name: computed(figure, lane) for lane in lanes}
     values = {name: each for name, each in found.items() if not isinstance(each, str)}
     return {
         "figure": figure.name,
-        "systems": {
-            lane.job.system.name: cell(lane, found[lane.job.system.name]) for lane in lanes
-        },
+        "systems": {lane.system.name: cell(lane, found[lane.system.name]) for lane in lanes},
         "ratio": over_best_peer(values, figure.is_rate),
         "over_16_bits": over(values, UNQUANTIZED),
     }
 
 
-def computed(figure: Figure, lane: Lane) -> list[float] | str:
+def computed(figure: PeerFigure, lane: Lane) -> list[float] | str:
     """The figure of each round, or why there is none."""
     if lane.error is not None:
         return lane.error
@@ -66,14 +62,14 @@ def computed(figure: Figure, lane: Lane) -> list[float] | str:
 
 def bound(rates: Sequence[Rates], cost: Cost | None) -> dict[str, float] | None:
     """Milliseconds that reading, or multiplying, takes at least; None without rounds or a cost."""
-    return spread([1e3 * r.seconds(*cost) for r in rates]) if rates and cost else None
+    return extremes([1e3 * r.seconds(*cost) for r in rates]) if rates and cost else None
 
 
 def cell(lane: Lane, values: list[float] | str) -> dict[str, Any]:
     if isinstance(values, str):
         return {"error": values}
-    assert lane.job.pick.choice is not None
-    return {**spread(values), "setting": lane.job.pick.choice.words()}
+    assert lane.choice is not None
+    return {**extremes(values), "setting": lane.choice.words()}
 
 
 def over_best_peer(values: Mapping[str, list[float]], is_rate: bool) -> dict[str, Any] | None:
@@ -89,19 +85,15 @@ def over(values: Mapping[str, list[float]], other: str) -> dict[str, Any] | None
     """Ours over another's, in the same round; None where one of them is missing."""
     if SPECSERVE not in values or other not in values:
         return None
-    found = ratio(values[SPECSERVE], values[other])
-    if found is None:
-        return None
-    figures = {name: round(getattr(found, name), 3) for name in ("median", "low", "high")}
-    return {"peer": other, **figures}
+    return {"peer": other, **extremes_over(values[SPECSERVE], values[other])}
 
 
 def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
     """By system, how much of the plain text is the same as ours, until it parts."""
     plain = {
-        lane.job.system.name: lane.rounds[-1]
+        lane.system.name: lane.rounds[-1]
         for lane in lanes
-        if lane.job.case.name == "plain" and lane.rounds
+        if lane.case.name == "plain" and lane.rounds
     }
     if SPECSERVE not in plain:
         return {}
@@ -122,42 +114,39 @@ def sweep_result(tried: Iterable[Tried]) -> list[dict[str, Any]]:
 
 
 def sweep_table(result: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {t['system']} | {t['setting']} | "
-        + (t["error"] or f"{t['tpot_ms']:.1f} | {t['ttft_ms']:.0f}")
-        + " |"
+    rows = (
+        [t["system"], t["setting"]]
+        + ([t["error"]] if t["error"] else [f"{t['tpot_ms']:.1f}", f"{t['ttft_ms']:.0f}"])
         for t in result["sweep"]
-    ]
-    head = ["| system | tried with | TPOT ms | TTFT ms |", "|" + " --- |" * 4]
-    return "\n".join([*head, *rows])
+    )
+    return markdown_table(["system", "tried with", "TPOT ms", "TTFT ms"], rows)
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: a row for each system, a column for each figure; then the errors, one line each."""
+    """A row for each system, a column for each figure; then the errors, one line each."""
     columns = result["figures"]
     systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
-    rows = [["system", *map(heading, columns)]]
-    rows += [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
+    rows = [[name, *(shown(column["systems"][name]) for column in columns)] for name in systems]
     rows.append(["bound", *(shown(column["bound"]) for column in columns)])
     rows.append([f"{SPECSERVE} / best peer", *(shown_ratio(c, "ratio") for c in columns)])
     if UNQUANTIZED in systems:
         ratios = (shown_ratio(column, "over_16_bits") for column in columns)
         rows.append([f"{SPECSERVE} / 16 bits", *ratios])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + " --- |" * len(rows[0]))
     told = errors(columns)
+    named = {"guessed TPOT ms": "TPOT with drafting ms", "tokens a step": "tokens per step"}
+    heads = [named.get(c["figure"], c["figure"]) for c in columns]
+    drafts = [f", {c['draft']}" if c["draft"] else "" for c in columns]
+    lines = [markdown_table(["system", *map("".join, zip(heads, drafts, strict=True))], rows)]
     return "\n".join([*lines, *([""] if told else []), *told])
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """Markdown: a row for each figure, a column for each system: medians, the best one bold; last
-    ours divided by the best peer's, and the extremes of that ratio in rounds. Cells of rows with
+    """A row for each figure, a column for each system: medians, the best one bold; last ours
+    divided by the best peer's, and the extremes of that ratio in rounds. Cells of rows with
     drafting name the drafter.
     """
-    columns = result["figures"]
+    columns, rows = result["figures"], []
     systems = list(dict.fromkeys(name for column in columns for name in column["systems"]))
-    lines = ["| " + " | ".join(["", *systems, f"{SPECSERVE} / best peer"]) + " |"]
-    lines.append("| --- |" + " --- |" * (len(systems) + 1))
     for column in columns:
         if column["ratio"] is not None:
             cells = column["systems"]
@@ -167,9 +156,8 @@ def summary(result: Mapping[str, Any]) -> str:
             told[best] = f"**{told[best]}**"
             told = {n: text + drafter(cells[n]) for n, text in told.items()}
             ratio = shown_ratio(column, "ratio")
-            row = [words(column), *(told.get(n, "none") for n in systems), ratio]
-            lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+            rows.append([words(column), *(told.get(n, "none") for n in systems), ratio])
+    return markdown_table(["", *systems, f"{SPECSERVE} / best peer"], rows)
 
 
 def caption(result: Mapping[str, Any]) -> str:
@@ -183,7 +171,7 @@ def caption(result: Mapping[str, Any]) -> str:
         "tokens per step. Each engine could use n-grams (its prompt lookup) or the draft model "
         "that the row or column names."
     )
-    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def drafter(cell: Mapping[str, Any]) -> str:
@@ -197,11 +185,6 @@ def words(column: Mapping[str, Any]) -> str:
     better = "higher" if IS_RATE[column["figure"]] else "lower"
     draft = f", {column['draft']} available" if column["draft"] else ""
     return f"{MEANINGS.get(column['figure'], column['figure'])}{draft} ({better} is better)"
-
-
-def heading(column: Mapping[str, Any]) -> str:
-    name = HEADINGS.get(column["figure"], column["figure"])
-    return f"{name}, {column['draft']}" if column["draft"] else name
 
 
 def shown(value: Mapping[str, Any] | None) -> str:

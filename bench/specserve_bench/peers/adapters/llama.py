@@ -11,14 +11,21 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specserve_bench.peers.protocol import DRAFT, EngineError, Guessing, Setup, Timed, serve
+from specserve_bench.peers.protocol import (
+    DRAFT,
+    EngineError,
+    PeerGuessing,
+    Setup,
+    Timed,
+    serve,
+    timed_together,
+)
 
 # llama.h's llama_ftype: Q4_0 and Q8_0, but for a few weights that its tool keeps more exact.
-FILE_TYPES = {"w4": ("q4_0", 2), "w8": ("q8_0", 7), "w8a8": ("q8_0", 7)}
 BATCH = 2048  # llama.cpp's default n_batch; it cuts this into n_ubatch = 512 by itself
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     token: int
     position: int
     sequence: int
@@ -26,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Decoding(Protocol):
-    """What `Model` does; tests have one without llama.cpp."""
+    """What `LlamaModel` does; tests have one without llama.cpp."""
 
     def clear(self) -> None: ...
 
@@ -34,7 +41,7 @@ class Decoding(Protocol):
         """Drop the first sequence's KV from a position on."""
         ...
 
-    def decode(self, rows: list[Row]) -> list[int]:
+    def decode(self, rows: list[BatchRow]) -> list[int]:
         """One batch; the likeliest token after each row that is read."""
         ...
 
@@ -47,10 +54,7 @@ class Llama:
     def __init__(self, model: Decoding, guesser: Guesser | None, version: str) -> None:
         self.model, self.guesser, self.version = model, guesser, version
 
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
-        if self.guesser is None:
-            [timed] = self.together([prompt], num_tokens)
-            return timed
+    def guessed(self, prompt: list[int], num_tokens: int, guesser: Guesser) -> Timed:
         timed = Timed()
         self.model.clear()
         token = extend(self.model, prompt, 0)
@@ -58,7 +62,7 @@ class Llama:
         text = [*prompt, token]
         while (missing := num_tokens - len(timed.token_ids)) > 0:
             # The last token of all comes from the target, so one guess fewer is of use.
-            guesses = self.guesser.guess(text)[: missing - 1]
+            guesses = guesser.guess(text)[: missing - 1]
             tokens = self.verify(text, guesses)
             timed.add(tokens)
             text += tokens
@@ -68,7 +72,7 @@ class Llama:
         """The accepted guesses and the target's own next token; KV of wrong ones is dropped."""
         known = len(text) - 1  # tokens with KV
         chain = [text[-1], *guesses]
-        answers = self.model.decode([Row(t, known + i, 0, True) for i, t in enumerate(chain)])
+        answers = self.model.decode([BatchRow(t, known + i, 0, True) for i, t in enumerate(chain)])
         accepted = 0
         while accepted < len(guesses) and guesses[accepted] == answers[accepted]:
             accepted += 1
@@ -76,14 +80,15 @@ class Llama:
         return answers[: accepted + 1]
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
+        if self.guesser is not None and len(prompts) == 1:
+            return [self.guessed(prompts[0], num_tokens, self.guesser)]
         self.model.clear()
-        first = Timed()
-        timed = [first, *(Timed(first.start) for _ in prompts[1:])]
+        timed = timed_together(len(prompts))
         for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True)):
             each.add([extend(self.model, prompt, sequence)])
         for done in range(num_tokens - 1):
             rows = [
-                Row(each.token_ids[-1], len(prompt) + done, sequence, True)
+                BatchRow(each.token_ids[-1], len(prompt) + done, sequence, True)
                 for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True))
             ]
             for each, token in zip(timed, self.model.decode(rows), strict=True):
@@ -94,11 +99,11 @@ class Llama:
 def extend(model: Decoding, tokens: list[int], sequence: int, start: int = 0) -> int:
     """Compute tokens of a sequence from a position on; the token after the last one."""
     end = len(tokens) - 1
-    rows = [Row(t, start + i, sequence, i == end) for i, t in enumerate(tokens)]
+    rows = [BatchRow(t, start + i, sequence, i == end) for i, t in enumerate(tokens)]
     return [model.decode(rows[i : i + BATCH]) for i in range(0, len(rows), BATCH)][-1][0]
 
 
-class Model:
+class LlamaModel:
     """A model of llama.cpp with its KV."""
 
     def __init__(self, file: str, max_len: int, num_sequences: int, threads: int | None) -> None:
@@ -129,7 +134,7 @@ class Model:
     def cut(self, length: int) -> None:
         self.api.llama_memory_seq_rm(self.memory, 0, length, -1)
 
-    def decode(self, rows: list[Row]) -> list[int]:
+    def decode(self, rows: list[BatchRow]) -> list[int]:
         for i, row in enumerate(rows):
             self.batch.token[i], self.batch.pos[i] = row.token, row.position
             self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, row.sequence
@@ -159,7 +164,7 @@ class Lookup:
         return found
 
 
-class Draft:
+class DraftGuesser:
     """A smaller model that continues the text, one token after the other."""
 
     def __init__(self, model: Decoding, num_tokens: int) -> None:
@@ -186,7 +191,7 @@ def quantized(file: str, quantize: str | None) -> str:
 
     if quantize is None:
         return file
-    name, number = FILE_TYPES[quantize]
+    name, number = {"w4": ("q4_0", 2), "w8": ("q8_0", 7), "w8a8": ("q8_0", 7)}[quantize]
     made = f"{file.removesuffix('.gguf')}.{name}.gguf"
     if not os.path.exists(made):
         params = llama_cpp.llama_model_quantize_default_params()
@@ -202,23 +207,23 @@ def load(setup: Setup) -> Llama:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    model = Model(
+    model = LlamaModel(
         quantized(setup.model, setup.quantize), setup.max_len, setup.max_requests, setup.threads
     )
     return Llama(model, make_guesser(setup), str(llama_cpp.__version__))
 
 
 def make_guesser(setup: Setup) -> Guesser | None:
-    guessing: Guessing | None = setup.guessing
+    guessing: PeerGuessing | None = setup.guessing
     if guessing is None:
         return None
     if guessing.by != DRAFT:
         return Lookup(guessing.tokens)
     assert guessing.draft is not None
-    model = Model(
+    model = LlamaModel(
         quantized(guessing.draft, setup.quantize), setup.max_len + guessing.tokens, 1, setup.threads
     )
-    return Draft(model, guessing.tokens)
+    return DraftGuesser(model, guessing.tokens)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """specserve through its Python API."""
 
 from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
-from specserve.api.outputs import Generation
 from specserve.version import VERSION
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
+from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
 
 
 class Specserve:
@@ -11,26 +10,17 @@ class Specserve:
         self.version = VERSION
         self.llm = LLM(setup.model, set=settings(setup), progress=False)
 
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
-        [timed] = self.together([prompt], num_tokens)
-        return timed
-
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         self.llm.reset_cache()  # rounds repeat the prompts
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        first = Timed()
-        timed = [first, *(Timed(first.start) for _ in prompts[1:])]
+        timed = timed_together(len(prompts))
         going = [self.llm.start(*self.llm.check(prompt, params))[0] for prompt in prompts]
         while not all(g.is_done for g in going):
             self.llm.step()
             for generation, each in zip(going, timed, strict=True):
-                add_new(generation, each)
+                each.add(generation.token_ids[len(each.token_ids) :])
         self.llm.end(going)
         return timed
-
-
-def add_new(generation: Generation, timed: Timed) -> None:
-    timed.add(generation.token_ids[len(timed.token_ids) :])
 
 
 def settings(setup: Setup) -> dict[str, object]:
@@ -44,7 +34,7 @@ def settings(setup: Setup) -> dict[str, object]:
     }
 
 
-def drafting(guessing: Guessing | None, quantize: str | None) -> dict[str, object]:
+def drafting(guessing: PeerGuessing | None, quantize: str | None) -> dict[str, object]:
     """One drafter within a fixed limit, as the peers have."""
     if guessing is None:
         return {"drafter.name": "none"}

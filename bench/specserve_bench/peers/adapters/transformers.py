@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve
+from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
 
 
 class Transformers:
@@ -16,10 +16,6 @@ class Transformers:
         self.torch = torch
         self.model = load_model(setup.model)
         self.guesses = guesses(setup.guessing)
-
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
-        [timed] = self.together([prompt], num_tokens)
-        return timed
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         ids = self.torch.tensor(prompts)  # prompts of a set have one length
@@ -41,8 +37,7 @@ class Events:
     """A stopping criterion that stops nothing: it is called after each step, with all tokens."""
 
     def __init__(self, num_prompt: int, num_prompts: int) -> None:
-        first = Timed()
-        self.timed = [first, *(Timed(first.start) for _ in range(num_prompts - 1))]
+        self.timed = timed_together(num_prompts)
         self.num_seen = num_prompt
 
     def __call__(self, input_ids: Any, scores: Any, **others: Any) -> Any:
@@ -63,7 +58,7 @@ def load_model(folder: str) -> Any:
     return model.eval()
 
 
-def guesses(guessing: Guessing | None) -> dict[str, Any]:
+def guesses(guessing: PeerGuessing | None) -> dict[str, Any]:
     """Arguments of `generate`."""
     if guessing is None:
         return {}

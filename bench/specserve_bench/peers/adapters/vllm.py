@@ -1,15 +1,23 @@
 """vLLM for CPU, with its engine in this process."""
 
+import json
 import os
 import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specserve_bench.peers.protocol import DRAFT, Guessing, Setup, Timed, serve, setup_of_process
+from specserve_bench.peers.protocol import (
+    DRAFT,
+    PeerGuessing,
+    Setup,
+    Timed,
+    read_setup,
+    serve,
+    timed_together,
+)
 
 STARTED = "SPECSERVE_BENCH_VLLM"  # tells the second start from the first
-GIB = 1 << 30
 
 
 class VLLM:
@@ -29,10 +37,6 @@ class VLLM:
         ).llm_engine
         self.ids = count()
 
-    def alone(self, prompt: list[int], num_tokens: int) -> Timed:
-        [timed] = self.together([prompt], num_tokens)
-        return timed
-
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         params = self.vllm.SamplingParams(
             temperature=0,
@@ -41,8 +45,7 @@ class VLLM:
             detokenize=False,
             output_kind=self.vllm.sampling_params.RequestOutputKind.DELTA,
         )
-        first = Timed()
-        timed = {str(next(self.ids)): Timed(first.start) for _ in prompts}
+        timed = {str(next(self.ids)): each for each in timed_together(len(prompts))}
         for name, prompt in zip(timed, prompts, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while self.engine.has_unfinished_requests():
@@ -65,7 +68,7 @@ def environment(setup: Setup) -> dict[str, str]:
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_KVCACHE_SPACE": str(-(-setup.kv_bytes // GIB)),
+        "VLLM_CPU_KVCACHE_SPACE": str(-(-setup.kv_bytes // (1 << 30))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -73,7 +76,7 @@ def environment(setup: Setup) -> dict[str, str]:
     }
 
 
-def speculation(guessing: Guessing | None) -> dict[str, Any] | None:
+def speculation(guessing: PeerGuessing | None) -> dict[str, Any] | None:
     if guessing is None:
         return None
     if guessing.by == DRAFT:
@@ -91,5 +94,5 @@ def restart(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    restart(setup_of_process())
+    restart(read_setup(json.loads(sys.argv[1])))
     serve(VLLM)

@@ -1,0 +1,1 @@
+"""`make bench`: figures that maintainers measure, a module for each."""

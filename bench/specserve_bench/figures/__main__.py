@@ -1,0 +1,108 @@
+"""`make bench`: figures of engine, server and drafters, as tables and JSON.
+
+Runs that are compared are interleaved, so that other load on the machine affects both. A figure is
+a module of this package with `measure`, and `table`, which shows a result in Markdown.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import specserve  # noqa: F401, first: it configures the process before torch loads
+
+import msgspec  # isort: skip
+
+from specserve_bench import arguments, suite
+
+RESULTS = Path("bench/results")
+PROGRAM = "python -m specserve_bench.figures"
+FIGURES = {  # what they measure, without arguments
+    "server": "the HTTP server: start-up, CPU time, idle connections, a newcomer",
+    "steps": "steps of a random 0.6B model against the least time that they could take",
+    "families": "steps of every family of models beside Llama's, with the same linear maps",
+    "adapters": "what LoRA adapters take of a 0.6B model's step",
+    "implementations": "steps of a model by transformers' modules beside those of native code",
+    "kv": "attention over KV of 8 bits and of bf16",
+    "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
+    "memory": "what the block pool brings: prefix hits, choices that share blocks",
+    "fairness": "how long a small request waits for its first token beside a large one",
+    "key-isolation": "how long a request takes while another API key sends expensive ones",
+    "host": "the host's share of a step",
+    "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
+    "merged": "one tree of all sources beside the draft model's, at as many guesses",
+    "mixtures": "steps of a mixture of experts against the bytes that its rows need",
+    "targets": "long prompts that arrive beside streams with a target for the time per token",
+    "restart": "how long 16 streams pause when their engine process is killed",
+    "swap": "how long 8 streams wait while another draft model takes the place of theirs",
+    "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",
+    "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
+}
+# These have `add_arguments`. They take long, and are measured only if they come first.
+LONG = (
+    *("speculation", "open-loop", "replicas", "heads", "lm-eval", "structured", "sources"),
+    *("versions", "real"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] in LONG:
+        return measure_long(argv[0], argv[1:])
+    p = parser()
+    named = p.parse_args(argv).parts
+    if not RESULTS.is_dir():
+        p.error(f"no folder {RESULTS}: run it at the top of the repository")
+    for name in named or FIGURES:
+        figure = module(name)
+        result = figure.measure()
+        print(figure.table(result))
+        if name != "demo":  # it keeps two files
+            line = json.dumps({"machine": suite.machine("make bench")} | result)
+            (RESULTS / f"{name}-cpu.json").write_text(line + "\n")
+            print(line)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
+        epilog="\n".join(f"  {name:15} {what}" for name, what in FIGURES.items())
+        + "\n\nWith arguments of their own, measured only if they come first: "
+        f"{', '.join(LONG)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("parts", nargs="*", type=part, metavar="PART", help="of those below")
+    return p
+
+
+def part(name: str) -> str:
+    if name not in FIGURES:
+        raise argparse.ArgumentTypeError(f"no part {name!r}; there are {', '.join(FIGURES)}")
+    return name
+
+
+def module(name: str) -> Any:
+    return import_module(f"specserve_bench.figures.{name.replace('-', '_')}")
+
+
+def measure_long(name: str, argv: Sequence[str]) -> int:
+    figure, file = module(name), RESULTS / f"{name}-cpu.json"
+    p = argparse.ArgumentParser(prog=f"{PROGRAM} {name}", description=figure.__doc__)
+    figure.add_arguments(p)
+    p.add_argument("--out", type=Path, default=file, metavar="JSON", help=f"default: {file}")
+    args = p.parse_args(argv)
+    arguments.check_file("--out", args.out)
+    result = figure.measure(args)
+    if isinstance(result, dict):
+        result = {"machine": suite.machine(f"{PROGRAM} {name}")} | result
+    arguments.write("--out", args.out, msgspec.json.encode(result) + b"\n")
+    print(figure.table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

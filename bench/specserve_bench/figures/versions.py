@@ -1,0 +1,120 @@
+"""Steps of this checkout and of another one, in interleaved rounds.
+
+Each checkout has a process of its own, which loads the model and waits for a size to run.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from specserve.engine.runner import build_step_input
+from specserve.models.loader import load_decoder
+from specserve_bench.bound import StepSize
+from specserve_bench.figures.steps import WARM_UP, Steps, chain, longest_context, typical
+from specserve_bench.report import extremes_words, markdown_table
+from specserve_bench.results import extremes, extremes_over
+from specserve_kernels import SampleParams, load
+
+SIZES = tuple(StepSize(f"{n} rows at 512", (512,), n) for n in (1, 2, 4, 8, 16, 32))
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--before", required=True, type=Path, metavar="FOLDER", help="other checkout")
+    p.add_argument("--models", required=True, nargs="+", metavar="MODEL", help="folders or .gguf")
+    p.add_argument("--rounds", type=int, default=20, help="default: %(default)s")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    command = ["git", "-C", str(args.before), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    models = {Path(m).name: compare(m, args.before, args.rounds) for m in args.models}
+    return {"before": commit, "models": models}
+
+
+def compare(model: str, before: Path, rounds: int) -> list[dict[str, Any]]:
+    """For each size: milliseconds in both checkouts, and the ratio within a round."""
+    workers = {"before": worker(before, model), "now": worker(Path(), model)}
+    times: list[dict[str, list[float]]] = [{name: [] for name in workers} for _ in SIZES]
+    for _ in range(rounds):
+        for i, each in enumerate(times):
+            for name, process in workers.items():
+                each[name].append(milliseconds(process, i))
+    for process in workers.values():
+        process.communicate()
+    return [
+        {
+            "step": size.label,
+            "before": extremes(each["before"]),
+            "now": extremes(each["now"]),
+            "now_over_before": extremes_over(each["now"], each["before"]),
+        }
+        for size, each in zip(SIZES, times, strict=True)
+    ]
+
+
+def worker(checkout: Path, model: str) -> "subprocess.Popen[str]":
+    """A process with the code of one checkout, which runs that checkout's copy of this file."""
+    path = [str((checkout / folder).resolve()) for folder in (".", "kernels", "drafters", "bench")]
+    found = [*(checkout / "bench" / "specserve_bench").rglob("versions.py"), Path(__file__)]
+    return subprocess.Popen(
+        [sys.executable, "-P", str(found[0].resolve()), str(Path(model).resolve())],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def milliseconds(process: "subprocess.Popen[str]", size: int) -> float:
+    assert process.stdin is not None and process.stdout is not None
+    print(size, file=process.stdin, flush=True)
+    return float(process.stdout.readline())
+
+
+@torch.inference_mode()
+def work(model: str, asked: TextIO, answers: TextIO) -> None:
+    """Answer each number of a size with the milliseconds of a step, forward and greedy draws."""
+    decoder = load_decoder(Path(model), "auto", load("cpu"), longest_context(SIZES))
+    steps = Steps(decoder, model, SIZES)
+    for size in SIZES:
+        for _ in range(WARM_UP):
+            run(steps, size)
+    for line in asked:
+        size = SIZES[int(line)]
+        print(1e3 * typical(partial(run, steps, size)), file=answers, flush=True)
+
+
+def run(steps: Steps, size: StepSize) -> None:
+    """A root and a chain of draft tokens, and the token after each of them."""
+    [context] = size.contexts
+    group = chain(steps.tables[0], context, size.rows)
+    launched = steps.runner.launch(build_step_input([group], steps.pool.updates))
+    greedy = SampleParams.greedy(size.rows)
+    steps.runner.ops.sample(launched.logits, torch.arange(size.rows), greedy)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    models: Mapping[str, Sequence[Mapping[str, Any]]] = result["models"]
+    rows = (
+        [
+            model,
+            each["step"],
+            *(f"{each[name]['median']:.1f}" for name in ("before", "now")),
+            extremes_words(each["now_over_before"]),
+        ]
+        for model, steps in models.items()
+        for each in steps
+    )
+    return markdown_table(["model", "step", "before, ms", "now, ms", "now / before"], rows)
+
+
+if __name__ == "__main__":
+    answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may come in between
+    work(sys.argv[1], sys.stdin, answers)
