@@ -94,7 +94,7 @@ class BaseLLM(Generic[ChangeResult]):
 
     def unload_draft_model(self) -> ChangeResult:
         """Remove the draft model, and free its memory."""
-        return self.change(self.guessing.without_draft_model)
+        return self.change(lambda: self.guessing.without_draft_model())
 
     def seed_of(self, params: SamplingParams) -> int | None:
         """The caller's seed, else the next one of the LLM's seed; None if neither is there."""

@@ -86,6 +86,12 @@ def test_shutdown_ends_requests_and_the_engine_without_being_awaited(run):
     run(ask)
 
 
+def test_a_change_of_drafters_may_be_asked_for_before_the_start(folder):
+    llm = AsyncLLM(folder, set=SETTINGS)
+    for change in (llm.unload_draft_model(), llm.change_speculation(max_nodes=0)):
+        change.close()  # it has not begun; it starts the engine when it is awaited
+
+
 async def held_blocks(llm):
     """Blocks of running requests, once the engine has reported after all that was sent to it."""
     client = (await llm.start()).client
