@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from specserve.api.outputs import Logprob, Timing
+from specserve.api.outputs import Logprob, RequestSpeculation, Timing
 from specserve.errors import ConfigError
 from specserve_bench.figures import real
 from specserve_bench.figures.__main__ import main

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from specserve.engine import engine as step_loop
+from specserve.engine import runner
 from specserve.engine.runner import Draws
 from specserve.scheduling.text_state import TextState
 from specserve_bench.figures import sampling
@@ -19,9 +19,9 @@ def figures(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
             patch.setattr(sampling, name, value)
-        patched = step_loop.draws_of, Draws.params, TextState.extend
+        patched = runner.draws_of, Draws.params, TextState.extend
         yield sampling.measure(tiny_checkpoint(tmp_path_factory.mktemp("m")), rounds=2)
-        assert patched == (step_loop.draws_of, Draws.params, TextState.extend)
+        assert patched == (runner.draws_of, Draws.params, TextState.extend)
 
 
 def test_all_parameters_are_measured_beside_none(figures):
