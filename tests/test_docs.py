@@ -335,7 +335,7 @@ def test_the_source_that_contributing_shows_guesses(tmp_path, monkeypatch, caplo
         llm.generate("the cat", SamplingParams(temperature=0, max_tokens=9))
         name = "repeat_drafter:Repeat"
         assert llm.engine.sources == ("ngram", name)
-        assert llm.engine.guesses.sources[1].drafter.p == 0.5
+        assert llm.engine.speculator.sources[1].drafter.p == 0.5
         assert llm.engine.stats.sources[name].proposed > 0 == llm.engine.stats.drafter_errors
     assert caplog.messages == []
 

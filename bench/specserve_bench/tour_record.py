@@ -13,7 +13,7 @@ from specserve.exchange.messages import CostState, PlanState, RowCost, Speculati
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import ranked
-from specserve.speculation.planned_guesses import PlannedGuesses, Root
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, Root
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 
@@ -139,9 +139,9 @@ def step_of(
     llm: LLM, ms: float, text: str, details: StepDetails, state: SpeculationState
 ) -> Recorded:
     """`state` is that before the step: it is what the plan went by."""
-    tree, guesses = details.tree, llm.engine.guesses
+    tree, guesses = details.tree, llm.engine.speculator
     found: Root | None = None
-    if isinstance(guesses, PlannedGuesses):
+    if isinstance(guesses, AdaptiveSpeculator):
         found = next(iter(guesses.roots.values()), None)
     step = Recorded(
         ms=round(ms, 2),
@@ -152,7 +152,7 @@ def step_of(
         nodes=[],
         accepted=tree.accepted,
     )
-    if found is None or not isinstance(guesses, PlannedGuesses) or not tree.tokens:
+    if found is None or not isinstance(guesses, AdaptiveSpeculator) or not tree.tokens:
         return step
     p, costs, at = found.trie.values, state.costs["target"], guesses.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)

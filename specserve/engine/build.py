@@ -25,11 +25,17 @@ from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
 from specserve.scheduling.cost import KeptCosts, StepCosts, costs_file
 from specserve.scheduling.scheduler import StepBudget, seconds
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.executor import Grower
-from specserve.speculation.guesses import FixedGuesses, Guesses, Source, UserCode, UserSource
+from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.head_model import HeadModel
-from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.speculation.speculator import (
+    FixedSpeculator,
+    Source,
+    Speculator,
+    UserCode,
+    UserSource,
+)
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import BUILT_IN, EAGLE, drafter_options
@@ -134,7 +140,7 @@ def assemble(
         kv_tables(config, pool, runners.target, draft_model),
         draft_model=draft_model,
         head=head,
-        guesses=build_guesses(config, parts),
+        speculator=build_speculator(config, parts),
         grammars=grammars,
         adapters=adapters,
         stats=stats,
@@ -216,34 +222,34 @@ class DrafterParts(NamedTuple):
         return self.vocab_size if self.draft_model is None else self.draft_model.num_ids
 
 
-def build_guesses(
-    config: Config, parts: DrafterParts, before: Guesses | None = None
-) -> Guesses | None:
+def build_speculator(
+    config: Config, parts: DrafterParts, before: Speculator | None = None
+) -> Speculator | None:
     """As the config says; sources that guessed `before` go on with what they know."""
     name = config.drafter_name
     if name == "none":
         return None
     try:
         if name == "auto":
-            earlier = before if isinstance(before, PlannedGuesses) else None
-            return planned_guesses(config, parts, earlier)
+            earlier = before if isinstance(before, AdaptiveSpeculator) else None
+            return adaptive_speculator(config, parts, earlier)
         lent = parts.head if name == EAGLE else parts.draft_model
         drafter = make_drafter(name, config.drafter.options, lent)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
     user_code = UserCode(parts.stats)
-    return FixedGuesses(name, drafter, parts.scheduler, lent, parts.num_ids, user_code)
+    return FixedSpeculator(name, drafter, parts.scheduler, lent, parts.num_ids, user_code)
 
 
-def planned_guesses(
-    config: Config, parts: DrafterParts, before: PlannedGuesses | None = None
-) -> PlannedGuesses:
+def adaptive_speculator(
+    config: Config, parts: DrafterParts, before: AdaptiveSpeculator | None = None
+) -> AdaptiveSpeculator:
     """From all sources of `drafter.options`; the draft model is one if there is one."""
     options, draft_model = drafter_options("auto", config.drafter.options), parts.draft_model
     sizes = options.max_depth, options.width, options.tau
     run = {EAGLE: parts.head, "model": draft_model}
     growers = [
-        Grower(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)
+        DraftModelSource(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)
         for name, model in run.items()
         if model is not None and name in options.sources
     ]
@@ -259,7 +265,7 @@ def planned_guesses(
     ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
     lent = parts.scheduler, draft_model, UserCode(parts.stats)
-    return PlannedGuesses(sources, growers, *lent, names, before)
+    return AdaptiveSpeculator(sources, growers, *lent, names, before)
 
 
 def lent_to(source: Source) -> bool:

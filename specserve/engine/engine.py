@@ -10,7 +10,7 @@ import torch
 from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
-from specserve.engine.runner import Answers, KVLost, Runner, StepInput, step_input_of
+from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.exchange.messages import (
     NOT_BEGUN,
     AdapterRef,
@@ -26,12 +26,12 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import KeptCosts, PlainSteps
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
+from specserve.speculation.acceptance_stats import StepSpecStats, cost_state
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.guesses import Guesses
 from specserve.speculation.head_model import HeadModel
-from specserve.speculation.learned import Told, cost_state
-from specserve.speculation.verify import Path, accepted_paths, give_logprobs
+from specserve.speculation.speculator import Speculator
+from specserve.speculation.verify import AcceptedPath, accepted_paths, give_logprobs
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
@@ -53,18 +53,18 @@ class Engine:
         *,
         draft_model: DraftModel | None = None,
         head: HeadModel | None = None,
-        guesses: Guesses | None = None,
+        speculator: Speculator | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
         stats: Stats | None = None,
         kept: Sequence[KeptCosts] = (),
         is_replaceable: bool = False,
     ) -> None:
-        """`guesses` is None without a drafter, `grammars` and `adapters` are None if no request may
-        have one. `is_replaceable`: another process can go on with the requests.
+        """`speculator` is None without a drafter, `grammars` and `adapters` are None if no request
+        may have one. `is_replaceable`: another process can go on with the requests.
         """
         self.target, self.scheduler, self.tables = target, scheduler, tables
-        self.draft_model, self.head, self.guesses = draft_model, head, guesses
+        self.draft_model, self.head, self.speculator = draft_model, head, speculator
         self.grammars, self.adapters = grammars, adapters
         self.vocab_size = target.decoder.config.vocab_size
         self.num_slots = 0 if adapters is None else adapters.num_slots
@@ -79,7 +79,7 @@ class Engine:
     @property
     def sources(self) -> tuple[str, ...]:
         """The names of those that may guess."""
-        return () if self.guesses is None else self.guesses.names
+        return () if self.speculator is None else self.speculator.names
 
     @property
     def known_sources(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def draft_models(self) -> list[ModelExecutor]:
-        """What runs guesses: the draft model and the target's head, where there are such."""
+        """The models that draft: the draft model and the target's head, if there are any."""
         return [model for model in (self.draft_model, self.head) if model is not None]
 
     @property
@@ -126,8 +126,8 @@ class Engine:
                 step = self.build(scheduled, sampled)
                 answers = self.verify(step)
                 paths = accepted_paths(sampled, answers)
-                if self.guesses is not None:
-                    self.guesses.harvest(sampled, paths, answers)
+                if self.speculator is not None:
+                    self.speculator.harvest(sampled, paths, answers)
                 if step.logprobs is not None:
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
         except Exception as e:
@@ -155,10 +155,10 @@ class Engine:
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
         """Give the step's roots their drafts."""
-        if self.guesses is None:
+        if self.speculator is None:
             return
         start = perf_counter()
-        self.guesses.draft(scheduled)
+        self.speculator.draft(scheduled)
         seconds = perf_counter() - start
         self.stats.draft_seconds += seconds
         self.scheduler.drafted(seconds)
@@ -170,7 +170,7 @@ class Engine:
         updates, num_slots = self.pool.updates, self.num_slots
         return step_input_of(scheduled, sampled, updates, self.vocab_size, num_slots)
 
-    def verify(self, step: StepInput) -> Answers:
+    def verify(self, step: StepInput) -> TargetTokens:
         """Run the step's forward; the target's tokens after the rows that are read."""
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
@@ -178,15 +178,15 @@ class Engine:
         seconds = perf_counter() - start
         self.stats.verify_seconds += seconds
         self.scheduler.timed(len(step.token_ids), seconds)
-        if self.guesses is not None:
-            self.guesses.timed(seconds)
+        if self.speculator is not None:
+            self.speculator.timed(seconds)
         return answers
 
     def commit(
         self,
         scheduled: list[ScheduledRequest],
         sampled: list[ScheduledRequest],
-        paths: list[Path],
+        paths: list[AcceptedPath],
     ) -> list[StepOutput]:
         """Keep the KV of accepted nodes, append the tokens to requests, release unused blocks."""
         for item in scheduled:
@@ -205,7 +205,7 @@ class Engine:
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
         return outputs + [self.append(*each) for each in zip(sampled, paths, strict=True)]
 
-    def keep_kv(self, item: ScheduledRequest, path: Path) -> None:
+    def keep_kv(self, item: ScheduledRequest, path: AcceptedPath) -> None:
         """Note the moves of accepted nodes' KV, which the next launch does.
 
         Node k was written at slot root + k, and the j-th accepted one belongs at root + j, with
@@ -220,7 +220,7 @@ class Engine:
         if self.draft_model is not None and any(item.draft.expanded):
             self.draft_model.keep(item.request, item.draft, path.nodes)
 
-    def append(self, item: ScheduledRequest, path: Path) -> StepOutput:
+    def append(self, item: ScheduledRequest, path: AcceptedPath) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors = request.processors
@@ -244,7 +244,11 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        told = Told() if self.guesses is None else self.guesses.learn(item, path.tokens, path.nodes)
+        told = (
+            StepSpecStats()
+            if self.speculator is None
+            else self.speculator.learn(item, path.tokens, path.nodes)
+        )
         if reason is not None:
             self.finish(request.id)
         else:
@@ -285,10 +289,10 @@ class Engine:
 
         `keys` are the prompt's block keys from `tables.prompt_keys`. They are computed here if
         missing, so that no step hashes a prompt. Without a `caller` the requests count as a call of
-        their own. `processors` change the logits: their requests have no guesses. A single request
-        that has `begun` elsewhere goes on here, with the text that it would have had there. An
-        `adapter` is waited for. RequestError for a prompt that is empty or has an id outside of the
-        vocabulary.
+        their own. `processors` change the logits: their requests have no draft tokens. A single
+        request that has `begun` elsewhere goes on here, with the text that it would have had there.
+        An `adapter` is waited for. RequestError for a prompt that is empty or has an id outside of
+        the vocabulary.
         """
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         choices = self.admission.requests(
@@ -296,8 +300,8 @@ class Engine:
         )
         for request in choices:
             self.requests[request.id] = request
-            if self.guesses is not None:
-                self.guesses.begin(request)
+            if self.speculator is not None:
+                self.speculator.begin(request)
         if not self.admission.holds(choices):
             for request in choices:
                 self.scheduler.add(request)
@@ -309,14 +313,14 @@ class Engine:
         self.stats.num_resets += 1
 
     def reset_learned(self) -> None:
-        """Forget what steps have shown of costs and guesses; running requests go on."""
+        """Reset what was learnt of costs and draft tokens; running requests go on."""
         self.scheduler.costs.reset()
         self.plain_steps.reset()
         for model in self.draft_models:
             model.costs.reset()
             model.first_costs.reset()
-        if self.guesses is not None:
-            self.guesses.reset()
+        if self.speculator is not None:
+            self.speculator.reset()
 
     def change_draft_model(
         self, draft_model: DraftModel | None, tables: KVTables, kept: Sequence[KeptCosts]
@@ -339,12 +343,12 @@ class Engine:
             request.draft_table = tables.table("draft", request.sampling.cache_salt)
             request.draft_table.hasher = None
 
-    def change_guesses(self, guesses: Guesses | None, budget: StepBudget) -> None:
+    def change_speculator(self, speculator: Speculator | None, budget: StepBudget) -> None:
         """Use another drafter and its limits from the next step on, also for running requests."""
-        self.guesses, self.scheduler.budget = guesses, budget
-        if guesses is not None:
+        self.speculator, self.scheduler.budget = speculator, budget
+        if speculator is not None:
             for request in self.requests.values():
-                guesses.begin(request)
+                speculator.begin(request)
 
     def finish(self, id: int) -> None:
         """End a running or waiting request and release its blocks; no effect if it has ended."""
@@ -355,8 +359,8 @@ class Engine:
         for model in self.draft_models:
             model.forget(request)
         self.scheduler.remove(request)
-        if self.guesses is not None:
-            self.guesses.forget(id)
+        if self.speculator is not None:
+            self.speculator.forget(id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -414,7 +418,7 @@ class Engine:
         self.pool.check(tables)
 
     def speculation(self, tenant: int = 0) -> SpeculationState:
-        """What guesses for a tenant's requests without a salt are chosen by at present."""
+        """The data by which draft tokens are chosen now, for a tenant's requests without a salt."""
         models = {"draft": self.draft_model, "head": self.head}
         costs = {name: model.costs for name, model in models.items() if model is not None}
         state = SpeculationState(
@@ -426,7 +430,7 @@ class Engine:
             plain_steps=self.plain_steps.state,
             tenant=tenant,
         )
-        return state if self.guesses is None else self.guesses.tell(state)
+        return state if self.speculator is None else self.speculator.tell(state)
 
 
 def prompt_output(item: ScheduledRequest) -> StepOutput:

@@ -12,7 +12,7 @@ from specserve.engine.build import (
     DrafterParts,
     Loaded,
     build,
-    build_guesses,
+    build_speculator,
     kept_costs,
     kv_tables,
     step_budget,
@@ -60,7 +60,7 @@ class Prepared(NamedTuple):
 
 
 class Control:
-    """Changes who guesses in one engine; its requests go on, with the same texts."""
+    """Changes the drafters of one engine; its requests keep their texts."""
 
     def __init__(self, loaded: Loaded, known: Iterable[Model | None] = ()) -> None:
         """Models in `known` are not loaded again."""
@@ -137,7 +137,7 @@ class Control:
         engine, weights = self.engine, self.loaded.weights
         vocab_size = weights.target.decoder.config.vocab_size
         parts = DrafterParts(engine.scheduler, vocab_size, draft_model, engine.head, engine.stats)
-        guesses = build_guesses(config, parts, engine.guesses)
+        speculator = build_speculator(config, parts, engine.speculator)
         if draft_model is not engine.draft_model:
             kept = list[KeptCosts]()
             if draft_model is not None and draft is not None:
@@ -147,7 +147,7 @@ class Control:
             tables = kv_tables(config, engine.pool, engine.target, draft_model)
             engine.change_draft_model(draft_model, tables, kept)
         decoders = weights.target.decoder, None if draft is None else draft.decoder
-        engine.change_guesses(guesses, step_budget(config, *decoders))
+        engine.change_speculator(speculator, step_budget(config, *decoders))
         self.loaded = self.loaded._replace(
             weights=weights._replace(draft=draft), drafter=config.drafter_name
         )

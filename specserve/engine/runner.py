@@ -431,7 +431,7 @@ class Launched(NamedTuple):
     logprobs: Logprobs | None = None
 
 
-class Answers:
+class TargetTokens:
     """The target's token after each row that was read."""
 
     def __init__(self, ops: Ops, draws: Draws, launched: Launched) -> None:
@@ -565,10 +565,10 @@ class Runner:
         given = tokens.cpu().clamp(min=0)  # a row may have no token
         return self.ops.logprobs(logits, torch.arange(len(tokens)), given, k)
 
-    def collect(self, step: StepInput, launched: Launched) -> Answers:
+    def collect(self, step: StepInput, launched: Launched) -> TargetTokens:
         """The target's tokens of a launched step; waits for the device where it is a GPU."""
         assert step.draws is not None, "a step without draws has no answers"
-        return Answers(self.ops, step.draws, launched)
+        return TargetTokens(self.ops, step.draws, launched)
 
     def update(self, updates: KVUpdates) -> None:
         """Do the moves of every model, then the copies; KVLost if one fails."""

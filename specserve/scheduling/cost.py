@@ -133,7 +133,7 @@ def key_of(rows: int, sample: Sample) -> CellKey:
     return (int(sample.attended / rows) // BAND).bit_length(), int(sample.requests).bit_length()
 
 
-class Stair:
+class RowBucket:
     """The latest steps of up to so many rows."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Stair:
         return is_far and self.unproven == 0
 
 
-def fitted(stairs: Iterable[Stair], before: Sequence[float]) -> list[float]:
+def fitted(stairs: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
     """What a token of context, a row's attending to it, and a request add: by least squares of
     relative errors, none below 0. Only steps of one stair are compared, so that what rows cost is
     none of it. `before` is what is kept of any that no stair shows.
@@ -317,7 +317,7 @@ class StepCosts:
 
     def reset(self) -> None:
         """Forget all steps."""
-        self.stairs = {edge: Stair() for edge in self.edges}
+        self.stairs = {edge: RowBucket() for edge in self.edges}
         self.has_steps = False  # whether anything is known of the model's steps
         self.num_steps = 0
         # Seconds by token of context, by row and token of its context, and by request.

@@ -18,7 +18,7 @@ from specserve_drafters.candidates import Trie
 from specserve_drafters.tree import MAX_NODES, ROOT
 
 
-class Growth:
+class DraftDepthPolicy:
     """Which nodes of a step's trees a draft model runs, level by level.
 
     A level is run if the step's expected rate is higher with it, by what its nodes are expected to
@@ -209,7 +209,7 @@ class Turn:
         return self.num_steps > 0 and self.saved >= -FREE
 
 
-class Turns:
+class ExplorationBudget:
     """The turns of all requests. Trials are made for all that do not pay in the same step: one in
     which one request is asked takes most of the time that asking all takes.
     """
@@ -491,13 +491,15 @@ class Planner:
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
             self.trials.worked(plan.rows.bit_length())  # so go on at once
 
-    def growth(self, asks: Sequence[Ask], step: Step, most: int) -> Growth:
+    def growth(self, asks: Sequence[Ask], step: Step, most: int) -> DraftDepthPolicy:
         """The terms on which a draft model's levels are run in this step, after other sources."""
         values = list[float]()
         for ask in asks:
             values += map(ask.trie.settle().__getitem__, ranked(ask))
         self.alone = step.rows if self.tries_roots(step) else 0
-        return Growth(self.costs, step, sorted(values)[-most:] if most else [], self.alone > 0)
+        return DraftDepthPolicy(
+            self.costs, step, sorted(values)[-most:] if most else [], self.alone > 0
+        )
 
     def tries_roots(self, step: Step) -> bool:
         """Whether roots alone, of unknown cost, are hoped to be cheap before a draft model runs.

@@ -133,7 +133,7 @@ class ModelExecutor:
         return torch.from_numpy(is_allowed if is_allowed.any() else ~is_allowed)
 
 
-class Grower:
+class DraftModelSource:
     """The draft model or the target's head, as a source of planned guesses."""
 
     def __init__(self, source: ModelSource, model: ModelExecutor) -> None:

@@ -18,8 +18,8 @@ from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.guesses import UserCode
-from specserve.speculation.verify import Path
+from specserve.speculation.speculator import UserCode
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import ROOT, DraftItem, Nodes
 from specserve_drafters.base import EAGLE
 
@@ -172,7 +172,7 @@ class HeadModel(ModelExecutor):
         """Whether `follow` is to be called before the next step is planned."""
         return bool(self.seen or self.ended)
 
-    def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, Path]) -> None:
+    def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, AcceptedPath]) -> None:
         """Note a step's rows of known tokens and, by request, of the paths. Before blocks are given
         back or shared.
         """

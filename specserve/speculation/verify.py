@@ -5,19 +5,19 @@ from itertools import accumulate, islice
 
 import msgspec
 
-from specserve.engine.runner import Answers, AskedLogprobs, Runner, scored
+from specserve.engine.runner import AskedLogprobs, Runner, TargetTokens, scored
 from specserve.exchange.messages import TokenLogprobs
 from specserve.scheduling import Request, ScheduledRequest
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Logprobs
 
 # The target's token after each node, given as (request's number in the step, node of its tree);
-# called only for nodes that the walk has reached.
+# called only for nodes that the verify_tree has reached.
 TokensAfter = Callable[[list[tuple[int, int]]], list[int]]
 IsLast = Callable[[int, list[int]], bool]
 
 
-class Path(msgspec.Struct, eq=False):
+class AcceptedPath(msgspec.Struct, eq=False):
     """A request's new tokens in a step, and the nodes that proposed them, from the root down.
 
     failure  NO_TOKEN or NOT_FINITE if the last row that was reached gave no token; else 0
@@ -37,14 +37,16 @@ class Path(msgspec.Struct, eq=False):
             del self.nodes[len(self.tokens) - 1 :]
 
 
-def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) -> list[Path]:
+def verify_tree(
+    drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast
+) -> list[AcceptedPath]:
     """Follow the target's tokens down each tree for as long as a child has guessed them.
 
     All requests go down a level at once. is_last(request, tokens) ends a request's output. The
     last token of a path, which no node has guessed, is the bonus token. A draft decides how many
     tokens a path has, never which.
     """
-    paths = [Path([], []) for _ in drafts]
+    paths = [AcceptedPath([], []) for _ in drafts]
     at = [(i, ROOT) for i in range(len(drafts))]
     while at:
         below = []
@@ -59,7 +61,9 @@ def walk(drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast) ->
     return paths
 
 
-def accepted_paths(sampled: Sequence[ScheduledRequest], answers: Answers) -> list[Path]:
+def accepted_paths(
+    sampled: Sequence[ScheduledRequest], answers: TargetTokens
+) -> list[AcceptedPath]:
     """The new tokens of each sampled request, and the accepted nodes of its tree."""
     drafts = [item.draft for item in sampled]
     roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
@@ -70,7 +74,7 @@ def accepted_paths(sampled: Sequence[ScheduledRequest], answers: Answers) -> lis
     def is_last(i: int, tokens: list[int]) -> bool:
         return sampled[i].request.finish_reason(tokens) is not None
 
-    paths = walk(drafts, tokens_after, is_last)
+    paths = verify_tree(drafts, tokens_after, is_last)
     for path in paths:
         path.cut_failure()
     return paths
@@ -80,8 +84,8 @@ def give_logprobs(
     asked: AskedLogprobs,
     target: Runner,
     scheduled: Sequence[ScheduledRequest],
-    paths: Sequence[Path],
-    answers: Answers,
+    paths: Sequence[AcceptedPath],
+    answers: TargetTokens,
 ) -> None:
     """Give paths the logprobs of their tokens, and requests those of their prompts' tokens."""
     tell_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
@@ -98,10 +102,13 @@ def tell_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
 
 
 def tell_drawn(
-    sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers, k: int
+    sampled: Sequence[ScheduledRequest],
+    paths: Sequence[AcceptedPath],
+    answers: TargetTokens,
+    k: int,
 ) -> None:
     """Give the paths of requests that asked for them their tokens' logprobs."""
-    rows, tokens, asking = list[int](), list[int](), list[tuple[Request, Path]]()
+    rows, tokens, asking = list[int](), list[int](), list[tuple[Request, AcceptedPath]]()
     roots = accumulate([1 + len(s.draft) for s in sampled], initial=0)
     for item, path, root in zip(sampled, paths, roots, strict=False):
         if item.request.sampling.logprobs is not None:

@@ -5,10 +5,25 @@ from time import perf_counter
 from specserve.engine import admission, engine
 from specserve.engine.runner import Runner
 from specserve.scheduling import cost, scheduler
-from specserve.speculation import guesses, head_model, learned, levels, planned_guesses
+from specserve.speculation import (
+    acceptance_stats,
+    adaptive_speculator,
+    draft_depth,
+    head_model,
+    speculator,
+)
 
 # modules that read the time
-TIMED = (admission, engine, guesses, head_model, learned, levels, planned_guesses, scheduler)
+TIMED = (
+    acceptance_stats,
+    adaptive_speculator,
+    admission,
+    draft_depth,
+    engine,
+    head_model,
+    scheduler,
+    speculator,
+)
 
 
 class Clock:

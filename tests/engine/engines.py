@@ -17,10 +17,10 @@ from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import Plan, Turns
-from specserve.speculation.guesses import FixedGuesses, UserCode
-from specserve.speculation.levels import Levels
-from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.scheduling.planner import ExplorationBudget, Plan
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.draft_depth import DraftDepthController
+from specserve.speculation.speculator import FixedSpeculator, UserCode
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
@@ -84,7 +84,7 @@ def engine_for(
     models = Models(target, draft, head)
     engine = assemble(load_config(None, settings), models, max_len, grammars=grammars)
     if not isinstance(drafter, str):
-        engine.guesses = fixed(engine, drafter)
+        engine.speculator = fixed(engine, drafter)
     return engine
 
 
@@ -95,30 +95,30 @@ def draft_of(draft, drafter):
 
 def ask_always(engine):
     """Have sources guess in every step, however little they promise."""
-    guesses = engine.guesses
+    guesses = engine.speculator
     promising = guesses.is_promising
     guesses.is_promising = lambda request, part: promising(request, part) or True
 
 
 def let_all_guess(patch):
     """Sources are asked in every step, and guesses take no time: no clock decides about them."""
-    patch.setattr(PlannedGuesses, "is_promising", lambda *_: True)
-    patch.setattr(Turns, "is_due", lambda *_: True)
+    patch.setattr(AdaptiveSpeculator, "is_promising", lambda *_: True)
+    patch.setattr(ExplorationBudget, "is_due", lambda *_: True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
-    patch.setattr(Levels, "level_seconds", lambda *_: 0.0)
+    patch.setattr(DraftDepthController, "level_seconds", lambda *_: 0.0)
 
 
 def planned(engine, *sources, growers=()):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model
-    return PlannedGuesses(sources, growers, *lent, UserCode(engine.stats))
+    return AdaptiveSpeculator(sources, growers, *lent, UserCode(engine.stats))
 
 
 def fixed(engine, drafter):
     """The guesses of a drafter, as they are."""
     vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
     lent = engine.scheduler, engine.draft_model
-    return FixedGuesses("scripted", drafter, *lent, vocab_size, user_code)
+    return FixedSpeculator("scripted", drafter, *lent, vocab_size, user_code)
 
 
 def plain(target, cases, **overrides):
@@ -134,7 +134,7 @@ def plain(target, cases, **overrides):
 
 
 class RandomGrowth:
-    """Levels of models by chance, and which of them is first."""
+    """DraftDepthController of models by chance, and which of them is first."""
 
     def __init__(self, rng):
         self.rng, self.spent = rng, 0.0
@@ -192,7 +192,7 @@ class Watch:
         for runner in runners_of(engine):
             on_launch(runner, partial(self.before_launch, runner))
         self.is_first_launch = False  # of its step
-        self.others = cycle([self.of_ngrams, lambda mine=engine.guesses: mine])
+        self.others = cycle([self.of_ngrams, lambda mine=engine.speculator: mine])
         self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
         self.arena = engine.target.arena
@@ -285,7 +285,7 @@ class Watch:
         elif event == "reset":
             engine.reset_cache()
         elif event == "swap":
-            engine.guesses = next(self.others)()
+            engine.speculator = next(self.others)()
 
     def step_squeezed(self):
         """Hold all other blocks during one step, as if other requests needed them."""

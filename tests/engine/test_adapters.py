@@ -109,7 +109,7 @@ def test_eight_that_mix_four_adapters_and_none_have_what_each_has_alone(models, 
     assert len({tuple(tokens) for tokens, _ in want}) == 8
     engine = engine_with(models, sources=sources)
     if sources is not None:
-        engine.guesses.planner = RandomPlanner(engine.scheduler, seed=3)
+        engine.speculator.planner = RandomPlanner(engine.scheduler, seed=3)
         ask_always(engine)
     for _ in range(2):  # the second finds KV, and what sources have learnt
         each = zip(cases, refs, strict=True)
@@ -174,9 +174,9 @@ def test_guesses_learn_from_texts_of_the_same_adapter_alone(models, root):
 
     ask_always(engine)
     guessed(one)
-    assert engine.guesses.learned.find((0, "", one.digest)) is not None
-    assert engine.guesses.learned.find((0, "", other.digest)) is None
-    assert engine.guesses.learned.find((0, "", "")) is None
+    assert engine.speculator.learned.find((0, "", one.digest)) is not None
+    assert engine.speculator.learned.find((0, "", other.digest)) is None
+    assert engine.speculator.learned.find((0, "", "")) is None
 
 
 def test_more_adapters_than_slots_take_turns(models, root):

@@ -160,7 +160,7 @@ def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager)
         while not llm.memory()["draft"]:
             llm.step()
         pool.updates.move("draft", [(0, 1)])  # as of a guess that was accepted in the last step
-        learned = llm.engine.guesses.learned.every[0].calibration
+        learned = llm.engine.speculator.learned.every[0].calibration
         assert learned.table()["model"]
         llm.load_draft_model(folders["wide"])
         assert not pool.updates.moves and not learned.table()["model"]
@@ -229,7 +229,7 @@ def test_sources_that_stay_know_what_they_knew(folders, eager):
         assert sum(llm.engine.stats.sources["suffix"].accepted) > before == 0
         llm.change_speculation(sources=["ngram"])
         llm.change_speculation(sources=["ngram", "suffix"])
-        assert not llm.engine.guesses.suffix.scopes, "who is gone has forgotten"
+        assert not llm.engine.speculator.suffix.scopes, "who is gone has forgotten"
 
 
 def test_bits_of_sources_in_details_never_change_their_meaning(folders, eager):
@@ -307,10 +307,10 @@ def test_what_cannot_be_is_refused_and_changes_nothing(folders, name):
     ask, why = REFUSED[name]
     with load(folders) as llm:
         engine = llm.engine
-        state = engine.guesses, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        state = engine.speculator, engine.draft_model, engine.scheduler.budget, llm.guessing.config
         with pytest.raises(ConfigError, match=why):
             ask(llm, folders)
-        now = engine.guesses, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        now = engine.speculator, engine.draft_model, engine.scheduler.budget, llm.guessing.config
         assert now == state
         assert (
             len(llm.generate("the cat", SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids)

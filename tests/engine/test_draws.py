@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve.engine.runner import Answers, Launched, draws_of
+from specserve.engine.runner import Launched, TargetTokens, draws_of
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
 from specserve_kernels import cpu, reference
@@ -23,7 +23,7 @@ MIXED = [asks(seed=1), asks(temperature=0.0), asks(top_k=1), asks(top_p=0.1, see
 def draw(ops, logits, requests, lengths, drafts=None):
     """One token of every request, or of every node of their trees, one row of the logits each."""
     draws = draws_of(requests, lengths, drafts or [Draft()] * len(requests))
-    return Answers(ops, draws, Launched(logits, None)).after([*range(len(draws.seeds))])
+    return TargetTokens(ops, draws, Launched(logits, None)).after([*range(len(draws.seeds))])
 
 
 @BUILDS
@@ -47,9 +47,9 @@ def test_a_node_is_drawn_as_the_next_token_of_its_path(ops):
 def test_rows_may_be_drawn_one_by_one_or_looked_up(ops, requests):
     drafts = [Draft([5, 6], [0, 0]), Draft(), Draft([7], [0])]
     draws = draws_of(requests, [4, 9, 30], drafts)
-    drawn = Answers(ops, draws, Launched(LOGITS, None))
+    drawn = TargetTokens(ops, draws, Launched(LOGITS, None))
     at_once = ops.sample(LOGITS, torch.arange(6), draws.params())
-    looked_up = Answers(ops, draws, Launched(LOGITS, at_once))
+    looked_up = TargetTokens(ops, draws, Launched(LOGITS, at_once))
     for at in ([0, 3, 4], [5, 2], [1], [*range(6)]):
         assert drawn.after(at) == looked_up.after(at)
 

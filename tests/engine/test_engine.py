@@ -57,9 +57,9 @@ def test_right_guesses_save_forwards(target, script, steps):
 def test_what_steps_have_shown_of_costs_and_guesses_can_be_forgotten(target):
     engine, new = engine_for(target, drafter="auto"), engine_for(target, drafter="auto")
     Watch(engine).run([Case(PROMPT * 4, greedy(40))])
-    guesses = engine.guesses
+    guesses = engine.speculator
     calibration = guesses.learned.find(NO_OWNER).calibration
-    unknown = new.guesses.planner.costs.table()
+    unknown = new.speculator.planner.costs.table()
     assert guesses.planner.costs.table() != unknown
     engine.reset_learned()
     assert guesses.planner.costs.table() == unknown
@@ -105,7 +105,7 @@ def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
     cases = [Case(PROMPT, greedy(9)), Case(PROMPT[2:], greedy(12))]
     want = plain(target, cases)
     engine = engine_for(target, None, Scripted(right, dict(enumerate(want))))
-    setattr(engine.guesses.drafter, where, fail)
+    setattr(engine.speculator.drafter, where, fail)
     watch = Watch(engine)
     assert [r.token_ids.tolist() for r in watch.run(cases)] == want
     assert {id: total["tokens"] for id, total in watch.emitted.items()} == {0: 9, 1: 12}
@@ -113,7 +113,7 @@ def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
 
 def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
     case, engine = scripted(target, right)
-    drafter = engine.guesses.drafter
+    drafter = engine.speculator.drafter
     drafter.observe = drafter.forget = raising  # takes no such arguments
     (request,) = Watch(engine).run([case])
     assert request.num_output == 21
@@ -146,8 +146,8 @@ def test_nonsense_about_the_draft_model_moves_nothing_out_of_place(target, expan
     case = Case(PROMPT, greedy(30))
     want = plain(target, [case])
     engine = engine_for(target, target, "model")
-    engine.guesses.source.drafter = Confused(right, dict(enumerate(want)))
-    engine.guesses.drafter.executor = engine.draft_model
+    engine.speculator.source.drafter = Confused(right, dict(enumerate(want)))
+    engine.speculator.drafter.executor = engine.draft_model
     assert [r.token_ids.tolist() for r in Watch(engine).run([case])] == want
     assert engine.stats.drafter_errors == 0
 
@@ -251,7 +251,7 @@ def test_a_shortage_of_memory_while_kv_is_moved_ends_all_and_forgets_what_is_cac
     assert engine.is_idle and engine.pool.is_whole and not engine.pool.found
     engine.target.ops = ops
     again = [engine.add(c.prompt, c.sampling) for c in cases]
-    engine.guesses.drafter.truth = {r.id: tokens for r, tokens in zip(again, want, strict=True)}
+    engine.speculator.drafter.truth = {r.id: tokens for r, tokens in zip(again, want, strict=True)}
     while not engine.is_idle:
         engine.step()
     assert [r.token_ids.tolist() for r in again] == want

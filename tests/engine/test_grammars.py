@@ -219,7 +219,9 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data)
         engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
         if drafter == "auto":
             ask_always(engine)
-            engine.guesses.planner = RandomPlanner(engine.scheduler, data.draw(st.integers(0, 99)))
+            engine.speculator.planner = RandomPlanner(
+                engine.scheduler, data.draw(st.integers(0, 99))
+            )
         events = (
             {}
             if drafter == "none"

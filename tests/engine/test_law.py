@@ -5,7 +5,7 @@ from math import log
 import pytest
 import torch
 
-from specserve.speculation.verify import walk
+from specserve.speculation.verify import verify_tree
 from specserve_drafters import ROOT, Draft
 from specserve_kernels.reference.sampling import allowed, edited, transform
 from tests.kernels.edits import BAN, edits_of, masks_of
@@ -114,11 +114,13 @@ def tokens_of(drafts, noise):
     def is_last(i, tokens):
         return len(said[i]) + len(tokens) == 2
 
-    first = walk(drafts, answer, is_last)
+    first = verify_tree(drafts, answer, is_last)
     for tokens, path in zip(said, first, strict=True):
         tokens += path.tokens
     rest = [i for i, tokens in enumerate(said) if len(tokens) < 2]
-    again = walk([Draft()] * len(rest), lambda at: [after_root(rest[i]) for i, _ in at], is_last)
+    again = verify_tree(
+        [Draft()] * len(rest), lambda at: [after_root(rest[i]) for i, _ in at], is_last
+    )
     for i, path in zip(rest, again, strict=True):
         said[i] += path.tokens
     return torch.tensor(said)

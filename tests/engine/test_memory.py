@@ -707,7 +707,7 @@ def test_what_a_failing_draft_model_has_not_run_is_not_kept(pair):
             return [Draft([truth[len(items[0].token_ids)]], [0], [1])]
 
     (truth,) = plain(pair[0], [Case(PROMPT, sampling(20))])
-    engine.guesses.source.drafter = Stubborn()
+    engine.speculator.source.drafter = Stubborn()
     (request,) = Watch(engine).run([Case(PROMPT, sampling(15))])
     assert request.token_ids.tolist() == truth[:115]
     assert ran and engine.stats.num_accepted > 5
@@ -813,7 +813,7 @@ def test_draft_kv_of_other_tokens_than_were_run_is_not_kept(target):
             request = engine.requests[id]
             kept.append((accepted, len(request.token_ids) - request.draft_table.num_computed))
 
-    engine.guesses = fixed(engine, Mistaken())
+    engine.speculator = fixed(engine, Mistaken())
     Watch(engine).run([Case(PROMPT, sampling(15))])
     assert kept and all(seen == ([1], 2) for seen in kept)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.eagle_head import load_eagle_head
-from specserve.speculation.guesses import UserSource
+from specserve.speculation.speculator import UserSource
 from specserve.text.tokenizer import load_tokenizer
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
@@ -151,7 +151,7 @@ def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, eve
 def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario, events, **limits):
     target, draft = pair
     engine = engine_for(target, draft if model else None, "auto", **stretched(limits))
-    engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+    engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     ask_always(engine)
     check(engine, scenario, events, plain(target, scenario))
     SEEN["repeated"] += sum(engine.stats.sources["ngram"].accepted)
@@ -177,8 +177,8 @@ def test_text_is_the_targets_own_with_a_head_beside_others(
     draft = draft if has_model else None
     engine = engine_for(target, draft, "auto", head=head, **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
-    engine.guesses = planned(engine, users, growers=engine.guesses.growers)
-    engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+    engine.speculator = planned(engine, users, growers=engine.speculator.growers)
+    engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, scenario, events, want)
     SEEN["proposed by the head"] += engine.stats.sources["eagle"].proposed
 
@@ -200,9 +200,9 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     for text in want:
         earlier.learn(array("i", text), (0, "", ""))
     sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
-    engine.guesses = planned(engine, *sources, growers=engine.guesses.growers)
+    engine.speculator = planned(engine, *sources, growers=engine.speculator.growers)
     if is_random:
-        engine.guesses.planner = RandomPlanner(engine.scheduler, seed)
+        engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, predicting(scenario, want, seed), events, want)
     SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
     SEEN["predicted"] += sum(engine.stats.sources["prediction"].accepted)

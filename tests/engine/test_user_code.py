@@ -7,7 +7,7 @@ from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.selection import check_drafter
-from specserve.speculation.guesses import UserSource
+from specserve.speculation.speculator import UserSource
 from specserve_drafters import Draft, base
 from specserve_drafters.candidates import Candidate
 from tests.checkpoints import tiny_checkpoint
@@ -82,7 +82,7 @@ def test_no_text_changes(target, drafter, is_auto):
     want = plain(target, CASES)
     engine = engine_for(target, None, "auto" if is_auto else drafter(), max_nodes=4)
     if is_auto:
-        engine.guesses = planned(engine, UserSource("mine", drafter(), 320))
+        engine.speculator = planned(engine, UserSource("mine", drafter(), 320))
     requests = [engine.add(case.prompt, case.sampling) for case in CASES]
     while not engine.is_idle:
         engine.step()
@@ -98,7 +98,7 @@ class Unchecked(Guess):
 
 def test_candidates_that_are_dropped_are_told_of_once(target, caplog):
     engine = engine_for(target, None, "auto", max_nodes=4)
-    engine.guesses = planned(engine, UserSource("mine", Unchecked(), 320))
+    engine.speculator = planned(engine, UserSource("mine", Unchecked(), 320))
     engine.add(CASES[0].prompt, CASES[0].sampling)
     while not engine.is_idle:
         engine.step()
@@ -154,7 +154,7 @@ NAME = f"{HasOptions.__module__}:HasOptions"
 def test_a_source_has_the_options_under_its_name(target):
     options = {"sources": ["ngram", NAME], "source_options": {NAME: {"length": 7}}}
     engine = engine_for(target, None, "auto", options=options)
-    assert engine.guesses.sources[1].drafter.length == 7
+    assert engine.speculator.sources[1].drafter.length == 7
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from specserve.scheduling.cost import KNOWN, Step, StepCosts
 from specserve.scheduling.planner import (
     LEAST_CHUNK,
     Ask,
-    Growth,
+    DraftDepthPolicy,
     Planner,
     Trials,
     allowed_seconds,
@@ -246,7 +246,7 @@ def test_rows_of_unknown_cost_are_not_tried_for_little():
 
 
 def growth(values, costs=TILES, roots=1):
-    return Growth(costs, Step(roots, 0, roots, roots), values)
+    return DraftDepthPolicy(costs, Step(roots, 0, roots, roots), values)
 
 
 def test_a_level_is_run_if_its_guesses_are_worth_its_time():
@@ -258,10 +258,10 @@ def test_a_level_is_run_if_its_guesses_are_worth_its_time():
 
 def test_a_level_that_takes_longer_than_a_target_allows_is_not_run():
     step = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) + 0.002)
-    assert Growth(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.001) == 1
-    assert Growth(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 0
+    assert DraftDepthPolicy(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.001) == 1
+    assert DraftDepthPolicy(TILES, step, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 0
     hopeless = Step(1, 0, 1, 1, allowed=TILES.seconds(1, 0, 1) / 2)
-    assert Growth(TILES, hopeless, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 1
+    assert DraftDepthPolicy(TILES, hopeless, []).size([0.9], 0.7, 1, lambda rows: 0.003) == 1
 
 
 def test_only_nodes_that_are_worth_their_rows_are_run():
@@ -281,7 +281,7 @@ def test_a_node_is_run_only_if_its_child_would_take_the_place_of_another():
 
 def test_a_prompt_makes_no_level_cheaper():
     costs = costs_of(lambda rows: 0.01 + 0.002 * rows)
-    beside = Growth(costs, Step(63, 0, 2, 1, prompt_rows=62), [])
+    beside = DraftDepthPolicy(costs, Step(63, 0, 2, 1, prompt_rows=62), [])
     assert growth([], costs).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
     assert beside.size([0.9], 0.7, 1, lambda rows: 0.02) == 0
     assert beside.size([0.9], 0.7, 1, lambda rows: 0.001) == 1

@@ -56,7 +56,7 @@ def test_the_likeliest_path_of_an_identical_draft_is_always_accepted(
     moves, seen, watch = [], [], Watch(engine)
     for runner in runners_of(engine):
         on_launch(runner, lambda step: moves.extend(step.updates.moves.get("draft", ())))
-    drafter = engine.guesses.drafter
+    drafter = engine.speculator.drafter
     drafter.observe = lambda id, draft, accepted: seen.append((first_path(draft), accepted))
     watch.run([Case([*range(1, 30)], sampling(100, temperature))])
     assert len(moves) > 10, "no draft KV ever had to move: this test shows nothing"
@@ -164,7 +164,7 @@ def test_beyond_its_own_context_a_draft_model_is_silent(target, tmp_path):
     engine = engine_for(target, short, "model", max_nodes=8)
     cases = [Case([*range(1, 30)], sampling(60)), Case([*range(1, 100)], sampling(20))]
     longest = []
-    engine.guesses.drafter.observe = lambda id, draft, accepted: longest.append(
+    engine.speculator.drafter.observe = lambda id, draft, accepted: longest.append(
         max(r.draft_table.num_computed for r in engine.scheduler.running)
     )
     got = Watch(engine).run(cases)
@@ -264,7 +264,7 @@ def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused(target, failing
                 return type(e).__name__
 
     engine = engine_for(target, target, "model", max_nodes=4)
-    engine.guesses.source.drafter = Stubborn(engine.draft_model)
+    engine.speculator.source.drafter = Stubborn(engine.draft_model)
     request = engine.add([*range(1, 20)], sampling(12))
     engine.step()
     runner, launches = engine.draft_model.runner, []
@@ -278,7 +278,7 @@ def test_a_drafter_that_goes_on_after_a_failed_launch_is_refused(target, failing
 
     runner.compute = fail_once
     engine.step()
-    answers = engine.guesses.drafter.answers
+    answers = engine.speculator.drafter.answers
     assert answers == ["done"] * (failing - 1) + ["MemoryError"] + ["KeyError"] * (3 - failing)
     while not engine.is_idle:
         engine.step()

@@ -10,11 +10,11 @@ import pytest
 
 from specserve.models.eagle_head import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import Growth, Turn
-from specserve.speculation import planned_guesses
-from specserve.speculation.learned import LAST_TRIAL, Learned
-from specserve.speculation.levels import Levels
-from specserve.speculation.planned_guesses import Asked, in_order
+from specserve.scheduling.planner import DraftDepthPolicy, Turn
+from specserve.speculation import adaptive_speculator
+from specserve.speculation.acceptance_stats import LAST_TRIAL, AcceptanceStats
+from specserve.speculation.adaptive_speculator import Asked, in_order
+from specserve.speculation.draft_depth import DraftDepthController
 from specserve_drafters.candidates import FINDS, Calibration, Candidate, Trie
 from specserve_drafters.tree import ROOT
 from tests.checkpoints import tiny_checkpoint
@@ -36,7 +36,7 @@ def names(order):
 
 
 def test_the_most_promising_is_first_and_the_others_now_and_then():
-    learned, firsts = Learned(), []
+    learned, firsts = AcceptanceStats(), []
     for _ in range(4 * LAST_TRIAL):
         order = in_order([asked("a", 40.0), asked("b", 60.0)], learned)
         assert sorted(names(order)) == ["a", "b"]
@@ -77,9 +77,11 @@ class Model:
 @pytest.mark.parametrize("chances", [(0.9, 0.9), (0.9, 0.1), (0.2, 0.9)])
 def test_a_model_promises_what_its_best_number_of_levels_brings(level, chances):
     step = Step(rows=ROOTS, context=0, requests=ROOTS, num_roots=ROOTS)
-    growth = Growth(costs_of(TARGET), step, [])
+    growth = DraftDepthPolicy(costs_of(TARGET), step, [])
     requests, depth = [SimpleNamespace(token_ids=[], num_left=9)] * ROOTS, 6
-    levels = Levels(growth, [Learned()] * ROOTS, "a", Model(level), requests, depth)
+    levels = DraftDepthController(
+        growth, [AcceptanceStats()] * ROOTS, "a", Model(level), requests, depth
+    )
     own = [[p, *[p * 0.8] * (depth - 1)] for p in chances]
     want = 0.0
     for number in range(1, depth + 1):
@@ -128,7 +130,7 @@ def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, m
             rows.append(engine.head.num_rows)
         return order
 
-    monkeypatch.setattr(planned_guesses, "in_order", ordered)
+    monkeypatch.setattr(adaptive_speculator, "in_order", ordered)
     Watch(engine).run([Case(PROMPT[i:], sampling(160, seed=i)) for i in range(3)])
     assert len(firsts) > 20
     assert Counter(firsts[8:])["eagle"] <= 3, firsts
@@ -146,7 +148,7 @@ def test_what_another_owner_has_shown_changes_nobodys_order(engine, monkeypatch)
             seen[alone is not None][order[0].grower.name] += 1
         return order
 
-    monkeypatch.setattr(planned_guesses, "in_order", ordered)
+    monkeypatch.setattr(adaptive_speculator, "in_order", ordered)
     engine.head.first_costs.seconds = engine.head.costs.seconds = lambda *_, **__: 1e-6
     mine = Case(PROMPT, sampling(160))
     others = [Case(PROMPT[i:], salted(sampling(60), "others"), arrives=5) for i in (1, 2)]
@@ -160,7 +162,7 @@ def salted(sampling, salt):
 
 @pytest.mark.parametrize(("first", "other"), [("eagle", "model"), ("model", "eagle")])
 def test_what_both_guess_is_the_merit_of_the_one_that_was_run_first(engine, first, other):
-    guesses = engine.guesses
+    guesses = engine.speculator
     guesses.saved_by_guess, guesses.row_seconds = 1.0, 0.25
     trie = Trie(Calibration(), 1)
     both = trie.put(ROOT, 5, trie.calibrators[first].weigh(0.6, 1))

@@ -130,7 +130,7 @@ def test_what_a_head_goes_on_from_is_what_the_target_had(
         max_running=5,
         max_nodes=9,
     )
-    engine.guesses.draft_model = checks.executor = engine.head
+    engine.speculator.draft_model = checks.executor = engine.head
     engine.head.watch = None  # which has all rows run at once
     watch = Watch(engine)
     got = watch.run(CASES, events)
@@ -156,8 +156,8 @@ def test_what_waits_of_a_request_alone_is_run_when_it_ends(pairs, kind, leaves, 
     monkeypatch.setattr(head_model, "PIECE", 16)
     engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
     checks = Checks(Scripted(hedge, {}), target, head)
-    engine.guesses = fixed(engine, checks)
-    engine.guesses.draft_model = checks.executor = engine.head
+    engine.speculator = fixed(engine, checks)
+    engine.speculator.draft_model = checks.executor = engine.head
     checks.rng.random = lambda: 1.0
     watch, lengths, finish = Watch(engine), noted_lengths(engine), engine.finish
 
@@ -222,8 +222,8 @@ def test_nobody_finds_blocks_that_lack_what_a_head_has_failed_to_run(
     """Else every later text that begins alike would have worse guesses."""
     engine = engine_for(target, None, "ngram", head=head, block_size=BLOCK)
     checks = Checks(Scripted(hedge, {}), target, head)
-    engine.guesses = fixed(engine, checks)
-    engine.guesses.draft_model = checks.executor = engine.head
+    engine.speculator = fixed(engine, checks)
+    engine.speculator.draft_model = checks.executor = engine.head
     checks.rng.random = lambda: 1.0
     watch = Watch(engine)
     [first] = watch.run([Case(PROMPT[:40], sampling(size))], is_kept=True)
@@ -348,8 +348,8 @@ def test_guesses_in_a_batch_of_other_trees_have_the_logits_of_their_paths(pairs,
     target, head = pairs[kind]
     engine = engine_for(target, None, "ngram", head=head, block_size=block_size, max_nodes=8)
     asks = Asks(target, head, engine.head)
-    engine.guesses = fixed(engine, asks)
-    engine.guesses.draft_model = engine.head
+    engine.speculator = fixed(engine, asks)
+    engine.speculator.draft_model = engine.head
     sizes = 5, 34, 50, 7, 19, 40, 82, 53
     cases = [Case(PROMPT[:n], sampling(6), arrives=i % 3) for i, n in enumerate(sizes)]
     got = Watch(engine).run(cases)

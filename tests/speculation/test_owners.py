@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from specserve.exchange.messages import Caller, SpeculationState
 from specserve.exchange.sampling_params import Sampling
 from specserve.scheduling import planner
-from specserve.speculation import learned
+from specserve.speculation import acceptance_stats
 from specserve_bench.figures.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
@@ -83,16 +83,16 @@ class Known:
 def engine_of(target, clock, text, draft=None, names=()):
     """With costs that nothing changes, and sources that take time."""
     engine = engine_for(target, draft, "auto", max_nodes=16)
-    growers = engine.guesses.growers
+    growers = engine.speculator.growers
     every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text), Recycled()
     for source in every:
         source.clock = clock
     sources = [source for source in every if source.name in names]
-    engine.guesses = planned(engine, *sources, growers=growers)
+    engine.speculator = planned(engine, *sources, growers=growers)
     engine.scheduler.timed = lambda rows, seconds: None
     if draft is not None:
         engine.draft_model.costs.observe = lambda *step: None
-    engine.guesses.planner.costs = RowCosts(0.1)
+    engine.speculator.planner.costs = RowCosts(0.1)
     return engine
 
 
@@ -123,7 +123,7 @@ SOURCES = ("prediction",), ("ngram",), ("known",), ("recycle",), tuple(TAKES), (
 
 @pytest.mark.parametrize("names", SOURCES, ids=lambda names: ", ".join(names) or "draft model")
 def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monkeypatch, names):
-    monkeypatch.setattr(learned, "FREE", 0.0)
+    monkeypatch.setattr(acceptance_stats, "FREE", 0.0)
     asked = {"cache_salt": "b", "prediction": edited(text, 12)}
     draft = None if names else target
     alone = steps_of(engine_of(target, clock, text, draft, names), **asked)
@@ -160,9 +160,9 @@ def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
     target, clock, text, monkeypatch, salt, is_shared
 ):
     monkeypatch.setattr(planner, "FREE", 1e6)
-    monkeypatch.setattr(learned, "FREE", 0.0)
+    monkeypatch.setattr(acceptance_stats, "FREE", 0.0)
     engine = engine_of(target, clock, text)
-    engine.guesses = planned(engine, source := Liar(clock, text, 0))
+    engine.speculator = planned(engine, source := Liar(clock, text, 0))
     for salt_of in (salt, "b"):
         engine.add(PROMPT, replace(GREEDY, cache_salt=salt_of))
     while not engine.is_idle:
@@ -185,10 +185,10 @@ def test_a_plan_is_told_to_whom_all_of_its_step_was(target, clock, text):
     engine = engine_of(target, clock, text, names=["ngram", "known"])
     told = SpeculationState(tenant=1)
     steps_of(engine, tenant=1, max_tokens=8)
-    own = engine.guesses.tell(told).plan
+    own = engine.speculator.tell(told).plan
     engine.add_choices(PROMPT, [GREEDY], caller=Caller(1, 1))
     engine.add_choices(PROMPT, [replace(GREEDY, seed=1)], caller=Caller(2, 2))
     for _ in range(8):
         engine.step()
-    assert own is not None and engine.guesses.tell(told).plan == own
-    assert engine.guesses.tell(replace(told, tenant=2)).plan is None
+    assert own is not None and engine.speculator.tell(told).plan == own
+    assert engine.speculator.tell(replace(told, tenant=2)).plan is None

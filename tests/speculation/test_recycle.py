@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
-from specserve.speculation import learned
+from specserve.speculation import acceptance_stats
 from specserve_drafters.recycle import NUM_SUCCESSORS, ONE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
@@ -34,7 +34,7 @@ def engine(target, clock):
 
 
 def source_of(engine):
-    return engine.guesses.harvester.source
+    return engine.speculator.harvester.source
 
 
 def run(engine, tenant=0, prompt=PROMPT, **asked):
@@ -118,7 +118,7 @@ def test_guesses_of_successors_are_accepted(engine):
 
 
 def test_taking_over_has_a_small_share_of_the_time(engine, clock):
-    harvester, taken, before = engine.guesses.harvester, [], clock.now
+    harvester, taken, before = engine.speculator.harvester, [], clock.now
     enter = harvester.enter
 
     def slow(wanted, answers):
@@ -130,7 +130,7 @@ def test_taking_over_has_a_small_share_of_the_time(engine, clock):
     for seed in range(6):
         run(engine, temperature=3.0, seed=seed, max_tokens=200)
     spent = clock.now - before
-    assert len(taken) > 1 and sum(taken) < learned.SHARE * spent + 2 * 0.001
+    assert len(taken) > 1 and sum(taken) < acceptance_stats.SHARE * spent + 2 * 0.001
 
 
 def test_rows_whose_logits_are_gone_are_left_out(engine):
@@ -141,6 +141,6 @@ def test_rows_whose_logits_are_gone_are_left_out(engine):
 
 def test_an_error_in_taking_over_costs_no_text(engine):
     want, _ = run(engine)
-    engine.guesses.harvester.enter = lambda wanted, answers: 1 / 0
+    engine.speculator.harvester.enter = lambda wanted, answers: 1 / 0
     assert run(engine, cache_salt="b")[0] == want
     assert engine.stats.sources["recycle"].errors > 0

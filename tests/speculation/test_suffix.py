@@ -51,4 +51,4 @@ def test_what_is_not_to_be_learnt_is_not_guessed(engine):
 
 def test_nothing_of_a_request_is_kept_that_has_ended(engine):
     accepted(engine, speculation=SpeculationParams(learn=False))
-    assert not engine.guesses.suffix.requests and not engine.guesses.suffix.scopes
+    assert not engine.speculator.suffix.requests and not engine.speculator.suffix.scopes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specserve.scheduling.planner import AT_FIRST, TRIALS, Turns
+from specserve.scheduling.planner import AT_FIRST, TRIALS, ExplorationBudget
 
 
 def steps_of(turns, saved, id=1, num_steps=1000):
@@ -18,58 +18,58 @@ def steps_of(turns, saved, id=1, num_steps=1000):
 
 @pytest.mark.parametrize("saved", (-0.1, -1.0, -2.5))
 def test_trials_lose_a_small_share_of_all_steps_time(saved):
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, saved)
     lost = -saved * len(steps_of(turns, saved, num_steps=10000))
     assert TRIALS / 2 < lost / 10000 <= 1.1 * TRIALS
 
 
 def test_what_the_first_trials_lose_is_bounded():
-    assert len(steps_of(Turns(), -1.0, num_steps=100)) <= AT_FIRST + 2
+    assert len(steps_of(ExplorationBudget(), -1.0, num_steps=100)) <= AT_FIRST + 2
 
 
 def test_a_trial_that_takes_very_long_is_followed_by_another():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, -1000.0, num_steps=3)
     assert len(steps_of(turns, -1000.0, num_steps=2000)) > 2
 
 
 def test_the_first_turn_of_all_decides_nothing():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, -2.0, num_steps=1)
     assert len(steps_of(turns, 0.5, num_steps=100)) == 100
 
 
 def test_a_small_loss_of_a_long_step_is_free():
-    assert len(steps_of(Turns(), -0.01)) == 1000
+    assert len(steps_of(ExplorationBudget(), -0.01)) == 1000
 
 
 def test_a_trial_that_saves_time_is_followed_by_others_at_once():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, -2.5)
     first, *others = steps_of(turns, 0.5, num_steps=500)
     assert others == [*range(first + 1, 500)]
 
 
 def test_one_loss_among_gains_changes_nothing():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, 0.5, num_steps=20)
     steps_of(turns, -0.5, num_steps=1)
     assert len(steps_of(turns, 0.5, num_steps=20)) == 20
 
 
 def test_a_new_request_begins_with_what_others_have_shown():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, -2.0, id=1)
     assert len(steps_of(turns, -2.0, id=2, num_steps=100)) <= 1
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, 0.5, id=1)
     turns.left = -AT_FIRST
     assert len(steps_of(turns, 0.5, id=2, num_steps=20)) == 20
 
 
 def test_gains_of_a_request_pay_for_no_trials_of_another():
-    turns, lost = Turns(), 0
+    turns, lost = ExplorationBudget(), 0
     steps_of(turns, -2.0, id=2, num_steps=300)
     for _ in range(5000):
         turns.next_step()
@@ -81,7 +81,7 @@ def test_gains_of_a_request_pay_for_no_trials_of_another():
 
 
 def test_requests_that_lose_time_are_tried_in_the_same_steps():
-    turns = Turns()
+    turns = ExplorationBudget()
     steps_of(turns, -2.0, id=1, num_steps=77)
     alone = 0
     for _ in range(1000):

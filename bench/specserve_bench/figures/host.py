@@ -18,8 +18,8 @@ from specserve.engine import process
 from specserve.engine.engine import Engine
 from specserve.engine.process import Control
 from specserve.exchange.messages import Add, EngineCommands, Link, Report, encode, packed
-from specserve.speculation.levels import Levels
-from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.draft_depth import DraftDepthController
 from specserve_bench import suite
 from specserve_bench.figures.steps import plain_sampling
 from specserve_bench.pairs import PAIRS
@@ -186,8 +186,8 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     ops = engine.target.ops
     parts += [(ops, name, "draw") for name in ("sample", "top_children")]
     lent = engine.draft_model
-    if isinstance(engine.guesses, PlannedGuesses):
-        parts += planning_parts(engine.guesses)
+    if isinstance(engine.speculator, AdaptiveSpeculator):
+        parts += planning_parts(engine.speculator)
     for runner in [engine.target] if lent is None else [engine.target, lent.runner]:
         parts.append((runner.program, "run_pieces", "forward"))
     stack = ExitStack()
@@ -198,7 +198,7 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     return stack
 
 
-def planning_parts(guesses: PlannedGuesses) -> list[tuple[Any, str, str]]:
+def planning_parts(guesses: AdaptiveSpeculator) -> list[tuple[Any, str, str]]:
     """What `auto` does in a step: the work of its sources, and what it adds to it."""
     parts: list[tuple[Any, str, str]] = [
         (guesses, "draft", "choose"),
@@ -209,7 +209,7 @@ def planning_parts(guesses: PlannedGuesses) -> list[tuple[Any, str, str]]:
     named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
     for grower in guesses.growers:
         parts += [(grower.source, name, phase) for name, phase in named]
-    parts += [(Levels, name, "choose") for name in ("first", "next", "ran")]
+    parts += [(DraftDepthController, name, "choose") for name in ("first", "next", "ran")]
     parts += [(Trie, name, "merge") for name in ("merge", "draft")]
     return parts
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from specserve import LLM
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import Turns
-from specserve.speculation.learned import Learned
-from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.scheduling.planner import ExplorationBudget
+from specserve.speculation.acceptance_stats import AcceptanceStats
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve_bench.local import Local
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
@@ -67,7 +67,7 @@ class RowCosts(StepCosts):
         pass
 
 
-class EveryTurn(Turns):
+class EveryTurn(ExplorationBudget):
     """Guesses are made in every step, however long making them takes."""
 
     def is_due(self, id: int) -> bool:
@@ -126,8 +126,8 @@ def row(
 def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     """What a round brought where a guess costs so much, if the drafter goes by costs."""
     llm.engine.reset_learned()
-    guesses = llm.engine.guesses
-    if isinstance(guesses, PlannedGuesses) and guesses.draft_model is not None:
+    guesses = llm.engine.speculator
+    if isinstance(guesses, AdaptiveSpeculator) and guesses.draft_model is not None:
         guesses.planner.costs, model = RowCosts(price), guesses.draft_model
         # A draft model's levels take no time: so every one is run that may be of use.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
@@ -137,8 +137,8 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)
 
 
-def asked_always() -> Learned:
-    learned = Learned()
+def asked_always() -> AcceptanceStats:
+    learned = AcceptanceStats()
     learned.turns, learned.level_turns = EveryTurn(), defaultdict(EveryTurn)
     return learned
 

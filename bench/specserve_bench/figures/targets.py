@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.exchange.sampling_params import Slo
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import prompt_rows
-from specserve.speculation.planned_guesses import PlannedGuesses
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve_bench.figures.steps import elapsed
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words
@@ -108,8 +108,8 @@ def predicted_steps(engine: Engine, waiting: int, allowed: float) -> Iterator[fl
     """Seconds of the steps that compute a prompt beside the running streams, if every step has as
     many of its rows as are allowed, and no guesses.
     """
-    scheduler, guesses = engine.scheduler, engine.guesses
-    assert isinstance(guesses, PlannedGuesses), "no other drafter has a table of costs"
+    scheduler, guesses = engine.scheduler, engine.speculator
+    assert isinstance(guesses, AdaptiveSpeculator), "no other drafter has a table of costs"
     costs, roots = guesses.planner.costs, len(scheduler.running)
     context = sum(len(r.token_ids) for r in scheduler.running)
     most, done = scheduler.budget.max_batched_tokens - roots, 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.engine.runner import Answers
+from specserve.engine.runner import TargetTokens
 from specserve.exchange.messages import (
     CostState,
     GuessKind,
@@ -21,15 +21,15 @@ from specserve.exchange.messages import (
 )
 from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import Plan, Trials, Turns
-from specserve.speculation.verify import Path
+from specserve.scheduling.planner import ExplorationBudget, Plan, Trials
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import Draft
 from specserve_drafters.candidates import CHILDREN_BY, Calibration
 from specserve_drafters.owners import Owner
 from specserve_drafters.recycle import NUM_SUCCESSORS, RecycleSource
 
 
-class Told(msgspec.Struct, frozen=True):
+class StepSpecStats(msgspec.Struct, frozen=True):
     """What a step's output tells of its guesses."""
 
     sources: dict[str, SourceCounts] = {}
@@ -44,7 +44,7 @@ class DraftSources(NamedTuple):
     proposed: dict[str, int]
 
 
-class Ledger:
+class SpecDecodeStats:
     """Sums over all steps by source, in `stats`. A guess of several sources counts for each."""
 
     def __init__(self, names: Sequence[str], stats: Stats) -> None:
@@ -63,7 +63,9 @@ class Ledger:
         """Begin a step, with the seconds that an accepted guess saves, and that each one took."""
         self.saved_by_guess, self.row_seconds = saved_by_guess, row_seconds
 
-    def enter(self, guesses: DraftSources, accepted: Sequence[int], is_tree_asked: bool) -> Told:
+    def enter(
+        self, guesses: DraftSources, accepted: Sequence[int], is_tree_asked: bool
+    ) -> StepSpecStats:
         """Count a request's guesses of the step. One of several sources saves for all together."""
         draft, sources, proposed = guesses
         verified, right = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
@@ -81,9 +83,9 @@ class Ledger:
         each = proposed, verified, right
         counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
         if not is_tree_asked or not draft.tokens:
-            return Told(counts)
+            return StepSpecStats(counts)
         bits = [sum(self.bits[name] for name in names) for names in sources]
-        return Told(counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted]))
+        return StepSpecStats(counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted]))
 
     def add_accepted(self, name: str, depth: int, saved: float) -> None:
         sums = self.sums[name]
@@ -125,7 +127,7 @@ def owner_of(request: Request) -> Owner:
     return request.caller.tenant, request.sampling.cache_salt, digest
 
 
-class Pace:
+class CostBenefit:
     """The seconds of a step that a source has lately taken, and those that it has saved."""
 
     def __init__(self) -> None:
@@ -141,17 +143,19 @@ class Pace:
         return self.num_steps > FIRST and self.taken > max(self.saved, FREE * step_seconds)
 
 
-class Learned:
+class AcceptanceStats:
     """By what its requests' texts have shown, and so by acceptance. What holds for the machine, as
     what steps cost, is not here. Seconds are the owner's part of those of a step.
     """
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.turns = Turns()  # of planning what sources say
-        self.level_turns: dict[str, Turns] = defaultdict(Turns)  # of levels, by the model's source
+        self.turns = ExplorationBudget()  # of planning what sources say
+        self.level_turns: dict[str, ExplorationBudget] = defaultdict(
+            ExplorationBudget
+        )  # of levels, by the model's source
         self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of models
-        self.paces: dict[str, Pace] = defaultdict(Pace)  # by source
+        self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         # Usual seconds of a request's guesses, without those of models. Which sources are asked,
         # and how many guesses there are to plan, depends on what texts have shown.
@@ -204,7 +208,7 @@ class Learned:
             self.paces[name].add(taken, self.saved[name])
             if name in self.tried and self.might_save[name] > taken:
                 self.trials.worked(name)
-                self.paces[name] = Pace()
+                self.paces[name] = CostBenefit()
         for each in (self.taken, self.saved, self.might_save, self.tried):
             each.clear()
 
@@ -239,13 +243,15 @@ class Row(NamedTuple):
 class Reached(NamedTuple):
     """A request's rows, in the order of its text."""
 
-    learned: Learned
+    learned: AcceptanceStats
     id: int
     rows: list[Row]
 
 
 def reached(
-    sampled: Sequence[ScheduledRequest], paths: Sequence[Path], learned: Sequence[Learned]
+    sampled: Sequence[ScheduledRequest],
+    paths: Sequence[AcceptedPath],
+    learned: Sequence[AcceptanceStats],
 ) -> list[Reached]:
     """The rows of the roots and of the accepted nodes."""
     roots = accumulate((1 + len(item.draft) for item in sampled), initial=0)
@@ -258,13 +264,13 @@ def reached(
     return found
 
 
-class Harvester:
+class TokenRecycler:
     """Has a small share of each owner's part of the target's time."""
 
     def __init__(self, source: RecycleSource) -> None:
         self.source = source
 
-    def harvest(self, reached: Sequence[Reached], answers: Answers, seconds: float) -> None:
+    def harvest(self, reached: Sequence[Reached], answers: TargetTokens, seconds: float) -> None:
         """Learn from a step for which the target took so many seconds."""
         start, part = perf_counter(), seconds / max(len(reached), 1)
         wanted = list[tuple[Reached, Row]]()
@@ -287,7 +293,7 @@ class Harvester:
         tokens = [row.token for row in one.rows] + [one.rows[-1].after]
         return [one.rows[place] for place in self.source.follow(one.id, tokens)]
 
-    def enter(self, wanted: Sequence[tuple[Reached, Row]], answers: Answers) -> None:
+    def enter(self, wanted: Sequence[tuple[Reached, Row]], answers: TargetTokens) -> None:
         """Enter successors, which come from the device in one copy."""
         rows, after = [row.row for _, row in wanted], [row.after for _, row in wanted]
         k = min(NUM_SUCCESSORS, answers.logits.shape[1])

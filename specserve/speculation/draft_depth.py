@@ -7,9 +7,9 @@ from time import perf_counter
 
 from specserve.scheduling import Request
 from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import Growth
+from specserve.scheduling.planner import DraftDepthPolicy
+from specserve.speculation.acceptance_stats import AcceptanceStats
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.learned import Learned
 
 HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
 # Tokens of a request over which the time of catching up is spread, at least: it pays over them.
@@ -18,13 +18,13 @@ LEAST_USE = 8
 TRIED = 3
 
 
-class Levels:
+class DraftDepthController:
     """Runs the levels that are worth their time, and now and then one that seemed not to be."""
 
     def __init__(
         self,
-        growth: Growth,
-        learned: Sequence[Learned],
+        growth: DraftDepthPolicy,
+        learned: Sequence[AcceptanceStats],
         name: str,
         model: ModelExecutor,
         requests: Sequence[Request],
@@ -72,7 +72,7 @@ class Levels:
 
     def due(self, left: Sequence[int]) -> list[int]:
         """Of each owner's places that are left out the first, where its trial is due."""
-        first: dict[Learned, int] = {}
+        first: dict[AcceptanceStats, int] = {}
         for place in left:
             first.setdefault(self.learned[place], place)
         # One request of an owner: what it shows holds for the others, too.

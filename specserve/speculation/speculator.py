@@ -8,12 +8,12 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
-from specserve.engine.runner import Answers, KVLost
+from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
+from specserve.speculation.acceptance_stats import DraftSources, SpecDecodeStats, StepSpecStats
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.learned import DraftSources, Ledger, Told
-from specserve.speculation.verify import Path
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import ROOT, Draft, Drafter, DraftItem
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
@@ -121,7 +121,7 @@ class UserCode:
 BUILT_IN = NgramDrafter, ModelDrafter  # others might write to what they are given
 
 
-class Guesses(Protocol):
+class Speculator(Protocol):
     """Makes the drafts of a step's roots, and learns what became of them.
 
     names   of the sources
@@ -138,12 +138,17 @@ class Guesses(Protocol):
         ...
 
     def harvest(
-        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+        self,
+        sampled: Sequence[ScheduledRequest],
+        paths: Sequence[AcceptedPath],
+        answers: TargetTokens,
     ) -> None:
         """Learn from the target's logits, in the rows of a step's paths."""
         ...
 
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
+    def learn(
+        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
+    ) -> StepSpecStats:
         """Learn which tokens followed a root, and which guesses of its draft were accepted."""
         ...
 
@@ -164,7 +169,7 @@ class Guesses(Protocol):
         ...
 
 
-class FixedGuesses:
+class FixedSpeculator:
     """Drafts of one drafter, verified as they are, within limits that nothing moves."""
 
     def __init__(
@@ -181,7 +186,7 @@ class FixedGuesses:
         self.num_ids, self.user_code = num_ids, user_code
         self.source = UserSource(name, drafter, num_ids)
         self.names: tuple[str, ...] = (name,)
-        self.ledger = Ledger(self.names, user_code.stats)
+        self.ledger = SpecDecodeStats(self.names, user_code.stats)
 
     @property
     def drafter(self) -> Drafter:
@@ -221,14 +226,19 @@ class FixedGuesses:
         pass
 
     def harvest(
-        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+        self,
+        sampled: Sequence[ScheduledRequest],
+        paths: Sequence[AcceptedPath],
+        answers: TargetTokens,
     ) -> None:
         """A drafter that is alone sees no logits of the target."""
 
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
+    def learn(
+        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
+    ) -> StepSpecStats:
         request, draft = item.request, item.draft
         if not draft.tokens:
-            return Told()
+            return StepSpecStats()
         guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
         is_tree_asked = request.sampling.return_speculation_details
         told = self.ledger.enter(guesses, accepted, is_tree_asked)

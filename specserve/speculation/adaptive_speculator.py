@@ -6,27 +6,35 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.engine.runner import Answers, KVLost
+from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import Ask, Growth, Plan, Planner, Turn, Turns, tokens_behind
-from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.executor import Grower, ModelExecutor
-from specserve.speculation.guesses import Foreseen, Source, UserCode, draft_item
-from specserve.speculation.learned import (
+from specserve.scheduling.planner import (
+    Ask,
+    DraftDepthPolicy,
+    ExplorationBudget,
+    Plan,
+    Planner,
+    Turn,
+    tokens_behind,
+)
+from specserve.speculation.acceptance_stats import (
+    AcceptanceStats,
     DraftSources,
-    Harvester,
-    Learned,
-    Ledger,
-    Told,
+    SpecDecodeStats,
+    StepSpecStats,
+    TokenRecycler,
     calibration_state,
     owner_of,
     plan_state,
     reached,
 )
-from specserve.speculation.levels import Levels
-from specserve.speculation.verify import Path
+from specserve.speculation.draft_depth import DraftDepthController
+from specserve.speculation.draft_model import DraftModel
+from specserve.speculation.executor import DraftModelSource, ModelExecutor
+from specserve.speculation.speculator import Foreseen, Source, UserCode, draft_item
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import DraftItem
 from specserve_drafters.candidates import FINDS, Trie
 from specserve_drafters.grammar import GrammarSource
@@ -64,7 +72,7 @@ class Root(msgspec.Struct, eq=False):
     scheduled: ScheduledRequest
     item: DraftItem
     ask: Ask
-    learned: Learned  # from requests of its owner
+    learned: AcceptanceStats  # from requests of its owner
     proposed: dict[str, int]  # by source
     asked: Asked
     nodes: list[int] = []
@@ -87,9 +95,9 @@ class Root(msgspec.Struct, eq=False):
 class Growing(NamedTuple):
     """A model that is asked in a step."""
 
-    grower: Grower
+    grower: DraftModelSource
     roots: list[Root]  # that it is asked for
-    levels: Levels
+    levels: DraftDepthController
 
     def rate(self, is_by_texts: bool) -> float:
         """What its levels alone are expected to bring, at best: by what texts have shown, or only
@@ -101,18 +109,18 @@ class Growing(NamedTuple):
         return self.levels.rate([root.trie.chances(name, depth) for root in self.roots])
 
 
-class PlannedGuesses:
+class AdaptiveSpeculator:
     """Asks all sources, and lets the planner choose what is verified."""
 
     def __init__(
         self,
         sources: Sequence[Source],
-        growers: Sequence[Grower],
+        growers: Sequence[DraftModelSource],
         scheduler: Scheduler,
         draft_model: DraftModel | None,
         user_code: UserCode,
         names: Sequence[str] = (),
-        before: "PlannedGuesses | None" = None,
+        before: "AdaptiveSpeculator | None" = None,
     ) -> None:
         """`names` are those of all sources, in the order in which they are told. What guesses
         `before` have shown is gone on with.
@@ -123,23 +131,25 @@ class PlannedGuesses:
         self.models: list[ModelExecutor] = [grower.model for grower in growers]  # and others' one
         if draft_model is not None and draft_model not in self.models:
             self.models.append(draft_model)
-        self.ledger = Ledger(self.names, user_code.stats)
+        self.ledger = SpecDecodeStats(self.names, user_code.stats)
         self.planner = Planner(scheduler.costs)
-        self.learned = Owners(Learned)
+        self.learned = Owners(AcceptanceStats)
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
         self.foreseen = [source for source in sources if isinstance(source, Foreseen)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
         self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
         recycle = next((s for s in sources if isinstance(s, RecycleSource)), None)
-        self.harvester = None if recycle is None else Harvester(recycle)
+        self.harvester = None if recycle is None else TokenRecycler(recycle)
         self.own = [source for source in sources if isinstance(source, OwnSources)]
         self.foreseen_names = {source.name for source in self.foreseen}
         self.has_unforeseen = len(self.foreseen) < len(sources)
         # Of the step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.alone: Learned | None = None  # of the owner that all its requests have, if one has
+        self.alone: AcceptanceStats | None = (
+            None  # of the owner that all its requests have, if one has
+        )
         self.roots: dict[int, Root] = {}  # by request
         self.promised: dict[int, float] = {}  # by request: seconds
         self.saved_by_guess = self.row_seconds = 0.0  # of an accepted guess, and of each
@@ -148,7 +158,7 @@ class PlannedGuesses:
         if before is not None:
             self.go_on_from(before)
 
-    def go_on_from(self, before: "PlannedGuesses") -> None:
+    def go_on_from(self, before: "AdaptiveSpeculator") -> None:
         """Take over what other guesses have shown, but for another draft model's."""
         before.settle()
         self.planner, self.learned, self.lately = before.planner, before.learned, before.lately
@@ -194,7 +204,7 @@ class PlannedGuesses:
             if grammar is not None and request.sampling.speculation.allows(source.name):
                 source.follow(request.id, grammar)
 
-    def learned_of(self, request: Request) -> Learned:
+    def learned_of(self, request: Request) -> AcceptanceStats:
         if request.id not in self.learned.requests:
             self.learned.begin(request.id, owner_of(request))
         return self.learned.of(request.id)
@@ -262,7 +272,7 @@ class PlannedGuesses:
     def settle(self) -> None:
         """Note what an asked step has shown of the sources' pace, and of making guesses."""
         roots = [*self.roots.values()]
-        by_owner = dict[Learned, list[Root]]()
+        by_owner = dict[AcceptanceStats, list[Root]]()
         for root in roots:
             by_owner.setdefault(root.learned, []).append(root)
         for learned in by_owner:
@@ -284,7 +294,7 @@ class PlannedGuesses:
                 self.turn_levels(grower, roots, beside / len(asked))
         self.roots = {}
 
-    def turn_levels(self, grower: Grower, roots: Sequence[Root], beside: float) -> None:
+    def turn_levels(self, grower: DraftModelSource, roots: Sequence[Root], beside: float) -> None:
         """Note what a model's levels have saved of the step's time, which took so many seconds more
         for them than they did.
         """
@@ -296,7 +306,7 @@ class PlannedGuesses:
         seconds = grower.seconds + beside
         level = seconds / len(grown)
         lost = (grower.catching_up + seconds - level * len(run)) / max(len(run), 1)
-        by_owner = dict[Learned, list[tuple[Turn | None, float | None]]]()
+        by_owner = dict[AcceptanceStats, list[tuple[Turn | None, float | None]]]()
         for root in run:
             turned = root.asked.level_turns[name], root.saved_by.get(name)
             by_owner.setdefault(root.learned, []).append(turned)
@@ -312,7 +322,7 @@ class PlannedGuesses:
 
     def turn(
         self,
-        turns: Turns,
+        turns: ExplorationBudget,
         num_roots: int,
         asked: Sequence[tuple[Turn | None, float | None]],
         taken: float,
@@ -421,15 +431,21 @@ class PlannedGuesses:
             self.grow_by(*one)
         return growth.spent
 
-    def growing(self, grower: Grower, roots: Sequence[Root], growth: Growth) -> Growing:
+    def growing(
+        self, grower: DraftModelSource, roots: Sequence[Root], growth: DraftDepthPolicy
+    ) -> Growing:
         name = grower.name
         own = [root for root in roots if name in root.asked.level_turns]
         requests = [root.scheduled.request for root in own]
         learned = [root.learned for root in own]
-        levels = Levels(growth, learned, name, grower.model, requests, grower.source.max_depth)
+        levels = DraftDepthController(
+            growth, learned, name, grower.model, requests, grower.source.max_depth
+        )
         return Growing(grower, own, levels)
 
-    def grow_by(self, grower: Grower, roots: Sequence[Root], levels: Levels) -> None:
+    def grow_by(
+        self, grower: DraftModelSource, roots: Sequence[Root], levels: DraftDepthController
+    ) -> None:
         start, source, name = perf_counter(), grower.source, grower.name
         try:
             grown = [Grown(root.item, root.trie, root.proposed) for root in roots]
@@ -470,7 +486,10 @@ class PlannedGuesses:
         self.ledger.begin(self.saved_by_guess, self.row_seconds)
 
     def harvest(
-        self, sampled: Sequence[ScheduledRequest], paths: Sequence[Path], answers: Answers
+        self,
+        sampled: Sequence[ScheduledRequest],
+        paths: Sequence[AcceptedPath],
+        answers: TargetTokens,
     ) -> None:
         if self.harvester is None:
             return
@@ -482,10 +501,12 @@ class PlannedGuesses:
             self.user_code.failed(name)
         self.ledger.took(name, perf_counter() - start)
 
-    def learn(self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> Told:
+    def learn(
+        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
+    ) -> StepSpecStats:
         root = self.roots.get(item.request.id)
         if root is None:
-            return Told()
+            return StepSpecStats()
         start = perf_counter()
         root.trie.observe(tokens)
         self.note_use(root, tokens)
@@ -508,7 +529,7 @@ class PlannedGuesses:
         for name in root.tried.intersection(trie.sources(right)):
             learned.trials.worked(name)
 
-    def count(self, root: Root, accepted: Sequence[int]) -> Told:
+    def count(self, root: Root, accepted: Sequence[int]) -> StepSpecStats:
         """Tell of the draft's guesses by source, and tell the sources."""
         draft, request = root.scheduled.draft, root.scheduled.request
         sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
@@ -565,7 +586,7 @@ class PlannedGuesses:
                 self.user_code.tell(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
-        learned = self.learned.find((state.tenant, "", "")) or Learned()
+        learned = self.learned.find((state.tenant, "", "")) or AcceptanceStats()
         return msgspec.structs.replace(
             state,
             calibration=calibration_state(learned.calibration),
@@ -581,7 +602,7 @@ class PlannedGuesses:
         self.lately = {}
 
 
-def in_order(growing: Sequence[Growing], alone: Learned | None) -> list[Growing]:
+def in_order(growing: Sequence[Growing], alone: AcceptanceStats | None) -> list[Growing]:
     """The most promising first: those after it only add what is still worth its time. Now and then
     another one is, so that what is known of it stays true. Where an owner is not alone in the step
     no texts decide, as they would tell others of themselves.

@@ -8,9 +8,9 @@ import pytest
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.scheduling import planner
-from specserve.speculation import learned
-from specserve.speculation.guesses import UserSource
-from specserve.speculation.learned import DraftSources
+from specserve.speculation import acceptance_stats
+from specserve.speculation.acceptance_stats import DraftSources
+from specserve.speculation.speculator import UserSource
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
@@ -86,7 +86,7 @@ def run(target, sources, max_tokens=60, **sampling):
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=16)
     engine.scheduler.timed = lambda rows, seconds: None  # rows cost what they do at first
-    engine.guesses = planned(engine, *sources(truth))
+    engine.speculator = planned(engine, *sources(truth))
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     return engine
@@ -103,7 +103,7 @@ def test_sources_are_told_in_one_order_whoever_proposes_first(target):
     case = Case(PROMPT, greedy(60))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=16)
-    engine.guesses = planned(engine, Late("late", truth), Oracle("soon", truth))
+    engine.speculator = planned(engine, Late("late", truth), Oracle("soon", truth))
     generation = Generation(
         engine.add(PROMPT, case.sampling).id,
         PROMPT,
@@ -117,7 +117,7 @@ def test_sources_are_told_in_one_order_whoever_proposes_first(target):
     assert [*told] == ["late", "soon"]
     assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
     soon_alone = DraftSources(Draft(), [], {"soon": 1})
-    assert [*engine.guesses.ledger.enter(soon_alone, [], False).sources] == ["late", "soon"]
+    assert [*engine.speculator.ledger.enter(soon_alone, [], False).sources] == ["late", "soon"]
 
 
 def test_sources_are_told_in_the_order_of_their_option(target):
@@ -137,7 +137,7 @@ def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
     case = Case(PROMPT, greedy(60))
     (truth,) = plain(target, [case])
     engine = engine_for(target, target, "auto", max_nodes=16)
-    engine.guesses = planned(engine, Next("good", truth, 0.3), growers=engine.guesses.growers)
+    engine.speculator = planned(engine, Next("good", truth, 0.3), growers=engine.speculator.growers)
 
     def fail(nodes):
         raise MemoryError
@@ -152,9 +152,9 @@ def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
     case = Case(PROMPT, greedy(200))
     (truth,) = plain(target, [case])
     engine, asked = engine_for(target, other, "auto", max_nodes=16), Counter()
-    growers = engine.guesses.growers
+    growers = engine.speculator.growers
     model = growers[0].source
-    engine.guesses = planned(engine, source := Next("good", truth), growers=growers)
+    engine.speculator = planned(engine, source := Next("good", truth), growers=growers)
     grow, candidates = model.grow, source.candidates
 
     def slow(grown, levels, grammar):
@@ -234,7 +234,7 @@ def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=max_nodes)
     source = cls(clock, truth, right, *takes)
-    engine.guesses = planned(engine, source)
+    engine.speculator = planned(engine, source)
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     return engine, source
@@ -251,7 +251,7 @@ def every_turn(monkeypatch):
 
 @pytest.fixture
 def no_source_is_late(monkeypatch):
-    monkeypatch.setattr(learned, "FREE", 1e6)
+    monkeypatch.setattr(acceptance_stats, "FREE", 1e6)
 
 
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
@@ -296,7 +296,7 @@ def test_sources_are_told_apart_where_they_agree_and_where_they_do_not(target):
     case = Case(PROMPT, greedy(40, return_speculation_details=True))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=16)
-    engine.guesses = planned(
+    engine.speculator = planned(
         engine, Oracle("a", truth), Oracle("b", truth), Oracle("c", truth, 0.9, 1)
     )
     assert engine.sources == ("a", "b", "c")
@@ -395,13 +395,13 @@ def test_nonsense_of_a_scored_drafter_costs_no_text(target, found):
 def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(target):
     engine = engine_for(target, None, "auto", max_nodes=4)
     ask_always(engine)
-    seen, choose = [], engine.guesses.planner.choose
+    seen, choose = [], engine.speculator.planner.choose
 
     def spy(asks, step, most):
         seen.append(([ask.behind > 0 for ask in asks], step.allowed))
         return choose(asks, step, most)
 
-    engine.guesses.planner.choose = spy
+    engine.speculator.planner.choose = spy
     tight, loose = Slo(tpot_ms=1e-3), Slo(tpot_ms=1e6)
     for slo, priority in ((tight, 1), (tight, 0), (loose, 0), (Slo(), 0)):
         engine.add(PROMPT, greedy(9, slo=slo, priority=priority))
@@ -451,7 +451,7 @@ def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
     good = Foretelling(clock, truth, LATER, 0.05, lambda length: 3.0 if length in LATER else 0.0)
     slow = Paced(clock, truth, NEVER, 0.3)
     good.name, slow.name = "good", "slow"
-    engine.guesses = planned(engine, good, slow)
+    engine.speculator = planned(engine, good, slow)
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
     assert engine.stats.num_steps < 150
@@ -459,16 +459,16 @@ def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
 
 
 def was_planned(guesses):
-    return any(learned.last is not None for learned in guesses.learned.every)
+    return any(acceptance_stats.last is not None for learned in guesses.learned.every)
 
 
 def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
     case = Case(PROMPT, greedy(60, speculation=SpeculationParams(sources=["other"])))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=4)
-    engine.guesses = planned(engine, Foretelling(clock, truth, LATER, 0.1, lambda length: 3.0))
+    engine.speculator = planned(engine, Foretelling(clock, truth, LATER, 0.1, lambda length: 3.0))
     Watch(engine).run([case])
-    assert not was_planned(engine.guesses)
+    assert not was_planned(engine.speculator)
 
 
 def test_promises_that_are_not_kept_are_believed_ever_less(target, clock, no_source_is_late):
@@ -487,18 +487,18 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
     engine.reset_learned()
     assert source.promises is None
-    assert engine.guesses.learned.find(NO_OWNER) is None
+    assert engine.speculator.learned.find(NO_OWNER) is None
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
-    source, *_ = engine_for(target, None, "auto").guesses.sources
+    source, *_ = engine_for(target, None, "auto").speculator.sources
     assert source.name == "ngram" and isinstance(source.sources.make(), NativeSource)
 
 
 def test_nothing_learnt_outlives_a_reset(target, clock):
     engine, _ = run_paced(target, clock, NEVER, 0.1)
     engine.reset_learned()
-    guesses = engine.guesses
+    guesses = engine.speculator
     assert not guesses.learned.idle and not guesses.learned.live
 
 
@@ -509,7 +509,7 @@ def num_requests_of(launches):
 def run_draft(target, draft, max_tokens=250, num_requests=1, tell=num_requests_of):
     """The steps in which the draft model ran, as the only source, and what its launches tell."""
     engine = engine_for(target, draft, "auto", max_nodes=4)
-    engine.guesses = planned(engine, growers=engine.guesses.growers)
+    engine.speculator = planned(engine, growers=engine.speculator.growers)
     launches, found = row_counts(engine.draft_model.runner), {}
     for id in range(num_requests):
         engine.add([id + 1, *PROMPT], greedy(max_tokens))
@@ -555,7 +555,7 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
     """Levels for four requests take as long as those for one, and would pay for all together."""
     clock.draft = lambda rows: 10 * STEP
     engine = engine_for(target, target, "auto", max_nodes=4)
-    guesses = engine.guesses = planned(engine, growers=engine.guesses.growers)
+    guesses = engine.speculator = planned(engine, growers=engine.speculator.growers)
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
     turns, seen = guesses.learned.begin(99, NO_OWNER).level_turns["model"], []
     while not engine.is_idle:
