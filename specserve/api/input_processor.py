@@ -31,7 +31,6 @@ from specserve_drafters.base import HEADS
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-Words = tuple[tuple[int, ...], ...]
 MAX_WORD_TOKENS = 64
 log = logging.getLogger("specserve")
 PIECE = 16  # characters per token of the context: four times what English text has
@@ -101,7 +100,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     sources: tuple[str, ...] = ()  # of guesses, that the engine has
-    known_words: dict[tuple[str, ...], Words] = {}  # the last bad words, and their tokens
+    known_words: dict[
+        tuple[str, ...], tuple[tuple[int, ...], ...]
+    ] = {}  # the last bad words, and their tokens
 
     def read(
         self, prompt: Any, kept: int | None = None, add_special_tokens: bool = True
@@ -292,7 +293,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         for num_prompt in num_prompts:
             yield for_prompt(resolved, params.own_seed, self.max_model_len - num_prompt)
 
-    def tokens_of_all(self, words: tuple[str, ...]) -> Words:
+    def tokens_of_all(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""
         tokens = self.known_words.get(words)
         if tokens is None:

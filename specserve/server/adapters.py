@@ -19,7 +19,7 @@ from specserve.models.folder import download, name_of
 from specserve.server.body import read_fields
 from specserve.server.completion import Service
 from specserve.server.protocol import AdapterDetails, Deleted, ModelCard
-from specserve.server.refusal import Refusal, cut, json_response
+from specserve.server.refusal import StatusError, cut, json_response
 
 log = logging.getLogger("specserve")
 
@@ -75,7 +75,7 @@ async def unload_adapter(request: Request) -> Response:
     async with service.adapter_changes:
         if name not in service.adapters.known:
             message = f"lora_name: there is no adapter {cut(name)!r}"
-            raise Refusal(404, message, param="lora_name")
+            raise StatusError(404, message, param="lora_name")
         service.forget_adapter(name)
     log.info("the adapter %s is unloaded", escaped(cut(name)))
     return json_response(Deleted(name, deleted=True))

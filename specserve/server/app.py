@@ -40,7 +40,7 @@ from specserve.server.limits import Account
 from specserve.server.pages import PAGES, PARTS, ROUTES
 from specserve.server.refusal import (
     RateLimited,
-    Refusal,
+    StatusError,
     cut,
     error_response,
 )
@@ -198,7 +198,7 @@ class OriginGuard:
         ):
             await self.app(scope, receive, send)
             return
-        error = Refusal(
+        error = StatusError(
             403,
             f"pages of {cut(origin)} may not call this server: its operator can name them in "
             "server.cors_origins",
@@ -258,12 +258,12 @@ class KeyGuard:
             if admin is not None:
                 why = "this is an admin key, which asks for no text: send a key of "
                 why += "server.api_key_file"
-            return Refusal(401, why, "invalid_api_key")
+            return StatusError(401, why, "invalid_api_key")
         # Without admin keys all clients may reset the cache.
         if needed is None or (needed == "cache" and not self.admins):
             return None
         if not self.admins:
-            return Refusal(
+            return StatusError(
                 403,
                 "this server was started without admin keys: its operator can name a file of them "
                 "in server.admin_key_file (--admin-key-file)",
@@ -307,8 +307,8 @@ class KeyLimits:
             await self.app(scope, receive, send_told)
 
 
-def lacking(scope: str) -> Refusal:
-    return Refusal(403, f"this needs an admin key with the scope {scope}", "admin_key_needed")
+def lacking(scope: str) -> StatusError:
+    return StatusError(403, f"this needs an admin key with the scope {scope}", "admin_key_needed")
 
 
 def place(scope: Scope, known: Sequence[bytes]) -> int | None:
@@ -333,6 +333,6 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
     why = "; specserve generates text only" if error.status_code == 404 else ""
     message = f"{where}: {error.detail}{why}; the routes are {routes}"
-    response = error_response(Refusal(error.status_code, message))
+    response = error_response(StatusError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -27,7 +27,7 @@ from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import has_room, owner
 from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
-from specserve.server.refusal import Refusal, cut
+from specserve.server.refusal import StatusError, cut
 from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
 # OpenAI's fields that have no meaning here: accepted with any value, and ignored.
@@ -346,7 +346,7 @@ class BodyReader:
                     self.extend(body, chunk)
         except TimeoutError as e:
             message = f"the body did not come within {limits.body_seconds:g} s"
-            raise Refusal(408, message, "request_timeout") from e
+            raise StatusError(408, message, "request_timeout") from e
         finally:
             self.count(-counted(body))
         return bytes(body)
@@ -376,9 +376,9 @@ def counted(body: bytearray) -> int:
     return max(0, len(body) - SMALL)
 
 
-def too_large(most: int) -> Refusal:
+def too_large(most: int) -> StatusError:
     message = f"the body is larger than {most} bytes: send less (server.max_body_bytes)"
-    return Refusal(413, message, "request_too_large")
+    return StatusError(413, message, "request_too_large")
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from specserve.server.body import BodyReader
 from specserve.server.limits import Account, Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.prompt import PromptProcessor
-from specserve.server.refusal import DeadlineExceeded, Refusal, cut
+from specserve.server.refusal import DeadlineExceeded, StatusError, cut
 from specserve.text.answer.formats import AnswerReader, Formats
 from specserve.text.chat_template import ChatTemplate
 from specserve.text.tokenizer import Tokenizer
@@ -394,7 +394,7 @@ class Service:
         known = f", with the adapters {cut(', '.join(self.adapters.known))}"
         known = f"{self.name!r} is{known if self.adapters.known else ''}"
         message = f"the model {cut(name)!r} is not served here; {known}"
-        raise Refusal(404, message, "model_not_found", "model")
+        raise StatusError(404, message, "model_not_found", "model")
 
     def name_adapter(self, name: str, ref: AdapterRef) -> None:
         """Requests may choose it from now on."""

@@ -22,7 +22,7 @@ from specserve.logs import ACCESS, request_id
 from specserve.process import empty_free_lists
 from specserve.server.completion import ENDS, LiveCompletion
 from specserve.server.refusal import (
-    Refusal,
+    StatusError,
     error_body,
     error_headers,
 )
@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
             self.close_input()
         elif self.parser.get_method() == b"CONNECT":
             log.warning("refused CONNECT from %s: this server is no proxy", self.client)
-            self.refuse(Refusal(405, "this server is no proxy: send requests to it itself"))
+            self.refuse(StatusError(405, "this server is no proxy: send requests to it itself"))
         else:
             head = self.plain_head()
             self.parser = self.new_parser()
@@ -318,7 +318,7 @@ class Connection(HttpToolsProtocol):
         self.timer = None
         if not self.is_answering:  # else a stray line end started the timer
             message = f"no headers came within {self.limits.header_seconds:g} s"
-            self.refuse(Refusal(408, message, "request_timeout"))
+            self.refuse(StatusError(408, message, "request_timeout"))
 
     def pause_writing(self) -> None:
         self.stalled = self.loop.call_later(self.limits.stall_seconds, self.cut)
@@ -387,9 +387,9 @@ def bounded(limits: ServerConfig) -> type[Connection]:
     return type("Bounded", (Connection,), {"limits": limits})
 
 
-def too_large(limits: ServerConfig) -> Refusal:
+def too_large(limits: ServerConfig) -> StatusError:
     message = f"the headers are larger than {limits.max_header_bytes} bytes"
-    return Refusal(431, message, "headers_too_large")
+    return StatusError(431, message, "headers_too_large")
 
 
 def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:

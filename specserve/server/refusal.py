@@ -11,7 +11,7 @@ from specserve.server.protocol import Error, ErrorDetails
 MAX_ECHO = 200  # characters of the input that a refusal may repeat
 
 
-class Refusal(RequestError):
+class StatusError(RequestError):
     """A request error with another status than 400."""
 
     def __init__(
@@ -70,9 +70,9 @@ def error_headers(error: BaseException) -> dict[str, str]:
             return {"Retry-After": str(error.retry_after)}
         case EndsEngines() | DamagedModel():
             return {"x-should-retry": "false"}
-        case Refusal(status=401):
+        case StatusError(status=401):
             return {"WWW-Authenticate": "Bearer"}
-        case Refusal(status=405):
+        case StatusError(status=405):
             return {"Allow": "GET, HEAD, POST"}
     return {}
 

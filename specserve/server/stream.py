@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -78,8 +79,10 @@ class EventStream(Response):
         self.loop = asyncio.get_running_loop()
         self.by_token = limits.stream_flush == "token"
         self.ticks: Ticks | None = None
+        self.format = formatter.step
         if limits.stream_flush == "interval":
             self.ticks = Ticks(len(completion.generations), limits.stream_interval_ms / 1e3)
+            self.format = partial(self.ticks.format, formatter)
         wish = asked.stream_options and asked.stream_options.include_obfuscation
         self.is_padded = self.ticks is not None if wish is None else wish
         self.is_busy = False  # a thread formats events
@@ -112,7 +115,7 @@ class EventStream(Response):
             self.timer = self.loop.call_later(self.service.limits.comment_seconds, self.comment)
         else:
             self.timer = self.loop.call_at(self.ticks.next(), self.tick)
-        self.send(self.formatter.beginning)
+        self.send(False, self.formatter.beginning)
         if self.completion.on_output is not None:
             self.write()
 
@@ -141,10 +144,10 @@ class EventStream(Response):
             return
         self.written_at, deltas = self.loop.time(), self.take()
         is_over = self.completion.is_over and not (self.ticks and self.ticks.waiting)
-        self.is_busy = self.formatter.num_logprobs(deltas) > MANY
-        if not self.is_busy:
-            self.send(lambda: self.format(deltas), is_over)
+        if not self.formatter.is_long or self.formatter.num_logprobs(deltas) <= MANY:
+            self.send(is_over, self.format, deltas)
             return
+        self.is_busy = True
         work = self.service.writing_threads.submit(self.owner, lambda: self.format(deltas))
         done = asyncio.wrap_future(work)
         done.add_done_callback(lambda done: self.written(done, is_over))
@@ -155,11 +158,6 @@ class EventStream(Response):
             return self.ticks.take(deltas)
         return [part for d in deltas for part in tokens_of(d)] if self.by_token else deltas
 
-    def format(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        if self.ticks is not None:
-            return self.ticks.format(self.formatter, deltas)
-        return self.formatter.step(deltas)
-
     def written(self, done: "asyncio.Future[list[bytes]]", is_over: bool) -> None:
         """Send what a thread has formatted, and write what came meanwhile."""
         self.is_busy = False
@@ -167,16 +165,16 @@ class EventStream(Response):
             self.sink.cut()
             self.end([])
             return
-        self.send(done.result, is_over)
+        self.send(is_over, done.result)
         if self.ticks is None:
             self.completion.wake()
 
-    def send(self, formatted: Callable[[], list[bytes]], is_over: bool = False) -> None:
+    def send(self, is_over: bool, format: Callable[..., list[bytes]], *deltas: Any) -> None:
         """Send events. An error in formatting them becomes the last event, because a stream that
         just ends looks complete.
         """
         try:
-            events = formatted()
+            events = format(*deltas)
             if is_over:
                 events = [*events, *self.formatter.ending(self.completion.error)]
         except Exception as e:

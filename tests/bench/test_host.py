@@ -51,7 +51,12 @@ def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch
 
 def test_what_is_timed_of_auto_is_put_back():
     def named():
-        return host.Trie.merge, host.Trie.draft, host.Levels.first, host.Levels.next
+        return (
+            host.Trie.merge,
+            host.Trie.draft,
+            host.DraftDepthController.first,
+            host.DraftDepthController.next,
+        )
 
     before = named()
     llm = host.LLM(drafter="auto", set={"memory.kv_bytes": 1 << 26}, progress=False)

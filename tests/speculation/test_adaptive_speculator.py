@@ -459,7 +459,7 @@ def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
 
 
 def was_planned(guesses):
-    return any(acceptance_stats.last is not None for learned in guesses.learned.every)
+    return any(learned.last is not None for learned in guesses.learned.every)
 
 
 def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
