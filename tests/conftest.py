@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from specserve.logs import StderrHandler
 from tests.pairs import leave_pairs
-from tests.thorough import mark_thorough
+from tests.thorough import PATHS, mark_thorough
 
 # Else torch complains of cuBLAS in deterministic mode, in which unwritten memory holds NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -27,6 +27,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # change must pass may not fail by chance.
 settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """To collect a file takes time, so files without a test that was asked for are left out."""
+    if "not thorough" in config.option.markexpr and collection_path in PATHS:
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # by these marks items are left out afterwards

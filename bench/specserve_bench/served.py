@@ -29,14 +29,16 @@ TIMEOUT = 300.0  # seconds of a request
 class Served:
     """`specserve serve` with these arguments, at any free port; ended when the block ends."""
 
-    def __init__(self, *args: object, is_quiet: bool = True) -> None:
-        """`is_quiet` drops the server's log."""
+    def __init__(self, *args: object, is_quiet: bool = True, checkout: Path | None = None) -> None:
+        """`is_quiet` drops the server's log. `checkout` is the folder of other code to run."""
         started_at = perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specserve", "serve", *map(str, args), "--port=0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if is_quiet else None,
             text=True,
+            cwd=checkout,
+            env=None if checkout is None else environment(checkout),
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -85,6 +87,12 @@ class Served:
 
         parents = [pid for pid in children(self.process.pid) if forks(pid)]
         return [engine for pid in parents for engine in children(pid)]
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Of processes that import the code of a checkout."""
+    folders = [str((checkout / name).resolve()) for name in (".", "kernels", "drafters", "bench")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def settings(**values: object) -> Sequence[str]:

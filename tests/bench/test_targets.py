@@ -31,9 +31,9 @@ def test_a_prediction_takes_as_many_rows_as_the_target_allows(monkeypatch):
     streams = [SimpleNamespace(token_ids=[0] * 50)] * 2
     budget = SimpleNamespace(max_batched_tokens=128)
     scheduler = SimpleNamespace(running=streams, budget=budget)
-    monkeypatch.setattr(targets, "PlannedGuesses", SimpleNamespace)
+    monkeypatch.setattr(targets, "AdaptiveSpeculator", SimpleNamespace)
     guesses = SimpleNamespace(planner=SimpleNamespace(costs=Costs()))
-    engine = SimpleNamespace(scheduler=scheduler, guesses=guesses)
+    engine = SimpleNamespace(scheduler=scheduler, speculator=guesses)
     # 32 rows are within 40 s, 64 are not: two roots and 30 rows a step, and the rest at last.
     steps = [*targets.predicted_steps(engine, 95, 40.0)]
     assert steps == pytest.approx([32 + 1.3, 32 + 1.6, 37 + 1.95])

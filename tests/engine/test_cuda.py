@@ -12,6 +12,7 @@ import torch
 
 from specserve.config import load_config
 from specserve.engine import build, loading
+from specserve.engine import engine as step_loop
 from specserve.engine.runner import RowGroup
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
@@ -368,20 +369,21 @@ def test_a_system_that_does_not_tell_its_free_memory_loads_where_the_pool_is_siz
         build.build(load_config(None, settings))
 
 
-def test_a_step_holds_the_lock_of_its_device_from_the_draft_to_the_walk(models):
+def test_a_step_holds_the_lock_of_its_device_from_draft_to_verify(models, monkeypatch):
     """Two engines on one GPU share staging buffers and workspaces."""
     _, target, draft = models
     engine = engine_for(target, draft, "model", max_nodes=4)
     engine.add([5, 6, 7] * 4, sampling(0.0, 3))
     held = []
-    for owner, name in ((engine, "draft"), (engine.target, "launch"), (engine, "walk")):
+    parts = (engine, "draft"), (engine.target, "launch"), (step_loop, "accepted_paths")
+    for owner, name in parts:
         method = getattr(owner, name)
 
         def heard(*args, method=method):
             held.append(not free_for_others(cuda.lock))
             return method(*args)
 
-        setattr(owner, name, heard)
+        monkeypatch.setattr(owner, name, heard)
     engine.step()
     assert held == [True] * 3 and free_for_others(cuda.lock)
 
