@@ -310,6 +310,16 @@ def test_every_knob_says_what_it_is(key):
     assert description(key)
 
 
+def test_every_python_file_that_a_guide_names_exists():
+    """As a path, or as the last part of one."""
+    folders = "specserve", "drafters", "kernels", "bench", "tests", "deploy"
+    files = [f"/{path.relative_to(ROOT)}" for f in folders for path in (ROOT / f).rglob("*.py")]
+    for guide in ("docs/design.md", "CONTRIBUTING.md"):
+        named = re.findall(r"`([\w/.-]+\.py)`", PAGES[guide])
+        missing = [name for name in named if not any(f.endswith(f"/{name}") for f in files)]
+        assert len(named) > 20 and missing == []
+
+
 def test_every_folder_that_is_named_exists():
     folders = re.findall(r"`([\w/]+)/`", PAGES["README.md"] + PAGES["CONTRIBUTING.md"])
     assert folders
