@@ -287,11 +287,11 @@ class InputProcessor(msgspec.Struct, frozen=True):
             )
         return ids
 
-    def resolve_all(self, params: SamplingParams, num_prompts: Sequence[int]) -> Iterator[Sampling]:
-        """As `resolve`, for prompts of so many tokens each; resolved once."""
-        resolved = self.resolve(params)
-        for num_prompt in num_prompts:
-            yield for_prompt(resolved, params.own_seed, self.max_model_len - num_prompt)
+    def for_prompts(
+        self, resolved: Sampling, seed: int | None, lengths: Sequence[int]
+    ) -> list[Sampling]:
+        """Resolved parameters for prompts of so many tokens each; a seed of None is drawn."""
+        return [for_prompt(resolved, seed, self.max_model_len - length) for length in lengths]
 
     def tokens_of_all(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """As `tokens_of`; kept for the next prompt, which often comes with the same words."""

@@ -406,7 +406,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         )
     check_room(given.min_tokens, room)
     if given.structured_outputs is not None:
-        check_ends(given, defaults, "structured_outputs")
+        check_ends(given.min_tokens, defaults, "structured_outputs")
         grammar = grammar_of(given.structured_outputs)
     own = id_set(() if given.ignore_eos and not grammar else defaults.eos_token_ids)
     return Sampling(
@@ -464,11 +464,11 @@ def check_room(min_tokens: int, room: int) -> None:
         )
 
 
-def check_ends(params: SamplingParams, defaults: GenerationDefaults, field: str) -> None:
+def check_ends(min_tokens: int, defaults: GenerationDefaults, field: str) -> None:
     """RequestError if a text with the form that `field` asks for may not end when it is complete,
     or cannot.
     """
-    if params.min_tokens:
+    if min_tokens:
         raise RequestError(
             f"min_tokens: not with {field}, as a text ends when it is complete: leave it out",
             "min_tokens",

@@ -231,18 +231,19 @@ async def begin(
     service: Service = request.app.state.service
     tools = conversation.tools
     arrived = arrived._replace(adapter=service.check_model(asked.model))
-    checking = service.check_params(asked.params, 1, "messages", asked.form_field)
-    await while_connected(request, checking)
+    params = asked.params
+    checking = service.check_params(params, 1, "messages", asked.form_field)
+    sampling = await while_connected(request, checking)
     if tools.tools:
         check_readable(service, tools)
         check_form(service, asked, tools)
-    kept = service.prompts.processor.num_kept(asked.params)
+    kept = service.prompts.processor.num_kept(params)
     text, prompt = await while_connected(request, render(service, conversation, kept))
     with blaming("messages"):
         service.prompts.processor.check_length(prompt)
-    formats, params = service.served.formats, asked.params
+    formats = service.served.formats
     if not tools.tools and formats.reasoning == "none":
-        return await service.admit([prompt], params, arrived, "messages"), None
+        return await service.admit([prompt], params, sampling, arrived, "messages"), None
     most = None if tools.is_parallel else 1
     enforced = tools.is_enforced, tools.is_named
     wanted = Wanted(tools.tools, *enforced, conversation.include_reasoning, most)
@@ -250,14 +251,15 @@ async def begin(
     form = asked.form if tools.tools or reader.reasoning == "think" else None
     if form is not None and not tools.tools and form.kinds[0] not in JSON_KINDS:
         # All of the text obeys the form, which has no room for reasoning.
-        return await service.admit([prompt], params, arrived, "messages"), None
+        return await service.admit([prompt], params, sampling, arrived, "messages"), None
     grammar = await service.prompts.in_thread(lambda: call_grammar(service, tools, reader, form))
     if form is not None:  # that grammar has it
-        params = msgspec.structs.replace(params, structured_outputs=None)
+        sampling = msgspec.structs.replace(sampling, grammar="")
     if grammar:  # `admit` checks it again, and finds what is known by then
-        checking = service.prompts.check_grammar(grammar, "tools", params.cache_salt)
-        await while_connected(request, checking)
-    return await service.admit([prompt], params, arrived, "messages", grammar, reader), reader
+        compiling = service.prompts.check_grammar(grammar, "tools", params.cache_salt)
+        await while_connected(request, compiling)
+    admitting = service.admit([prompt], params, sampling, arrived, "messages", grammar, reader)
+    return await admitting, reader
 
 
 async def render(

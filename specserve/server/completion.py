@@ -436,19 +436,21 @@ class Service:
 
     async def check_params(
         self, params: SamplingParams, num_prompts: int, field: str, form_field: str
-    ) -> None:
-        """The checks that need no token ids, so that they come before tokenizing. Errors of
-        structured output name `form_field`, others of the prompts name `field`.
+    ) -> Sampling:
+        """The resolved parameters, after the checks that need no token ids: they come before
+        tokenizing. Errors of structured output name `form_field`, others of the prompts `field`.
         """
-        grammar = await self.prompts.check_params(params)
+        sampling = await self.prompts.resolve(params)
         self.check_choices(num_prompts, params, field)
-        if grammar:
-            await self.prompts.check_grammar(grammar, form_field, params.cache_salt)
+        if sampling.grammar:
+            await self.prompts.check_grammar(sampling.grammar, form_field, params.cache_salt)
+        return sampling
 
     async def admit(
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
+        resolved: Sampling,
         arrived: Arrival,
         field: str,
         grammar: str = "",
@@ -458,7 +460,9 @@ class Service:
         is of tools, and have the special tokens that the reader needs.
         """
         lengths = [*map(len, prompts)]
-        samplings = await self.prompts.resolve_all(params, lengths, grammar)
+        if grammar:
+            resolved = await self.prompts.with_grammar(resolved, grammar)
+        samplings = self.prompts.processor.for_prompts(resolved, params.own_seed, lengths)
         digest = "" if arrived.adapter is None else arrived.adapter.ref.digest
         keys = await self.prompts.hash(prompts, params.cache_salt, digest, arrived.tenant)
         self.check_open()  # again: a drain may have begun while the body was read

@@ -107,15 +107,16 @@ async def begin(
     """Queue the prompts; with the texts that the choices begin with."""
     service: Service = request.app.state.service
     arrived = arrived._replace(adapter=service.check_model(asked.model))
-    checking = service.check_params(asked.params, len(prompts), "prompt", asked.form_field)
-    await while_connected(request, checking)
-    kept = service.prompts.processor.num_kept(asked.params)
+    params = asked.params
+    checking = service.check_params(params, len(prompts), "prompt", asked.form_field)
+    sampling = await while_connected(request, checking)
+    kept = service.prompts.processor.num_kept(params)
     ids = await service.prompts.read_all(prompts, kept, asked.add_special_tokens)
-    check_told(asked.params, ids)
+    check_told(params, ids)
     echoed = (
         await service.prompts.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     )
-    completion = await service.admit(ids, asked.params, arrived, "prompt")
+    completion = await service.admit(ids, params, sampling, arrived, "prompt")
     if asked.max_tokens == 0:
         for generation in completion.generations:  # before any token has come
             generation.sampling = msgspec.structs.replace(generation.sampling, max_tokens=0)

@@ -132,9 +132,9 @@ class PromptProcessor:
         is_long = sum(map(len, prompts)) > LONG
         return await self.in_thread(hash_all) if is_long else hash_all()
 
-    async def check_params(self, params: SamplingParams) -> str:
-        """Refuse parameters that the engine or the operator's limits exclude; the grammar of the
-        texts, which is not checked yet, or "".
+    async def resolve(self, params: SamplingParams) -> Sampling:
+        """The parameters, checked and resolved; RequestError for what the engine or the operator's
+        limits exclude. Their grammar is not checked yet.
         """
         num_stop, most = len(params.stop_strings), self.limits.max_stop_strings
         if most is not None and num_stop > most:
@@ -148,7 +148,9 @@ class PromptProcessor:
             )
         self.check_tpot(None if params.slo is None else params.slo.tpot_ms)
         resolve = self.processor.resolve
-        return (await self.resolved(params, lambda: resolve(params))).grammar
+        # Bad words are tokenized, and schemas written, which may take long.
+        is_long = params.bad_words or params.structured_outputs is not None
+        return await self.in_thread(lambda: resolve(params)) if is_long else resolve(params)
 
     def check_tpot(self, asked: float | None) -> None:
         """Refuse a target so tight that other requests would pay for it: their prompts get the rows
@@ -173,33 +175,18 @@ class PromptProcessor:
         assert self.grammars is not None, "what resolves to a grammar has ends of text"
         await self.grammars.check(grammar, field, salt)
 
-    async def resolve_all(
-        self, params: SamplingParams, lengths: Sequence[int], grammar: str = ""
-    ) -> Sequence[Sampling]:
-        """The parameters of prompts of so many tokens each. Their texts obey the grammar, which is
-        of tools.
-        """
-        processor = self.processor
-        resolve = processor.resolve_all
-        samplings = await self.resolved(params, lambda: [*resolve(params, lengths)])
-        if not grammar:
-            return samplings
-        check_ends(params, processor.defaults, "tools")
-        if params.structured_outputs is not None:
+    async def with_grammar(self, sampling: Sampling, grammar: str) -> Sampling:
+        """The same parameters for a text that obeys the grammar, which is of tools."""
+        ends = self.processor.defaults
+        check_ends(sampling.min_tokens, ends, "tools")
+        if sampling.grammar:
             raise RequestError(
                 "tools: the text has one form: leave out the calls that have to be made, or "
                 "strict, or the form of the answer",
                 "tools",
             )
-        await self.check_grammar(grammar, "tools", params.cache_salt)
-        return [
-            ruled(sampling, grammar, processor.defaults.eos_token_ids) for sampling in samplings
-        ]
-
-    async def resolved(self, params: SamplingParams, resolve: Callable[[], T]) -> T:
-        """In a thread if it takes long: bad words are tokenized, and schemas written."""
-        is_long = params.bad_words or params.structured_outputs is not None
-        return await self.in_thread(resolve) if is_long else resolve()
+        await self.check_grammar(grammar, "tools", sampling.cache_salt)
+        return ruled(sampling, grammar, ends.eos_token_ids)
 
     async def close(self) -> None:
         for processes in self.processes:

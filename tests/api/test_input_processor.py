@@ -286,8 +286,9 @@ def test_parameters_of_several_prompts_are_those_of_each(processor):
     for asked in (SamplingParams(seed=1), SamplingParams(seed=2, max_tokens=20, bad_words=("a",))):
         for sizes in ((3, 20, 7), (20, 3)):
             each = [processor.resolve(asked, size) for size in sizes]
-            assert [*processor.resolve_all(asked, sizes)] == each
-    seeds = {sampling.seed for sampling in processor.resolve_all(SamplingParams(), [1] * 9)}
+            assert processor.for_prompts(processor.resolve(asked), asked.own_seed, sizes) == each
+    resolved = processor.resolve(SamplingParams())
+    seeds = {sampling.seed for sampling in processor.for_prompts(resolved, None, [1] * 9)}
     assert len(seeds) == 9, "drawn for each"
 
 

@@ -73,7 +73,8 @@ def asked(*calls):
         service = open_service()
         for tenant, prompts in calls:
             params = SamplingParams(n=2, cache_salt="salt")
-            await service.admit(prompts, params, Arrival(0.0, tenant), "prompt")
+            resolved = await service.prompts.resolve(params)
+            await service.admit(prompts, params, resolved, Arrival(0.0, tenant), "prompt")
         return service.engine.adds
 
     return asyncio.run(ask_all())
@@ -113,7 +114,9 @@ def test_long_prompts_are_hashed_beside_the_event_loop(monkeypatch):
         monkeypatch.setattr(
             prompt_module, "prompt_keys", lambda *args: seen.append(get_ident()) or {}
         )
-        await service.admit(prompts, SamplingParams(), Arrival(0.0), "prompt")
+        params = SamplingParams()
+        resolved = await service.prompts.resolve(params)
+        await service.admit(prompts, params, resolved, Arrival(0.0), "prompt")
         return {ident == get_ident() for ident in seen}
 
     assert asyncio.run(threads_of([[1] * 100])) == {True}
