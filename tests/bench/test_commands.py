@@ -393,7 +393,7 @@ def learnt_by(source):
 
 def outputs_of(local, asked):
     checked = [local.check(ask) for ask in asked.guessed(UNGUESSED).asks]
-    outputs = local.llm.generate([ids for ids, _ in checked], [resolved.params for _, resolved in checked])
+    outputs = local.llm.generate([ids for ids, _ in checked], [its.params for _, its in checked])
     return [output.token_ids for output in outputs]
 
 
