@@ -3,7 +3,8 @@
 `SERVE...` is the command of a server with absolute paths, e.g. `CHECKOUT/.venv/bin/python -m
 specserve serve MODEL --drafter=ngram --set=speculation.max_nodes=4`. The first run writes the
 responses to FILE. Later runs compare theirs with these: whole responses, and streams with their
-deltas joined. Ids, times and the wording of errors may differ.
+deltas joined. Ids, times and the wording of errors may differ. The drafter has to be a fixed one:
+`auto` chooses by measured times.
 """
 
 import json
@@ -206,6 +207,8 @@ class Command(ServerProcess):
 
 
 def main():
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     file, command = Path(sys.argv[1]), sys.argv[2:]
     with Command(command) as server:
         found = [[path, body, ask(server, path, body)] for path, body in requests(NUMBER)]

@@ -52,7 +52,11 @@ def thing(of: type) -> Iterable[str]:
         yield text
     if is_struct or get_annotations(of):
         yield fields(of, told)
-    for name, method in vars(of).items():
+    methods: dict[str, Any] = {}
+    for c in reversed(of.__mro__):
+        if c is of or c.__module__ == "specserve.api.base":
+            methods |= vars(c)
+    for name, method in methods.items():
         function = getattr(method, "__func__", method)
         if inspect.isfunction(function) and function.__doc__ and not name.startswith("_"):
             yield f"### {of.__name__}.{name}"

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.config import ServerConfig
 from specserve.errors import RequestError, SpecserveError
 from specserve.exchange.fair_queue import owner
+from specserve.logs import request_id
 from specserve.server.completion import (
     ACCOUNT,
     ASKED,
@@ -103,7 +104,7 @@ class Observed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ASKED] = []
-        ended = EndedRequest({}, scope[ASKED], perf_counter())
+        ended = EndedRequest({}, scope[ASKED], perf_counter(), request_id.get())
 
         async def send_noted(message: Message) -> None:
             ended.status = message.get("status", ended.status)
@@ -146,7 +147,8 @@ class AccessLog:
         fields: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:
             fields |= completion.log_fields | (texts(completion) if self.has_texts else {})
-        log_request(ended.scope["method"], path, status, perf_counter() - ended.begun, fields)
+        seconds = perf_counter() - ended.begun
+        log_request(ended.scope["method"], path, status, seconds, fields, ended.request_id)
 
 
 def texts(completion: LiveCompletion) -> dict[str, str]:

@@ -258,6 +258,7 @@ class EndedRequest(msgspec.Struct):
     scope: Scope
     asked: list[LiveCompletion]
     begun: float  # seconds, perf_counter
+    request_id: str
     status: int = 500  # of an error that no middleware of ours sees
 
 

@@ -57,6 +57,16 @@ def test_an_answer_is_one_line(server, lines, stream):
     assert lines() == [f"POST {COMPLETIONS} 200 N ms, {words}"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_line_has_the_id_of_its_request(server, lines, log, path, stream):
+    body = saying(4) if path == COMPLETIONS else chat_body(max_tokens=4)
+    answer = server.post(path, body | {"stream": stream}, headers={"X-Request-Id": "mine-8"})
+    assert answer.status == 200
+    lines()
+    assert log.read_text().splitlines()[-1].endswith("[mine-8]")
+
+
 def test_a_text_that_stops_says_so(server, lines):
     text = server.post(COMPLETIONS, saying(8, temperature=0)).body["choices"][0]["text"]
     server.post(COMPLETIONS, saying(8, temperature=0, stop=[text[-1]]))
@@ -91,7 +101,7 @@ def test_clients_that_wait_for_the_model_are_one_line_each_way(caplog):
 
     def ask(path, status, number=50):
         for _ in range(number):
-            log(EndedRequest({"method": "GET", "path": path}, [], 0.0, status))
+            log(EndedRequest({"method": "GET", "path": path}, [], 0.0, "", status))
         lines = [" ".join(r.getMessage().split()[1:3]) for r in caplog.records]
         caplog.clear()
         return lines

@@ -29,7 +29,7 @@ def wheels() -> list[Wheel]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
+    if len(argv) != 1 or argv[0].startswith("-"):
         raise SystemExit(__doc__)
     folder = Path(argv[0])
     folder.mkdir(parents=True, exist_ok=True)

@@ -251,7 +251,8 @@ class Simplifier:
         """All that a value may be, if the schema lists them."""
         if not isinstance(schema, Mapping):
             return None
-        each = [schema, *(s for s in schema.get("allOf", ()) if isinstance(s, Mapping))]
+        composed = schema["allOf"] if is_list(schema.get("allOf")) else ()
+        each = [schema, *(s for s in composed if isinstance(s, Mapping))]
         lists = ([s["const"]] if "const" in s else s.get("enum") for s in each)
         values = next((found for found in lists if isinstance(found, list)), None)
         self.num_strings_left -= len(values or ()) + 1
@@ -269,6 +270,15 @@ class Simplifier:
         self.num_left -= work
         if self.num_left < 0:
             raise GrammarError(TOO_MUCH)
+
+
+# The kinds of values that are read here; llguidance checks those of other keywords.
+KINDS: dict[str, tuple[type, str]] = {
+    "allOf": (list, "a list of schemas"),
+    "required": (list, "a list of names"),
+    "minLength": (int, "a whole number"),
+    "maxLength": (int, "a whole number"),
+}
 
 
 def is_list(value: Any) -> bool:
@@ -326,6 +336,9 @@ def rewritten(schema: SchemaNode, is_strict: bool) -> dict[str, Any]:
     old = "disallow", "divisibleBy", "extends"  # keywords of JSON Schema's draft 3
     if unsupported := [keyword for keyword in schema if keyword in old]:
         raise GrammarError(f"these keywords are not supported: {', '.join(unsupported)}")
+    for keyword, (kind, words) in KINDS.items():
+        if not isinstance(schema.get(keyword, kind()), kind):
+            raise GrammarError(f"{keyword} is {words}, not {schema[keyword]!r:.40}")
     node = with_names(with_pattern(without_notes(schema)))
     return strict(node) if is_strict else node
 

@@ -110,3 +110,17 @@ def test_a_propertys_name_is_no_keyword(name):
 def test_other_formats_are_refused_by_name():
     with pytest.raises(GrammarError, match=r"format.*phone"):
         compiled({"type": "string", "format": "phone"})
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "required", "minLength", "maxLength"])
+@pytest.mark.parametrize("value", [1e308, "#", {"a": 1}, None])
+@pytest.mark.parametrize("place", ["root", "property", "union"])
+def test_a_keyword_with_a_value_of_another_kind_is_refused_by_name(keyword, value, place):
+    wrong = {"type": "string", "pattern": r"^(?!\.)[a-z.]{1,9}$", keyword: value}
+    schema = {
+        "root": wrong | {"anyOf": [{}]},
+        "property": {"type": "object", "properties": {"a": wrong}, "anyOf": [{"type": "object"}]},
+        "union": {"anyOf": [wrong, {"type": "integer"}], "required": ["a"]},
+    }[place]
+    with pytest.raises(GrammarError, match=keyword):
+        simplified(schema)
