@@ -82,7 +82,7 @@ def compare_servers(model: str, before: Path, rounds: int) -> list[dict[str, Any
 
 
 def serve_once(model: str, checkout: Path) -> dict[str, float]:
-    flags = str(Path(model).resolve()), "--drafter=none", *settings(memory__prefix_cache=False)
+    flags = str(Path(model).resolve()), "--drafter=none", *settings(memory__prefix_cache="false")
     with Served(*flags, checkout=checkout) as served:
         asyncio.run(streams(served, 1))  # first use is no part of the figures
         [alone] = asyncio.run(streams(served, 1))
