@@ -283,6 +283,12 @@ def test_the_wheels_are_listed_with_their_sizes_and_fit():
     assert all("==" in wheel.requirement for wheel in wheels_module.wheels())
 
 
+def test_results_need_a_folder(tmp_path):
+    (file := tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="File exists; name a folder"):
+        stages.main(["ceilings", "--rehearse", "--out", str(file)])
+
+
 def test_a_folder_without_wheels_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="no wheels there"):
         stages.main(["--out", str(tmp_path), "--wheels", str(tmp_path)])

@@ -91,7 +91,10 @@ def main(argv: list[str]) -> int:
     if unknown:
         raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(KNOWN)}")
     args.out = args.out.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise SystemExit(f"--out {args.out}: {e.strerror}; name a folder") from e
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally`
     with tempfile.TemporaryDirectory(prefix="specserve-gpu-") as scratch:
         environment = prepare(args.wheels, Path(scratch))
