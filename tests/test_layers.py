@@ -143,6 +143,43 @@ def test_no_type_name_is_defined_twice_in_the_product():
     assert [name for name, number in count.items() if number > 1] == []
 
 
+def functions():
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return [n for path in FILES for n in ast.walk(tree_of(path)) if isinstance(n, kinds)]
+
+
+def test_nine_of_ten_functions_have_at_most_20_lines():
+    lines = sorted(n.end_lineno - n.lineno + 1 for n in functions())
+    assert lines[int(0.9 * len(lines))] <= 20
+
+
+def test_the_engine_is_below_450_lines():
+    """What a step needs beside its order has a module of its own."""
+    assert len((REPOSITORY / "specserve/engine/engine.py").read_text().splitlines()) < 450
+
+
+def public_names(tree):
+    """Names that a file defines for others: types, functions, methods and constants."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets += [node.target] if isinstance(node, ast.AnnAssign) else []
+        yield from (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            kinds = ast.FunctionDef, ast.AsyncFunctionDef
+            yield from (node.name, *(each.name for each in node.body if isinstance(each, kinds)))
+
+
+def test_public_names_become_no_more():
+    """For each thousand lines; 65 is wanted."""
+    names = [n for path in FILES for n in public_names(tree_of(path)) if not n.startswith("_")]
+    lines = sum(len(path.read_text().splitlines()) for path in FILES)
+    print(f"{len(names)} names, {lines} lines")
+    assert 1000 * len(names) / lines <= 96
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_thread_has_a_low_priority(path):
     """A niced thread that holds the GIL stalls all others while it gets no CPU. Processes may be

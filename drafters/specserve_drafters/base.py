@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a process that only checks a drafter's name and options nee
 
     from specserve_kernels import Ops
 
-BUILTIN = {
+BUILT_IN = {
     "auto": "specserve_drafters.base:Auto",
     "ngram": "specserve_drafters.ngram:NgramDrafter",
     "model": "specserve_drafters.model:ModelDrafter",
@@ -133,7 +133,7 @@ ANYTHING = (Exception, SystemExit)
 
 def find_drafter(name: str) -> Any:
     """The class behind a built-in name or `package.module:Class`."""
-    module, _, attribute = BUILTIN.get(name, name).partition(":")
+    module, _, attribute = BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ANYTHING as e:
@@ -144,7 +144,7 @@ def find_drafter(name: str) -> Any:
                 f"no drafter {name!r}: it is a source; take drafter.name = 'auto', and name it in "
                 "drafter.options.sources, as configs/suffix.toml does"
             ) from e
-        known = ", ".join(("none", *BUILTIN))
+        known = ", ".join(("none", *BUILT_IN))
         raise DrafterError(
             f"no drafter {name!r} ({reason(e)}); built in: {known}; others as "
             "package.module:Class, installed or with their folder on PYTHONPATH"
@@ -158,7 +158,7 @@ def find_source(name: str) -> Any:
     """The class of a user's drafter that is one of the sources of `auto`."""
     if name in HEADS:
         raise DrafterError(f"drafter.options.sources: no source {name!r}: {HEADS[name]}")
-    if name in BUILTIN or ":" not in name:
+    if name in BUILT_IN or ":" not in name:
         raise DrafterError(
             f"drafter.options.sources: no source {name!r}; there are ngram, model, eagle, "
             "grammar, prediction, suffix, recycle and package.module:Class"
@@ -217,7 +217,7 @@ def reason(e: BaseException) -> str:
 
 EAGLE = "eagle"  # the source that is a head of the target
 USUAL = "ngram", "model", EAGLE, "grammar", "prediction"
-BUILT_IN = *USUAL, "suffix", "recycle"
+AUTO_SOURCES = *USUAL, "suffix", "recycle"
 
 
 class AutoOptions(Options, frozen=True):

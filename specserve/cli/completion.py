@@ -16,7 +16,7 @@ from argcomplete.completers import BaseCompleter, FilesCompleter
 from argcomplete.shell_integration import shellcode
 
 from specserve.config import KNOBS, TLS_FILES, named_values
-from specserve_drafters.base import BUILTIN
+from specserve_drafters.base import BUILT_IN
 
 KEYS = {  # of options whose values are those of a knob
     "demo_cost": "model.demo_cost",
@@ -66,6 +66,6 @@ class Values(BaseCompleter):
 
 def values_of(key: str) -> Iterable[str]:
     if key == "drafter.name":
-        return "none", *BUILTIN
+        return "none", *BUILT_IN
     kind = KNOBS.get(key)
     return ("true", "false") if bool in getattr(kind, "__args__", ()) else named_values(kind)

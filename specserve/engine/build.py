@@ -38,7 +38,7 @@ from specserve.speculation.speculator import (
 )
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
-from specserve_drafters.base import BUILT_IN, EAGLE, drafter_options
+from specserve_drafters.base import AUTO_SOURCES, EAGLE, drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
@@ -258,7 +258,7 @@ def adaptive_speculator(
     known = {} if before is None else {source.name: source for source in before.sources}
     sources = [
         known[name]
-        if name in known and name in BUILT_IN
+        if name in known and name in AUTO_SOURCES
         else build_source(name, options.source_options.get(name, {}), parts)
         for name in names
         if name not in run

@@ -63,7 +63,7 @@ class Engine:
         """`speculator` is None without a drafter, `grammars` and `adapters` are None if no request
         may have one. `is_replaceable`: another process can go on with the requests.
         """
-        self.target, self.scheduler, self.tables = target, scheduler, tables
+        self.target, self.scheduler = target, scheduler
         self.draft_model, self.head, self.speculator = draft_model, head, speculator
         self.grammars, self.adapters = grammars, adapters
         self.vocab_size = target.decoder.config.vocab_size
@@ -94,6 +94,10 @@ class Engine:
     @property
     def pool(self) -> BlockPool:
         return self.scheduler.pool
+
+    @property
+    def tables(self) -> KVTables:
+        return self.admission.tables
 
     @property
     def is_loading(self) -> bool:
@@ -338,7 +342,7 @@ class Engine:
         self.draft_model = draft_model
         if draft_model is not None:
             self.target.arena.views["draft"] = draft_model.runner.kv
-        self.tables = self.admission.tables = tables
+        self.admission.tables = tables
         for request in requests:
             request.draft_table = tables.table("draft", request.sampling.cache_salt)
             request.draft_table.hasher = None

@@ -17,7 +17,7 @@ from specserve.models.selection import (
     runs_draft_model,
 )
 from specserve.models.source import is_head
-from specserve_drafters.base import BUILT_IN, BUILTIN, EAGLE, HEADS, USUAL, DrafterError
+from specserve_drafters.base import AUTO_SOURCES, BUILT_IN, EAGLE, HEADS, USUAL, DrafterError
 from specserve_drafters.tree import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model
@@ -78,7 +78,7 @@ class SpeculationControl:
     def __init__(self, config: Config) -> None:
         self.config = self.first = config
         named = [config.drafter.name, *config.drafter.options.get("sources", ())]
-        self.foreign = frozenset(named) - {*BUILTIN, *BUILT_IN, "none"}  # users' own code
+        self.foreign = frozenset(named) - {*BUILT_IN, *AUTO_SOURCES, "none"}  # users' own code
         self.draft = config.drafter.model, config.drafter.quantize
         self.head = config.drafter.head  # that the engine has had from the start on
         if names_head(config):
@@ -126,7 +126,7 @@ class SpeculationControl:
         for name in names:
             if name in HEADS:
                 raise ConfigError(f"no drafter or source {name!r}: {HEADS[name]}")
-            if name not in {*BUILTIN, *BUILT_IN, "none", *self.foreign}:
+            if name not in {*BUILT_IN, *AUTO_SOURCES, "none", *self.foreign}:
                 raise ConfigError(
                     f"{name!r:.100} is neither built in nor was it there at the start: a change "
                     "loads no code"

@@ -16,8 +16,8 @@ from specserve.models.mtp_config import LOST, has_lost_mtp, has_mtp
 from specserve.models.source import is_head, open_source
 from specserve_drafters import DrafterError
 from specserve_drafters.base import (
+    AUTO_SOURCES,
     BUILT_IN,
-    BUILTIN,
     EAGLE,
     drafter_options,
     find_drafter,
@@ -131,7 +131,7 @@ def may_run_draft_model(config: Config) -> bool:
 def needs_draft_model(config: Config, drafters: Drafters) -> bool:
     """Whether the drafter runs the draft model; imports the drafter's module."""
     name = config.drafter_name
-    if name in ("none", *BUILTIN):
+    if name in ("none", *BUILT_IN):
         return name != "none" and drafters.draft is not None
     try:
         needs = bool(getattr(find_drafter(name), "needs_executor", False))
@@ -150,7 +150,7 @@ def auto_options(config: Config) -> Any:
 
 def runs_draft_model(sources: Iterable[str]) -> bool:
     """Whether one of these sources of `auto` runs the draft model; imports those of users."""
-    foreign = [name for name in sources if name not in BUILT_IN]
+    foreign = [name for name in sources if name not in AUTO_SOURCES]
     return "model" in sources or any(
         getattr(find_source(name), "needs_executor", False) for name in foreign
     )
@@ -176,7 +176,7 @@ def check_sources(
     """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise DrafterError(f"drafter.options.sources: {twice[0]!r} is named twice: name it once")
-    foreign = [name for name in names if name not in BUILT_IN]
+    foreign = [name for name in names if name not in AUTO_SOURCES]
     for name in foreign:
         find_source(name)
         drafter_options(name, options.get(name, {}))
@@ -202,7 +202,7 @@ def check_sources(
 
 def check_drafter_name(config: Config) -> None:
     """As `check_drafter`, but without importing a drafter that is not built in."""
-    if config.drafter_name not in ("none", *BUILTIN):
+    if config.drafter_name not in ("none", *BUILT_IN):
         package = config.drafter_name.partition(":")[0].partition(".")[0]
         with suppress(ValueError):  # an empty name
             if find_spec(package) is not None:

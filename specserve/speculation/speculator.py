@@ -118,7 +118,7 @@ class UserCode:
             log.error(message, name, sys.exception(), count, exc_info=count == 1)
 
 
-BUILT_IN = NgramDrafter, ModelDrafter  # others might write to what they are given
+TRUSTED = NgramDrafter, ModelDrafter  # others get copies, as they might write to what they get
 
 
 class Speculator(Protocol):
@@ -205,7 +205,7 @@ class FixedSpeculator:
             self.draft_model.lend([s.request for s in roots])
         try:
             items = [draft_item(s, s.draft_limit) for s in roots]
-            if not isinstance(self.drafter, BUILT_IN):
+            if not isinstance(self.drafter, TRUSTED):
                 items = [item.copy() for item in items]
             drafts = self.drafter.propose(items)
             for item, draft in zip(roots, drafts, strict=True):

@@ -6,7 +6,7 @@ import pytest
 
 from specserve_bench.figures import sources
 from specserve_bench.figures.__main__ import main
-from specserve_drafters.base import BUILT_IN
+from specserve_drafters.base import AUTO_SOURCES
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -27,7 +27,9 @@ def contenders(tmp_path_factory):
 def test_sources_are_those_that_the_subject_names(contenders):
     asked = {name: {*c.runnable.llm.speculation().sources} for name, c in contenders.items()}
     assert asked["prediction"] == {"prediction"} and not asked["off"]
-    assert asked["all sources"] == {*BUILT_IN} - {"eagle"} >= asked[sources.WARM] > asked["auto"]
+    assert (
+        asked["all sources"] == {*AUTO_SOURCES} - {"eagle"} >= asked[sources.WARM] > asked["auto"]
+    )
     assert [name for name, c in contenders.items() if c.is_warm] == [sources.WARM]
 
 

@@ -5,7 +5,7 @@ import pytest
 from specserve import SamplingParams, StructuredOutputsParams
 from specserve.models.decoder_config import load_config
 from specserve_bench.figures.real import QUESTIONS
-from specserve_drafters.base import BUILT_IN
+from specserve_drafters.base import AUTO_SOURCES
 from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import LLAMA, write_head
 
@@ -41,7 +41,7 @@ def head(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def every(load, models, head):
     """SmolLM2 with all sources; it is its own draft model."""
-    options = {"sources": [*BUILT_IN], "max_depth": 6}
+    options = {"sources": [*AUTO_SOURCES], "max_depth": 6}
     settings = {"drafter.options": options, "drafter.head": str(head)}
     return load("auto", settings, draft_model=models.smollm2)
 
@@ -94,7 +94,7 @@ def said(outputs):
 
 
 SLOW = pytest.mark.slow
-CASES = [("all", 24), *(pytest.param(name, 96, marks=SLOW) for name in (*BUILT_IN, "all"))]
+CASES = [("all", 24), *(pytest.param(name, 96, marks=SLOW) for name in (*AUTO_SOURCES, "all"))]
 
 
 @pytest.mark.parametrize("temperature", [0, HOT])
@@ -103,7 +103,7 @@ def test_no_source_of_auto_changes_the_text(
     every, requests, wanted, monkeypatch, source, temperature, size
 ):
     let_all_guess(monkeypatch)
-    chosen = [*BUILT_IN] if source == "all" else [source]
+    chosen = [*AUTO_SOURCES] if source == "all" else [source]
     got = outputs(
         every, requests, temperature, size, speculation={"sources": chosen, "max_nodes": 12}
     )

@@ -20,7 +20,7 @@ from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import ratio
 from specserve_bench.workloads import workload
-from specserve_drafters.base import BUILT_IN, USUAL
+from specserve_drafters.base import AUTO_SOURCES, USUAL
 
 WARM = "auto with suffix, warm"
 SUBJECTS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "prediction": {"drafter.options": {"sources": ["prediction"]}, "drafter.model": None},
     "auto": {},
     WARM: {"drafter.options": {"sources": [*USUAL, "suffix"]}},
-    "all sources": {"drafter.options": {"sources": [*BUILT_IN]}},
+    "all sources": {"drafter.options": {"sources": [*AUTO_SOURCES]}},
 }
 
 
