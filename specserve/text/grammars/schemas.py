@@ -1,7 +1,7 @@
 """JSON schemas in the keywords of llguidance, with closed objects."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -272,17 +272,21 @@ class Simplifier:
             raise GrammarError(TOO_MUCH)
 
 
-# The kinds of values that are read here; llguidance checks those of other keywords.
-KINDS: dict[str, tuple[type, str]] = {
-    "allOf": (list, "a list of schemas"),
-    "required": (list, "a list of names"),
-    "minLength": (int, "a whole number"),
-    "maxLength": (int, "a whole number"),
-}
-
-
 def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+# The kinds of values that are read here; llguidance checks those of other keywords.
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "allOf": (is_list, "a list of schemas"),
+    "required": (is_list, "a list of names"),
+    "minLength": (is_number, "a number"),
+    "maxLength": (is_number, "a number"),
+}
 
 
 def is_composed(schema: SchemaNode) -> bool:
@@ -336,8 +340,8 @@ def rewritten(schema: SchemaNode, is_strict: bool) -> dict[str, Any]:
     old = "disallow", "divisibleBy", "extends"  # keywords of JSON Schema's draft 3
     if unsupported := [keyword for keyword in schema if keyword in old]:
         raise GrammarError(f"these keywords are not supported: {', '.join(unsupported)}")
-    for keyword, (kind, words) in KINDS.items():
-        if not isinstance(schema.get(keyword, kind()), kind):
+    for keyword, (is_kind, words) in KINDS.items():
+        if keyword in schema and not is_kind(schema[keyword]):
             raise GrammarError(f"{keyword} is {words}, not {schema[keyword]!r:.40}")
     node = with_names(with_pattern(without_notes(schema)))
     return strict(node) if is_strict else node
