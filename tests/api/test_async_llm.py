@@ -102,8 +102,8 @@ async def held_blocks(llm):
 
 
 def test_outputs_grow_into_what_generate_returns(run, llm):
-    outputs = run(lambda a: all_of(a.generate("the cat", PARAMS, request_id="mine")))
-    (want,) = llm.generate("the cat", PARAMS)
+    outputs = run(lambda a: all_of(a.generate("the cat", LONG, request_id="mine")))
+    (want,) = llm.generate("the cat", LONG)
     last = outputs[-1]
     assert (last.text, last.token_ids, last.usage) == (want.text, want.token_ids, want.usage)
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
