@@ -22,7 +22,7 @@ from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
-from specserve_bench import doctor, perplexity, reference, scale, suite
+from specserve_bench import doctor, machine, perplexity, reference, scale, suite
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
 from specserve_bench.demo.scaled_model import SHAPES
@@ -125,6 +125,7 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
     result = Result(kind="latency", machine={}, subjects={}, workloads={}, runs=[])
     subject = suite.Contender("", Subject(model="m"), None)
     monkeypatch.setattr(suite, "measure", lambda *args: result)
+    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab")
     monkeypatch.setattr(suite, "hosted", lambda *args: subject)
     monkeypatch.setattr(suite.Loader, "load", lambda self, label, config: subject)
     monkeypatch.setattr(scale, "scale_model", lambda *args, **others: None)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from specserve.errors import ConfigError
 from specserve.models.folder import not_written
+from specserve_bench.machine import refusal
 
 T = TypeVar("T")
 
@@ -71,6 +72,14 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not self.default:
             raise argparse.ArgumentError(self, "is there twice; give one list, with commas")
         setattr(namespace, self.dest, values)
+
+
+def check_result(flag: str, file: Path, allow_dirty: bool) -> None:
+    """ConfigError unless a result can be written to the file, of code that is committed."""
+    refused = refusal(f"{flag} {file}", allow_dirty)
+    if refused is not None:
+        raise ConfigError(refused)
+    check_file(flag, file)
 
 
 def check_file(flag: str, file: Path) -> None:

@@ -17,6 +17,7 @@ from specserve.server.keys import read_keys
 from specserve_bench import arguments, perplexity, results, scale, scripted, suite
 from specserve_bench.arguments import Once, above_0, at_least_1, listed, natural, number
 from specserve_bench.local import Local
+from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers import command as peers
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Goals, Load, Result
@@ -186,7 +187,8 @@ def add_run(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="for goodput")
     p.add_argument("--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="for goodput")
-    p.add_argument("--out", type=Path, metavar="JSON", help="keep the results")
+    p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
+    add_allow_dirty(p)
     p.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
 
 
@@ -284,7 +286,7 @@ def prepare(args: argparse.Namespace) -> None:
         arguments.check_folder("--plots", args.plots)
         import specserve_bench.plots  # noqa: F401, it may lack matplotlib
     if args.out is not None:
-        arguments.check_file("--out", args.out)
+        arguments.check_result("--out", args.out, args.allow_dirty)
 
 
 def shown(args: argparse.Namespace) -> int:

@@ -1,7 +1,19 @@
-"""The name of the CPU, which is reported with measurements."""
+"""What is recorded with measurements: the CPU's name, and the commit of the code.
 
+Needs nothing but the standard library, as `make gpu-check` starts without an environment.
+"""
+
+import argparse
 import platform
+import subprocess
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+NO_GIT = "no git tree"  # recorded in place of a commit by an installed wheel
+DIRTY = "-dirty"  # end of a commit with uncommitted changes
+OUTPUTS = ":(exclude)bench/results", ":(exclude)docs"  # their changes change no measurement
 
 
 def cpu_name() -> str:
@@ -12,3 +24,72 @@ def cpu_name() -> str:
     except OSError:
         pass  # only Linux has this file
     return platform.processor() or "unknown"
+
+
+@cache  # the commit at the start: the process runs the code that it read then
+def commit() -> str:
+    """The commit of this file's repository, with -dirty if tracked files differ from it.
+
+    Results and documents do not count: a command that writes results would make its own tree dirty.
+    """
+    here = Path(__file__)
+    if git("ls-files", "--error-unmatch", here.name) is None:
+        return NO_GIT
+    top = git("rev-parse", "--show-toplevel")
+    known = git("rev-parse", "--short=12", "HEAD")
+    if top is None or known is None:
+        return NO_GIT
+    changed = git("-C", top, "status", "--porcelain", "--untracked-files=no", "--", ".", *OUTPUTS)
+    return known if changed == "" else f"{known}{DIRTY}"
+
+
+def git(*words: str) -> str | None:
+    """The output of a git command in this file's folder; None if it fails."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def add_allow_dirty(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="write results although the git tree has uncommitted changes; the results record it",
+    )
+
+
+def refusal(output: str, allow_dirty: bool) -> str | None:
+    """Why results must not be written, if the git tree has uncommitted changes; else None."""
+    if allow_dirty or not commit().endswith(DIRTY):
+        return None
+    return (
+        f"{output}: the git tree has uncommitted changes, so the result would belong to no commit. "
+        "Commit or stash the changes, or add --allow-dirty."
+    )
+
+
+def exit_if_dirty(output: str, allow_dirty: bool) -> None:
+    """End the process with the reason, for programs without a parser of their own errors."""
+    refused = refusal(output, allow_dirty)
+    if refused is not None:
+        raise SystemExit(refused)
+
+
+def measured_on(machine: Mapping[str, Any]) -> str:
+    """The date, CPU and commit of a result, for captions."""
+    known = str(machine.get("commit", NO_GIT))
+    hardware = f"{machine['cores']} cores of an {machine['cpu']}"
+    if "gpu" in machine:
+        hardware = f"{machine['gpu']}, {hardware}"
+    return f"{machine['date']} on {hardware}, {commit_words(known)}"
+
+
+def commit_words(known: str) -> str:
+    if known == NO_GIT:
+        return "installed package, no git tree"
+    if known.endswith(DIRTY):
+        return f"commit {known.removesuffix(DIRTY)}, measured on an uncommitted tree"
+    return f"commit {known}"

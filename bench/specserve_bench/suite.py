@@ -27,7 +27,7 @@ from specserve.version import VERSION
 from specserve_bench import scripted
 from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local
-from specserve_bench.machine import cpu_name
+from specserve_bench.machine import commit, cpu_name
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES
@@ -317,18 +317,3 @@ def gpu() -> dict[str, Any]:
             found[package] = version(package)
     name, cuda = torch.cuda.get_device_name(), torch.version.cuda
     return {"gpu": name, "driver": driver, "cuda": cuda, **found}
-
-
-def commit() -> str | None:
-    """The commit of this file's repository; None where it is installed without one."""
-    git, here = ["git", "-C", str(Path(__file__).parent)], Path(__file__).name
-    try:
-        known = subprocess.run([*git, "ls-files", "--error-unmatch", here], capture_output=True)
-        done = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if known.returncode == 0 else None

@@ -10,7 +10,7 @@ import pytest
 from specserve.cli.command import main
 from specserve.config import load_config
 from specserve.models.folder import SCALED, Scaled
-from specserve_bench import results, suite
+from specserve_bench import machine, results, suite
 from specserve_bench.plots import PLOTS, draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
@@ -69,9 +69,9 @@ def test_the_file_says_where_how_and_of_what(latency, folder):
     assert known["subjects"]["ngram:4"]["config"]["speculation.max_nodes"] == 4
 
 
-def test_of_the_machine_only_what_is_known_is_said(monkeypatch):
-    monkeypatch.setattr(suite, "commit", lambda: None)
-    assert "commit" not in suite.machine("test")
+def test_an_installed_wheel_records_that_there_is_no_git_tree(monkeypatch):
+    monkeypatch.setattr(suite, "commit", lambda: machine.NO_GIT)
+    assert suite.machine("test")["commit"] == "no git tree"
 
 
 def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, monkeypatch):

@@ -53,7 +53,7 @@ def test_parts_that_cannot_be_measured_are_refused(measured, capsys):
     figures.RESULTS.rmdir()
     with pytest.raises(SystemExit, match="2"):
         figures.main(["host"])
-    assert "no folder bench/results: run it at the top of" in capsys.readouterr().err
+    assert "There is no folder bench/results. Run the command at the top" in capsys.readouterr().err
     assert measured == []
 
 

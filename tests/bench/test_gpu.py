@@ -142,6 +142,7 @@ def driver(tmp_path, limits, *options, more=""):
             DRIVER.format(limits=limits, more=more),
             "--out",
             str(tmp_path),
+            "--allow-dirty",
             *options,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},

@@ -16,7 +16,8 @@ import specserve  # noqa: F401, first: it configures the process before torch lo
 
 import msgspec  # isort: skip
 
-from specserve_bench import arguments, suite
+from specserve.errors import ConfigError
+from specserve_bench import arguments, machine, suite
 
 RESULTS = Path("bench/results")
 PROGRAM = "python -m specserve_bench.figures"
@@ -52,10 +53,13 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in LONG:
         return measure_long(argv[0], argv[1:])
     p = parser()
-    named = p.parse_args(argv).parts
+    args = p.parse_args(argv)
     if not RESULTS.is_dir():
-        p.error(f"no folder {RESULTS}: run it at the top of the repository")
-    for name in named or FIGURES:
+        p.error(f"There is no folder {RESULTS}. Run the command at the top of the repository.")
+    refused = machine.refusal(str(RESULTS), args.allow_dirty)
+    if refused is not None:
+        p.error(refused)
+    for name in args.parts or FIGURES:
         figure = module(name)
         result = figure.measure()
         print(figure.table(result))
@@ -75,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
         f"{', '.join(LONG)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("parts", nargs="*", type=part, metavar="PART", help="of those below")
+    p.add_argument("parts", nargs="*", type=part, metavar="PART", help="one of the parts below")
+    machine.add_allow_dirty(p)
     return p
 
 
@@ -94,8 +99,12 @@ def measure_long(name: str, argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog=f"{PROGRAM} {name}", description=figure.__doc__)
     figure.add_arguments(p)
     p.add_argument("--out", type=Path, default=file, metavar="JSON", help=f"default: {file}")
+    machine.add_allow_dirty(p)
     args = p.parse_args(argv)
-    arguments.check_file("--out", args.out)
+    try:
+        arguments.check_result("--out", args.out, args.allow_dirty)
+    except ConfigError as e:
+        p.error(str(e))
     result = figure.measure(args)
     if isinstance(result, dict):
         result = {"machine": suite.machine(f"{PROGRAM} {name}")} | result

@@ -12,6 +12,7 @@ from typing import Any
 from specserve_bench.gpu import processes
 from specserve_bench.gpu.record import UNFINISHED, Record
 from specserve_bench.gpu.stages import REHEARSED
+from specserve_bench.machine import add_allow_dirty, exit_if_dirty
 from specserve_bench.suite import machine
 
 FINE = {"passed", "skipped", "skipped early"}  # outcomes
@@ -23,7 +24,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--rehearse", action="store_true")
+    add_allow_dirty(p)
     args = p.parse_args(argv)
+    exit_if_dirty(f"--out {args.out}", args.allow_dirty or args.rehearse)
     deadline, parts = monotonic() + args.seconds, [REHEARSED] if args.rehearse else args.parts
     record = Record(args.out, machine(f"pytest {'; '.join(parts)}"))
     tests: list[dict[str, Any]] = []

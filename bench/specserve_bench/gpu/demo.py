@@ -11,6 +11,7 @@ from specserve_bench import suite
 from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.figures import structured
 from specserve_bench.gpu.record import Record
+from specserve_bench.machine import add_allow_dirty, exit_if_dirty
 from specserve_bench.pairs import MODELS, scaled
 from specserve_bench.report import markdown
 from specserve_bench.workloads import workload
@@ -27,7 +28,9 @@ def main(argv: list[str]) -> int:
     shapes = [shape for shape in SHAPES if f"{shape}-draft" in SHAPES]
     p.add_argument("--shape", default="llama-3.1-8b", choices=shapes)
     p.add_argument("--structured", action="store_true")
+    add_allow_dirty(p)
     args = p.parse_args(argv)
+    exit_if_dirty(f"--out {args.out}", args.allow_dirty)
     load("cuda")  # fail before minutes are spent on weights
     stage = "structured" if args.structured else "demo"
     record = Record(args.out, suite.machine(f"python -m specserve_bench.gpu {stage}"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specserve_bench.gpu.record import UNFINISHED, Record, is_error
+from specserve_bench.machine import add_allow_dirty, exit_if_dirty
 from specserve_bench.suite import machine
 from specserve_kernels import Ops, load
 
@@ -24,6 +25,7 @@ class StageOptions(argparse.Namespace):
     out: Path
     seconds: int
     rehearse: bool
+    allow_dirty: bool
 
 
 def options(argv: list[str]) -> StageOptions:
@@ -31,7 +33,10 @@ def options(argv: list[str]) -> StageOptions:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=int, default=540)
     p.add_argument("--rehearse", action="store_true")
-    return p.parse_args(argv, StageOptions())
+    add_allow_dirty(p)
+    args = p.parse_args(argv, StageOptions())
+    exit_if_dirty(f"--out {args.out}", args.allow_dirty or args.rehearse)
+    return args
 
 
 def record_of(stage: str, args: StageOptions) -> Record:

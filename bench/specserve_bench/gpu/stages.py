@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from specserve_bench.gpu import processes
 from specserve_bench.gpu.record import ROOT, UNFINISHED, RecordContent, load, source_digest
 from specserve_bench.gpu.toolchain import toolchain
+from specserve_bench.machine import add_allow_dirty, exit_if_dirty
 
 DEADLINE = 540  # seconds for all stages together
 LEAST = 15  # seconds without which no stage is begun
@@ -91,6 +92,7 @@ def main(argv: list[str]) -> int:
     if unknown:
         raise SystemExit(f"no stage {', '.join(unknown)}: there are {', '.join(KNOWN)}")
     args.out = args.out.resolve()
+    exit_if_dirty(f"--out {args.out}", args.allow_dirty or args.rehearse)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -119,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--again", action="store_true", help="run also what is done for this source")
     p.add_argument("--seconds", type=float, default=DEADLINE, help="for all stages together")
     p.add_argument("--rehearse", action="store_true", help="on a CPU, with small shapes")
+    add_allow_dirty(p)
     return p
 
 
@@ -172,7 +175,7 @@ def attempt(
         print(f"\n== {name}, {seconds:.0f} s at most ==", flush=True)
         if args.again:
             file.unlink(missing_ok=True)
-        state = run(stage, file, environment, seconds, args.rehearse)
+        state = run(stage, file, environment, seconds, args)
     return {
         "stage": name,
         "state": state,
@@ -183,11 +186,16 @@ def attempt(
 
 
 def run(
-    stage: GpuStage, file: Path, environment: dict[str, str], seconds: float, rehearse: bool
+    stage: GpuStage,
+    file: Path,
+    environment: dict[str, str],
+    seconds: float,
+    args: argparse.Namespace,
 ) -> str:
     own = max(1, int(seconds) - 10)  # the stage's own limit is before the one that kills it
     options = ["--out", str(file), "--seconds", str(own)]
-    options += ["--rehearse"] if rehearse else []
+    options += ["--rehearse"] if args.rehearse else []
+    options += ["--allow-dirty"] if args.allow_dirty else []
     command = [sys.executable, "-m", *stage.command, *options]
     code = processes.run(command, seconds, environment | stage.environment, ROOT)
     if code in (None, UNFINISHED):

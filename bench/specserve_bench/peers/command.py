@@ -18,6 +18,7 @@ from specserve.models.folder import resolve
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import at_least_1, integer
 from specserve_bench.bound import Bound, Cost, cost
+from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits, MeasuredGroup
 from specserve_bench.peers.peer import checked_python
@@ -72,7 +73,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         p.add_argument(
             f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
         )
-    p.add_argument("--out", type=Path, metavar="JSON", help="keep the results")
+    p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
+    add_allow_dirty(p)
     p.set_defaults(action=peers, plots=None)
 
 
