@@ -64,8 +64,8 @@ def say(answer):
 
 
 def answers(asked, setup):
-    n, guessing = asked["num_tokens"], setup["guessing"]
-    burst = 1 + (guessing["tokens"] if guessing else 0)
+    n, drafting = asked["num_tokens"], setup["drafting"]
+    burst = 1 + (drafting["tokens"] if drafting else 0)
     counts = [1] + [burst] * ((n - 1) // burst)
     counts += [n - sum(counts)] if sum(counts) < n else []
     step = DECODE_MS[setup["threads"]] + (burst - 1)

@@ -24,7 +24,7 @@ def test_no_form_comes_twice(ask):
 
 def test_tables_have_a_row_for_each_load():
     spread = {"median": 2.0, "low": 1.0, "high": 3.0}
-    row = {"load": "bodies", "alone_ms": spread, "loaded_ms": spread, "ratio": 1.0}
+    row = {"load": "bodies", "unloaded_ms": spread, "loaded_ms": spread, "ratio": 1.0}
     shown = key_isolation.table({"rows": [row]})
     assert "| bodies | 2.0 (1.0 to 3.0) | 2.0 (1.0 to 3.0) | 1.00 |" in shown
     rows = {"adapters": {"longest_gap_ms": spread, "over_none": 1.5}}

@@ -42,7 +42,7 @@ def test_rates_are_of_all_parts_in_the_best_setting():
     assert told["setting"] == {name: fake.best for name, fake in fakes.items()}
     assert told["items_per_s"] == {lm_eval.OURS: 2.0, lm_eval.THEIRS: 1.0}
     assert told["rate_over_theirs"] == told["rate_over_theirs_in_parts"]["median"] == 2.0
-    assert (told["mean_apart"], told["greedy_by_one_alone"]) == (0.25, 0)
+    assert (told["mean_apart"], told["greedy_by_only_one"]) == (0.25, 0)
     for fake in fakes.values():
         assert sorted(n for part in fake.seen[-3:] for n in part) == [*range(10)]
     assert f"| {lm_eval.OURS} | requests at a time: 16 | 2.00 |" in lm_eval.table(told)

@@ -40,15 +40,23 @@ from specserve_bench.peers.comparison import (
     measure,
 )
 from specserve_bench.peers.peer import Peer, PeerError, checked_python, has_packages
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing, Setup, Timed, write_setup
+from specserve_bench.peers.protocol import (
+    AUTO,
+    DRAFT,
+    LOOKUP,
+    PeerDrafting,
+    Setup,
+    Timed,
+    write_setup,
+)
 from specserve_bench.peers.systems import (
     PeerChoice,
     System,
-    guess_choices,
+    drafting_choices,
     make_systems,
     thread_choices,
 )
-from specserve_bench.peers.table import caption, group_result, shown, table
+from specserve_bench.peers.table import caption, group_result, shown, summary, sweep_summary, table
 from tests.bench.fake_engine import PYTHON, fake_python
 from tests.checkpoints import tiny_checkpoint
 
@@ -253,13 +261,16 @@ def test_threads_are_tried_in_powers_of_two_up_to_all_cores(tmp_path):
     assert thread_choices(own, 6) == [PeerChoice(None, None)]
 
 
-def test_guesses_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
-    lookups = [PeerChoice(2, PeerGuessing(LOOKUP, n)) for n in (2, 4)]
-    assert guess_choices(system(tmp_path), 2, None) == lookups
-    assert guess_choices(system(tmp_path), 2, "d") == [
-        *lookups,
-        PeerChoice(2, PeerGuessing(DRAFT, 3, "d")),
-    ]
+def test_each_drafter_is_tried_with_its_limits_and_auto_is_only_ours(tmp_path):
+    peer = system(tmp_path)
+    lookups = [PeerChoice(2, PeerDrafting(LOOKUP, n)) for n in (2, 4)]
+    drafts = [PeerChoice(2, PeerDrafting(DRAFT, 3, "d"))]
+    assert drafting_choices(peer, 2, LOOKUP, None) == lookups
+    assert drafting_choices(peer, 2, DRAFT, None) == []
+    assert drafting_choices(peer, 2, DRAFT, "d") == drafts
+    assert drafting_choices(peer, 2, AUTO, "d") == [*lookups, *drafts], "its best fixed setting"
+    ours = peer._replace(has_auto=True)
+    assert drafting_choices(ours, 2, AUTO, "d") == [PeerChoice(2, PeerDrafting(AUTO, 0, "d"))]
 
 
 def test_a_sweep_tries_each_choice_once_and_picks_the_best_by_each_figure(tmp_path):
@@ -369,7 +380,7 @@ def test_no_two_prompts_begin_alike(tmp_path):
         "plain": 6,
         "prompt": 3,
         "batch": 32,
-        "guessed": 6,
+        "drafting": 6,
     }
     assert {len(p) for p in cases["batch"].prompts} == {300}
     assert {len(p) for p in cases["prompt"].prompts} == {1000}
@@ -389,7 +400,8 @@ def test_the_ratio_is_to_the_best_peer_in_the_same_round():
         lane_of("fast", (2, 0.020), (2, 0.020), (2, 0.040)),
     ]
     by_name = {
-        figure["figure"]: figure for figure in group_result(MeasuredGroup(lanes, []), None, {})
+        figure["figure"]: figure
+        for figure in group_result(MeasuredGroup(lanes, []), None, None, {})
     }
     ratio = by_name["TPOT ms"]["ratio"]
     assert ratio == {"peer": "fast", "median": 0.75, "low": 0.5, "high": 1}
@@ -403,18 +415,18 @@ def test_quantized_weights_have_a_ratio_to_those_of_16_bits_which_are_no_peer():
         lane_of("specserve, 16 bits", (1, 0.020), (1, 0.020)),
         lane_of("llama.cpp", (1, 0.040), (1, 0.040)),
     ]
-    figures = group_result(MeasuredGroup(lanes, []), None, {})
+    figures = group_result(MeasuredGroup(lanes, []), None, None, {})
     assert figures[0]["ratio"] == {"peer": "llama.cpp", "median": 0.375, "low": 0.25, "high": 0.5}
-    assert "| specserve / 16 bits | 0.75 (0.50 to 1.00), specserve, 16 bits |" in table(
-        {"figures": figures}
-    )
+    text = table({"figures": figures})
+    assert "| specserve / 16 bits |" in text
+    assert "| 0.75 (0.50 to 1.00), specserve, 16 bits |" in text
 
 
 def test_of_a_rate_the_best_is_the_highest():
     lanes = [lane_of("specserve", (1, 1)), lane_of("slow", (1, 3)), lane_of("fast", (1, 1))]
     for lane in lanes:
         lane.case = lane.case._replace(name="batch")
-    step, rate = group_result(MeasuredGroup(lanes, []), None, {})
+    step, rate = group_result(MeasuredGroup(lanes, []), None, None, {})
     assert rate["ratio"] == {"peer": "fast", "median": 1, "low": 1, "high": 1}
     assert step["ratio"]["peer"] == "fast"
 
@@ -423,10 +435,11 @@ def test_the_bound_is_a_row_where_a_figure_is_the_time_of_a_step():
     rates = [Rates(read=1e9, multiply=1e12), Rates(read=2e9, multiply=1e12)]
     costs = {"TPOT ms": Cost(num_bytes=1e8, flops=1e9)}
     figures = group_result(
-        MeasuredGroup([lane_of("specserve", (1, 0.2), (1, 0.2))], rates), None, costs
+        MeasuredGroup([lane_of("specserve", (1, 0.2), (1, 0.2))], rates), None, None, costs
     )
     assert figures[0]["bound"] == {"median": 75, "low": 50, "high": 100}
-    assert "| bound | 75 (50 to 100) | - |" in table({"figures": figures})
+    [_, _, tpot, ttft] = table({"figures": figures}).splitlines()
+    assert tpot.endswith("| 75 (50 to 100) | - |") and ttft.endswith("| - | - |")
 
 
 def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
@@ -437,11 +450,10 @@ def test_a_step_of_a_batch_has_the_context_of_each_request_halfway():
 
 def test_a_peer_that_failed_is_a_line_below_the_table_and_no_base_of_ratios():
     lanes = [lane_of("specserve", (1, 0.01)), lane_of("vLLM", error="no such file")]
-    text = table({"figures": group_result(MeasuredGroup(lanes, []), "a draft", {})})
-    assert "| vLLM | none | none |" in text
-    assert "| specserve / best peer | - | - |" in text
+    text = table({"figures": group_result(MeasuredGroup(lanes, []), DRAFT, "a draft", {})})
+    assert text.count("| none | - | - |\n") == 2
     assert text.endswith("\nvLLM: no such file")
-    assert "TPOT ms, a draft" in text
+    assert "| draft model (a draft): TPOT, ms (lower is better) |" in text
 
 
 @pytest.fixture(scope="module")
@@ -484,6 +496,12 @@ def test_the_command_compares_what_there_is(two_cores, checkpoint, tmp_path, cap
         *(f"2 threads, lookup {n}" for n in (2, 4, 8, 16)),
         *(f"2 threads, draft {n}" for n in (2, 4, 8)),
     }
+    assert {s["draft"] for s in result["sweep"] if " draft " in s["setting"]} == {checkpoint.name}
+    kinds = [(f["drafter"], f["draft"]) for f in result["figures"] if f["drafter"]]
+    drafts = [("draft", checkpoint.name), ("auto", checkpoint.name)]
+    assert list(dict.fromkeys(kinds)) == [("lookup", None), *drafts]
+    [auto] = [f for f in result["figures"] if f["drafter"] == "auto"][:1]
+    assert auto["systems"]["specserve"]["setting"] == "own threads, auto"
     command = result.pop("machine")["command"]
     assert command.startswith(f"specserve bench peers --model {checkpoint} --draft {checkpoint}")
     assert str(checkpoint) not in json.dumps(result)
@@ -504,10 +522,10 @@ def test_paths_may_be_relative(two_cores, checkpoint, tmp_path, monkeypatch):
     args = ["--model=model", "--draft=model", "--transformers=others/python", "--out=r.json"]
     assert bench_peers(*args) == 0
     result = json.loads((tmp_path / "r.json").read_text())
-    assert [f["systems"]["transformers"].get("error") for f in result["figures"]] == [None] * 7
+    assert [f["systems"]["transformers"].get("error") for f in result["figures"]] == [None] * 11
     setups = [json.loads(setup) for *_, setup in starts(tmp_path / "others")]
     assert {s["model"] for s in setups} == {str(checkpoint)}
-    drafts = {s["guessing"]["draft"] for s in setups if s["guessing"]}
+    drafts = {s["drafting"]["draft"] for s in setups if s["drafting"]}
     assert drafts == {None, str(checkpoint)}
 
 
@@ -559,7 +577,7 @@ def test_llama_cpp_gets_gguf_files_and_the_others_the_folders(two_cores, checkpo
     }
     assert {Path(s["model"]).suffix for s in setups["llama"]} == {".gguf"}
     assert {s["model"] for s in setups["others"]} == {str(checkpoint)}
-    drafts = {s["guessing"]["draft"] for s in setups["others"] if s["guessing"]}
+    drafts = {s["drafting"]["draft"] for s in setups["others"] if s["drafting"]}
     assert drafts == {None, str(checkpoint)}
     assert max(s["max_requests"] for s in setups["others"]) == 3
 
@@ -573,7 +591,8 @@ def test_a_model_that_llama_cpp_cannot_have_is_a_line_of_the_table(
     assert bench_peers(*args, "--transformers", fake_python(tmp_path / "others")) == 0
     printed = capsys.readouterr().out
     assert "cannot be written as GGUF: its rope_parameters scale positions" in printed
-    assert "| transformers | 8 " in printed
+    [tpot] = [row for row in printed.splitlines() if row.startswith("| TPOT, ms")]
+    assert "| none | 8 " in tpot
 
 
 def test_a_signal_to_end_leaves_no_files_and_no_engines(
@@ -648,29 +667,78 @@ def test_a_checkpoint_without_a_tokenizer_gets_the_demos(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("guessing", "words"),
+    ("drafting", "kind", "words"),
     [
-        (None, ""),
-        (PeerGuessing(LOOKUP, 4), ", n-gram 4"),
-        (PeerGuessing(DRAFT, 2, "folder"), ", draft model 2"),
+        (None, None, ""),
+        (PeerDrafting(LOOKUP, 4), LOOKUP, ", 4"),
+        (PeerDrafting(DRAFT, 2, "folder"), DRAFT, ", 2"),
+        (PeerDrafting(AUTO, 0, "folder"), AUTO, ""),
+        (PeerDrafting(DRAFT, 2, "folder"), AUTO, ", draft model 2"),
     ],
 )
 @pytest.mark.parametrize("threads", [None, 2])
-def test_a_cell_names_the_drafter_of_its_setting(guessing, words, threads):
+def test_a_cell_adds_the_limit_and_a_drafter_that_is_not_its_rows(drafting, kind, words, threads):
     cell = {
         "median": 1.0,
         "low": 0.5,
         "high": 2.0,
-        "setting": PeerChoice(threads, guessing).words(),
+        "setting": PeerChoice(threads, drafting).words(),
     }
-    assert shown(cell) == f"1 (0.5 to 2){words}"
+    assert shown(cell, kind) == f"1 (0.5 to 2){words}"
 
 
 def test_the_caption_names_machine_commit_rounds_and_versions():
     machine = {"date": "2026-01-02", "cores": 8, "cpu": "Intel Xeon", "commit": "abc-dirty"}
     result = {"machine": machine, "rounds": 3, "versions": {"specserve": "1.2", "vLLM": "9"}}
+    result["figures"] = [{"drafter": None}]
     told = " ".join(caption(result).split())
     assert told.startswith(
-        "Measured on 2026-01-02 on 8 cores of an Intel Xeon, at commit abc-dirty, in 3 interleaved "
-        "rounds: specserve 1.2, vLLM 9. "
+        "Measured on 2026-01-02 on 8 cores of an Intel Xeon, commit abc, measured on an "
+        "uncommitted tree, in 3 interleaved rounds: specserve 1.2, vLLM 9. "
     )
+    assert "`auto` not at all" not in told
+    older = caption(result | {"figures": [{"draft": None}]})
+    assert "`auto` not at all" in " ".join(older.split())
+
+
+def test_figures_of_the_fastest_setting_become_one_for_each_drafter():
+    """Results of older commits have them."""
+
+    def cell(ms, setting):
+        return {"median": ms, "low": ms, "high": ms, "setting": f"2 threads, {setting}"}
+
+    figure = {"figure": "TPOT with drafting ms", "bound": None}
+    ratio = {"peer": "llama.cpp", "median": 0.5, "low": 0.4, "high": 0.6}
+    cells = {"specserve": cell(5, "lookup 16"), "llama.cpp": cell(10, "lookup 4")}
+    figures = [
+        {**figure, "draft": draft, "systems": cells | {"vLLM": cell(7, "draft 2")}, "ratio": ratio}
+        for draft in ("small", "large")
+    ]
+    told = summary({"figures": figures}).splitlines()[2:]
+    ends = [", run 1", ", run 2", " (small)", " (large)", ""]
+    kinds = ["n-gram lookup"] * 2 + ["draft model"] * 2 + ["auto"]
+    heads = [f"| {k}{e}: TPOT, ms (lower is better)" for k, e in zip(kinds, ends, strict=True)]
+    lookup = "**5**, 16 | 10, 4 | not measured | 0.50 (0.40 to 0.60), llama.cpp |"
+    draft = "not measured | not measured | 7, 2 | - |"
+    auto = "not measured | not measured | not measured | - |"
+    rests = [lookup, lookup, draft, draft, auto]
+    assert told == [f"{head} | {rest}" for head, rest in zip(heads, rests, strict=True)]
+    auto = [figure | {"drafter": "auto", "draft": "small", "systems": {}, "ratio": None}]
+    assert len(summary({"figures": auto}).splitlines()) == 3
+
+
+def test_what_was_tried_is_a_row_for_each_drafter_and_limit():
+    sweep = [
+        {"system": "specserve", "setting": "own threads", "tpot_ms": 9, "error": None},
+        {"system": "specserve", "setting": "own threads, lookup 16", "tpot_ms": 5, "error": None},
+        {"system": "vLLM", "setting": "2 threads, draft 2", "tpot_ms": 7, "error": None},
+        {"system": "vLLM", "setting": "2 threads, draft 2", "tpot_ms": 8, "error": None},
+        {"system": "vLLM", "setting": "2 threads, lookup 2", "tpot_ms": None, "error": "no"},
+    ]
+    result = {"sweep": sweep, "figures": [{"draft": d} for d in (None, "small", "large")]}
+    assert sweep_summary(result).splitlines()[2:] == [
+        "| n-gram lookup | 2 | not tried | error |",
+        "| n-gram lookup | 16 | 5.0 | not tried |",
+        "| draft model, large | 2 | not tried | 8.0 |",
+        "| draft model, small | 2 | not tried | 7.0 |",
+    ]

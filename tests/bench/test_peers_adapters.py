@@ -20,7 +20,7 @@ from specserve_bench.peers.protocol import (
     DRAFT,
     LOOKUP,
     EngineError,
-    PeerGuessing,
+    PeerDrafting,
     Setup,
     read_setup,
     write_setup,
@@ -38,12 +38,12 @@ def folder(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), dtype=torch.bfloat16, **ends))
 
 
-def setup_of(folder, guessing=None, threads=1):
-    return Setup(folder, 64, 2, 1 << 22, threads, guessing)
+def setup_of(folder, drafting=None, threads=1):
+    return Setup(folder, 64, 2, 1 << 22, threads, drafting)
 
 
 def ways(folder):
-    return [None, PeerGuessing(LOOKUP, 4), PeerGuessing(DRAFT, 3, folder)]
+    return [None, PeerDrafting(LOOKUP, 4), PeerDrafting(DRAFT, 3, folder)]
 
 
 def alone(engine, prompt, num_tokens):
@@ -96,8 +96,8 @@ def test_an_adapter_runs_in_a_process_of_its_own(folder):
 
 
 def test_a_setup_survives_the_command_line(folder):
-    for guessing in ways(folder):
-        setup = setup_of(folder, guessing)._replace(quantize="w4")
+    for drafting in ways(folder):
+        setup = setup_of(folder, drafting)._replace(quantize="w4")
         assert read_setup(write_setup(setup)) == setup
 
 
@@ -248,7 +248,7 @@ class FakeVLLM:
 
 def test_vllm_adds_up_what_each_step_brings(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", FakeVLLM())
-    engine = vllm.VLLM(setup_of("m", PeerGuessing(DRAFT, 4, "d")))
+    engine = vllm.VLLM(setup_of("m", PeerDrafting(DRAFT, 4, "d")))
     both = engine.together([[10], [20]], 5)
     assert [t.token_ids for t in both] == [[10, 11, 11, 12, 12], [20, 21, 21, 22, 22]]
     assert [t.counts for t in both] == [[1, 2, 2]] * 2

@@ -26,12 +26,12 @@ def figures(tmp_path_factory):
 
 def test_all_parameters_are_measured_beside_none(figures):
     none, every = figures["rows"]
-    assert (none["asked"], every["asked"], every["guesses"]) == ("none", "all", 3)
+    assert (none["asked"], every["asked"], every["draft_tokens"]) == ("none", "all", 3)
     assert 0 < none["host_ms"] < every["host_ms"] < every["step_ms"]["median"]
     assert every["sample_ms"] > 0 and 0 < every["share"]["low"] <= every["share"]["high"] < 1
     (over,) = figures["none_over_without"]
     low, high = over["interval"]
-    assert over["guesses"] == 3 and low <= over["median"] <= high
+    assert over["draft_tokens"] == 3 and low <= over["median"] <= high
 
 
 def test_the_table_has_a_row_for_each_and_the_interval(figures):

@@ -14,7 +14,7 @@ from specserve_bench.results import Round, Speculation
 
 def a_cell(name="mixed", concurrency=1, temperature=None, pair="demo", is_same=True, **tpot_ms):
     tpot_ms = {key.replace("_", ":"): values for key, values in tpot_ms.items()}
-    others = {"requests": 1, "acceptance_length": {}, "guesses": {}, "machine": {}}
+    others = {"requests": 1, "acceptance_length": {}, "draft_tokens": {}, "machine": {}}
     place = {"pair": pair, "workload": name, "concurrency": concurrency, "temperature": temperature}
     return Cell(**place, tpot_ms=tpot_ms, is_same=is_same, **others)
 
@@ -29,12 +29,29 @@ def test_the_best_setting_is_that_with_the_lowest_median_whatever_a_round_says()
 def test_an_interval_that_does_not_end_below_the_bound_is_marked(high, is_marked):
     steady = [high] * 7
     row = speculation.row(a_cell(off=[10.0] * 7, model_8=[1.0] * 7, auto=steady))
-    assert row[-2] == f"{high:.2f} ({high:.2f}-{high:.2f}) [{high:.2f}-{high:.2f}]" + (
+    assert row[-3] == f"{high:.2f} ({high:.2f}-{high:.2f}) [{high:.2f}-{high:.2f}]" + (
         " !" if is_marked else ""
     )
-    assert not row[-1].endswith("!")  # over off
+    assert not row[-2].endswith("!")  # over off
     once = speculation.row(a_cell(off=[10.0], model_8=[1.0], auto=[0.5]))
-    assert once[-2] == "0.50 (0.50-0.50) !", "one round has no interval"
+    assert once[-3] == "0.50 (0.50-0.50) !", "one round has no interval"
+
+
+def test_the_table_counts_losses_and_marks_rows_of_uncommitted_trees():
+    known = {"date": "2026-01-02", "cores": 2, "cpu": "AMD EPYC"}
+    won = a_cell(off=[2.0], model_8=[1.5], auto=[1.0])
+    lost = a_cell("agent", off=[1.0], model_8=[1.5], auto=[2.0])
+    without_off = a_cell("agent", temperature=HOT, model_8=[1.0], model_16=[1.0], auto=[1.5])
+    for cell, commit in ((won, "0123456789ab"), (lost, "123456789abc-dirty"), (without_off, "2")):
+        cell.machine = known | {"commit": commit}
+    kept = speculation.Cells([won, lost, without_off])
+    assert "best fixed setting in 2 of 3 cells" in speculation.losses(kept)
+    assert "no drafting in 1 of 2 cells" in speculation.losses(kept)
+    assert [speculation.row(cell)[-1] for cell in kept.cells] == ["0123456", "1234567†", "2"]
+    assert speculation.caption(kept) == (
+        "Measured on 2026-01-02 on 2 cores of an AMD EPYC. Each row names its commit. † marks 1 "
+        "rows measured on an uncommitted tree."
+    )
 
 
 def test_texts_that_differ_are_said_aloud():
@@ -124,7 +141,7 @@ def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
     assert list(cold.tpot_ms) == [*SETTINGS]
     assert list(hot.tpot_ms) == ["model:8", "model:16", "auto"]
     assert all(len(rounds) == 2 for rounds in (*cold.tpot_ms.values(), *hot.tpot_ms.values()))
-    assert (cold.acceptance_length["auto"], cold.guesses["auto"]) == (3.0, 4.0)
+    assert (cold.acceptance_length["auto"], cold.draft_tokens["auto"]) == (3.0, 4.0)
     assert {(t, n) for _, t, _, n in measured if n > 1} == {(0.0, 3), (HOT, 3)}
     printed = capsys.readouterr().out
     assert printed.startswith("| pair | workload |") and "| demo | mixed | 1 | 0.8 |" in printed

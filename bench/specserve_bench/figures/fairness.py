@@ -1,4 +1,4 @@
-"""How long a small request waits for its first token beside a large one."""
+"""TTFT of a small request while a large one runs."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ def measure() -> dict[str, Any]:
     """Milliseconds and steps until a small request's first token, on the demo pair."""
     with LLM(set={"memory.kv_bytes": 1 << 28}, progress=False) as llm:
         source = source_tokens(llm)
-        choices = f"beside {CHOICES} choices of {CHOICE_TOKENS} tokens"
-        beside: dict[str, Callable[[], Any]] = {
-            "alone": lambda: [],
-            choices: lambda: start(llm, source[:100], CHOICE_TOKENS, CHOICES),
-            f"beside a prompt of {LONG_PROMPT:,} tokens": lambda: start(llm, source[:LONG_PROMPT]),
+        sequences = f"{CHOICES} sequences of {CHOICE_TOKENS} tokens"
+        others: dict[str, Callable[[], Any]] = {
+            "no other request": lambda: [],
+            sequences: lambda: start(llm, source[:100], CHOICE_TOKENS, CHOICES),
+            f"a prompt of {LONG_PROMPT:,} tokens": lambda: start(llm, source[:LONG_PROMPT]),
         }
-        return {name: first_token(llm, large, source) for name, large in beside.items()}
+        return {name: first_token(llm, large, source) for name, large in others.items()}
 
 
 def start(llm: LLM, prompt: list[int], max_tokens: int = 1, n: int = 1) -> Any:
@@ -70,5 +70,5 @@ def table(figures: Mapping[str, Any]) -> str:
         low, high = row["ttft_ms_min_max"]
         ttft = extremes_words({"median": row["ttft_ms"], "low": low, "high": high}, 1)
         rows.append([name, ttft, str(row["steps"])])
-    head = [f"a prompt of {SMALL_PROMPT} tokens", "TTFT, ms (lowest to highest)", "steps"]
+    head = ["running request", f"TTFT of a {SMALL_PROMPT}-token prompt, ms", "steps"]
     return markdown_table(head, rows)

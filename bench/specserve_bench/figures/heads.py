@@ -123,12 +123,12 @@ def table(kept: Mapping[str, Any]) -> str:
         [*told(c), *(shown(median(c.tpot_ms[n])) for n in AUTO), ratio_words(over_either(c))]
         for c in times
     )
-    heads = [f"{name}: tokens a step (guesses right)" for name in ALONE]
+    heads = [f"{name}: tokens per step (draft tokens accepted)" for name in ALONE]
     return "\n\n".join(
         [
             markdown_table(["levels of the head", "ms", of_step], parts),
             markdown_table(["workload", "T", *heads], alone),
-            markdown_table(["workload", "T", *AUTO, "both / the better one"], both),
+            markdown_table(["workload", "T", *AUTO, "both / the faster one"], both),
         ]
     )
 
@@ -139,8 +139,8 @@ def told(cell: Cell) -> list[str]:
 
 
 def acceptance(cell: Cell, name: str) -> str:
-    tokens, guesses = cell.acceptance_length[name], cell.guesses[name]
-    return f"{tokens:.2f} ({(tokens - 1) / guesses if guesses else 0:.0%})"
+    tokens, drafted = cell.acceptance_length[name], cell.draft_tokens[name]
+    return f"{tokens:.2f} ({(tokens - 1) / drafted if drafted else 0:.0%})"
 
 
 def over_either(cell: Cell) -> Ratio | None:

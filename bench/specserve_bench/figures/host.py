@@ -35,7 +35,7 @@ PHASES = (
     "plan",
     "draft",
     *PLANNING,
-    *("build", "launch", "walk", "commit", "report", "rest"),
+    *("build", "launch", "verify_tree", "commit", "report", "rest"),
 )
 
 
@@ -178,7 +178,7 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
         (engine, "draft", "draft"),
         (engine, "build", "build"),
         (engine, "verify", "launch"),
-        (step_loop, "accepted_paths", "walk"),
+        (step_loop, "accepted_paths", "verify_tree"),
         (engine, "commit", "commit"),
         (process, "report", "report"),
         (link, "send", "report"),

@@ -78,7 +78,7 @@ def measure() -> dict[str, Any]:
 
 def figure(server: Served, name: str, case: Case) -> dict[str, Any]:
     ask(server, OTHER, *case.asked())
-    alone = [ask(server, OTHER, *case.asked())[0] for _ in range(30)]
+    unloaded = [ask(server, OTHER, *case.asked())[0] for _ in range(30)]
     loaded, load_seconds = list[float](), list[float]()
     for _ in range(3):
         requests = case.load()
@@ -91,10 +91,10 @@ def figure(server: Served, name: str, case: Case) -> dict[str, Any]:
             load_seconds.append(perf_counter() - began)
     return {
         "load": name,
-        "alone_ms": extremes(alone, 1),
+        "unloaded_ms": extremes(unloaded, 1),
         "loaded_ms": extremes(loaded, 1),
         "requests": len(loaded),
-        "ratio": round(median(loaded) / median(alone), 2),
+        "ratio": round(median(loaded) / median(unloaded), 2),
         "load_s": round(median(load_seconds), 2),
         "statuses": sorted({each.result()[1] for each in sent}),
     }
@@ -117,9 +117,11 @@ def table(result: Mapping[str, Any]) -> str:
     rows = (
         [
             row["load"],
-            *(extremes_words(row[name], 1) for name in ("alone_ms", "loaded_ms")),
+            *(extremes_words(row[name], 1) for name in ("unloaded_ms", "loaded_ms")),
             f"{row['ratio']:.2f}",
         ]
         for row in result["rows"]
     )
-    return markdown_table(["load of another key", "alone, ms", "under load, ms", "ratio"], rows)
+    return markdown_table(
+        ["load of another key", "without load, ms", "under load, ms", "ratio"], rows
+    )

@@ -220,7 +220,7 @@ def of_part(runs: Mapping[str, Evaluation]) -> dict[str, Any]:
         "seconds": {name: round(run.seconds, 3) for name, run in runs.items()},
         "loglikelihood": {OURS: total(ours), THEIRS: total(theirs)},
         "apart": {"sum": sum(apart), "most": max(apart)},
-        "greedy_by_one_alone": sum(ours[n][1] != theirs[n][1] for n in ours),
+        "greedy_by_only_one": sum(ours[n][1] != theirs[n][1] for n in ours),
     }
 
 
@@ -236,7 +236,7 @@ def over_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rate_over_theirs": sum(seconds[THEIRS]) / sum(seconds[OURS]),
         "rate_over_theirs_in_parts": msgspec.to_builtins(ratio(seconds[THEIRS], seconds[OURS])),
         "mean_apart": sum(part["apart"]["sum"] for part in parts) / number,
-        "greedy_by_one_alone": sum(part["greedy_by_one_alone"] for part in parts),
+        "greedy_by_only_one": sum(part["greedy_by_only_one"] for part in parts),
     }
 
 

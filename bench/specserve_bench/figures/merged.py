@@ -1,4 +1,4 @@
-"""What one tree of all sources brings: tokens a step, at as many guesses as a drafter verifies."""
+"""One tree of all draft sources against a single drafter: tokens per step, equal draft tokens."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from specserve_bench.results import Load, ratio
 from specserve_bench.workloads import Workload, workload
 from specserve_drafters.owners import Owners
 
-LIMIT = 16  # guesses of a step, at most
+LIMIT = 16  # maximum draft tokens per step
 # What the tree is compared with: the draft model with its own n-grams, also as deep as the tree.
 OTHERS: dict[str, dict[str, Any]] = {
     "model:16": {"drafter": "model"},
     "model:16, 16 levels": {"drafter": "model", "set": {"drafter.options.max_depth": 16}},
 }
-PRICES = (0.15, 0.07, 0.04, 0.02, 0.01)  # of a guess, in steps: between them it is interpolated
+PRICES = (0.15, 0.07, 0.04, 0.02, 0.01)  # cost of a draft token, as a share of a step
 NAMES = ("mixed", "agent")
 ROUNDS, REQUESTS = 7, 16
 
@@ -32,7 +32,7 @@ ROUNDS, REQUESTS = 7, 16
 class TreeMeans(NamedTuple):
     """Means over the verified steps of a round."""
 
-    guesses: float
+    draft_tokens: float
     tokens: float
 
 
@@ -105,13 +105,13 @@ def row(
     priced: Sequence[Sequence[TreeMeans]],
     full: Sequence[TreeMeans],
 ) -> dict[str, Any]:
-    """The tree beside another drafter in the same rounds: at as many guesses, and with all."""
+    """The tree against another drafter in the same rounds: with as many draft tokens, and all."""
     base = [tree.tokens for tree in other]
-    merged = [at(one.guesses, trees) for one, trees in zip(other, priced, strict=True)]
+    merged = [at(one.draft_tokens, trees) for one, trees in zip(other, priced, strict=True)]
     return {
         "workload": name,
         "drafter": drafter,
-        "guesses": [tree.guesses for tree in other],
+        "draft_tokens": [tree.draft_tokens for tree in other],
         "tokens": base,
         "merged_tokens": merged,
         "merged_by_price": dict(
@@ -124,14 +124,14 @@ def row(
 
 
 def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
-    """What a round brought where a guess costs so much, if the drafter goes by costs."""
+    """A round's means. `price` is the cost of a draft token for a drafter that uses costs."""
     llm.engine.reset_learned()
-    guesses = llm.engine.speculator
-    if isinstance(guesses, AdaptiveSpeculator) and guesses.draft_model is not None:
-        guesses.planner.costs, model = RowCosts(price), guesses.draft_model
+    speculator = llm.engine.speculator
+    if isinstance(speculator, AdaptiveSpeculator) and speculator.draft_model is not None:
+        speculator.planner.costs, model = RowCosts(price), speculator.draft_model
         # A draft model's levels take no time: so every one is run that may be of use.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
-        guesses.learned = Owners(asked_always)
+        speculator.learned = Owners(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)
@@ -143,17 +143,25 @@ def asked_always() -> AcceptanceStats:
     return learned
 
 
-def at(guesses: float, trees: Sequence[TreeMeans]) -> float:
-    """Tokens a step at so many guesses, between trees of several sizes."""
+def at(draft_tokens: float, trees: Sequence[TreeMeans]) -> float:
+    """Tokens per step for a number of draft tokens, interpolated between tree sizes."""
     known = sorted(trees)
-    return float(np.interp(guesses, [t.guesses for t in known], [t.tokens for t in known]))
+    return float(
+        np.interp(draft_tokens, [t.draft_tokens for t in known], [t.tokens for t in known])
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
-        means = [f"{np.mean(row[key]):.2f}" for key in ("guesses", "tokens", "merged_tokens")]
+        means = [f"{np.mean(row[key]):.2f}" for key in ("draft_tokens", "tokens", "merged_tokens")]
         found = [ratio_words(row[key]) for key in ("over", "over_at_same_limit")]
         rows.append([row["workload"], row["drafter"], *means, *found])
-    head = ["workload", "beside", "guesses a step", "tokens a step", "merged, as many guesses"]
-    return markdown_table([*head, "merged / it", f"merged, all of {LIMIT} / it"], rows)
+    head = [
+        "workload",
+        "drafter",
+        "draft tokens per step",
+        "tokens per step",
+        "merged: tokens per step",
+    ]
+    return markdown_table([*head, "merged / drafter", f"merged with all {LIMIT} / drafter"], rows)

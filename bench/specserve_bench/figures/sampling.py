@@ -35,7 +35,7 @@ PARTS = ("host", "sample", "logprobs")
 
 
 class Bush:
-    """A binary tree of guesses that are hardly ever right."""
+    """A binary tree of draft tokens that are almost never accepted."""
 
     class Options(base.Options, frozen=True):
         pass
@@ -61,14 +61,14 @@ class Bush:
 class SamplingCase(NamedTuple):
     """Steps of an engine. Those of `without` go around what edits and masks have added."""
 
-    guesses: int
+    draft_tokens: int
     asked: str
     without: bool = False
 
 
 SUBJECTS = [
-    SamplingCase(guesses, *how)
-    for guesses, how in product((0, NODES), (("none", False), ("none", True), ("all", False)))
+    SamplingCase(draft_tokens, *how)
+    for draft_tokens, how in product((0, NODES), (("none", False), ("none", True), ("all", False)))
 ]
 
 
@@ -105,35 +105,35 @@ def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
             # other engines' weights and KV in the caches.
             is_odd = (i + step) % 2 == 1
             for subject in sorted(SUBJECTS, key=lambda s: (*s[:2], s.without != is_odd)):
-                ran[subject].append(one_step(engines[subject.guesses, subject.asked], subject))
+                ran[subject].append(one_step(engines[subject.draft_tokens, subject.asked], subject))
         for subject, steps in ran.items():
             known[subject].append(steps)
     plain = [subject for subject in SUBJECTS if not subject.without]
-    guesses = dict.fromkeys(subject.guesses for subject in SUBJECTS)
+    draft_tokens = dict.fromkeys(subject.draft_tokens for subject in SUBJECTS)
     return {
         "rounds": rounds,
         "requests": REQUESTS,
         "rows": [row(subject, [typical(steps) for steps in known[subject]]) for subject in plain],
-        "none_over_without": [{"guesses": n} | over_without(known, n) for n in guesses],
+        "none_over_without": [{"draft_tokens": n} | over_without(known, n) for n in draft_tokens],
     }
 
 
 def load_engines(folder: Path, rounds: int) -> dict[tuple[int, str], Engine]:
-    """An engine for each number of guesses and each `asked`, with all of its requests in midst."""
-    # Hardly any guess is right, so there is room for a few that are.
+    """An engine for each number of draft tokens and each `asked`, with running requests."""
+    # Almost no draft token is accepted, so there is room for the few that are.
     max_len = PROMPT + 2 * (WARM_UP + 2 * rounds * STEPS) + NODES + BLOCK_SIZE
     decoder = load_decoder(folder, "bf16", load(torch.device("cpu")), max_len)
-    kinds = dict.fromkeys((s.guesses, s.asked) for s in SUBJECTS)
+    kinds = dict.fromkeys((s.draft_tokens, s.asked) for s in SUBJECTS)
     return {kind: started(decoder, str(folder), *kind, max_len) for kind in kinds}
 
 
-def started(decoder: LoadedModel, name: str, guesses: int, asked: str, max_len: int) -> Engine:
+def started(decoder: LoadedModel, name: str, draft_tokens: int, asked: str, max_len: int) -> Engine:
     settings = {
         "memory.prefix_cache": False,
         "scheduler.max_running": REQUESTS,
-        "drafter.name": f"{__name__}:Bush" if guesses else "none",
-        "speculation.max_nodes": guesses,
-        "speculation.max_step_nodes": REQUESTS * guesses,
+        "drafter.name": f"{__name__}:Bush" if draft_tokens else "none",
+        "speculation.max_nodes": draft_tokens,
+        "speculation.max_step_nodes": REQUESTS * draft_tokens,
     }
     engine = make_engine(decoder, name, max_len, REQUESTS * (max_len + BLOCK_SIZE), settings)
     vocab_size, chance = decoder.config.vocab_size, random.Random(1)
@@ -155,7 +155,7 @@ def one_step(engine: Engine, subject: SamplingCase) -> Counter[str]:
         outputs = engine.step()
         spent = clock.take()
     assert len(outputs) == REQUESTS and all(o.finish_reason is None for o in outputs)
-    assert all(o.num_drafted == subject.guesses for o in outputs)
+    assert all(o.num_drafted == subject.draft_tokens for o in outputs)
     return spent
 
 
@@ -199,7 +199,7 @@ def typical(steps: Sequence[Counter[str]]) -> Counter[str]:
 def row(subject: SamplingCase, rounds: Sequence[Counter[str]]) -> dict[str, Any]:
     """Medians over rounds, and the share with its spread."""
     return {
-        "guesses": subject.guesses,
+        "draft_tokens": subject.draft_tokens,
         "asked": subject.asked,
         "step_ms": extremes([r["step"] / 1e6 for r in rounds]),
         **{f"{part}_ms": ms(median(r[part] for r in rounds)) for part in PARTS},
@@ -208,11 +208,15 @@ def row(subject: SamplingCase, rounds: Sequence[Counter[str]]) -> dict[str, Any]
 
 
 def over_without(
-    known: Mapping[SamplingCase, Sequence[Sequence[Counter[str]]]], guesses: int
+    known: Mapping[SamplingCase, Sequence[Sequence[Counter[str]]]], draft_tokens: int
 ) -> dict[str, Any]:
-    """A step with none in use over the one beside it that goes around edits and masks."""
+    """A step with none in use over the same step without the calls for edits and masks."""
     ours, theirs = (
-        [step.total() for steps in known[SamplingCase(guesses, "none", without)] for step in steps]
+        [
+            step.total()
+            for steps in known[SamplingCase(draft_tokens, "none", without)]
+            for step in steps
+        ]
         for without in (False, True)
     )
     found = ratio(ours, theirs)
@@ -224,14 +228,20 @@ def table(result: Mapping[str, Any]) -> str:
     rows, over = [], []
     for each in result["rows"]:
         parts = [f"{each[f'{part}_ms']:.3f}" for part in PARTS]
-        head = [each["asked"], str(each["guesses"]), f"{each['step_ms']['median']:.1f}"]
+        head = [each["asked"], str(each["draft_tokens"]), f"{each['step_ms']['median']:.1f}"]
         share = "{median:.1%} ({low:.1%} to {high:.1%})".format(**each["share"])
         rows.append([*head, *parts, share])
     for each in result["none_over_without"]:
         low, high = each["interval"]
         over.append(
-            f"none in use, {each['guesses']} guesses: {each['median']:.4f} times the step that "
-            f"goes around edits and masks, with a confidence of 95 % in [{low:.4f}, {high:.4f}]"
+            f"none in use, {each['draft_tokens']} draft tokens: {each['median']:.4f} times the step "
+            f"without edits and masks, 95 % interval [{low:.4f}, {high:.4f}]"
         )
-    head = ["parameters", "guesses a request", "step, ms", *(f"{p}, ms" for p in PARTS), "share"]
+    head = [
+        "parameters",
+        "draft tokens per request",
+        "step, ms",
+        *(f"{p}, ms" for p in PARTS),
+        "share",
+    ]
     return "\n".join([markdown_table(head, rows), *over])

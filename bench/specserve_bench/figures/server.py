@@ -103,9 +103,8 @@ def newcomer() -> dict[str, Any]:
     """A long prompt comes while a stream runs: the stream's longest gap, the newcomer's TTFT.
 
     Chunk steps grow with the context that they attend to, so the longest gap is compared with the
-    longest chunk step of the same prompt alone, in an engine of this process whose steps are no
-    larger. One thread each, so that both engines do the same work whatever number of threads their
-    timings would choose.
+    longest chunk step of the same prompt, without load, in an engine of this process. Its steps are
+    no larger. Both engines have one thread, so that they do the same work.
     """
     options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
     options["memory.prefix_cache"] = False  # the same prompts are repeated
@@ -118,32 +117,32 @@ def newcomer() -> dict[str, Any]:
         rounds = [one_newcomer(s, llm, i) for i in range(1 + ROUNDS)][1:]
     each = {key: [r[key] for r in rounds] for key in rounds[0]}
     gap = extremes_over(each["longest_gap_ms"], each["longest_chunk_step_ms"])
-    ttft = extremes_over(each["ttft_ms"], each["alone_ttft_ms"])
+    ttft = extremes_over(each["ttft_ms"], each["unloaded_ttft_ms"])
     return {key: round(median(values), 2) for key, values in each.items()} | {
         "gap_over_chunk_step": gap["median"],
         "gap_over_chunk_step_min_max": [gap["low"], gap["high"]],
-        "ttft_over_alone": ttft["median"],
-        "ttft_over_alone_min_max": [ttft["low"], ttft["high"]],
+        "ttft_over_unloaded": ttft["median"],
+        "ttft_over_unloaded_min_max": [ttft["low"], ttft["high"]],
     }
 
 
 def one_newcomer(served: Served, llm: LLM, seed: int) -> dict[str, float]:
     long = random.Random(seed).choices(range(300, 8000), k=2000)
     chunk_step = longest_step(llm, long)
-    alone, late, during = asyncio.run(beside_a_stream(served, long, seed))
+    unloaded, late, during = asyncio.run(with_a_stream(served, long, seed))
     end = late.said_at[0]
     assert during.said_at[-1] > end, "the stream had ended before the newcomer was served"
     gaps = [b - a for a, b in pairwise(during.said_at) if b > late.sent_at and a < end]
     return {
         "longest_chunk_step_ms": 1e3 * chunk_step,
         "longest_gap_ms": 1e3 * max(gaps),
-        "alone_ttft_ms": 1e3 * alone.ttft,
+        "unloaded_ttft_ms": 1e3 * unloaded.ttft,
         "ttft_ms": 1e3 * late.ttft,
     }
 
 
 def longest_step(llm: LLM, prompt: list[int]) -> float:
-    """The longest step that computes a prompt alone."""
+    """The longest step that computes a prompt, without other requests."""
     [generation] = llm.start(*llm.check(prompt, SamplingParams(max_tokens=1)))
     seconds = []
     while not generation.is_done:
@@ -152,15 +151,15 @@ def longest_step(llm: LLM, prompt: list[int]) -> float:
     return max(seconds)
 
 
-async def beside_a_stream(served: Served, long: list[int], seed: int) -> list[Stream]:
-    """The long prompt alone, then another one beside a stream, and that stream."""
+async def with_a_stream(served: Served, long: list[int], seed: int) -> list[Stream]:
+    """The long prompt without load, then another one while a stream runs, and that stream."""
 
     def ask(prompt: Any, max_tokens: int) -> Coroutine[Any, Any, Stream]:
         body = body_for(prompt, seed, max_tokens)
         return stream(served.host, served.port, COMPLETIONS, body)
 
-    alone = await ask(long, 1)
+    unloaded = await ask(long, 1)
     running = asyncio.create_task(ask(PROMPTS[0], 3500))
     await asyncio.sleep(0.3)
     late = await ask(long[::-1], 1)
-    return [alone, late, await running]
+    return [unloaded, late, await running]

@@ -99,7 +99,7 @@ def measured(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    head = ["workload", "T", "guesses", "TPOT, ms", "beside", "TPOT, ms", "times as fast", "wanted"]
+    head = ["workload", "T", "setting", "TPOT, ms", "base", "TPOT, ms", "speedup", "target"]
     rows = (
         [
             row["workload"] + ("" if row["is_same"] else " (OUTPUTS DIFFER)"),

@@ -1,4 +1,4 @@
-"""Whether `auto` pays: its TPOT beside fixed settings, workload by workload, load by load.
+"""TPOT of `auto` against fixed settings, for each workload and load.
 
 A cell is a pair of models, a workload, and so many requests at a time. It takes the place of the
 same cell measured before, so a measurement can be done in parts. On two cores all takes about ten
@@ -20,6 +20,7 @@ from specserve.errors import ConfigError
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import Once, at_least_1, listed
 from specserve_bench.figures.demo import SETTINGS
+from specserve_bench.machine import DIRTY
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words, shown
 from specserve_bench.results import Ratio, Result, Round, ratio, spread_of
@@ -34,6 +35,7 @@ REQUESTS = {  # by pair and concurrency
 }
 KV_BYTES = 3 << 29  # of each subject: all of them are in memory at once
 HOT = 0.8
+MARK = "†"  # of commits of uncommitted trees
 OVER_BEST, OVER_OFF, OVER_MODEL = 1.05, 1.03, 0.9  # ends of intervals that are asked for
 
 
@@ -58,7 +60,7 @@ class Cell(msgspec.Struct, kw_only=True):
     requests: int
     tpot_ms: dict[str, list[float]]  # means over the requests of a round
     acceptance_length: dict[str, float]
-    guesses: dict[str, float]  # verified a step
+    draft_tokens: dict[str, float]  # verified per step
     is_same: bool  # all texts of all subjects and rounds
     machine: dict[str, object]
 
@@ -181,7 +183,7 @@ def cell(place: Place, result: Result) -> Cell:
         requests=len(every[0].requests),
         tpot_ms={name: [tpot(r) for r in rounds] for name, rounds in by_subject.items()},
         acceptance_length={name: tokens_a_step(rounds) for name, rounds in by_subject.items()},
-        guesses={
+        draft_tokens={
             name: sum(s.drafted for s in told) / max(1, sum(s.steps for s in told))
             for name, told in speculation.items()
         },
@@ -242,20 +244,40 @@ def mean_ratio(cells: Sequence[Cell], subject: str) -> Ratio:
 
 
 def table(kept: Cells) -> str:
-    head = ["pair", "workload", "at a time", "T", "off", "best fixed", "auto"]
+    head = ["pair", "workload", "concurrent requests", "T", "off", "best fixed", "auto"]
     rows = map(row, sorted(kept.cells, key=lambda c: order(c.place)))
     means = (
         [a.pair, f"{a.temperature:g}", a.subject, checked(a.ratio, OVER_MODEL)]
         for a in averages(kept.cells)
     )
     note = (
-        f"milliseconds a token; ! marks intervals that do not end below {OVER_BEST} (best), "
-        f"{OVER_OFF} (off), {OVER_MODEL} (mean)"
+        f"TPOT in ms; ! marks intervals that do not end below {OVER_BEST} (auto / best fixed), "
+        f"{OVER_OFF} (auto / off), {OVER_MODEL} (mean)"
     )
-    over_models = markdown_table(["pair", "T", "over", "auto / it, mean of workloads"], means)
-    return "\n\n".join(
-        [markdown_table([*head, "auto / best", "auto / off"], rows), over_models, note]
+    over_models = markdown_table(["pair", "T", "setting", "auto / setting, geometric mean"], means)
+    head += ["auto / best fixed", "auto / off", "commit"]
+    return "\n\n".join([markdown_table(head, rows), over_models, losses(kept), note])
+
+
+def losses(kept: Cells) -> str:
+    """How often `auto` is slower than the best fixed setting and than no drafting."""
+    over_best = [r.median for c in kept.cells if (r := c.over(c.best))]
+    over_off = [r.median for c in kept.cells if "off" in c.tpot_ms and (r := c.over("off"))]
+    slower_best, slower_off = (sum(r > 1 for r in each) for each in (over_best, over_off))
+    return (
+        f"`auto` is slower than the best fixed setting in {slower_best} of {len(over_best)} cells, "
+        f"and slower than no drafting in {slower_off} of {len(over_off)} cells."
     )
+
+
+def caption(kept: Cells) -> str:
+    """Machines and dates of the cells; their commits are a column of the table."""
+    machines = [c.machine for c in kept.cells]
+    hardware = dict.fromkeys(f"{m['cores']} cores of an {m['cpu']}" for m in machines)
+    dates = sorted({str(m["date"]) for m in machines})
+    dirty = sum(str(m.get("commit", "")).endswith(DIRTY) for m in machines)
+    text = f"Measured on {' and '.join(dates)} on {', '.join(hardware)}. Each row names its commit."
+    return text + (f" {MARK} marks {dirty} rows measured on an uncommitted tree." if dirty else "")
 
 
 def order(place: Place) -> tuple[int, int, float, int, bool]:
@@ -279,7 +301,13 @@ def row(cell: Cell) -> list[str]:
         shown(ms["auto"]),
         checked(cell.over(cell.best), OVER_BEST),
         checked(cell.over("off"), OVER_OFF) if has_off else "-",
+        short(str(cell.machine.get("commit", "-"))),
     ]
+
+
+def short(commit: str) -> str:
+    """The beginning of a commit, marked if the tree had changes."""
+    return commit.removesuffix(DIRTY)[:7] + (MARK if commit.endswith(DIRTY) else "")
 
 
 def checked(ratio: Ratio | None, bound: float) -> str:

@@ -1,4 +1,4 @@
-"""Structured output: what masks of 152 thousand ids take, and what the grammar's guesses bring.
+"""Structured output: the time of masks of 152 thousand ids, and TPOT with grammar drafts.
 
 The TPOT of `auto`, and of what the grammar forces alone, beside that without guesses: a text for
 each of the 200 schemas, one at a time, at temperature 1. The schemas are of the kinds that
@@ -183,7 +183,7 @@ def table(result: Mapping[str, Any]) -> str:
         [name, f"{median(each):.2f}", ratio_words(result["over_off"].get(name))]
         for name, each in result["tpot_ms"].items()
     )
-    lines += ["", markdown_table(["guesses", "TPOT, ms", "over off"], rows)]
+    lines += ["", markdown_table(["drafter", "TPOT, ms", "TPOT / off"], rows)]
     return "\n".join([*lines, *([] if result["is_same"] else ["", "OUTPUTS DIFFER"])])
 
 

@@ -44,7 +44,7 @@ def make_cases(folder: Path, sizes: "PeerSizes") -> dict[str, PeerCase]:
         "plain": PeerCase("plain", short[: sizes.prompts], sizes.tokens),
         "prompt": PeerCase("prompt", cut(text, 1000, sizes.long), 2),
         "batch": PeerCase("batch", short, sizes.tokens, is_batch=True),
-        "guessed": PeerCase("guessed", short[: sizes.prompts], sizes.tokens),
+        "drafting": PeerCase("drafting", short[: sizes.prompts], sizes.tokens),
     }
 
 
@@ -110,8 +110,8 @@ FIGURES = (
     PeerFigure("TTFT 1000 ms", "prompt", ttft_ms),
     PeerFigure("batch step ms", "batch", step_ms),
     PeerFigure("batch tokens/s", "batch", tokens_per_s, is_rate=True),
-    PeerFigure("guessed TPOT ms", "guessed", tpot_ms),
-    PeerFigure("tokens a step", "guessed", tokens_per_step, is_rate=True),
+    PeerFigure("TPOT with drafting ms", "drafting", tpot_ms),
+    PeerFigure("tokens per step", "drafting", tokens_per_step, is_rate=True),
 )
 
 

@@ -20,7 +20,7 @@ from specserve_bench.arguments import at_least_1, integer
 from specserve_bench.bound import Bound, Cost, cost
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
-from specserve_bench.peers.comparison import Comparison, Limits, MeasuredGroup
+from specserve_bench.peers.comparison import Comparison, Limits, Series
 from specserve_bench.peers.peer import checked_python
 from specserve_bench.peers.systems import (
     ComparedModels,
@@ -65,7 +65,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=at_least_1, default=5, help="interleaved; default: 5")
     sizes = PeerSizes()
     for flag, kind, size, meaning in (
-        ("prompts", at_least_1, sizes.prompts, "of the cases plain and guessed"),
+        ("prompts", at_least_1, sizes.prompts, "of the cases plain and drafting"),
         ("batch", at_least_1, sizes.batch, "prompts of the case batch"),
         ("tokens", integer(2), sizes.tokens, "after each prompt"),
         ("timeout", at_least_1, 600, "seconds to load, and for a case"),
@@ -135,9 +135,9 @@ def compare(
     sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
     comparison = Comparison(systems, models.target, scratch, limits, tell_on_stderr, Bound().rates)
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
-    groups = comparison.run(make_cases(models.target, sizes), folders)
+    series = comparison.run(make_cases(models.target, sizes), folders)
     machine = suite.machine(args.command)
-    return {"machine": machine} | described(models, args.quantize, sizes, comparison, groups)
+    return {"machine": machine} | described(models, args.quantize, sizes, comparison, series)
 
 
 def tell_on_stderr(text: str) -> None:
@@ -149,14 +149,14 @@ def described(
     quantize: str | None,
     sizes: PeerSizes,
     comparison: Comparison,
-    groups: list[MeasuredGroup],
+    series: list[Series],
 ) -> dict[str, Any]:
-    guesses: list[str | None] = [draft.label for draft in models.drafts] or [None]
+    labels = {draft.folder: draft.label for draft in models.drafts}
     costs = step_costs(models.target, sizes, quantize)
     figures = [
         figure
-        for group, label in zip(groups, [None, None, *guesses], strict=True)
-        for figure in group_result(group, label, costs)
+        for each in series
+        for figure in group_result(each.group, each.drafter, labels.get(each.draft), costs)
     ]
     return {
         "model": models.label,
@@ -164,9 +164,9 @@ def described(
         "sizes": sizes._asdict(),
         "rounds": comparison.limits.rounds,
         "versions": comparison.versions,
-        "sweep": sweep_result(comparison.sweep.tried.values()),
+        "sweep": sweep_result(comparison.sweep.tried.values(), labels),
         "figures": figures,
-        "same_text_as_ours": agreements(groups[0].lanes),
+        "same_text_as_ours": agreements(series[0].group.lanes),
     }
 
 

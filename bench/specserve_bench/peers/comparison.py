@@ -11,8 +11,8 @@ from specserve_bench.bound import Rates, kv_token_bytes
 from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer, PeerError, one_line
-from specserve_bench.peers.protocol import Setup, Timed
-from specserve_bench.peers.systems import PeerChoice, System, guess_choices, thread_choices
+from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP, Setup, Timed
+from specserve_bench.peers.systems import PeerChoice, System, drafting_choices, thread_choices
 
 # Starts a system with some settings, with room for some cases.
 Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
@@ -148,6 +148,14 @@ def start_peers(
     return peers
 
 
+class Series(NamedTuple):
+    """A group with drafting has a drafter; `draft` is the draft model that engines may use."""
+
+    group: MeasuredGroup
+    drafter: str | None = None
+    draft: Path | None = None
+
+
 class Limits(NamedTuple):
     rounds: int
     cores: int  # threads are tried up to so many
@@ -184,46 +192,49 @@ class Comparison:
             self.versions[system.name] = peer.version
             yield peer
 
-    def run(
-        self, cases: Mapping[str, PeerCase], drafts: Sequence[Path | None]
-    ) -> list[MeasuredGroup]:
-        """The last groups are those of guesses, one for each draft."""
+    def run(self, cases: Mapping[str, PeerCase], drafts: Sequence[Path | None]) -> list[Series]:
+        """Without drafting, then n-gram lookup, then each draft model, and `auto` with each."""
         plain = cases["plain"]
         threads = {system: thread_choices(system, self.limits.cores) for system in self.systems}
         decoding, prompts = (
             {s: self.sweep.pick(s, choices, plain, figure) for s, choices in threads.items()}
             for figure in ("tpot_ms", "ttft_ms")
         )
-        groups = [
-            [
-                *(Lane(s, plain, decoding[s]) for s in self.systems),
-                *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
-            ],
-            [Lane(s, cases["batch"], prompts[s]) for s in self.systems],
+        together = [
+            *(Lane(s, plain, decoding[s]) for s in self.systems),
+            *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
         ]
-        for draft in drafts:
-            picks = {s: self.guesses(s, decoding[s], cases["guessed"], draft) for s in self.systems}
-            groups.append([Lane(s, cases["guessed"], picks[s]) for s in self.systems])
-        return [self.measure(lanes) for lanes in groups]
+        batch = [Lane(s, cases["batch"], prompts[s]) for s in self.systems]
+        series = [Series(self.measure(lanes)) for lanes in (together, batch)]
+        case, kinds = cases["drafting"], [(LOOKUP, None)]
+        kinds += [(kind, draft) for draft in drafts for kind in (DRAFT, AUTO)]
+        for kind, draft in kinds:
+            picks = {s: self.pick(s, decoding[s], case, kind, draft) for s in self.systems}
+            lanes = [Lane(s, case, pick) for s, pick in picks.items() if pick is not None]
+            if lanes:
+                series.append(Series(self.measure(lanes), kind, draft))
+        return series
 
-    def guesses(self, system: System, plain: Pick, case: PeerCase, draft: Path | None) -> Pick:
-        """The best guesses on the number of threads that is best without."""
+    def pick(
+        self, system: System, plain: Pick, case: PeerCase, drafter: str, draft: Path | None
+    ) -> Pick | None:
+        """The best limit of draft tokens, with the threads that are best without drafting."""
         if plain.choice is None:
             return plain
         folder = None if draft is None else str(draft)
-        choices = guess_choices(system, plain.choice.threads, folder)
-        return self.sweep.pick(system, choices, case, "tpot_ms")
+        choices = drafting_choices(system, plain.choice.threads, drafter, folder)
+        return self.sweep.pick(system, choices, case, "tpot_ms") if choices else None
 
     def measure(self, lanes: Sequence[Lane]) -> MeasuredGroup:
         self.tell(lanes[-1].case.name)
         return measure(lanes, self.start, self.limits.rounds, self.tell, self.gauge)
 
     def setup(self, system: System, choice: PeerChoice, cases: Iterable[PeerCase]) -> Setup:
-        guessing = choice.guessing
+        drafting = choice.drafting
         folders = [self.model]
-        if guessing is not None and guessing.draft is not None:
-            folders.append(Path(guessing.draft))
-            guessing = guessing._replace(draft=self.path(system, folders[1]))
+        if drafting is not None and drafting.draft is not None:
+            folders.append(Path(drafting.draft))
+            drafting = drafting._replace(draft=self.path(system, folders[1]))
         each = list(cases)
         max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
         max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
@@ -234,7 +245,7 @@ class Comparison:
             max_requests=max_requests,
             kv_bytes=max_requests * (max_len + 128) * bytes_a_token,
             threads=choice.threads,
-            guessing=guessing,
+            drafting=drafting,
             quantize=system.quantize,
         )
 

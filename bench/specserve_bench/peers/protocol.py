@@ -14,11 +14,16 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LOOKUP, DRAFT = "lookup", "draft"  # who guesses: the text so far, or a smaller model
+LOOKUP, DRAFT, AUTO = "lookup", "draft", "auto"  # n-gram lookup, draft model, planner
 
 
-class PeerGuessing(NamedTuple):
-    """How an engine speculates. `tokens` are guesses a step, `draft` is a folder."""
+class PeerDrafting(NamedTuple):
+    """How an engine speculates.
+
+    by      LOOKUP, DRAFT or AUTO
+    tokens  limit of draft tokens per step; 0 for AUTO, which sets its own
+    draft   folder of the draft model
+    """
 
     by: str
     tokens: int
@@ -41,7 +46,7 @@ class Setup(NamedTuple):
     max_requests: int
     kv_bytes: int
     threads: int | None
-    guessing: PeerGuessing | None
+    drafting: PeerDrafting | None
     quantize: str | None = None
 
 
@@ -140,10 +145,10 @@ def run(
 
 def read_setup(fields: dict[str, Any]) -> Setup:
     """What `write_setup` wrote."""
-    guessing = fields["guessing"]
-    return Setup(**fields | {"guessing": guessing and PeerGuessing(**guessing)})
+    drafting = fields["drafting"]
+    return Setup(**fields | {"drafting": drafting and PeerDrafting(**drafting)})
 
 
 def write_setup(setup: Setup) -> dict[str, Any]:
-    guessing = setup.guessing
-    return setup._asdict() | {"guessing": guessing and guessing._asdict()}
+    drafting = setup.drafting
+    return setup._asdict() | {"drafting": drafting and drafting._asdict()}

@@ -1,7 +1,7 @@
 """The engines that are compared, the settings that each is tried with, and the models."""
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models.folder import read_json
 from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.pairs import shape_folder
-from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing
+from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP, PeerDrafting
 from specserve_bench.scale import scale_model
 
 SPECSERVE = "specserve"
@@ -23,8 +23,9 @@ class System(NamedTuple):
     """An engine: its name in tables, its adapter's module, and the Python that has it.
 
     threads   whether the suite chooses their number; otherwise the engine does
-    lookups   guesses a step by prompt lookup that are tried
-    drafts    guesses a step by a draft model that are tried
+    lookups   draft tokens per step that are tried with n-gram lookup
+    drafts    draft tokens per step that are tried with a draft model
+    has_auto  whether the engine can choose drafters and draft tokens itself
     quantize  w8a8, w8, w4, or None for the checkpoint's own weights
     """
 
@@ -36,19 +37,22 @@ class System(NamedTuple):
     drafts: tuple[int, ...]
     needs_gguf: bool = False
     quantize: str | None = None
+    has_auto: bool = False
 
 
 class PeerChoice(NamedTuple):
     """A point of a sweep."""
 
     threads: int | None
-    guessing: PeerGuessing | None
+    drafting: PeerDrafting | None
 
     def words(self) -> str:
         threads = "own threads" if self.threads is None else f"{self.threads} threads"
-        if self.guessing is None:
+        if self.drafting is None:
             return threads
-        return f"{threads}, {self.guessing.by} {self.guessing.tokens}"
+        if self.drafting.by == AUTO:
+            return f"{threads}, {AUTO}"
+        return f"{threads}, {self.drafting.by} {self.drafting.tokens}"
 
 
 def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> list[System]:
@@ -63,7 +67,17 @@ def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> lis
         ("transformers", "transformers", True, (2, 4, 8), (2, 4, 8), False),
     ]
     systems = [
-        System(name, adapter, pythons[adapter], threads, lookups, drafts, needs_gguf, quantize)
+        System(
+            name,
+            adapter,
+            pythons[adapter],
+            threads,
+            lookups,
+            drafts,
+            needs_gguf,
+            quantize,
+            has_auto=name == SPECSERVE,
+        )
         for name, adapter, threads, lookups, drafts, needs_gguf in known
         if adapter in pythons
     ]
@@ -80,10 +94,18 @@ def thread_choices(system: System, cores: int) -> list[PeerChoice]:
     return [PeerChoice(n, None) for n in sorted({*powers, cores}) if n <= cores]
 
 
-def guess_choices(system: System, threads: int | None, draft: str | None) -> list[PeerChoice]:
-    lookups: Iterable[PeerGuessing] = (PeerGuessing(LOOKUP, n) for n in system.lookups)
-    drafts: Sequence[PeerGuessing] = [PeerGuessing(DRAFT, n, draft) for n in system.drafts]
-    return [PeerChoice(threads, g) for g in [*lookups, *(drafts if draft else [])]]
+def drafting_choices(
+    system: System, threads: int | None, drafter: str, draft: str | None
+) -> list[PeerChoice]:
+    """The limits of draft tokens that are tried with a drafter.
+
+    AUTO is specserve's own choice; a peer has its best fixed setting in its place.
+    """
+    lookups = [PeerDrafting(LOOKUP, n) for n in system.lookups]
+    drafts = [PeerDrafting(DRAFT, n, draft) for n in system.drafts if draft]
+    own = [PeerDrafting(AUTO, 0, draft)] if system.has_auto else [*lookups, *drafts]
+    chosen = {LOOKUP: lookups, DRAFT: drafts, AUTO: own}[drafter]
+    return [PeerChoice(threads, each) for each in chosen]
 
 
 class NamedDraft(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from specserve_bench.peers.protocol import (
     DRAFT,
     EngineError,
-    PeerGuessing,
+    PeerDrafting,
     Setup,
     Timed,
     serve,
@@ -214,16 +214,16 @@ def load(setup: Setup) -> Llama:
 
 
 def make_guesser(setup: Setup) -> Guesser | None:
-    guessing: PeerGuessing | None = setup.guessing
-    if guessing is None:
+    drafting: PeerDrafting | None = setup.drafting
+    if drafting is None:
         return None
-    if guessing.by != DRAFT:
-        return Lookup(guessing.tokens)
-    assert guessing.draft is not None
+    if drafting.by != DRAFT:
+        return Lookup(drafting.tokens)
+    assert drafting.draft is not None
     model = LlamaModel(
-        quantized(guessing.draft, setup.quantize), setup.max_len + guessing.tokens, 1, setup.threads
+        quantized(drafting.draft, setup.quantize), setup.max_len + drafting.tokens, 1, setup.threads
     )
-    return DraftGuesser(model, guessing.tokens)
+    return DraftGuesser(model, drafting.tokens)
 
 
 if __name__ == "__main__":

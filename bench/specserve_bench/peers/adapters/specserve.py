@@ -2,7 +2,16 @@
 
 from specserve import LLM, SamplingParams  # first: it configures the process before torch loads
 from specserve.version import VERSION
-from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
+from specserve_bench.peers.protocol import (
+    AUTO,
+    DRAFT,
+    LOOKUP,
+    PeerDrafting,
+    Setup,
+    Timed,
+    serve,
+    timed_together,
+)
 
 
 class Specserve:
@@ -30,21 +39,21 @@ def settings(setup: Setup) -> dict[str, object]:
         "memory.kv_bytes": setup.kv_bytes,
         **({} if setup.threads is None else {"model.threads": setup.threads}),
         **({} if setup.quantize is None else {"model.quantize": setup.quantize}),
-        **drafting(setup.guessing, setup.quantize),
+        **drafter_settings(setup.drafting, setup.quantize),
     }
 
 
-def drafting(guessing: PeerGuessing | None, quantize: str | None) -> dict[str, object]:
-    """One drafter within a fixed limit, as the peers have."""
-    if guessing is None:
+def drafter_settings(drafting: PeerDrafting | None, quantize: str | None) -> dict[str, object]:
+    """One drafter with a fixed limit, as the peers have; or `auto`, without a limit."""
+    if drafting is None:
         return {"drafter.name": "none"}
-    if guessing.by == DRAFT:
-        drafter = {"drafter.name": "model", "drafter.model": guessing.draft}
-        if quantize is not None:
-            drafter["drafter.quantize"] = quantize
-    else:
-        drafter = {"drafter.name": "ngram"}
-    return drafter | {"speculation.max_nodes": guessing.tokens}
+    if drafting.by == LOOKUP:
+        return {"drafter.name": "ngram", "speculation.max_nodes": drafting.tokens}
+    settings: dict[str, object] = {"drafter.name": "model" if drafting.by == DRAFT else AUTO}
+    if drafting.draft is not None:
+        settings["drafter.model"] = drafting.draft
+        settings |= {} if quantize is None else {"drafter.quantize": quantize}
+    return settings | ({"speculation.max_nodes": drafting.tokens} if drafting.by == DRAFT else {})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specserve_bench.peers.protocol import DRAFT, PeerGuessing, Setup, Timed, serve, timed_together
+from specserve_bench.peers.protocol import DRAFT, PeerDrafting, Setup, Timed, serve, timed_together
 
 
 class Transformers:
@@ -15,7 +15,7 @@ class Transformers:
         self.version = str(transformers.__version__)
         self.torch = torch
         self.model = load_model(setup.model)
-        self.guesses = guesses(setup.guessing)
+        self.guesses = guesses(setup.drafting)
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         ids = self.torch.tensor(prompts)  # prompts of a set have one length
@@ -58,16 +58,16 @@ def load_model(folder: str) -> Any:
     return model.eval()
 
 
-def guesses(guessing: PeerGuessing | None) -> dict[str, Any]:
+def guesses(drafting: PeerDrafting | None) -> dict[str, Any]:
     """Arguments of `generate`."""
-    if guessing is None:
+    if drafting is None:
         return {}
-    if guessing.by != DRAFT:
-        return {"prompt_lookup_num_tokens": guessing.tokens}
-    assert guessing.draft is not None
-    assistant = load_model(guessing.draft)
+    if drafting.by != DRAFT:
+        return {"prompt_lookup_num_tokens": drafting.tokens}
+    assert drafting.draft is not None
+    assistant = load_model(drafting.draft)
     # As many guesses in every step as the sweep asks for.
-    assistant.generation_config.num_assistant_tokens = guessing.tokens
+    assistant.generation_config.num_assistant_tokens = drafting.tokens
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0
     return {"assistant_model": assistant}

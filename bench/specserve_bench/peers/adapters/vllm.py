@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve_bench.peers.protocol import (
     DRAFT,
-    PeerGuessing,
+    PeerDrafting,
     Setup,
     Timed,
     read_setup,
@@ -33,7 +33,7 @@ class VLLM:
             max_num_seqs=setup.max_requests,
             enable_prefix_caching=False,  # rounds repeat the prompts
             skip_tokenizer_init=True,
-            speculative_config=speculation(setup.guessing),
+            speculative_config=speculation(setup.drafting),
         ).llm_engine
         self.ids = count()
 
@@ -76,14 +76,14 @@ def environment(setup: Setup) -> dict[str, str]:
     }
 
 
-def speculation(guessing: PeerGuessing | None) -> dict[str, Any] | None:
-    if guessing is None:
+def speculation(drafting: PeerDrafting | None) -> dict[str, Any] | None:
+    if drafting is None:
         return None
-    if guessing.by == DRAFT:
-        chosen: dict[str, Any] = {"method": "draft_model", "model": guessing.draft}
+    if drafting.by == DRAFT:
+        chosen: dict[str, Any] = {"method": "draft_model", "model": drafting.draft}
     else:
         chosen = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return chosen | {"num_speculative_tokens": guessing.tokens}
+    return chosen | {"num_speculative_tokens": drafting.tokens}
 
 
 def restart(setup: Setup) -> None:
