@@ -78,18 +78,18 @@ def exit_if_dirty(output: str, allow_dirty: bool) -> None:
         raise SystemExit(refused)
 
 
-def measured_on(machine: Mapping[str, Any]) -> str:
-    """The date, CPU and commit of a result, for captions."""
-    known = str(machine.get("commit", NO_GIT))
+def measured(machine: Mapping[str, Any]) -> str:
+    """How, when and on what a result was measured, for captions."""
     hardware = f"{machine['cores']} cores of an {machine['cpu']}"
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, {hardware}"
-    return f"{machine['date']} on {hardware}, {commit_words(known)}"
+    known = commit_words(str(machine.get("commit", NO_GIT)))
+    return f"measured {known}, on {machine['date']}, on {hardware}"
 
 
 def commit_words(known: str) -> str:
     if known == NO_GIT:
-        return "installed package, no git tree"
+        return "with an installed package (no git tree)"
     if known.endswith(DIRTY):
-        return f"commit {known.removesuffix(DIRTY)}, measured on an uncommitted tree"
-    return f"commit {known}"
+        return f"on an uncommitted tree after commit {known.removesuffix(DIRTY)}"
+    return f"at commit {known}"

@@ -150,14 +150,15 @@ def test_a_rehearsal_writes_no_results_and_is_not_refused(monkeypatch, tmp_path)
 
 def test_a_caption_says_if_the_tree_was_uncommitted():
     known = {"date": "2026-01-02", "cores": 2, "cpu": "AMD EPYC", "commit": "abc"}
-    assert machine.measured_on(known) == "2026-01-02 on 2 cores of an AMD EPYC, commit abc"
-    dirty = machine.measured_on(known | {"commit": "abc-dirty", "gpu": "NVIDIA H100"})
-    assert dirty == (
-        "2026-01-02 on NVIDIA H100, 2 cores of an AMD EPYC, commit abc, measured on an uncommitted "
-        "tree"
+    assert (
+        machine.measured(known)
+        == "measured at commit abc, on 2026-01-02, on 2 cores of an AMD EPYC"
     )
-    wheel = machine.measured_on(known | {"commit": machine.NO_GIT})
-    assert wheel.endswith("installed package, no git tree")
+    dirty = machine.measured(known | {"commit": "abc-dirty", "gpu": "NVIDIA H100"})
+    start = "measured on an uncommitted tree after commit abc, on 2026-01-02, on NVIDIA H100, "
+    assert dirty == f"{start}2 cores of an AMD EPYC"
+    wheel = machine.measured(known | {"commit": machine.NO_GIT})
+    assert wheel.startswith("measured with an installed package (no git tree), on ")
     p = argparse.ArgumentParser()
     machine.add_allow_dirty(p)
     assert p.parse_args(["--allow-dirty"]).allow_dirty

@@ -693,8 +693,8 @@ def test_the_caption_names_machine_commit_rounds_and_versions():
     result["figures"] = [{"drafter": None}]
     told = " ".join(caption(result).split())
     assert told.startswith(
-        "Measured on 2026-01-02 on 8 cores of an Intel Xeon, commit abc, measured on an "
-        "uncommitted tree, in 3 interleaved rounds: specserve 1.2, vLLM 9. "
+        "Measured on an uncommitted tree after commit abc, on 2026-01-02, on 8 cores of an Intel "
+        "Xeon. 3 interleaved rounds: specserve 1.2, vLLM 9. "
     )
     assert "`auto` not at all" not in told
     older = caption(result | {"figures": [{"draft": None}]})

@@ -135,4 +135,4 @@ def table(result: Mapping[str, Any]) -> str:
         steps = row["steps"]
         shares = (extremes_words(steps[n]["over_base"]) if n in steps else "-" for n in names)
         rows.append([str(row["requests"]), f"{steps[BASE]['ms']['median']:.1f}", *shares])
-    return markdown_table(["requests", f"{BASE}, ms", *(f"{n}, / it" for n in names)], rows)
+    return markdown_table(["requests", f"{BASE}, ms", *(f"{n} / {BASE}" for n in names)], rows)

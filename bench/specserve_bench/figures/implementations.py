@@ -54,4 +54,4 @@ def table(result: Mapping[str, Any]) -> str:
         ]
         for step in result["steps"]
     )
-    return markdown_table(["step", f"{EAGER}, ms", *(f"{n}, / it" for n in NAMES[1:])], rows)
+    return markdown_table(["step", f"{EAGER}, ms", *(f"{n} / {EAGER}" for n in NAMES[1:])], rows)

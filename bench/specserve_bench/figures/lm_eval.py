@@ -241,7 +241,7 @@ def over_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(told: Mapping[str, Any]) -> str:
-    words, rows = {"_concurrent": "requests at a time:", "batch_size_per_gpu": "batch:"}, []
+    words, rows = {"_concurrent": "concurrent requests:", "batch_size_per_gpu": "batch:"}, []
     for name, setting in told["setting"].items():
         [(key, value)] = setting.items()
         rows.append([name, f"{words[key]} {value}", f"{told['items_per_s'][name]:.2f}"])

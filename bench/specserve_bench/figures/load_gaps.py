@@ -114,4 +114,4 @@ def table(result: dict[str, Any]) -> str:
         [name, extremes_words(row["longest_gap_ms"], 1), f"{row['over_none']:.2f}"]
         for name, row in result["rows"].items()
     )
-    return markdown_table(["loads", "longest gap, ms (lowest to highest)", "over none"], rows)
+    return markdown_table(["loads", "longest gap, ms", "ratio to none"], rows)

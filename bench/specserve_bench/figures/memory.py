@@ -47,25 +47,26 @@ def measure() -> dict[str, Any]:
 def table(figures: dict[str, Any]) -> str:
     shared, elastic = figures["shared_prefix"], figures["elastic"]
     rows = {
-        f"TTFT of a prompt whose first {shared['prefix_tokens']:,} tokens are found, over a miss": (
+        f"TTFT with {shared['prefix_tokens']:,} cached prompt tokens / without": (
             f"{shared['hit_over_miss']:.3f}"
         ),
-        f"blocks of {shared['requests']} requests that share them, over the least there could be": (
+        f"KV blocks of {shared['requests']} requests with a shared prefix / minimum": (
             f"{shared['peak_over_least']:.2f}"
         ),
-        "share of blocks that one request with 16 choices saves over 16 requests "
-        "(off, ngram, model)": ", ".join(f"{c['saved']:.0%}" for c in figures["choices"]),
-        "slots of held target blocks without a token, after a step: mean, highest": (
+        "KV blocks saved by n = 16 against 16 requests (off, ngram, model)": ", ".join(
+            f"{c['saved']:.0%}" for c in figures["choices"]
+        ),
+        "unused slots of allocated target KV blocks after a step: mean, maximum": (
             f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
         ),
-        "planning and committing, of a step of a 0.6B shape with 32 running: usual, highest": (
+        "scheduling and commit, share of a 0.6B step with 32 requests: median, maximum": (
             f"{figures['overhead']['share']:.1%}, {figures['overhead']['highest_share']:.1%}"
         ),
-        "tokens/s with elastic draft blocks, over a fixed split of too small a pool": ", ".join(
+        "tokens/s with elastic draft blocks / fixed split, in a pool that is too small": ", ".join(
             f"{e['elastic_over_split']:.2f}" for e in elastic
         ),
     }
-    return markdown_table(["what", "measured"], [*rows.items()])
+    return markdown_table(["figure", "measured"], [*rows.items()])
 
 
 def demo(drafter: str, settings: Mapping[str, Any] | None = None) -> LLM:

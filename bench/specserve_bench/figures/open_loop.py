@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryFile
 from typing import Self
 
@@ -165,6 +166,30 @@ def table(result: Result) -> str:
         rows.append([*map(str, place), *compared(runs[OURS], runs[THEIRS], result.goals)])
     head = ["workload", "load", *(f"{name}, {OURS} / {THEIRS}" for name in names)]
     return f"{report(result)}\n\n{markdown_table(head, rows)}"
+
+
+def summary_rows(result: Result) -> list[list[str]]:
+    """p99 TTFT and TPOT of the first workload, for the table of all engines: specserve, llama.cpp,
+    vLLM, ratio.
+    """
+    rows = []
+    first = next(iter(result.workloads))
+    for load in dict.fromkeys(run.load for run in result.runs if run.workload == first):
+        runs = {r.subject: r for r in result.runs if (r.workload, r.load) == (first, load)}
+        ratios = compared(runs[OURS], runs[THEIRS], result.goals)
+        for name, key, found in zip(("TTFT", "TPOT"), ("ttft_ms", "tpot_ms"), ratios, strict=False):
+            ours, theirs = (p99(runs[subject], key, result.goals) for subject in (OURS, THEIRS))
+            cells = [f"{ours:.4g}", "not measured", f"{theirs:.4g}"]
+            best = 0 if ours < theirs else 2
+            cells[best] = f"**{cells[best]}**"
+            what = f"open loop, {load.rate:.2g} requests/s: p99 {name}, ms (lower is better)"
+            rows.append([what, *cells, f"{found.partition(' [')[0].replace('-', ' to ')}, vLLM"])
+    return rows
+
+
+def p99(run: Run, name: str, goals: Goals) -> float:
+    """The median over rounds."""
+    return median(figures(round, goals)[name].p99 for round in run.rounds)
 
 
 def compared(ours: Run, theirs: Run, goals: Goals) -> list[str]:

@@ -250,8 +250,8 @@ def perplexities(models: RealModels, texts: Sequence[str]) -> dict[str, float]:
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    head = ["setting", "T", "prompt tokens", "TPOT none, ms", "TPOT auto, ms", "auto / none"]
-    head += ["tokens per step", "verified nodes per step", "wanted"]
+    head = ["setting", "T", "prompt tokens", "TPOT off, ms", "TPOT auto, ms", "auto / off"]
+    head += ["tokens per step", "draft tokens per step", "goal"]
     ties = Ties(**kept["ties"])
     scores = [f"{name} {value:.4f}" for name, value in kept["perplexity"].items()]
     return "\n".join(

@@ -197,5 +197,5 @@ def table(result: Mapping[str, Any]) -> str:
         shares = [f"{median(cached[name]) / size:.0%}" for name in POLICIES]
         over, wanted = ratio_words(row["times_as_many"]), f"at least {row['wanted']:g}"
         rows.append([HELD[row["pool"]][0], *shares, over, wanted])
-    head = ["each pool holds", "of prompt tokens cached, random", "cache-aware", "times as many"]
-    return markdown_table([*head, "wanted"], rows)
+    head = ["pool of each server", "cached prompt tokens, random", "cache-aware", "ratio"]
+    return markdown_table([*head, "goal"], rows)

@@ -62,4 +62,4 @@ def table(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     )
-    return markdown_table(["pair", "streams", "longest pause, s", "wanted"], rows)
+    return markdown_table(["pair", "streams", "longest pause, s", "goal"], rows)

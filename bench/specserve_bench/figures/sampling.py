@@ -234,8 +234,8 @@ def table(result: Mapping[str, Any]) -> str:
     for each in result["none_over_without"]:
         low, high = each["interval"]
         over.append(
-            f"none in use, {each['draft_tokens']} draft tokens: {each['median']:.4f} times the step "
-            f"without edits and masks, 95 % interval [{low:.4f}, {high:.4f}]"
+            f"none in use, {each['draft_tokens']} draft tokens: {each['median']:.4f} times the "
+            f"step without edits and masks, 95 % interval [{low:.4f}, {high:.4f}]"
         )
     head = [
         "parameters",

@@ -99,7 +99,7 @@ def measured(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    head = ["workload", "T", "setting", "TPOT, ms", "base", "TPOT, ms", "speedup", "target"]
+    head = ["workload", "T", "setting", "TPOT, ms", "base", "TPOT, ms", "speedup", "goal"]
     rows = (
         [
             row["workload"] + ("" if row["is_same"] else " (OUTPUTS DIFFER)"),

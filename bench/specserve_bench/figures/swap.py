@@ -22,7 +22,7 @@ COLUMNS = {
     "step_ms": "step, ms",
     "load_s": "load, s",
     "longest_wait_steps": "longest wait, steps",
-    "longest_wait_before_steps": "as long before",
+    "longest_wait_before_steps": "longest wait before, steps",
 }
 
 
@@ -90,4 +90,4 @@ def table(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     )
-    return markdown_table(["pair", "streams", *COLUMNS.values(), "wanted"], rows)
+    return markdown_table(["pair", "streams", *COLUMNS.values(), "goal"], rows)

@@ -145,4 +145,4 @@ def table(figures: Mapping[str, Any]) -> str:
     rows = [[name, f"{figures[name]:.1f} ms", ""] for name in figures if name.endswith("_ms")]
     for name, bound in (("itl_p99_over_target", 2.0), ("ttft_over_predicted", 1.1)):
         rows.append([name, ratio_words(figures[name]), f"at most {bound:g}"])
-    return markdown_table(["figure", "measured", "wanted"], rows)
+    return markdown_table(["figure", "measured", "goal"], rows)

@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from specserve_bench.bound import Cost, Rates
-from specserve_bench.machine import measured_on
+from specserve_bench.machine import measured
 from specserve_bench.peers.cases import FIGURES, PeerFigure, agreement
 from specserve_bench.peers.comparison import Lane, MeasuredGroup, Tried
 from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP
@@ -230,8 +230,8 @@ def caption(result: Mapping[str, Any]) -> str:
     """The machine, the commit and the settings of the tables."""
     engines = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     text = (
-        f"Measured on {measured_on(result['machine'])}, in {result['rounds']} interleaved rounds: "
-        f"{engines}. Cells are medians. Rows with drafting name the drafter. Their cells add the "
+        f"M{measured(result['machine'])[1:]}. {result['rounds']} interleaved rounds: {engines}. "
+        f"Cells are medians. Rows with drafting name the drafter. Their cells add the "
         "limit of draft tokens per step that was fastest for the engine."
     )
     if "drafter" not in result["figures"][0]:
