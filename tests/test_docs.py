@@ -22,7 +22,7 @@ from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
-from specserve_bench import doctor, machine, perplexity, reference, scale, suite
+from specserve_bench import doctor, documents, machine, perplexity, reference, scale, suite
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
 from specserve_bench.demo.scaled_model import SHAPES
@@ -34,6 +34,7 @@ from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.workloads import WORKLOADS
 from tests.adapters import write_adapter
+from tests.bench.test_machine import FROM_DIRTY_TREES
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
 
@@ -59,10 +60,11 @@ DOCTOR = sorted({line for line in LINES if line.startswith("specserve doctor ")}
 HEADS = sorted({line for line in LINES if line.startswith("specserve demo ")})
 KNOWN = {*BENCH, *DOCTOR, *HEADS}
 COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - KNOWN)
-KEPT_TABLES = (  # those of the first six have other words before or between them
+KEPT_TABLES = (
     *("families", "implementations", "maps", "mixtures", "sampling", "versions"),
     *("adapters", "fairness", "host", "kv", "memory", "real", "replicas", "restart", "sources"),
-    *("steps", "swap"),
+    *("steps", "swap", "speculation", "open-loop", "heads", "merged", "targets", "structured"),
+    *("key-isolation", "load-gaps", "lm-eval", "server"),
 )
 ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none does
     "curl ": "tests/server/test_readme.py",
@@ -147,9 +149,32 @@ def test_the_table_is_that_of_the_kept_results():
 def test_the_table_of_other_engines_is_that_of_the_kept_result():
     kept = json.loads((ROOT / "bench/results/peers-cpu.json").read_text())
     assert peers_table.table(kept) in PAGES["docs/comparison.md"]
-    assert peers_table.summary(kept) in PAGES["README.md"]
+    assert peers_table.sweep_summary(kept) in PAGES["docs/comparison.md"]
     assert peers_table.caption(kept) in PAGES["docs/comparison.md"]
     assert peers_table.caption(kept) in PAGES["README.md"]
+    # Each row of the README names the setting that produced it, and losses stand with wins.
+    rows = documents.summary().splitlines()
+    assert "\n".join(rows) in PAGES["README.md"]
+    told = "".join(rows)
+    for what in ("n-gram lookup", "draft model", "auto", "open loop", "p99 TTFT"):
+        assert what in told
+
+
+def test_every_block_of_a_page_is_that_of_the_kept_results(monkeypatch):
+    """`python -m specserve_bench.documents` writes them again."""
+    monkeypatch.chdir(ROOT)
+    assert [name for name, page in PAGES.items() if documents.written(page) != page] == []
+
+
+def test_every_result_that_a_page_shows_has_a_caption():
+    """It has the commit, and says if that was an uncommitted tree."""
+    for name, page in PAGES.items():
+        blocks = re.findall(r"<!-- result: ([\w -]+) -->", page)
+        tables = {block.split(" ")[0] for block in blocks}
+        captions = {block.split(" ")[0] for block in blocks if block.endswith(" caption")}
+        assert tables == captions, name
+        is_dirty = any(file in page for file in FROM_DIRTY_TREES)
+        assert "uncommitted tree" in page or not is_dirty, name
 
 
 @pytest.mark.parametrize("bits", ["w4", "w8"])
@@ -169,12 +194,9 @@ def test_readme_shows_the_command_that_tests_next_to_the_one_that_serves():
 
 @pytest.mark.parametrize("name", KEPT_TABLES)
 def test_the_table_of_a_figure_is_that_of_the_kept_result(name):
-    kept = json.loads((ROOT / f"bench/results/{name}-cpu.json").read_text())
-    del kept["machine"]
     page = PAGES["docs/replicas.md"] if name == "replicas" else MANUAL
-    lines = figures.module(name).table(kept).splitlines()
-    assert [line for line in lines if line.startswith("|") and line not in page] == []
-    assert "\n".join(lines) in page or name in KEPT_TABLES[:6]
+    assert documents.BLOCKS[name]() in page
+    assert documents.BLOCKS[f"{name} caption"]() in page
 
 
 def test_the_manual_of_the_bench_names_every_workload_shape_and_command():

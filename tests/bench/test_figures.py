@@ -85,5 +85,5 @@ def test_the_help_says_what_every_part_measures_and_what_it_replaces(capsys):
 
 def test_the_manual_names_every_part():
     manual = (Path(__file__).parents[2] / "docs/bench.md").read_text()
-    [section] = re.findall(r"^## Kept figures$(.*?)^## ", manual, re.MULTILINE | re.DOTALL)
+    [section] = re.findall(r"^## Kept results$(.*?)^## ", manual, re.MULTILINE | re.DOTALL)
     assert {*figures.FIGURES, *figures.LONG} <= set(re.findall(r"`([^`\n]+)`", section))

@@ -694,7 +694,7 @@ def test_the_caption_names_machine_commit_rounds_and_versions():
     told = " ".join(caption(result).split())
     assert told.startswith(
         "Measured on an uncommitted tree after commit abc, on 2026-01-02, on 8 cores of an Intel "
-        "Xeon. 3 interleaved rounds: specserve 1.2, vLLM 9. "
+        "Xeon. The engines are specserve 1.2, vLLM 9. They took turns in 3 rounds. "
     )
     assert "`auto` not at all" not in told
     older = caption(result | {"figures": [{"draft": None}]})

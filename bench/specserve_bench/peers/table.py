@@ -230,9 +230,10 @@ def caption(result: Mapping[str, Any]) -> str:
     """The machine, the commit and the settings of the tables."""
     engines = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     text = (
-        f"M{measured(result['machine'])[1:]}. {result['rounds']} interleaved rounds: {engines}. "
-        f"Cells are medians. Rows with drafting name the drafter. Their cells add the "
-        "limit of draft tokens per step that was fastest for the engine."
+        f"M{measured(result['machine'])[1:]}. The engines are {engines}. They took "
+        f"turns in {result['rounds']} rounds. Cells are medians. Rows with drafting name the "
+        "drafter. Their cells add the limit of draft tokens per step that was fastest for the "
+        "engine."
     )
     if "drafter" not in result["figures"][0]:
         text += (
