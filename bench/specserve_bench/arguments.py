@@ -16,7 +16,7 @@ T = TypeVar("T")
 def integer(low: int, high: int = 10**6) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
         return int(text)
 
     return parse
@@ -29,7 +29,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
         return value
 
     return parse
@@ -46,14 +46,14 @@ def listed(
     def parse(text: str) -> tuple[T, ...]:
         parts = [part for part in text.split(",") if part]
         if not parts:
-            raise argparse.ArgumentTypeError("names nothing")
+            raise argparse.ArgumentTypeError("the list is empty")
         for part in parts:
             if known and part not in known:
-                raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(known)}")
         values = tuple(map(kind, parts))
         for value in () if repeats else values:
             if values.count(value) > 1:
-                raise argparse.ArgumentTypeError(f"names {value} more than once; name it once")
+                raise argparse.ArgumentTypeError(f"{value} is repeated; name it once")
         return values
 
     return parse
@@ -70,7 +70,7 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if getattr(namespace, self.dest) is not self.default:
-            raise argparse.ArgumentError(self, "is there twice; give one list, with commas")
+            raise argparse.ArgumentError(self, "is given twice; give one list, with commas")
         setattr(namespace, self.dest, values)
 
 
@@ -98,7 +98,7 @@ def check_folder(flag: str, folder: Path) -> None:
     """Make the folder, if need be; ConfigError unless files can be written there."""
     check_parent(flag, folder)
     if folder.is_file():
-        raise ConfigError(f"{flag} {folder}: is a file; name a folder")
+        raise ConfigError(f"{flag} {folder}: is a file. Name a folder.")
     try:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -111,8 +111,8 @@ def check_parent(flag: str, path: Path) -> None:
     """A missing folder is an error, not made: the path may be mistyped."""
     if not path.parent.is_dir():
         raise ConfigError(
-            f"{flag} {path}: cannot be written, as there is no folder {path.parent}; make it, or "
-            "name another"
+            f"{flag} {path}: cannot be written. There is no folder {path.parent}: create "
+            "it, or name another one."
         )
 
 

@@ -27,7 +27,7 @@ class StepSize(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a step has to do: bytes of weights and KV to read, and floating-point operations."""
+    """Work of a step: bytes of weights and KV to read, and floating-point operations."""
 
     num_bytes: float
     flops: float
@@ -56,7 +56,7 @@ def kv_token_bytes(c: Shape) -> int:
 
 
 class Rates(NamedTuple):
-    """What this CPU did at one moment: bytes a second read, FLOPs a second multiplied."""
+    """Rates of this CPU at one moment: bytes read and FLOPs, per second."""
 
     read: float
     multiply: float

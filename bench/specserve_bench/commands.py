@@ -1,4 +1,4 @@
-"""`specserve bench ...`: what speculation does to latency, in tables, JSON and plots."""
+"""`specserve bench ...`: measures latency with and without speculation."""
 
 import argparse
 import shlex
@@ -24,7 +24,7 @@ from specserve_bench.results import Goals, Load, Result
 from specserve_bench.workloads import WORKLOADS, Workload, workload
 
 TRIED = ("questions", "completion")
-# With arguments of their own.
+# Commands that parse their own arguments.
 OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
     "scale-model": scale.main,
     "perplexity": perplexity.main,
@@ -46,26 +46,30 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="specserve bench",
         description=__doc__,
-        epilog="Also: scale-model SRC DST --like SHAPE, a checkpoint at a larger model's cost; "
-        "perplexity, what rounding its weights costs a model.",
+        epilog="Also: scale-model SRC DST --like SHAPE, a checkpoint with the compute of a larger "
+        "model; perplexity, the quality of quantized weights.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    add_latency(commands.add_parser("latency", help="one request at a time, by workload"))
-    add_load(commands.add_parser("load", help="many requests: at rates, or so many at a time"))
-    add_drafters(commands.add_parser("drafters", help="one workload, every drafter and tree size"))
+    add_latency(commands.add_parser("latency", help="one request at a time, for each workload"))
+    add_load(commands.add_parser("load", help="many requests: at a rate, or concurrent"))
+    add_drafters(
+        commands.add_parser("drafters", help="each drafter with several numbers of draft tokens")
+    )
     add_compare(
-        commands.add_parser("compare", help="configs and servers against the first of them")
+        commands.add_parser("compare", help="configs and servers, compared with the first one")
     )
     peers.add_arguments(
         commands.add_parser(
-            "peers", help="this engine beside others, in one run", description=peers.DESCRIPTION
+            "peers",
+            help="specserve against other engines, in one run",
+            description=peers.DESCRIPTION,
         )
     )
-    show = commands.add_parser("show", help="the tables of kept results once more, and plots")
+    show = commands.add_parser("show", help="print the tables of results again, or plot them")
     show.add_argument("files", nargs="+", type=Path, metavar="JSON")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
     show.add_argument(
-        "--markdown", action="store_true", help="one table of all files, a row for each subject"
+        "--markdown", action="store_true", help="one table of all files, with a row per subject"
     )
     show.set_defaults(action=shown, out=None)
     return top
@@ -87,14 +91,14 @@ def add_load(p: argparse.ArgumentParser) -> None:
         action=Once,
         type=listed(above_0),
         metavar="R,...",
-        help="requests a second, each in turn",
+        help="requests per second; several rates run in turn",
     )
     kind.add_argument(
         "--concurrency",
         action=Once,
         type=listed(at_least_1),
         metavar="N,...",
-        help="so many at a time, each in turn; 1,2,4,8",
+        help="concurrent requests; several values run in turn; default: 1,2,4,8",
     )
     p.add_argument(
         "--burstiness",
@@ -118,7 +122,9 @@ def add_drafters(p: argparse.ArgumentParser) -> None:
 
 def add_compare(p: argparse.ArgumentParser) -> None:
     p.add_argument("subjects", nargs="+", metavar="CONFIG_OR_URL", help="a TOML file or http://...")
-    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that servers want")
+    p.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with the API key of the server"
+    )
     p.add_argument(
         "--concurrency",
         action=Once,
@@ -133,30 +139,30 @@ def add_compare(p: argparse.ArgumentParser) -> None:
 
 
 def add_subject(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--url", help="a server to ask; default: an engine in this process")
-    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key to show")
+    p.add_argument("--url", help="server to measure; default: an engine in this process")
     p.add_argument(
-        "--model", help="a local folder or a hub id; with --url, the server's name of it"
+        "--api-key-file", type=Path, metavar="FILE", help="with --url: file with the API key"
     )
-    p.add_argument("--draft-model", help="for the drafter `model`, or a head for `eagle`")
-    p.add_argument("--draft-head", help="a head for `eagle`, beside a draft model")
+    p.add_argument("--model", help="local folder or hub id; with --url: model name on the server")
+    p.add_argument("--draft-model", help="draft model for the drafter `model`, or head for `eagle`")
+    p.add_argument("--draft-head", help="head for `eagle`, in addition to a draft model")
     p.add_argument(
         "--drafters",
         action=Once,
         type=listed(str, repeats=True),
         metavar="D,...",
-        help="each in turn, the first as the base of ratios: off, ngram:8, model:16, "
-        "auto, scripted:0.9/0.8 (right so often by depth)",
+        help="drafters to compare with the first one: off, ngram:8, model:16, auto, "
+        "scripted:0.9/0.8 (acceptance rates by depth)",
     )
     p.add_argument(
         "--config",
         type=Path,
         action="append",
         metavar="FILE",
-        help="settings in TOML; of several files a later one wins",
+        help="settings in TOML; later files override earlier ones",
     )
     p.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )
 
 
@@ -167,42 +173,51 @@ def add_workloads(p: argparse.ArgumentParser, usual: Sequence[str]) -> None:
         type=listed(str),
         default=usual,
         metavar="W,...",
-        help=f"of {', '.join(WORKLOADS)}; default: {','.join(usual)}",
+        help=f"workloads: {', '.join(WORKLOADS)}; default: {','.join(usual)}",
     )
-    p.add_argument("--requests", type=at_least_1, default=16, help="of a workload; default: 16")
     p.add_argument(
-        "--temperature", type=number(0, 1e4), help="of all requests; default: the workload's"
+        "--requests", type=at_least_1, default=16, help="requests per workload; default: 16"
     )
-    p.add_argument("--seed", type=natural, default=0, help="of workloads and arrivals; default: 0")
+    p.add_argument(
+        "--temperature",
+        type=number(0, 1e4),
+        help="temperature of all requests; default: the workload's",
+    )
+    p.add_argument(
+        "--seed", type=natural, default=0, help="seed of workloads and arrivals; default: 0"
+    )
 
 
 def add_run(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rounds", type=at_least_1, default=3, help="interleaved; default: 3")
+    p.add_argument("--rounds", type=at_least_1, default=3, help="interleaved rounds; default: 3")
     p.add_argument(
         "--warm",
         action="store_true",
-        help="before each measured round, the same requests once with other seeds, not measured: "
-        "sources learn what they say, and nothing of what is measured; the prefix cache of an "
-        "engine in this process is emptied in between; default: rounds begin with nothing learnt",
+        help="before each measured round, run the same requests with other seeds: drafters learn "
+        "from their responses; default: rounds start without learned state",
     )
-    p.add_argument("--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="for goodput")
-    p.add_argument("--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="for goodput")
+    p.add_argument(
+        "--goal-ttft-ms", type=above_0, default=Goals().ttft_ms, help="TTFT limit of goodput"
+    )
+    p.add_argument(
+        "--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="TPOT limit of goodput"
+    )
     p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
     add_allow_dirty(p)
     p.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
 
 
 def latency(args: argparse.Namespace) -> int:
-    return one_by_one("latency", args, ["off", *guessing(args)])
+    return one_by_one("latency", args, ["off", *available_drafters(args)])
 
 
 def drafters(args: argparse.Namespace) -> int:
     if args.url is not None:
-        raise ConfigError("--url: a server has one drafter; measure it by latency, or compare some")
+        raise ConfigError("--url: a server has one drafter. Use the command latency, or compare.")
     if args.nodes and args.drafters:
-        raise ConfigError("--nodes: only without --drafters; there, write NAME:NODES")
+        raise ConfigError("--nodes: not allowed with --drafters. Write NAME:NODES there.")
     usual = ["off"]
-    for name in guessing(args):  # `auto` comes once, as it plans how many guesses it makes
+    for name in available_drafters(args):  # `auto` chooses the number of draft tokens itself
         sizes = args.nodes or (4, 8, 16)
         usual += [name] if name == "auto" else [f"{name}:{size}" for size in sizes]
     return one_by_one("drafters", args, usual)
@@ -216,7 +231,7 @@ def one_by_one(kind: str, args: argparse.Namespace, usual: Sequence[str]) -> int
 
 def loaded(args: argparse.Namespace) -> int:
     if args.burstiness and not args.rate:
-        raise ConfigError("--burstiness: only requests at a rate come in bursts; give --rate")
+        raise ConfigError("--burstiness: needs an open loop. Add --rate.")
     cv = args.burstiness or 1.0
     loads = (
         [Load(rate=r, burstiness=cv, seed=args.seed) for r in args.rate]
@@ -224,16 +239,18 @@ def loaded(args: argparse.Namespace) -> int:
         else [Load(concurrency=n) for n in args.concurrency or (1, 2, 4, 8)]
     )
     workloads = workloads_of(args)
-    with subjects(args, ["off", guessing(args)[-1]], workloads) as chosen:
+    with subjects(args, ["off", available_drafters(args)[-1]], workloads) as chosen:
         return finish("load", args, chosen, workloads, loads)
 
 
 def compare(args: argparse.Namespace) -> int:
     urls = [name for name in args.subjects if is_url(name)]
     if args.api_key_file and len(urls) != 1:
-        raise ConfigError("--api-key-file: a key is for one server; name exactly one URL")
+        raise ConfigError("--api-key-file: a key is for one server. Name exactly one URL.")
     if len(args.subjects) < 2:
-        raise ConfigError(f"compare {args.subjects[0]}: name another one to hold it against")
+        raise ConfigError(
+            f"compare {args.subjects[0]}: nothing to compare with. Name a second config or URL."
+        )
     loader, key = suite.Loader(is_warm=args.warm), key_of(args)
     configs = {name: load_config(Path(name)) for name in args.subjects if not is_url(name)}
     chosen = [
@@ -325,11 +342,13 @@ def subjects(
     }
     if base.drafter.options and all("drafter.options" in chosen for chosen in settings.values()):
         raise ConfigError(
-            f"drafter.options: they are those of {base.drafter_name}, which none of --drafters is; "
-            "name the drafter that they are for in --config"
+            f"drafter.options: they belong to {base.drafter_name}, which is not in --drafters. "
+            "Name their drafter in --config."
         )
     if args.draft_model and all("drafter.model" in chosen for chosen in settings.values()):
-        raise ConfigError("--draft-model: none of --drafters uses it; add model, or leave it out")
+        raise ConfigError(
+            "--draft-model: no drafter in --drafters uses it. Add model, or remove the flag."
+        )
     with tempfile.TemporaryDirectory(prefix="specserve-bench-") as folder:
         recording = Path(folder) / "recording.json"
         if any(chosen["drafter.name"] == scripted.NAME for chosen in settings.values()):
@@ -353,18 +372,18 @@ def configured(args: argparse.Namespace, **drafting: Any) -> Config:
     return load_config(args.config, parse_overrides(args.set), given)
 
 
-def guessing(args: argparse.Namespace) -> list[str]:
-    """ngram, model if there is a draft model, and the config's drafter; the best one last."""
+def available_drafters(args: argparse.Namespace) -> list[str]:
+    """ngram, model with a draft model, and the config's drafter, which is the best one."""
     if args.url is not None:
         for flag in ("draft_model", "draft_head", "drafters", "config", "set"):
             if getattr(args, flag):
                 name = flag.replace("_", "-")
-                raise ConfigError(f"--{name} is the server's own setting: leave it out with --url")
-        return ["whoever it is"]
+                raise ConfigError(f"--{name}: a setting of the server. Remove it with --url.")
+        return ["drafter of the server"]
     if args.api_key_file is not None:
-        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
+        raise ConfigError("--api-key-file: only a server has a key. Add --url.")
     if any(text.startswith("drafter.name") for text in args.set):
-        raise ConfigError("--set drafter.name: say it with --drafters")
+        raise ConfigError("--set drafter.name: use --drafters instead.")
     config = configured(args)
     names = ["ngram", *(["model"] if config.draft else []), config.drafter_name]
     return [name for name in dict.fromkeys(names) if name != "none"]

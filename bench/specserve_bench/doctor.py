@@ -71,13 +71,17 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="specserve doctor", description=__doc__)
-    p.add_argument("model", nargs="?", help="a model; default: the demo pair")
-    p.add_argument("--draft-model", help="its draft model")
-    p.add_argument("--draft-head", help="a head of it, as of specserve serve")
-    p.add_argument("--drafter", help="as of specserve serve")
-    p.add_argument("--quantize", metavar="w8a8|w8|w4", help="as of specserve serve")
+    p.add_argument(
+        "model", nargs="?", help="local folder, .gguf file or hub id; default: the demo models"
+    )
+    p.add_argument("--draft-model", help="draft model, as in specserve serve")
+    p.add_argument("--draft-head", help="draft head, as in specserve serve")
+    p.add_argument("--drafter", help="drafter, as in specserve serve")
+    p.add_argument("--quantize", metavar="w8a8|w8|w4", help="as in specserve serve")
     p.add_argument("--config", type=Path, action="append", metavar="FILE")
-    p.add_argument("--rounds", type=at_least_1, default=5, help="of each measurement")
+    p.add_argument(
+        "--rounds", type=at_least_1, default=5, help="rounds per measurement; default: 5"
+    )
     return p
 
 
@@ -137,12 +141,12 @@ class ChainSteps:
         self.table = BlockTable(pool, runner.kv.block_size)
         positions = min(runner.decoder.num_positions, pool.num_blocks * self.table.block_size)
         if not self.table.try_reserve(min(CONTEXT + ROWS[-1], positions)):
-            raise ConfigError("the pool has no room for a step of 64 rows: raise memory.kv_bytes")
+            raise ConfigError("The pool has no room for a step of 64 rows. Raise memory.kv_bytes.")
         self.start = max(0, min(CONTEXT, positions - ROWS[-1]))
 
     @torch.inference_mode()
     def run(self, rows: int) -> torch.Tensor:
-        """The logits of a root and a chain of guesses. Shape [rows, V]."""
+        """The logits of a root and a chain of draft tokens. Shape [rows, V]."""
         group = chain(self.table, self.start, rows)
         return self.runner.launch(build_step_input([group], self.pool.updates)).logits
 
@@ -188,7 +192,7 @@ def step_words(step: DoctorStep, first: DoctorStep) -> str:
 
 
 def advice(found: Findings) -> list[str]:
-    """What would make answers faster, the most important first."""
+    """Advice for faster responses, the most important first."""
     first, config = found.steps[0], found.config
     lines: list[str] = []
     if not found.agree:
@@ -202,19 +206,20 @@ def advice(found: Findings) -> list[str]:
         )
     if first.bound and first.seconds > FAR * first.bound and first.seconds > 5e-3:
         lines.append(
-            "a step takes far longer than its bytes: look for other load, and at model.threads"
+            "A step takes far longer than reading its bytes. Look for other load, and check "
+            "model.threads."
         )
     is_of_bytes = first.by == "reading" and 1 <= first.seconds / first.bound < FAR
     if is_of_bytes and config.model.quantize is None and not found.is_quantized:
-        lines.append("steps take as long as reading the weights: --quantize w4 halves that")
+        lines.append("Steps take as long as reading the weights. --quantize w4 halves that.")
     if config.draft is None and "model" not in found.sources:
-        lines.append("name a draft model of the target's family: --draft-model")
+        lines.append("Name a draft model of the target model's family with --draft-model.")
     if first.seconds < 1e-3:
         drafters = "eagle, model, ngram" if EAGLE in found.sources else "model, ngram"
         lines.append(
-            "steps are so short that planning guesses takes about as long as they save: compare "
-            f"--drafter {drafters} and none by specserve bench drafters"
+            "Steps are so short that planning takes about as long as drafting saves. "
+            f"Compare --drafter {drafters} and none with specserve bench drafters."
         )
     if found.flags < BF16 and not found.is_gpu:
-        lines.append("a CPU with AVX512-BF16 or AMX multiplies several times as fast")
+        lines.append("A CPU with AVX512-BF16 or AMX multiplies several times as fast.")
     return lines

@@ -118,13 +118,13 @@ class Hosted:
         """Nothing is checked beforehand: a refusal is the request's error."""
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
-        """What the target says."""
+        """The responses of the target model."""
         texts = []
         for heard in (self.ask(0, ask, None, 0.0) for ask in asks):
             read(heard)
             if heard.error is not None:
                 url = self.remote.url
-                raise ConfigError(f"{url}: its text could not be recorded: {heard.error}")
+                raise ConfigError(f"{url}: could not record its text: {heard.error}")
             texts.append(heard.text)
         return texts
 
@@ -143,7 +143,7 @@ class Hosted:
         return heard
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The request's fields; only specserve knows which guesses a request may have."""
+        """The request's fields. Only specserve has speculation settings per request."""
         body = {
             **self.remote.fields,
             "prompt" if isinstance(ask.prompt, str) else "messages": ask.prompt,

@@ -97,7 +97,7 @@ class Local:
         return self.llm.check(prompt, params)
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
-        """What the target says."""
+        """The responses of the target model."""
         checked = [self.check(ask) for ask in asks]
         prompts, params = [ids for ids, _ in checked], [asked.params for _, asked in checked]
         outputs = self.llm.generate(prompts, params)

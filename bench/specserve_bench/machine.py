@@ -1,4 +1,4 @@
-"""What is recorded with measurements: the CPU's name, and the commit of the code.
+"""Records the CPU's name and the commit of the code with each measurement.
 
 Needs nothing but the standard library, as `make gpu-check` starts without an environment.
 """

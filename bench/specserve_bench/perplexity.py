@@ -33,15 +33,15 @@ def main(argv: Sequence[str]) -> int:
         prog="specserve bench perplexity", description="What rounding costs a model in perplexity."
     )
     parser.add_argument(
-        "--model", help="a local folder, a .gguf file or a hub id; default: the demo's target"
+        "--model", help="local folder, .gguf file or hub id; default: the demo's target model"
     )
     parser.add_argument(
         "--quantize",
         action=Once,
         type=listed(str, NAMES, repeats=True),
         metavar="Q,...",
-        help="each in turn, ratios are to the first; default: all of stored,w8,w8a8,w4, or stored "
-        "alone where the weights are quantized already",
+        help="roundings to compare with the first one; default: stored,w8,w8a8,w4, or only stored "
+        "if the weights are quantized already",
     )
     parser.add_argument(
         "--text",
@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
         help="default: the demo's held-out files",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other knob"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )
     args = parser.parse_args(argv)
     texts = [read(file) for file in args.text] if args.text else list(source_files().values())
     settings = parse_overrides(args.set)
     if "model.quantize" in settings:
-        raise ConfigError("--set model.quantize: say it with --quantize")
+        raise ConfigError("--set model.quantize: use --quantize instead.")
     show(args.model, args.quantize or default_names(args.model), texts, settings)
     return 0
 
@@ -102,7 +102,7 @@ def perplexity(llm: LLM, texts: Iterable[str]) -> float:
             loss += F.cross_entropy(logits, told, reduction="sum").item()
             count += len(window) - 1
     if count == 0:
-        raise ConfigError("--text: no file has two tokens; name longer ones")
+        raise ConfigError("--text: no file has two tokens. Name longer files.")
     return math.exp(loss / count)
 
 
@@ -112,7 +112,7 @@ def window_logits(llm: LLM, ids: list[int]) -> Tensor:
     runner, pool = llm.engine.target, llm.engine.pool
     table = BlockTable(pool, runner.kv.block_size)
     if not table.try_reserve(len(ids)):
-        raise ConfigError(f"the KV pool has no room for {len(ids)} tokens: raise memory.kv_bytes")
+        raise ConfigError(f"The KV pool has no room for {len(ids)} tokens. Raise memory.kv_bytes.")
     group = RowGroup(table, ids, 0, num_read=len(ids))
     logits = runner.launch(build_step_input([group], pool.updates)).logits.clone()
     table.clear()

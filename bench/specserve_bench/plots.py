@@ -1,4 +1,4 @@
-"""PNG plots of Results, from the JSON alone."""
+"""PNG plots of Results, only from the JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ except ImportError as e:
     raise ConfigError("plots need matplotlib: pip install 'specserve[bench]'") from e
 
 SIZE = (6.0, 3.6)  # inches
-# Okabe and Ito's, which color-blind people can tell apart.
+# Okabe and Ito's, which color-blind people can distinguish.
 COLORS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
 # One more than colors, so that 72 subjects have pairs of their own.
 MARKERS = "o", "s", "^", "D", "v", "P", "X", "<", ">"
@@ -134,7 +134,7 @@ def tpot_over_concurrency(results: Sequence[Result]) -> Figure | None:
 
 
 def acceptance_by_depth(results: Sequence[Result]) -> Figure | None:
-    """For subjects that guess, a panel for each workload and load."""
+    """A panel for each workload and load, of subjects that draft."""
     figure, places = places_of(results, lambda line: line.values["acceptance_by_depth"])
     looks = styles(results)
     for ax, title, _, lines in places:

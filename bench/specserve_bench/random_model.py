@@ -118,7 +118,7 @@ class RandomWeights:
 def random_decoder(
     shape: str, ops: Ops, max_len: int, bits: int | None = None, **overrides: Any
 ) -> Decoder:
-    """Of a name in SHAPES, with fields that differ. With `bits` its layers' maps are codes."""
+    """A model of a name in SHAPES, with some fields changed. `bits` quantizes linear layers."""
     from transformers import CONFIG_MAPPING  # slow to import
 
     fields = SHAPES[shape] | {"max_position_embeddings": max_len} | overrides

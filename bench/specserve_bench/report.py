@@ -95,7 +95,7 @@ def heading(result: Result) -> str:
 def subject_words(subject: Subject) -> str:
     parts = [subject.model]
     if subject.scaled:
-        costs = ", ".join(f"{s.source} at the cost of {s.like}" for s in subject.scaled)
+        costs = ", ".join(f"{s.source} padded to {s.like}" for s in subject.scaled)
         parts.append(f"(scaled demo: {costs})")
     if subject.draft_model is not None:
         parts.append(f"with {subject.draft_model}")
@@ -172,7 +172,7 @@ def speed_table(where: str, lines: Sequence[Line]) -> Table:
 
 
 def speculation_table(where: str, lines: Sequence[Line]) -> Table:
-    names = ("tokens a step", "reach depth 1, 2, ...", "wasted rows", *SECONDS.values())
+    names = ("tokens per step", "reach depth 1, 2, ...", "wasted rows", *SECONDS.values())
     table = table_of(f"{where}: speculation of each subject", "subject", *names)
     for line in lines:
         v = line.values

@@ -65,8 +65,8 @@ class Speculation(msgspec.Struct, frozen=True):
 
     steps: int  # of the target, with a root
     tokens: int  # that those steps emitted
-    drafted: int  # guesses that they verified
-    accepted: list[int]  # how many of them accepted 0, 1, 2, ... guesses
+    drafted: int  # draft tokens that they verified
+    accepted: list[int]  # steps that accepted 0, 1, 2, ... draft tokens
 
     @property
     def num_accepted(self) -> int:
@@ -85,7 +85,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
     @property
     def wasted_rows(self) -> float | None:
-        """Share of verified rows that were rejected guesses."""
+        """Share of verified rows that were rejected draft tokens."""
         rows = self.steps + self.drafted
         return (self.drafted - self.num_accepted) / rows if rows else None
 
@@ -104,7 +104,7 @@ class Round(msgspec.Struct, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured: a config in this process, or a server."""
+    """A subject: a config in this process, or a server."""
 
     url: str | None = None
     model: str
@@ -114,7 +114,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     is_warm: bool = False  # rounds begin with what was learnt in earlier ones
     config: dict[str, Any] = {}  # settings of an engine of ours that are not the default
     threads: dict[str, str] = {}  # of the models' steps, in words
-    scaled: list[Scaled] = []  # of its models, those that `scale-model` wrote
+    scaled: list[Scaled] = []  # its models that `scale-model` wrote
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def spread_of(requests: Sequence[MeasuredRequest], name: str) -> Spread | None:
-    """Of the attribute `name`, over the requests where it is not None."""
+    """The spread of the attribute `name` over requests that have it."""
     values = [getattr(a, name) for a in requests]
     return spread([v for v in values if v is not None])
 
@@ -227,7 +227,7 @@ def output_hash(texts: Sequence[tuple[str, str | None]]) -> str:
 
 
 def goodput(round: Round, goals: Goals) -> float:
-    """Requests a second within both goals; a single token has no TPOT and is within that goal."""
+    """Requests per second within both goals; a single token has no TPOT and is within that goal."""
     good = sum(
         a.error is None
         and (a.ttft_ms is not None and a.ttft_ms <= goals.ttft_ms)
@@ -270,7 +270,7 @@ def figures(round: Round, goals: Goals) -> dict[str, Any]:
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Of a figure to another subject's in the same round: the median, and the extremes.
+    """The ratio of a figure to another subject's in the same round: median and extremes.
 
     interval   as `interval` gives it for the rounds; None for a single round
     """
@@ -289,9 +289,9 @@ def ratio(rounds: Sequence[float | None], base: Sequence[float | None]) -> Ratio
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Where the ratios' geometric mean lies with a confidence of 95 %, by Student's t of their
-    logarithms ("The probable error of a mean", Biometrika 6, 1908). None for fewer than two ratios,
-    or where one is 0.
+    """The 95 % confidence interval of the geometric mean, by Student's t of the logarithms
+    ("The probable error of a mean", Biometrika 6, 1908). None for fewer than two ratios, or if one
+    is 0.
     """
     if len(ratios) < 2 or min(ratios) <= 0:
         return None
@@ -318,7 +318,7 @@ def extremes(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def extremes_over(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Of the ratios within rounds."""
+    """Extremes of the ratios within rounds."""
     return extremes([a / b for a, b in zip(values, base, strict=True)])
 
 

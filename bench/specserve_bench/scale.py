@@ -28,15 +28,19 @@ def main(argv: Sequence[str]) -> int:
         prog="specserve bench scale-model",
         description="Write a small model's function at the cost of a larger shape.",
     )
-    parser.add_argument("source", metavar="SRC", help="a Qwen3 with as many KV heads as heads")
-    parser.add_argument("target", metavar="DST", type=Path, help="a folder that is yet to be")
+    parser.add_argument(
+        "source", metavar="SRC", help="Qwen3 checkpoint with as many KV heads as heads"
+    )
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to create")
     known = ", ".join(SHAPES)
     parser.add_argument(
         "--like", required=True, metavar="NAME", help=f"{known}, or a folder with a config.json"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     seeds = arguments.integer(0, 2**63 - 1)
-    parser.add_argument("--seed", type=seeds, default=0, help="of what is added; default: 0")
+    parser.add_argument(
+        "--seed", type=seeds, default=0, help="seed of the added weights; default: 0"
+    )
     args = parser.parse_args(argv)
     arguments.check_parent("DST", args.target)
     source = resolve(args.source)
@@ -67,7 +71,7 @@ def scale_model(
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(
-            f"{target}: exists, and is no empty folder; remove it or name another one"
+            f"{target}: exists and is not an empty folder. Remove it or name another one."
         )
     scaled = scaled_sizes(
         source, shape, str(dtype).removeprefix("torch."), name or source.resolve().name

@@ -17,7 +17,7 @@ NAME = "specserve_bench.scripted:ScriptedDrafter"
 
 class ScriptedOptions(Options, frozen=True):
     """recording   a JSON list of token ids: each a prompt and what the target says after it
-    acceptance  chance of a right guess at depth 1, 2, ..., where all before it were right
+    acceptance  chance of a correct draft token at depth 1, 2, ..., if all before it are correct
     seed        of the chances
     """
 
@@ -29,7 +29,7 @@ class ScriptedOptions(Options, frozen=True):
 class ScriptedDrafter:
     """Proposes the recorded continuation as a chain, corrupted from some depth on by chance.
 
-    The draw depends on the seed and the request's length only, so that runs guess alike.
+    The draw depends on the seed and the request's length only, so that runs draft the same tokens.
     """
 
     Options = ScriptedOptions

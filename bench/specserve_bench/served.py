@@ -114,7 +114,7 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]", seconds: floa
         with suppress(OSError), urlopen(f"{url}/health", timeout=5):
             return
         time.sleep(0.1)
-    raise ConfigError("it did not become ready")
+    raise ConfigError("the server did not become ready")
 
 
 def post(url: str, body: Mapping[str, Any], key: str | None = None) -> Any:

@@ -1,9 +1,9 @@
-"""`make soak`: a server under load for a long time, with deaths of its engine, and nothing lost.
+"""`make soak`: keeps a server under load for a long time while its engine process is killed.
 
-Requests of every kind arrive at a share of the rate that the machine can take, which is found out
-first. Meanwhile the engine process is killed now and then, clients leave, and the prefix cache is
-emptied. In the end no request may have failed, some texts are compared with those of a quiet
-server that makes no guesses, all blocks are free or cached again, and no process may have grown.
+Requests of every kind arrive at a share of the rate that the machine can take, which is measured
+first. Clients disconnect, and the prefix cache is emptied. At the end no request may have failed,
+all blocks must be free or cached, and no process may have grown. Some texts are compared with those
+of an undisturbed server without drafting.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from specserve_bench.arguments import above_0, natural
 from specserve_bench.served import Served, samples, send, settings
 from specserve_bench.workloads import WORKLOADS
 
-COMPARED = 50  # each so manieth text is compared
-# Of a process's time the first part is left out, in which what sources may keep fills up.
+COMPARED = 50  # every 50th text is compared
+# The first part of a process's time is left out, because its stores still fill up.
 WARM_UP, WARM_SECONDS = 0.25, 300.0
 LIMITS = settings(memory__kv_bytes=1 << 27, server__access_log="false")
 
@@ -88,12 +88,12 @@ class MemoryGrowth(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Below the bound, or not told apart from that by what varies from second to second."""
+        """Below the bound, within the noise from second to second."""
         return self.slope - 3.0 * self.error < 1.0  # MiB a minute
 
 
 class AnswerError(Exception):
-    """An answer was refused, broke off or told of an error."""
+    """A response was refused, broke off or had an error."""
 
 
 def request(seed: int, number: int) -> SoakRequest:
@@ -324,7 +324,7 @@ def idle_blocks(server: Served) -> float | None:
 
 
 async def differing(seed: int, compared: dict[int, dict[int, str]]) -> list[int]:
-    """The numbers of requests to which a server that makes no guesses says something else."""
+    """The numbers of requests with another text from a server without drafting."""
     with Served("--drafter=none", *LIMITS) as server:
         other = []
         for number, texts in compared.items():

@@ -1,4 +1,4 @@
-"""Subjects in turn over workloads and loads: what `specserve bench` measures, as a Result."""
+"""Runs subjects in turn over workloads and loads, and returns a Result."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from specserve_bench.hosted import Hosted
 from specserve_bench.local import Local
 from specserve_bench.machine import commit, cpu_name
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
-from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
+from specserve_bench.workloads import UNDRAFTED, UNLEARNT, Ask, Workload
 from specserve_drafters.tree import MAX_NODES
 
 NO_MODEL = {"drafter.model": None, "drafter.quantize": None}
@@ -119,13 +119,13 @@ def with_predictions(workload: Workload, runnable: Runnable) -> Workload:
     """The workload, if need be with predictions, made of what the subject's target says."""
     if not workload.is_edit:
         return workload
-    return workload.expecting(runnable.record(workload.guessed(UNGUESSED).asks))
+    return workload.expecting(runnable.record(workload.with_speculation(UNDRAFTED).asks))
 
 
 def longest(workload: Workload, size: int) -> Workload:
     """Its longest requests. Sources do not learn what they say: measured rounds say it again."""
     asks = sorted(workload.asks, key=lambda ask: -len(str(ask.prompt)))
-    return workload._replace(asks=asks[:size]).guessed(UNLEARNT)
+    return workload._replace(asks=asks[:size]).with_speculation(UNLEARNT)
 
 
 def measured(contender: Contender, workload: Workload, load: Load) -> Round:
@@ -135,7 +135,7 @@ def measured(contender: Contender, workload: Workload, load: Load) -> Round:
     if not contender.is_warm:
         return contender.runnable.run(workload, load)
     contender.runnable.run(workload.once_before, load)
-    return contender.runnable.run(workload.guessed(UNLEARNT), load)
+    return contender.runnable.run(workload.with_speculation(UNLEARNT), load)
 
 
 def in_turn(runs: Iterable[T], number: int, num_subjects: int) -> Iterator[T]:
@@ -184,7 +184,7 @@ class Loader:
 
 
 def settings_of(config: Config) -> Mapping[str, Any]:
-    """What differs from the defaults, by "section.key"."""
+    """Settings that differ from the defaults, by "section.key"."""
     plain, usual = msgspec.to_builtins(config), msgspec.to_builtins(Config())
     return {
         f"{section}.{key}": value
@@ -249,8 +249,8 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
         return settings | NO_DRAFT | nodes(len(acceptance), base)
     if colon and not (rest.isdecimal() and 1 <= int(rest) <= MAX_NODES):
         raise ConfigError(
-            f"--drafters {setting}: write off, NAME or NAME:NODES with 1 to {MAX_NODES} nodes, as "
-            "in ngram:8"
+            f"--drafters {setting}: unknown form. Write off, NAME or NAME:NODES with 1 to "
+            f"{MAX_NODES} nodes, for example ngram:8."
         )
     return (
         {"drafter.name": name}
@@ -264,7 +264,7 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
 
 
 def nodes(number: int, base: Config) -> dict[str, Any]:
-    """Settings for that many guesses a request, and room for them in a step."""
+    """Settings for that many draft tokens per request, and room for them in a step."""
     most = max(number, base.speculation.max_step_nodes or 32)
     return {"speculation.max_nodes": number, "speculation.max_step_nodes": most}
 
@@ -274,7 +274,8 @@ def chances(setting: str, text: str) -> list[float]:
         return [float(part) for part in text.split("/")]
     except ValueError as e:
         raise ConfigError(
-            f"--drafters {setting}: write the acceptance by depth, as in scripted:0.9/0.8/0.7"
+            f"--drafters {setting}: not a list of rates. Write acceptance rates by depth, for "
+            "example scripted:0.9/0.8/0.7."
         ) from e
 
 

@@ -1,6 +1,6 @@
 """Workloads: conversations and texts that the demo pair was not trained on.
 
-Each is made offline, from the seed alone; the JSON keeps its description and hash.
+Each is made offline, only from the seed; the JSON keeps its description and hash.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ EDIT = "edit"
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RENAMED = 20  # each so many-th identifier is
 UNLEARNT = SpeculationParams(learn=False)  # no source learns what such a request says
-UNGUESSED = SpeculationParams(enabled=False, learn=False)
+UNDRAFTED = SpeculationParams(enabled=False, learn=False)
 
 
 class Ask(NamedTuple):
     """One request: a conversation, or a text to go on with.
 
     prediction    what its text is expected to be
-    speculation   which guesses it may have; None is all
+    speculation   settings of its drafting; None: all drafters
     """
 
     prompt: str | Sequence[Message]
@@ -56,8 +56,8 @@ class Workload(NamedTuple):
         """The same requests with other seeds, so that random texts are other ones."""
         return self._replace(asks=[ask._replace(seed=ask.seed + 2**32) for ask in self.asks])
 
-    def guessed(self, speculation: SpeculationParams) -> "Workload":
-        """The same requests with such guesses."""
+    def with_speculation(self, speculation: SpeculationParams) -> "Workload":
+        """The same requests with these speculation settings."""
         return self._replace(asks=[ask._replace(speculation=speculation) for ask in self.asks])
 
     def expecting(self, texts: Sequence[str]) -> "Workload":
@@ -136,7 +136,7 @@ def agent(source: random.Random, size: int) -> list[Ask]:
 
 
 def random_text(source: random.Random, size: int) -> list[Ask]:
-    """Random characters, continued at temperature 2: the text gives n-grams nothing to guess by."""
+    """Random characters, continued at temperature 2: n-grams find nothing."""
     signs = string.ascii_letters + string.digits + string.punctuation + "  "
     texts = ["".join(source.choices(signs, k=400)) for _ in range(size)]
     return [ask(source, text, 64)._replace(temperature=2.0) for text in texts]
@@ -169,23 +169,23 @@ def edited(text: str) -> str:
 HELD_OUT = "twelve files of the standard library that training never saw"
 WORKLOADS: dict[str, tuple[str, Callable[[random.Random, int], list[Ask]]]] = {
     "questions": (
-        "questions on the standard library in phrasings that training never saw",
+        "questions about the standard library, in wording that training never saw",
         questions,
     ),
-    "completion": (f"Python to go on with, from {HELD_OUT}", completion),
+    "completion": (f"Python to continue, from {HELD_OUT}", completion),
     "agent": (
-        f"conversations of {NUM_TURNS} turns over a file, each request the last one and a little "
-        f"more; files from {HELD_OUT}",
+        f"conversations of {NUM_TURNS} turns about a file; a request repeats the last one and adds "
+        f"a turn; files from {HELD_OUT}",
         agent,
     ),
     "random": (
-        "random characters, gone on with at temperature 2: nothing in the text to guess by",
+        "random characters, continued at temperature 2: an unpredictable text",
         random_text,
     ),
     EDIT: (
-        f"Python to go on with, from {HELD_OUT}; the target's own text is sent as the prediction, "
-        f"with another name in place of every {RENAMED}th identifier",
+        f"Python to continue, from {HELD_OUT}; the prediction is the target model's text, with "
+        f"another name for every {RENAMED}th identifier",
         edit,
     ),
-    "mixed": (f"three questions to one long prompt, from {HELD_OUT}", mixed),
+    "mixed": (f"three questions for each long prompt, from {HELD_OUT}", mixed),
 }

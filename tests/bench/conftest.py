@@ -5,6 +5,8 @@ import pytest
 from specserve_bench import machine
 
 
-@pytest.fixture(autouse=True)
-def committed(monkeypatch):
-    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab")
+@pytest.fixture(scope="session", autouse=True)
+def committed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "commit", lambda: "0123456789ab")
+        yield

@@ -14,7 +14,7 @@ from specserve_bench import machine, results, suite
 from specserve_bench.plots import PLOTS, draw
 from specserve_bench.report import markdown, report
 from specserve_bench.results import Load
-from specserve_bench.workloads import UNGUESSED, UNLEARNT, workload
+from specserve_bench.workloads import UNDRAFTED, UNLEARNT, workload
 from specserve_drafters.suffix import END, LENGTHS
 from tests.checkpoints import tiny_checkpoint
 
@@ -111,7 +111,7 @@ def test_a_scaled_model_is_never_shown_without_saying_so(latency, label):
     scaled = [Scaled("small", "qwen3-0.6b")]
     result.subjects[label] = msgspec.structs.replace(result.subjects[label], scaled=scaled)
     text = report(result)
-    assert "(scaled demo: small at the cost of qwen3-0.6b)" in text
+    assert "(scaled demo: small padded to qwen3-0.6b)" in text
     assert json.loads(text.splitlines()[-1])["scaled_demo"] == "scaled to qwen3-0.6b"
     assert "scaled to qwen3-0.6b: questions" in markdown([result])
     assert all("scaled to qwen3-0.6b" in title for title in titles(result))
@@ -360,7 +360,7 @@ def test_a_warm_subject_runs_the_same_once_before_each_round_that_is_measured():
     result = suite.measure("latency", contenders, trials, results.Goals(), "test")
     first, second, *rest = ran
     assert len(first.asks) == len(second.asks) == 1, "both warm up"
-    assert rest == [asked.once_before, asked.guessed(UNLEARNT), asked]
+    assert rest == [asked.once_before, asked.with_speculation(UNLEARNT), asked]
     assert [[r.seconds for r in run.rounds] for run in result.runs] == [[5], [4]]
 
 
@@ -392,7 +392,7 @@ def learnt_by(source):
 
 
 def outputs_of(local, asked):
-    checked = [local.check(ask) for ask in asked.guessed(UNGUESSED).asks]
+    checked = [local.check(ask) for ask in asked.with_speculation(UNDRAFTED).asks]
     outputs = local.llm.generate([ids for ids, _ in checked], [its.params for _, its in checked])
     return [output.token_ids for output in outputs]
 
@@ -404,31 +404,37 @@ def outputs_of(local, asked):
         (["latency", "--drafters=ngram:many"], "NAME:NODES"),
         (["latency", "--drafters=scripted:often"], "scripted:0.9/0.8/0.7"),
         (["latency", "--drafters=telepathy"], "no drafter 'telepathy'"),
-        (["latency", "--url=http://127.0.0.1:1", "--drafters=off"], "--drafters is the server's"),
+        (
+            ["latency", "--url=http://127.0.0.1:1", "--drafters=off"],
+            "a setting of the server",
+        ),
         (["latency", "--url=http://127.0.0.1:1"], "specserve serve"),
         (["latency", "--api-key-file=k"], "--url"),
         (["latency", "--drafters=ngram:64"], "1 to 63"),
-        (["latency", "--drafters=off,ngram", "--draft-model=d"], "none of --drafters uses it"),
+        (
+            ["latency", "--drafters=off,ngram", "--draft-model=d"],
+            "--drafters uses it",
+        ),
         (["latency", "--set=drafter.name=ngram"], "--drafters"),
         (["latency", "--drafters=off", "--out=/dev/null/x/r.json"], "cannot be written"),
         (["load", "--burstiness=2"], "--rate"),
         (["drafters", "--nodes=4", "--drafters=off"], "NAME:NODES"),
-        (["compare", "off.toml"], "hold it against"),
+        (["compare", "off.toml"], "nothing to compare with"),
         (["compare", "off.toml", "on.toml", "--api-key-file=k"], "one URL"),
         (["compare", "gone.toml", "gone.toml"], "gone.toml"),
         (["show", "gone.json"], "gone.json"),
-        (["latency", "--drafters=off", "--out=gone/r.json"], "no folder gone; make it"),
+        (["latency", "--drafters=off", "--out=gone/r.json"], "no folder gone: create it"),
         (["show", "gone.json", "--plots=/dev/null/x"], "cannot be written"),
-        (["show", "gone.json", f"--plots={__file__}"], "is a file; name a folder"),
+        (["show", "gone.json", f"--plots={__file__}"], "is a file. Name a folder."),
         (["show", __file__], "name a file that --out of latency"),
-        (["show", "gone.json", "--plots=gone/plots"], "no folder gone; make it"),
-        (["scale-model", "m", "gone/m", "--like=qwen3-0.6b"], "no folder gone; make it"),
+        (["show", "gone.json", "--plots=gone/plots"], "no folder gone: create it"),
+        (["scale-model", "m", "gone/m", "--like=qwen3-0.6b"], "no folder gone: create it"),
         (["show", "gone.json", "--plots=/proc"], "cannot be written"),
         (["latency", "--drafters=off", "--out=/proc", "--plots=/tmp"], "cannot be written"),
-        (["drafters", "--url=http://127.0.0.1:1"], "measure it by latency"),
+        (["drafters", "--url=http://127.0.0.1:1"], "Use the command latency"),
         (
             ["latency", "--drafters=off", "--set=drafter.options.max_ngram=2"],
-            "none of --drafters is",
+            "which is not in --drafters",
         ),
     ],
 )
@@ -487,4 +493,4 @@ def test_subjects_without_a_draft_model_do_not_round_one(setting):
 def test_a_list_that_is_given_twice_is_refused(flag, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "latency", flag, flag])
-    assert "is there twice; give one list, with commas" in capsys.readouterr().err
+    assert "is given twice; give one list, with commas" in capsys.readouterr().err

@@ -92,7 +92,7 @@ QUIET = {
             },
             "--draft-model",
         ),
-        ({"steps": [DoctorStep(1, 5e-4, 4e-4, "reading")]}, "planning guesses"),
+        ({"steps": [DoctorStep(1, 5e-4, 4e-4, "reading")]}, "planning takes about as long"),
         (
             {"steps": [DoctorStep(1, 5e-4, 4e-4, "reading")], "sources": ("ngram", "eagle")},
             "--drafter eagle, model, ngram and none",

@@ -49,7 +49,7 @@ def test_without_names_all_parts_are_measured(measured):
 def test_parts_that_cannot_be_measured_are_refused(measured, capsys):
     with pytest.raises(SystemExit, match="2"):
         figures.main(["host", "stepz"])
-    assert "no part 'stepz'; there are server, steps, " in capsys.readouterr().err
+    assert "no part 'stepz'; the parts are server, steps, " in capsys.readouterr().err
     figures.RESULTS.rmdir()
     with pytest.raises(SystemExit, match="2"):
         figures.main(["host"])

@@ -182,13 +182,13 @@ def test_an_edit_is_recorded_before_it_is_measured_and_sent_as_the_prediction(se
 def test_a_text_that_cannot_be_recorded_ends_the_measurement(server, capsys):
     server.refuses = True
     assert main(["bench", "latency", "--url", server.url, "--workloads=edit"]) == 1
-    assert "its text could not be recorded: too many" in capsys.readouterr().err
+    assert "could not record its text: too many" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("card", "has_field"), [({}, False), ({"drafter": "auto"}, True)])
 def test_only_specserve_is_told_which_guesses_a_request_may_have(server, card, has_field):
     server.card = card
-    Hosted(server.url).run(asked(1).guessed(UNLEARNT), Load(concurrency=1))
+    Hosted(server.url).run(asked(1).with_speculation(UNLEARNT), Load(concurrency=1))
     [(_, body)] = server.asked
     assert ("speculation" in body) is has_field
 
@@ -289,7 +289,7 @@ def test_a_server_of_a_scaled_demo_is_shown_as_one(server, capsys):
     server.card = {"scaled": scaled, "drafter": "ngram", "max_nodes": 8}
     args = ["--url", server.url, "--workloads=questions", "--requests=1", "--rounds=1"]
     assert main(["bench", "latency", *args]) == 0
-    words = "m (scaled demo: small at the cost of qwen3-0.6b) drafter ngram, at most 8 nodes"
+    words = "m (scaled demo: small padded to qwen3-0.6b) drafter ngram, at most 8 nodes"
     assert f"{server.url}: {words}" in capsys.readouterr().out
 
 

@@ -45,7 +45,7 @@ def test_rates_are_of_all_parts_in_the_best_setting():
     assert (told["mean_apart"], told["greedy_by_only_one"]) == (0.25, 0)
     for fake in fakes.values():
         assert sorted(n for part in fake.seen[-3:] for n in part) == [*range(10)]
-    assert f"| {lm_eval.OURS} | requests at a time: 16 | 2.00 |" in lm_eval.table(told)
+    assert f"| {lm_eval.OURS} | concurrent requests: 16 | 2.00 |" in lm_eval.table(told)
 
 
 def test_parts_that_are_kept_are_not_measured_again(tmp_path):

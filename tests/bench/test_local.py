@@ -7,7 +7,7 @@ import pytest
 from specserve import LLM, SpeculationParams
 from specserve_bench.local import Local
 from specserve_bench.results import Load, Spread, output_hash
-from specserve_bench.workloads import UNGUESSED, Ask, Workload, edited, workload
+from specserve_bench.workloads import UNDRAFTED, Ask, Workload, edited, workload
 from tests.checkpoints import tiny_checkpoint
 
 STEP = 0.125  # seconds: binary fractions add up exactly
@@ -156,7 +156,7 @@ def test_what_is_recorded_without_guesses_is_what_is_measured_with_its_predictio
     asked = workload("edit", 2, 0, temperature=0.8)
     with LLM(folder, set=settings, progress=False) as llm:
         local = Local(llm)
-        texts = local.record(asked.guessed(UNGUESSED).asks)
+        texts = local.record(asked.with_speculation(UNDRAFTED).asks)
         assert llm.engine.stats.num_drafted == 0
         expected = asked.expecting(texts)
         assert [a.prediction for a in expected.asks] == [edited(text) for text in texts]

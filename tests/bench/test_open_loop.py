@@ -100,5 +100,5 @@ def test_rates_are_shares_of_what_the_slower_one_answers(monkeypatch):
 
 
 def test_a_python_without_vllm_is_refused(capsys):
-    with pytest.raises(ConfigError, match="--vllm nothing: no executable file"):
+    with pytest.raises(ConfigError, match="--vllm nothing: not an executable file"):
         main(["open-loop", "--vllm=nothing"])

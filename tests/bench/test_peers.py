@@ -532,8 +532,11 @@ def test_paths_may_be_relative(two_cores, checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("behavior", "complaint"),
     [
-        (None, "--vllm vllm/python: no executable file; name the python of an environment with"),
-        ("lacks the engine", "--vllm vllm/python: it cannot import vllm; install"),
+        (
+            None,
+            "--vllm vllm/python: not an executable file. Name the Python of an environment",
+        ),
+        ("lacks the engine", "--vllm vllm/python: it cannot import vllm. Run"),
     ],
 )
 def test_an_engine_that_is_not_there_is_refused_before_anything_is_measured(
@@ -613,9 +616,7 @@ def test_a_signal_to_end_leaves_no_files_and_no_engines(
 @pytest.mark.parametrize("flags", [[], ["--vllm=python3"], ["--llama=a", "--transformers=b"]])
 def test_quantized_weights_are_compared_with_llama_cpp_alone(flags, capsys):
     assert bench_peers("--quantize=w4", *flags) == 1
-    assert (
-        "--quantize: it is compared with llama.cpp alone: give --llama" in capsys.readouterr().err
-    )
+    assert "--quantize: only llama.cpp is compared. Add --llama" in capsys.readouterr().err
 
 
 def test_quantized_weights_are_compared_with_our_own_of_16_bits_too():
@@ -629,7 +630,7 @@ def test_quantized_weights_are_compared_with_our_own_of_16_bits_too():
 
 def test_a_draft_needs_its_model(capsys):
     assert bench_peers("--draft", "somewhere") == 1
-    assert "--draft: name the model that it drafts for" in capsys.readouterr().err
+    assert "--draft: needs its target model" in capsys.readouterr().err
 
 
 def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatch):

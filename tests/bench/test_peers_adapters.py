@@ -1,4 +1,4 @@
-"""What the adapters of the peers ask of each engine: the same text whatever guesses."""
+"""What the adapters of the peers ask of each engine: the same text whatever draft_tokens."""
 
 import sys
 from contextlib import contextmanager
@@ -74,7 +74,7 @@ def test_specserve_and_transformers_say_the_same_with_any_guesses(folder):
     for engine in engines:
         timed = alone(engine, PROMPTS[0], 12)
         counts_and_times_fit(timed)
-    assert len(timed.counts) < 12, "a draft that is the target has its guesses accepted"
+    assert len(timed.counts) < 12, "a draft that is the target has its draft_tokens accepted"
 
 
 def test_specserve_computes_every_prompt_anew(folder, monkeypatch):
@@ -162,12 +162,12 @@ class Toy:
 class Scripted:
     """Guesses the toy's own words, wrong from some guess on."""
 
-    def __init__(self, num_right, num_guesses):
-        self.num_right, self.num_guesses = num_right, num_guesses
+    def __init__(self, num_right, num_draft_tokens):
+        self.num_right, self.num_draft_tokens = num_right, num_draft_tokens
 
-    def guess(self, text):
+    def draft(self, text):
         known = list(text)
-        for i in range(self.num_guesses):
+        for i in range(self.num_draft_tokens):
             right = Toy().after(known)
             known.append(right if i < self.num_right else right + 1)
         return known[len(text) :]
@@ -178,8 +178,8 @@ GUESSERS = {
     "right": Scripted(4, 4),
     "wrong": Scripted(0, 4),
     "right, then wrong": Scripted(2, 5),
-    "the target's twin": llama.DraftGuesser(Toy(), 3),
-    "another model": llama.DraftGuesser(Toy(salt=1), 3),
+    "the target's twin": llama.DraftModelDrafter(Toy(), 3),
+    "another model": llama.DraftModelDrafter(Toy(salt=1), 3),
 }
 
 
@@ -200,8 +200,8 @@ def own_text(prompt, num_tokens):
 @pytest.mark.parametrize("name", ["right", "the target's twin"])
 def test_right_guesses_save_steps_of_llama_cpp(name):
     timed = alone(llama.Llama(Toy(), GUESSERS[name], "0"), PROMPTS[0], 12)
-    guesses = 4 if name == "right" else 3
-    assert timed.counts[:3] == [1, guesses + 1, guesses + 1]
+    draft_tokens = 4 if name == "right" else 3
+    assert timed.counts[:3] == [1, draft_tokens + 1, draft_tokens + 1]
     counts_and_times_fit(timed)
 
 
@@ -332,7 +332,7 @@ def test_qwens_rotary_pairs_stay_where_they_are(tmp_path):
 def test_what_a_gguf_file_would_lose_is_refused(tmp_path):
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     folder = tiny_checkpoint(tmp_path / "model", rope_parameters=scaled)
-    with pytest.raises(ConfigError, match="rope_parameters scale positions; measure without"):
+    with pytest.raises(ConfigError, match=r"rope_parameters scale positions. Measure without"):
         write_gguf(folder, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 

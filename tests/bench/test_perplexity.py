@@ -30,11 +30,11 @@ def test_a_quantized_model_is_measured_as_it_is_stored(tmp_path):
 def test_unknown_roundings_are_refused_before_anything_is_measured(capsys):
     with pytest.raises(SystemExit):
         perplexity.main(["--quantize", "w4,w2"])
-    assert "'w2' is none of stored, w8, w8a8, w4" in capsys.readouterr().err
+    assert "'w2' is not one of stored, w8, w8a8, w4" in capsys.readouterr().err
 
 
 def test_a_rounding_of_the_settings_would_make_stored_a_lie():
-    with pytest.raises(ConfigError, match=r"--set model\.quantize: say it with --quantize"):
+    with pytest.raises(ConfigError, match=r"--set model\.quantize: use --quantize"):
         perplexity.main(["--set", "model.quantize=w4"])
 
 

@@ -77,7 +77,8 @@ def test_every_figure_stands_under_its_name(result):
     assert "off 2000.00 1.00 (1.00-1.00) 250.00 1.00 (1.00-1.00) 2.5 0.00 0 same" in shown
     assert "ngram:4 750.00 0.38 (0.38-0.38) 250.00 1.00 (1.00-1.00) 5.0 0.00 0 same" in shown
     assert (
-        "subject tokens a step reach depth 1, 2, ... wasted rows draft s verify s other s" in shown
+        "subject tokens per step reach depth 1, 2, ... wasted rows draft s verify s other s"
+        in shown
     )
     assert "off - - - 0.25 1.50 0.25" in shown
     assert "ngram:4 2.50 0.80 0.70 38% 0.25 1.50 0.25" in shown

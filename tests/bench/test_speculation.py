@@ -150,8 +150,8 @@ def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--pairs=small", "'small' is none of demo, 0.6b, mixture"),
-        ("--rounds=0", "no whole number"),
+        ("--pairs=small", "'small' is not one of demo, 0.6b, mixture"),
+        ("--rounds=0", "not a whole number"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flag, words, capsys):

@@ -131,7 +131,7 @@ def forward_seconds(llm: LLM, runner: Runner) -> list[float]:
 
 def acceptance_length(outputs: Sequence[Output]) -> float:
     steps = sum(o.speculation.steps for o in outputs)
-    # Without guesses there is no mean: each step gives one token.
+    # Steps without draft tokens have no mean: each emits one token.
     tokens = sum(
         (o.speculation.mean_acceptance_length or 1.0) * o.speculation.steps for o in outputs
     )

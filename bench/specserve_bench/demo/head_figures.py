@@ -1,4 +1,4 @@
-"""How often a head is right about texts that it has not seen, as the target goes on with them."""
+"""How often a head predicts the target's tokens in texts that training left out."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ LENGTH = 96  # tokens that the target says after a beginning, unless it ends bef
 
 
 class Rightness(msgspec.Struct, frozen=True):
-    """Of the first choices of a chain of guesses, the target being greedy."""
+    """Accuracy of a chain of draft tokens, for a greedy target model."""
 
     texts: int
     chains: int  # one begins at each token that the target said
@@ -26,7 +26,7 @@ class Rightness(msgspec.Struct, frozen=True):
 
     @property
     def acceptance_length(self) -> float:
-        """Of chains of so many guesses; the target's own token is the 1."""
+        """Mean tokens per step of such chains; the target's own token is the 1."""
         return 1 + float(np.cumprod(self.right).sum())
 
 
@@ -53,14 +53,14 @@ def rightness(hits: list[Tensor]) -> Rightness:
 def hits(
     head: Head, teacher: Teacher, beginning: Ids, ends: Sequence[int], num_steps: int
 ) -> Tensor:
-    """[steps, chains] of one text: whether a chain's guess is the target's token."""
+    """[steps, chains] of one text: whether a chain's draft token is the target's."""
     start = torch.from_numpy(beginning.astype(np.int64)).to(teacher.model.device)
     ids = torch.cat([start, greedy(teacher.model, start, ends)])
     taps, _ = teacher.read(ids)
     steps = head(taps[None, :-1], teacher.embed(ids[None, 1:]), num_steps)
     said = [teacher.vocabulary[head.logits(rows)[0].argmax(-1)] for rows in steps]
-    is_right = torch.stack([guesses[:-1] == ids[2:] for guesses in said])
-    # The first chain begins where the target has said its first token: row i guesses token i + 2.
+    is_right = torch.stack([drafts[:-1] == ids[2:] for drafts in said])
+    # The first chain begins after the target's first token: row i predicts token i + 2.
     first, last = len(beginning) - 1, len(ids) - 2 - num_steps
     columns = torch.arange(first, max(first, last + 1), device=ids.device)
     return torch.stack([row[columns + step] for step, row in enumerate(is_right)])

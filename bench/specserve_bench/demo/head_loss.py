@@ -26,7 +26,7 @@ class Teacher(NamedTuple):
 
     @torch.no_grad()
     def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Taps side by side [L, n * hidden] and logits [L, V] of one text, float32."""
+        """Aux hidden states [L, n * hidden] and logits [L, V] of one text, float32."""
         out = self.model(token_ids[None], output_hidden_states=True, use_cache=False)
         taps = [out.hidden_states[tap][0] for tap in self.taps]
         return torch.cat(taps, dim=-1).float(), out.logits[0].float()
@@ -39,11 +39,11 @@ class Teacher(NamedTuple):
 
 
 def head_loss(head: Head, teacher: Teacher, draft_steps: int, step_weight: float) -> Loss:
-    """Cross-entropy, in nats a label, mean over the draft steps; of answers' tokens alone."""
+    """Cross-entropy, in nats a label, mean over the draft steps; only of response tokens."""
     weights = [step_weight**step for step in range(draft_steps)]
 
     def loss(b: Batch) -> Tensor:
-        drawn = labelled(guessed(b, draft_steps), teacher.model.device)
+        drawn = labelled(head_inputs(b, draft_steps), teacher.model.device)
         total = torch.zeros((), device=teacher.model.device)
         if not len(drawn.labels):
             return total
@@ -66,8 +66,8 @@ def head_loss(head: Head, teacher: Teacher, draft_steps: int, step_weight: float
     return loss
 
 
-def guessed(b: Batch, draft_steps: int) -> Batch:
-    """Row i has token i + 1, and guesses token i + 2. The first rows are left out, as the last
+def head_inputs(b: Batch, draft_steps: int) -> Batch:
+    """Row i has token i + 1, and predicts token i + 2. The first rows are left out, as the last
     draft step has no features for them.
     """
     labels = b.labels[:, 1:].clone()
@@ -76,8 +76,8 @@ def guessed(b: Batch, draft_steps: int) -> Batch:
 
 
 def lesson(teacher: Teacher, b: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Taps [B, L - 1, n * hidden], and what the target holds likely at the places of the flat rows
-    [n, draft V], filled up. One text at a time, as all logits at once would take gigabytes.
+    """Aux hidden states [B, L - 1, n * hidden], and the target's probabilities [n, draft V] at the
+    places of the flat rows, filled up. One text at a time: all logits would take gigabytes.
     """
     features, likely = [], []
     length = b.token_ids.shape[1] - 1

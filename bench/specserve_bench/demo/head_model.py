@@ -65,7 +65,7 @@ class Head(nn.Module):
 
         taps      [B, L, n * hidden]  row i: the target's, of token i
         embedded  [B, L, hidden]      row i: token i + 1
-        ->        [B, L, hidden] each; row i of step j guesses token i + 2, and its feature is what
+        ->        [B, L, hidden] each; row i of step j predicts token i + 2, and its feature is what
                   row i - 1 of step j - 1 gave. Rows below j have none, and mean nothing.
         """
         features, rows, past = self.fc(taps), list[Tensor](), KV()

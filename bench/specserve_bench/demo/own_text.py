@@ -1,4 +1,4 @@
-"""Beginnings of source, each continued by the target: text as the draft will have to guess it.
+"""Beginnings of source, each continued by the target: text that the draft model has to predict.
 
 Only such text has the target's own patterns, such as loops (on-policy distillation, Agarwal et al.
 2023).

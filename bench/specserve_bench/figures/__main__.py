@@ -1,4 +1,4 @@
-"""`make bench`: figures of engine, server and drafters, as tables and JSON.
+"""`make bench`: measures engine, server and drafters, as tables and JSON.
 
 Runs that are compared are interleaved, so that other load on the machine affects both. A figure is
 a module of this package with `measure`, and `table`, which shows a result in Markdown.
@@ -23,24 +23,24 @@ RESULTS = Path("bench/results")
 PROGRAM = "python -m specserve_bench.figures"
 FIGURES = {  # what they measure, without arguments
     "server": "the HTTP server: start-up, CPU time, idle connections, a newcomer",
-    "steps": "steps of a random 0.6B model against the least time that they could take",
-    "families": "steps of every family of models beside Llama's, with the same linear maps",
-    "adapters": "what LoRA adapters take of a 0.6B model's step",
-    "implementations": "steps of a model by transformers' modules beside those of native code",
-    "kv": "attention over KV of 8 bits and of bf16",
-    "sampling": "what penalties, masks, filters and log-probabilities take of a 0.6B model's step",
-    "memory": "what the block pool brings: prefix hits, choices that share blocks",
-    "fairness": "how long a small request waits for its first token beside a large one",
-    "key-isolation": "how long a request takes while another API key sends expensive ones",
-    "host": "the host's share of a step",
-    "maps": "linear maps of 4 and 8 bits beside the same maps in bf16",
-    "merged": "one tree of all sources beside the draft model's, at as many guesses",
-    "mixtures": "steps of a mixture of experts against the bytes that its rows need",
-    "targets": "long prompts that arrive beside streams with a target for the time per token",
-    "restart": "how long 16 streams pause when their engine process is killed",
-    "swap": "how long 8 streams wait while another draft model takes the place of theirs",
+    "steps": "steps of a random 0.6B model against their bound",
+    "families": "steps of each model family against Llama's, with the same linear layers",
+    "adapters": "steps of a 0.6B model with LoRA adapters",
+    "implementations": "steps of a model with transformers' modules against native code",
+    "kv": "attention over 8-bit KV against bf16 KV",
+    "sampling": "time of penalties, masks, filters and logprobs in steps of a 0.6B model",
+    "memory": "the block pool: prefix hits, sequences that share blocks",
+    "fairness": "TTFT of a small request while a large one runs",
+    "key-isolation": "time of a request while another API key sends expensive ones",
+    "host": "host time of a step, by phase",
+    "maps": "linear layers of 4 and 8 bits against bf16",
+    "merged": "one tree of all draft sources against the draft model's, with equal draft tokens",
+    "mixtures": "steps of a mixture of experts against the bytes that its rows read",
+    "targets": "long prompts that arrive while streams with a TPOT target run",
+    "restart": "pause of 16 streams when the engine process is killed",
+    "swap": "longest wait of 8 streams while another draft model is loaded",
     "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",
-    "demo": "every drafter with the demo pair, and scaled to a larger model's cost; draws plots",
+    "demo": "each drafter with the demo models, also at 0.6B compute; draws plots",
 }
 # These have `add_arguments`. They take long, and are measured only if they come first.
 LONG = (
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=PROGRAM,
-        description=f"Measure the named parts, or all. Their figures replace those in {RESULTS}.",
+        description=f"Measure the named parts, or all. The figures replace those in {RESULTS}.",
         epilog="\n".join(f"  {name:15} {what}" for name, what in FIGURES.items())
-        + "\n\nWith arguments of their own, measured only if they come first: "
+        + "\n\nThese parts have options of their own and run one at a time: "
         f"{', '.join(LONG)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def part(name: str) -> str:
     if name not in FIGURES:
-        raise argparse.ArgumentTypeError(f"no part {name!r}; there are {', '.join(FIGURES)}")
+        raise argparse.ArgumentTypeError(f"no part {name!r}; the parts are {', '.join(FIGURES)}")
     return name
 
 

@@ -1,4 +1,4 @@
-"""What LoRA adapters take of a step: one, four in a batch, and slots that nobody uses."""
+"""Steps with LoRA adapters: one, four in a batch, and unused slots."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Steps of every dense family beside Llama's, with the same linear maps: what their flags cost."""
+"""Steps of each dense model family against Llama's, with the same linear layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds by family and size, over interleaved rounds, and their ratio to Llama's."""
     made = RandomWeights(load(torch.device("cpu")))
-    # With windows and without biases: no family has bytes that others lack.
+    # The config has windows and no biases, so all families read the same bytes.
     fields = {"attention_bias": False, "mlp_bias": False, "sliding_window": 256, **shape}
     configs = {name: decoder_config.parse({"architectures": [name], **fields}) for name in DENSE}
     steps = {n: Steps(made.decoder(c, c.max_positions), n, sizes) for n, c in configs.items()}

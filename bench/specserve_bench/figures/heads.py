@@ -1,9 +1,8 @@
-"""A draft head beside a draft model at a 0.6B model's cost: what they take and what they bring.
+"""A draft head against a draft model, at 0.6B compute.
 
-What each alone brings with 8 nodes and without n-grams, by workload, at its own temperature and at
-0.8. At the cost of qwen3-0.6b what levels of the head take of a step, and the time of a token by
-auto with one of them and with both; auto begins a round with the costs that earlier ones have
-shown.
+Measures the tokens per step of each with 8 nodes and without n-grams, and the time of the head's
+levels. Then it measures TPOT of `auto` with one of them and with both. `auto` keeps
+learned costs between rounds.
 """
 
 import argparse
@@ -83,7 +82,7 @@ def load(
 
 
 def measured_levels(loader: suite.Loader, rounds: int) -> dict[str, Any]:
-    """What chains of some levels take, which are verified without n-grams."""
+    """Drafting time of chains with several levels, without n-grams."""
     asked, depths = workload("completion", 1, 0, None), (1, 2, 4)
     runs = {0: load(loader, "off", {"drafter.name": "none"}, COST).runnable}
     for depth in depths:
@@ -144,7 +143,7 @@ def acceptance(cell: Cell, name: str) -> str:
 
 
 def over_either(cell: Cell) -> Ratio | None:
-    """TPOT of auto with both over that with the better of them alone."""
+    """TPOT of auto with both, over TPOT of auto with the faster one."""
     one, other, both = (cell.tpot_ms[name] for name in AUTO)
     better = min(one, other, key=median)
     return ratio(both, better)

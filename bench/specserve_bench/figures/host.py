@@ -1,4 +1,4 @@
-"""The host's share of a step: what the engine process does beside forwards and draws."""
+"""Host time of a step: the engine process, apart from forward passes and sampling."""
 
 import socket
 import subprocess
@@ -198,16 +198,16 @@ def watched(engine: Engine, link: Link, clock: PhaseClock) -> ExitStack:
     return stack
 
 
-def planning_parts(guesses: AdaptiveSpeculator) -> list[tuple[Any, str, str]]:
-    """What `auto` does in a step: the work of its sources, and what it adds to it."""
+def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]:
+    """The phases of `auto` in a step."""
     parts: list[tuple[Any, str, str]] = [
-        (guesses, "draft", "choose"),
-        (guesses, "timed", "learn"),
-        (guesses, "learn", "learn"),
+        (speculator, "draft", "choose"),
+        (speculator, "timed", "learn"),
+        (speculator, "learn", "learn"),
     ]
-    parts += [(source, "candidates", "draft") for source in guesses.sources]
+    parts += [(source, "candidates", "draft") for source in speculator.sources]
     named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
-    for grower in guesses.growers:
+    for grower in speculator.growers:
         parts += [(grower.source, name, phase) for name, phase in named]
     parts += [(DraftDepthController, name, "choose") for name in ("first", "next", "ran")]
     parts += [(Trie, name, "merge") for name in ("merge", "draft")]

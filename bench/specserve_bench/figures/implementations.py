@@ -1,4 +1,4 @@
-"""Steps of one model by transformers' modules, beside native code, op by op and recorded."""
+"""Steps of one model with transformers' modules and native code, op by op and recorded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -43,7 +43,7 @@ TRIES: Mapping[str, Sequence[Mapping[str, int]]] = {
 
 
 class Evaluation(NamedTuple):
-    """What lm-eval says of a task.
+    """The task in lm-eval's format.
 
     seconds   of the calls of the model
     answers   by the number of the item: (loglikelihood, whether it is greedy) of each of its
@@ -56,7 +56,7 @@ class Evaluation(NamedTuple):
 
 
 class LmEval(Worker):
-    """A model of lm-eval, loaded; ended when the block ends. Nothing is downloaded."""
+    """A model of lm-eval, loaded; ended when the block ends. It downloads nothing."""
 
     def __init__(self, python: str, model: str, args: Mapping[str, Any], folder: Path) -> None:
         given = {"model": model, "args": args, "folder": str(folder.resolve())}

@@ -1,4 +1,4 @@
-"""Linear maps of codes beside the same map in bf16, by the rows that are multiplied at once."""
+"""Linear layers with quantized weights against bf16, by number of rows."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import addressof

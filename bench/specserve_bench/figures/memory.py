@@ -1,4 +1,4 @@
-"""What the block pool brings: prefix hits, choices that share blocks, few unwritten slots."""
+"""The block pool: prefix hits, sequences that share blocks, unused slots."""
 
 import random
 from collections.abc import Mapping, Sequence

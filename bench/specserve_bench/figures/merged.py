@@ -19,7 +19,7 @@ from specserve_bench.workloads import Workload, workload
 from specserve_drafters.owners import Owners
 
 LIMIT = 16  # maximum draft tokens per step
-# What the tree is compared with: the draft model with its own n-grams, also as deep as the tree.
+# The other drafters: the draft model with its own n-grams, also as deep as the tree.
 OTHERS: dict[str, dict[str, Any]] = {
     "model:16": {"drafter": "model"},
     "model:16, 16 levels": {"drafter": "model", "set": {"drafter.options.max_depth": 16}},
@@ -68,7 +68,7 @@ class RowCosts(StepCosts):
 
 
 class EveryTurn(ExplorationBudget):
-    """Guesses are made in every step, however long making them takes."""
+    """A rule that drafts in every step, whatever it costs."""
 
     def is_due(self, id: int) -> bool:
         return True
@@ -129,7 +129,7 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     speculator = llm.engine.speculator
     if isinstance(speculator, AdaptiveSpeculator) and speculator.draft_model is not None:
         speculator.planner.costs, model = RowCosts(price), speculator.draft_model
-        # A draft model's levels take no time: so every one is run that may be of use.
+        # Levels of the draft model cost nothing here, so all of them run.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
         speculator.learned = Owners(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation

@@ -47,7 +47,7 @@ def measure(
 
 
 def active_bytes(config: DecoderConfig, size: StepSize) -> int:
-    """What a step of one row reads: the maps that it is multiplied by, the head, and the KV."""
+    """Bytes that a step of one row reads: its experts, other layers, the head, and the KV."""
     weights = config.num_layer_weights + config.vocab_size * config.hidden_size
     return 2 * weights + sum(size.contexts) * kv_token_bytes(config)
 

@@ -1,8 +1,8 @@
-"""Requests at a rate, to specserve and to vLLM on this machine: at shares of what both can do.
+"""Requests in an open loop, to specserve and to vLLM on this machine.
 
-specserve has its defaults; vLLM for CPU runs alone or with guesses. Both get the same requests at
-the same times, in turn. Rates are shares of the capacity: of the requests a second that the slower
-of both answers with 16 at a time.
+specserve has its defaults. vLLM for CPU runs without drafting, or with --vllm-speculation. Both get
+the same requests at the same times, in turn. Rates are shares of the capacity: the requests per
+second that the slower server completes with 16 concurrent requests.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from specserve_bench.arguments import Once, above_0, at_least_1, listed
 from specserve_bench.pairs import PAIRS
 from specserve_bench.peers.peer import checked_python, environment
 from specserve_bench.report import markdown_table, ratio_words, report
-from specserve_bench.results import Goals, Load, Result, Run, figures, ratio
+from specserve_bench.results import Goals, Load, Result, Run, Spread, figures, ratio
 from specserve_bench.served import Served, free_port, settings, wait_until_ready
 from specserve_bench.workloads import Workload, workload
 
@@ -74,7 +74,7 @@ class VLLMServer:
 
 
 def of_vllm(python: str) -> dict[str, str]:
-    """What its manual advises on CPUs."""
+    """The environment that its manual advises for CPUs."""
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # comes with vLLM
     return {
         "LD_PRELOAD": str(openmp) if openmp.exists() else "",
@@ -87,11 +87,13 @@ def of_vllm(python: str) -> dict[str, str]:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--vllm", required=True, metavar="PYTHON", help="of an environment with vLLM")
+    p.add_argument(
+        "--vllm", required=True, metavar="PYTHON", help="Python of an environment with vLLM"
+    )
     p.add_argument(
         "--vllm-speculation",
         metavar="JSON",
-        help="vLLM's speculative config; default: no guesses",
+        help="vLLM's speculative config; default: no drafting",
     )
     p.add_argument(
         "--workloads",
@@ -106,10 +108,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         type=listed(above_0),
         default=(0.5, 0.8),
         metavar="S,...",
-        help="of capacity",
+        help="rates as shares of capacity",
     )
-    p.add_argument("--capacity", type=above_0, metavar="R", help="requests a second; else measured")
-    p.add_argument("--requests", type=at_least_1, default=32, help="of a workload")
+    p.add_argument(
+        "--capacity", type=above_0, metavar="R", help="requests per second; default: measured"
+    )
+    p.add_argument("--requests", type=at_least_1, default=32, help="requests per workload")
     p.add_argument("--rounds", type=at_least_1, default=7)
 
 
@@ -189,7 +193,8 @@ def summary_rows(result: Result) -> list[list[str]]:
 
 def p99(run: Run, name: str, goals: Goals) -> float:
     """The median over rounds."""
-    return median(figures(round, goals)[name].p99 for round in run.rounds)
+    spreads: list[Spread] = [figures(round, goals)[name] for round in run.rounds]
+    return median(spread.p99 for spread in spreads)
 
 
 def compared(ours: Run, theirs: Run, goals: Goals) -> list[str]:

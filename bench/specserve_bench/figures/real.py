@@ -1,4 +1,4 @@
-"""`auto` beside no draft tokens on SmolLM2, with real prompts; exact ties; perplexity.
+"""`auto` against no drafting on SmolLM2, with real prompts; exact ties; perplexity.
 
 TPOT of SmolLM2-135M-Instruct (Q4_1), one request at a time, in interleaved rounds: short chats,
 short chats in a process that has answered long prompts, and prompts of 7,000 tokens. Exact ties are

@@ -101,7 +101,7 @@ def version(router: str) -> str:
 
 
 def served(kv_bytes: int) -> Served:
-    """Without guesses, so that the whole pool is the target's."""
+    """Without drafting, so that the whole pool belongs to the target model."""
     bounds = settings(memory__kv_bytes=kv_bytes, scheduler__max_model_len=4096)
     return Served("--drafter=none", "--set=server.access_log=false", *bounds)
 

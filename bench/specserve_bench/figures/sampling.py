@@ -1,4 +1,4 @@
-"""What sampling takes of a step: with all parameters in use, and with none of them."""
+"""Time of sampling in a step, with all parameters and with none."""
 
 import random
 from collections import Counter

@@ -37,7 +37,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def ready_seconds() -> float:
-    """From the start of the process until it prints that it is ready."""
+    """Seconds from the start of the process until it prints that it is ready."""
     with Served() as served:
         return served.ready_seconds
 

@@ -1,4 +1,4 @@
-"""What sources bring: predictions of edits, earlier outputs, and all of them on random text.
+"""Speedup of draft sources: predictions of edits, earlier outputs, and all on random text.
 
 One request at a time: predictions on the workload edit, earlier outputs on agent and on questions,
 both of which were asked once before, and all sources on random. On two cores it takes two minutes

@@ -2,9 +2,9 @@
 
 A cell is a pair of models, a workload, and so many requests at a time. It takes the place of the
 same cell measured before, so a measurement can be done in parts. On two cores all takes about ten
-minutes for the demo pair and three hours for the pair at a 0.6B model's cost. Workloads one at a
-time are measured at temperature 0.8 as well, beside model:8 and model:16 alone. A round begins with
-nothing learnt unless --warm is given.
+minutes for the demo pair and three hours for the pair at a 0.6B model's cost. One request at a
+time is measured at temperature 0.8 as well, with auto, model:8 and model:16. A round starts without
+learned state unless --warm is given.
 """
 
 import argparse
@@ -40,13 +40,13 @@ OVER_BEST, OVER_OFF, OVER_MODEL = 1.05, 1.03, 0.9  # ends of intervals that are 
 
 
 class Place(NamedTuple):
-    """What a cell is measured on."""
+    """The models, workload and load of a cell."""
 
     pair: str
     workload: str
     concurrency: int
     temperature: float | None  # None: the workload's
-    is_warm: bool = False  # rounds begin with what earlier ones have shown of costs and guesses
+    is_warm: bool = False  # rounds start with learned costs and acceptance rates
 
 
 class Cell(msgspec.Struct, kw_only=True):
@@ -112,11 +112,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--warm",
         action="store_true",
-        help="let rounds begin with what those before have shown, as a server that has run a while",
+        help="start rounds with learned state, like a server that has run for a while",
     )
     p.add_argument("--rounds", type=at_least_1, default=7, help="default: 7")
     p.add_argument(
-        "--requests", type=at_least_1, metavar="N", help="of a cell; default: by pair and load"
+        "--requests",
+        type=at_least_1,
+        metavar="N",
+        help="requests per cell; default: by models and load",
     )
 
 
@@ -129,7 +132,10 @@ def measure(args: argparse.Namespace) -> Cells:
             usual = REQUESTS[pair].get(place.concurrency, 2 * place.concurrency)
             those = subjects(place)
             chosen = [c for c in contenders if c.label in those]
-            print(f"{pair}, {place.workload}, {place.concurrency} at a time", file=sys.stderr)
+            print(
+                f"{pair}, {place.workload}, {place.concurrency} concurrent requests",
+                file=sys.stderr,
+            )
             keep(measured(place, args.requests or usual, chosen, args.rounds), args.out)
     return read(args.out)
 
@@ -144,7 +150,7 @@ def places(pair: str, names: Sequence[str], concurrencies: Sequence[int]) -> Ite
 
 
 def settings(pair: str) -> Sequence[str]:
-    """Of all subjects. More rows have more experts: so few guesses may be best for a mixture."""
+    """The subjects. A mixture reads more experts for more rows, so it gets small limits too."""
     few = [f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3)]
     return (*SETTINGS[:-1], *(few if pair == "mixture" else ()), "auto")
 
@@ -209,7 +215,7 @@ def keep(cell: Cell, file: Path) -> None:
 
 
 def read(file: Path) -> Cells:
-    """Nothing where there is no file yet."""
+    """The cells of the file; none without a file."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Cells)
     except FileNotFoundError:
@@ -235,7 +241,7 @@ def averaged(cells: Sequence[Cell], pair: str, temperature: float | None) -> lis
 
 
 def mean_ratio(cells: Sequence[Cell], subject: str) -> Ratio:
-    """Of TPOT of `auto` to the subject's, as the geometric mean over the cells in each round."""
+    """TPOT of `auto` over the subject's: the geometric mean over cells, in each round."""
     both = [zip(c.tpot_ms["auto"], c.tpot_ms[subject], strict=True) for c in cells]
     means = [geometric_mean(a / b for a, b in rounds) for rounds in zip(*both, strict=False)]
     found = ratio(means, [1.0] * len(means))

@@ -1,6 +1,6 @@
 """Structured output: the time of masks of 152 thousand ids, and TPOT with grammar drafts.
 
-The TPOT of `auto`, and of what the grammar forces alone, beside that without guesses: a text for
+TPOT of `auto` and of `grammar` against no drafting: a text for
 each of the 200 schemas, one at a time, at temperature 1. The schemas are of the kinds that
 JSONSchemaBench has. On two cores a round takes a quarter of an hour with the pair at a 0.6B model's
 cost.
@@ -69,7 +69,7 @@ class SchemaText(NamedTuple):
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pair", choices=[*PAIRS], default="0.6b", help="default: 0.6b")
-    p.add_argument("--rounds", type=natural, default=3, help="0: masks alone; default: 3")
+    p.add_argument("--rounds", type=natural, default=3, help="0: only masks; default: 3")
     p.add_argument("--every", type=at_least_1, default=1, metavar="N", help="only each Nth schema")
 
 

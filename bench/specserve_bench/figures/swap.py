@@ -53,8 +53,8 @@ def figure(pair: str) -> dict[str, Any]:
 def one_round(
     server: Served, pair: str, draft: str, number: int
 ) -> tuple[dict[str, float], list[str]]:
-    """The longest wait for an event from the order to the end of what follows it, and the longest
-    in as much time before; both in steps, which are the usual wait. And the texts.
+    """The longest wait for an event around the swap, and in an equal time before it, in steps: a
+    step is the usual wait. Also the texts.
     """
     tokens, before, after = PAIRS[pair]
     with Streams(server, STREAMS, tokens) as streams:

@@ -1,4 +1,4 @@
-"""What a target for time per token holds: long prompts arrive beside streams that have one."""
+"""TPOT targets: long prompts arrive while streams with a target run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,12 +26,12 @@ ROUNDS = 7
 STREAMS, STREAM_PROMPT = 4, 300
 ARRIVALS, LONG_PROMPT = 3, 2000  # of each round, after one whose steps fill the table
 QUIET_STEPS = 30
-TIMES_QUIET = 1.5  # the target, over a step of the streams alone that has no guesses
+TIMES_QUIET = 1.5  # the target, as a multiple of a step without prompts and draft tokens
 SETTINGS = {"memory.kv_bytes": 3 << 29, "memory.prefix_cache": False}
 
 
 class LatePrompt(NamedTuple):
-    """A long prompt beside the streams; milliseconds."""
+    """A long prompt that arrives while the streams run; milliseconds."""
 
     ttft: float
     predicted: float  # by the table of costs, as it was when the prompt arrived
@@ -52,7 +52,7 @@ def measure() -> dict[str, Any]:
 
 
 def one_round(plain: LLM, llm: LLM, source: Sequence[int]) -> dict[str, float]:
-    """Quiet steps without guesses, then arrivals beside streams whose target is set by them."""
+    """Steps without drafting set the target of the streams; then prompts arrive."""
     streams = start_streams(plain, source, None)
     times = [elapsed(plain.step) for _ in range(QUIET_STEPS)]
     plain.end(streams)
@@ -105,12 +105,12 @@ def arrival(
 
 
 def predicted_steps(engine: Engine, waiting: int, allowed: float) -> Iterator[float]:
-    """Seconds of the steps that compute a prompt beside the running streams, if every step has as
-    many of its rows as are allowed, and no guesses.
+    """Seconds of the steps that compute a prompt while streams run, if each step has as many of
+    its rows as are allowed and no draft tokens.
     """
-    scheduler, guesses = engine.scheduler, engine.speculator
-    assert isinstance(guesses, AdaptiveSpeculator), "no other drafter has a table of costs"
-    costs, roots = guesses.planner.costs, len(scheduler.running)
+    scheduler, speculator = engine.scheduler, engine.speculator
+    assert isinstance(speculator, AdaptiveSpeculator), "no other drafter has a table of costs"
+    costs, roots = speculator.planner.costs, len(scheduler.running)
     context = sum(len(r.token_ids) for r in scheduler.running)
     most, done = scheduler.budget.max_batched_tokens - roots, 0
     while done < waiting:

@@ -1,4 +1,4 @@
-"""What the machine does at best: a copy and a matrix product; and that all can be imported."""
+"""Best rates of the machine: a copy and a matrix product. Also checks the imports."""
 
 import importlib
 import sys

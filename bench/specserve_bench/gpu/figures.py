@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 
 
 class FigureSizes(NamedTuple):
-    """What is measured: less of it in a rehearsal."""
+    """Sizes of the measurements, smaller in a rehearsal."""
 
     changes: dict[str, Any]  # fields of the target and of its draft model that differ
     mixture: dict[str, Any]
@@ -150,7 +150,7 @@ class ShapeFigures:
         return self.compared(taken, decoder, context + rows) if has_floor else {"ms": taken.ms}
 
     def compared(self, taken: Deciles, decoder: Decoder, num_tokens: int) -> dict[str, Any]:
-        """With reading the weights and the KV at the speed of a copy."""
+        """Compares with reading the weights and the KV at the speed of a copy."""
         read = streamed_bytes(decoder) + num_tokens * token_bytes(decoder)
         floor = read / (1e9 * self.record.figures["copy GB/s"])
         return {
@@ -206,7 +206,7 @@ class ShapeFigures:
         return {"requests": n, "rank": rank, "ms": ms, "attends": attends}
 
     def prompt(self, decoder: Decoder, size: int) -> dict[str, Any]:
-        """From the request to its first token, through the engine, without other requests."""
+        """TTFT through the engine, without other requests."""
         batches = RandomBatches(decoder, 2 * size + 64)
         engine, before = batches.engine(min(size, 2048), 4), self.planned()
         ask = partial(batches.first_token, engine, size)

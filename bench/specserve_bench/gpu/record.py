@@ -15,7 +15,7 @@ def is_error(figure: Any) -> bool:
 
 
 class RecordContent(NamedTuple):
-    """What a file has: figures by name, and whether its stage is done."""
+    """Content of a file: figures by name, and whether its stage is done."""
 
     figures: dict[str, Any]
     done: bool

@@ -1,4 +1,4 @@
-"""What all stages have in common: their options, the ops that they measure, one figure's errors."""
+"""Common code of all stages: options, ops, and errors of figures."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ REHEARSED = 1, 4  # rows of recorded steps: each of them takes seconds in the in
 
 
 class StageOptions(argparse.Namespace):
-    """Of every stage.
+    """Options of every stage.
 
     rehearse  small shapes on a CPU, Triton's kernels in its interpreter: figures mean nothing
     """

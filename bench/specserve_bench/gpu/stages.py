@@ -28,7 +28,7 @@ AT_ONCE = "-n 12 --dist worksteal"  # most of a test's time is Triton's compiler
 BOTH = "tests/kernels tests/engine/test_cuda.py tests/models/test_logits.py "
 BOTH += "tests/models/test_eagle_head.py tests/models/test_mtp_head.py -m 'cuda and not slow'"
 ALONE = "tests/kernels/test_gpu.py -m gpu"
-# What a rehearsal runs of the tests.
+# The tests of a rehearsal.
 REHEARSED = "tests/kernels/test_layers.py -m cuda -k 'norm or linear' -n 2"
 
 
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="make gpu-check", description=__doc__)
     p.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(KNOWN)}")
     p.add_argument("--out", type=Path, default=ROOT / "bench/results", help="folder of the JSON")
-    p.add_argument("--wheels", type=Path, help="folder of wheels to install, for this run alone")
+    p.add_argument("--wheels", type=Path, help="folder of wheels to install, only for this run")
     p.add_argument("--again", action="store_true", help="run also what is done for this source")
     p.add_argument("--seconds", type=float, default=DEADLINE, help="for all stages together")
     p.add_argument("--rehearse", action="store_true", help="on a CPU, with small shapes")

@@ -172,7 +172,7 @@ class ModelFigures:
         return out
 
     def ttft(self) -> dict[str, Any]:
-        """From the request to its first token, through the engine, without other requests."""
+        """TTFT through the engine, without other requests."""
         batches, engine = self.engine()
         ask = partial(batches.first_token, engine, self.size.prompt)
         return {"ms": [round(1e3 * t, 3) for t in timed(ask)]}

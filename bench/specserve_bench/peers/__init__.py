@@ -1,1 +1,1 @@
-"""specserve beside other engines, on one checkpoint, in one run."""
+"""Compares specserve with other engines, on one checkpoint, in one run."""

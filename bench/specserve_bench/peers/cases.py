@@ -1,4 +1,4 @@
-"""What every engine is asked, as token ids, and the figures that its times give."""
+"""The requests of all engines, as token ids, and the figures of their times."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ def tokens_per_s(requests: Sequence[Timed]) -> float:
 def step_ms(requests: Sequence[Timed]) -> float:
     """The median step in which every request gets a token; ValueError if there is none.
 
-    There is none where the first request ends before the last one's prompt is computed.
+    The error occurs if the first request ends before the last prompt is computed.
     """
     begin = max(r.times[0] for r in requests)
     end = min(r.times[-1] for r in requests)
@@ -92,7 +92,7 @@ def step_ms(requests: Sequence[Timed]) -> float:
 
 
 def tokens_per_step(requests: Sequence[Timed]) -> float:
-    """Of all steps after a request's first."""
+    """Mean tokens of all steps after a request's first."""
     steps = sum(len(r.counts) - 1 for r in requests)
     return sum(sum(r.counts[1:]) for r in requests) / steps
 

@@ -1,4 +1,4 @@
-"""`specserve bench peers`: specserve beside other engines in one run."""
+"""`specserve bench peers`: measures specserve and other engines in one run."""
 
 import argparse
 import json
@@ -42,32 +42,32 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--model",
         metavar="FOLDER",
-        help="a Llama or Qwen of 16-bit safetensors; default: the demo pair at a 0.6B model's cost",
+        help="Llama or Qwen as 16-bit safetensors; default: the demo models at 0.6B compute",
     )
     p.add_argument(
         "--draft",
         action="append",
         default=[],
         metavar="FOLDER",
-        help="with --model: a draft model of its vocabulary; several are compared one by one",
+        help="with --model: draft model with the same vocabulary; may be given several times",
     )
     for name, engine in ENGINES.items():
         p.add_argument(
             f"--{name}",
             metavar="PYTHON",
-            help=f"the python of an environment with {engine}; default: not measured",
+            help=f"Python of an environment with {engine}; default: not measured",
         )
     p.add_argument(
         "--quantize",
         choices=["w8a8", "w8", "w4"],
-        help="compare with llama.cpp's Q8_0 or Q4_0, and with 16 bits, instead",
+        help="compare quantized weights with llama.cpp's Q8_0 or Q4_0, and with 16 bits",
     )
-    p.add_argument("--rounds", type=at_least_1, default=5, help="interleaved; default: 5")
+    p.add_argument("--rounds", type=at_least_1, default=5, help="interleaved rounds; default: 5")
     sizes = PeerSizes()
     for flag, kind, size, meaning in (
-        ("prompts", at_least_1, sizes.prompts, "of the cases plain and drafting"),
+        ("prompts", at_least_1, sizes.prompts, "prompts of the cases plain and drafting"),
         ("batch", at_least_1, sizes.batch, "prompts of the case batch"),
-        ("tokens", integer(2), sizes.tokens, "after each prompt"),
+        ("tokens", integer(2), sizes.tokens, "output tokens per prompt"),
         ("timeout", at_least_1, 600, "seconds to load, and for a case"),
     ):
         p.add_argument(
@@ -81,7 +81,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def peers(args: argparse.Namespace) -> int:
     """The exit code is 1 where every engine failed."""
     if args.draft and args.model is None:
-        raise ConfigError("--draft: name the model that it drafts for with --model")
+        raise ConfigError("--draft: needs its target model. Add --model.")
     systems = chosen_systems(args)
     with exits_on_sigterm(), TemporaryDirectory(prefix="specserve-peers-") as folder:
         scratch = Path(folder)
@@ -109,9 +109,13 @@ def exits_on_sigterm() -> Iterator[None]:
 
 def chosen_systems(args: argparse.Namespace) -> list[System]:
     if args.llama is not None and find_spec("gguf") is None:
-        raise ConfigError("--llama: it needs gguf here: pip install 'specserve[bench]'")
+        raise ConfigError(
+            "--llama: this environment lacks gguf. Run pip install 'specserve[bench]'."
+        )
     if args.quantize is not None and (args.vllm or args.transformers or not args.llama):
-        raise ConfigError("--quantize: it is compared with llama.cpp alone: give --llama")
+        raise ConfigError(
+            "--quantize: only llama.cpp is compared. Add --llama, and remove other engines."
+        )
     named = {name: getattr(args, name) for name in ENGINES}
     pythons = {
         name: checked_python(name, python) for name, python in named.items() if python is not None
@@ -151,7 +155,7 @@ def described(
     comparison: Comparison,
     series: list[Series],
 ) -> dict[str, Any]:
-    labels = {draft.folder: draft.label for draft in models.drafts}
+    labels: dict[Path | None, str] = {draft.folder: draft.label for draft in models.drafts}
     costs = step_costs(models.target, sizes, quantize)
     figures = [
         figure

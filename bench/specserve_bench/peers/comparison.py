@@ -42,7 +42,7 @@ class Pick(NamedTuple):
 
 
 class Sweep:
-    """Tries each choice once; `tell` is told of each."""
+    """Tries each choice once, and reports each to `tell`."""
 
     def __init__(self, start: Start, tell: Callable[[str], object]) -> None:
         self.start, self.tell = start, tell
@@ -99,7 +99,7 @@ class Lane:
 
 
 class MeasuredGroup(NamedTuple):
-    """What was measured in the same rounds; what the CPU could do at the beginning of each."""
+    """Lanes of the same rounds, and the CPU's rates at the beginning of each round."""
 
     lanes: list[Lane]
     rates: list[Rates]
@@ -163,7 +163,7 @@ class Limits(NamedTuple):
 
 
 class Comparison:
-    """`tell` is told what goes on, `gauge` measures the CPU before each round."""
+    """Reports progress to `tell`; `gauge` measures the CPU before each round."""
 
     def __init__(
         self,
@@ -206,7 +206,8 @@ class Comparison:
         ]
         batch = [Lane(s, cases["batch"], prompts[s]) for s in self.systems]
         series = [Series(self.measure(lanes)) for lanes in (together, batch)]
-        case, kinds = cases["drafting"], [(LOOKUP, None)]
+        case = cases["drafting"]
+        kinds: list[tuple[str, Path | None]] = [(LOOKUP, None)]
         kinds += [(kind, draft) for draft in drafts for kind in (DRAFT, AUTO)]
         for kind, draft in kinds:
             picks = {s: self.pick(s, decoding[s], case, kind, draft) for s in self.systems}

@@ -27,7 +27,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     try:
         from gguf import GGMLQuantizationType, GGUFWriter
     except ImportError as e:
-        raise ConfigError("gguf is not installed: pip install 'specserve[bench]'") from e
+        raise ConfigError("gguf is not installed. Run pip install 'specserve[bench]'.") from e
     config = decoder_config.load_config(folder)
     architecture = architecture_of(folder, config)
     writer = GGUFWriter(file, architecture)
@@ -69,7 +69,7 @@ def architecture_of(folder: Path, config: DecoderConfig) -> str:
     for reason, is_so in reasons.items():
         if is_so:
             raise ConfigError(
-                f"{folder}: cannot be written as GGUF: {reason}; measure without --llama"
+                f"{folder}: cannot be written as GGUF: {reason}. Measure without --llama."
             )
     return ARCHITECTURES[config.architecture]
 

@@ -19,7 +19,7 @@ from specserve_bench.peers.protocol import Setup, Timed, write_setup
 from specserve_bench.peers.systems import System
 
 TIMEOUT = 60  # seconds; the first start of a Python may read a slow disk
-# Of an engine: the packages that its environment imports, and what pip calls them.
+# The packages of an engine: their module names, and their names for pip.
 NEEDED = {
     "lm-eval": (
         ("lm_eval", "aiohttp", "tenacity", "accelerate", "torch", "transformers"),
@@ -57,7 +57,7 @@ class Worker:
     ) -> None:
         self.timeout, self.buffer = timeout, b""
         self.log = TemporaryFile()  # noqa: SIM115, closed with the worker
-        # A folder with nothing but this package, so that the engine finds its own packages alone.
+        # A folder with only this package, so that the engine finds only its own packages.
         self.folder = TemporaryDirectory(prefix="specserve-peer-")
         package = Path(specserve_bench.__file__).parent
         Path(self.folder.name, package.name).symlink_to(package)
@@ -70,7 +70,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends all
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends all
             )
         except OSError as e:
             self.log.close()
@@ -193,13 +193,14 @@ def checked_python(name: str, given: str) -> str:
     python = shutil.which(os.path.expanduser(given))
     if python is None:
         raise ConfigError(
-            f"--{name} {given}: no executable file; name the python of an environment with {wheels}"
+            f"--{name} {given}: not an executable file. Name the Python of an environment with "
+            f"{wheels}."
         )
     python = os.path.abspath(python)
     if not has_packages(f"--{name} {given}", python, packages):
         raise ConfigError(
-            f"--{name} {given}: it cannot import {' and '.join(packages)}; install what is "
-            f"missing: {python} -m pip install {wheels}"
+            f"--{name} {given}: it cannot import {' and '.join(packages)}. Run "
+            f"{python} -m pip install {wheels}."
         )
     return python
 
@@ -221,9 +222,9 @@ def has_packages(flag: str, python: str, packages: tuple[str, ...]) -> bool:
             )
     except (OSError, subprocess.TimeoutExpired) as e:
         reason = e.strerror if isinstance(e, OSError) else f"no answer within {TIMEOUT} s"
-        raise ConfigError(f"{flag}: does not run ({reason}); name another Python") from e
+        raise ConfigError(f"{flag}: does not run ({reason}). Name another Python.") from e
     answer = done.stdout.strip()
     if answer not in ("True", "False"):
         said = one_line(done.stderr.strip().rpartition("\n")[2]) or f"exit code {done.returncode}"
-        raise ConfigError(f"{flag}: does not run as a Python ({said}); name another")
+        raise ConfigError(f"{flag}: does not run as a Python ({said}). Name another one.")
     return answer == "True"

@@ -31,7 +31,7 @@ class PeerDrafting(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What an engine is started with.
+    """Arguments of an engine.
 
     model         a folder with safetensors; llama.cpp: a GGUF file
     max_len       tokens of a request, its prompt included
@@ -68,7 +68,7 @@ class Timed:
 
 
 def timed_together(number: int) -> list[Timed]:
-    """Of requests that are sent at once, at this moment."""
+    """Timers of requests that are sent now."""
     start = perf_counter()
     return [Timed(start) for _ in range(number)]
 
@@ -112,7 +112,7 @@ def answer_requests(
     """
     if sys.platform == "linux":  # else a stopped process would stay when the suite is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    out = os.fdopen(os.dup(1), "w")  # for answers alone
+    out = os.fdopen(os.dup(1), "w")  # only for answers
     os.dup2(2, 1)  # what libraries print goes to stderr
     try:
         version, answer = start(json.loads(sys.argv[1]))
@@ -144,7 +144,7 @@ def run(
 
 
 def read_setup(fields: dict[str, Any]) -> Setup:
-    """What `write_setup` wrote."""
+    """The inverse of `write_setup`."""
     drafting = fields["drafting"]
     return Setup(**fields | {"drafting": drafting and PeerDrafting(**drafting)})
 

@@ -56,9 +56,9 @@ class PeerChoice(NamedTuple):
 
 
 def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> list[System]:
-    """Those that have a Python. specserve is tried with one limit for each drafter.
+    """The systems that have a Python. specserve is tried with one limit for each drafter.
 
-    With quantized weights specserve comes a second time, with the checkpoint's own.
+    If weights are quantized, specserve also runs with the checkpoint's weights.
     """
     known = [
         ("specserve", SPECSERVE, False, (16,), (8,), False),
@@ -114,7 +114,7 @@ class NamedDraft(NamedTuple):
 
 
 class ComparedModels(NamedTuple):
-    """What the table calls the target, where it is, and the drafts."""
+    """Label and folder of the target model, and the draft models."""
 
     label: str
     target: Path

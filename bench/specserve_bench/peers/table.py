@@ -94,7 +94,7 @@ def over(values: Mapping[str, list[float]], other: str) -> dict[str, Any] | None
 
 
 def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
-    """By system, how much of the plain text is the same as ours, until it parts."""
+    """The share of each system's plain text before it differs from ours."""
     plain = {
         lane.system.name: lane.rounds[-1]
         for lane in lanes
@@ -106,7 +106,7 @@ def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
 
 
 def sweep_result(
-    tried: Iterable[Tried], labels: Mapping[Path, str] | None = None
+    tried: Iterable[Tried], labels: Mapping[Path | None, str] | None = None
 ) -> list[dict[str, Any]]:
     """`labels` are those of the draft models' folders."""
     return [
@@ -122,7 +122,7 @@ def sweep_result(
     ]
 
 
-def draft_label(choice: PeerChoice, labels: Mapping[Path, str]) -> str | None:
+def draft_label(choice: PeerChoice, labels: Mapping[Path | None, str]) -> str | None:
     folder = choice.drafting and choice.drafting.draft
     return labels.get(Path(folder)) if folder else None
 
@@ -167,7 +167,8 @@ def split(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     number_runs(drafting[LOOKUP])
     if drafting[LOOKUP] + drafting[DRAFT] and not drafting[AUTO]:
         names = dict.fromkeys(part["figure"] for kind in drafting.values() for part in kind)
-        empty = {"draft": None, "systems": {}, "bound": None, "ratio": None, "drafter": AUTO}
+        empty: dict[str, Any] = dict.fromkeys(("draft", "bound", "ratio"))
+        empty |= {"systems": {}, "drafter": AUTO}
         drafting[AUTO] = [{"figure": name, **empty} for name in names]
     return plain + [part for parts in drafting.values() for part in parts]
 
@@ -204,9 +205,10 @@ def names_of(columns: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def summary(result: Mapping[str, Any], more: Iterable[Sequence[str]] = ()) -> str:
-    """A row for each time and drafter, a column for each system: medians, the best one bold; last
-    ours divided by the best peer's, and the extremes of that ratio in rounds. `more` are rows of
-    other measurements, with cells of the systems and a ratio.
+    """A row for each time and drafter, and a column for each system.
+
+    Cells are medians, with the best one bold. The last column divides ours by the best peer's.
+    `more` are rows of other measurements.
     """
     columns, rows = split(result), []
     systems = names_of(columns)
@@ -289,7 +291,7 @@ def tokens_of(cell: Mapping[str, Any]) -> int:
 
 
 def limit(cell: Mapping[str, Any], kind: str | None) -> str:
-    """What a cell adds to its row: the limit of draft tokens, and a drafter that differs."""
+    """The limit of draft tokens of a cell, and its drafter if the row has another one."""
     own = drafter(cell)
     if kind is None or own is None:
         return ""

@@ -1,8 +1,8 @@
 """llama.cpp through llama-cpp-python's bindings of its C API.
 
 The package's own `Llama` copies the logits of all rows to NumPy in each step, which costs llama.cpp
-more than it should be measured by. The loops here are those of its examples: greedy decoding, many
-sequences in a batch, and guesses as a chain that one batch verifies.
+more than it should be measured by. The loops follow its examples: greedy decoding, many
+sequences in a batch, and a chain of draft tokens that one batch verifies.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ class BatchRow(NamedTuple):
 
 
 class Decoding(Protocol):
-    """What `LlamaModel` does; tests have one without llama.cpp."""
+    """The interface of `LlamaModel`; tests implement it without llama.cpp."""
 
     def clear(self) -> None: ...
 
@@ -46,42 +46,42 @@ class Decoding(Protocol):
         ...
 
 
-class Guesser(Protocol):
-    def guess(self, text: list[int]) -> list[int]: ...
+class Drafter(Protocol):
+    def draft(self, text: list[int]) -> list[int]: ...
 
 
 class Llama:
-    def __init__(self, model: Decoding, guesser: Guesser | None, version: str) -> None:
-        self.model, self.guesser, self.version = model, guesser, version
+    def __init__(self, model: Decoding, drafter: Drafter | None, version: str) -> None:
+        self.model, self.drafter, self.version = model, drafter, version
 
-    def guessed(self, prompt: list[int], num_tokens: int, guesser: Guesser) -> Timed:
+    def with_drafter(self, prompt: list[int], num_tokens: int, drafter: Drafter) -> Timed:
         timed = Timed()
         self.model.clear()
         token = extend(self.model, prompt, 0)
         timed.add([token])
         text = [*prompt, token]
         while (missing := num_tokens - len(timed.token_ids)) > 0:
-            # The last token of all comes from the target, so one guess fewer is of use.
-            guesses = guesser.guess(text)[: missing - 1]
-            tokens = self.verify(text, guesses)
+            # The last token comes from the target, so one draft token fewer is needed.
+            draft_tokens = drafter.draft(text)[: missing - 1]
+            tokens = self.verify(text, draft_tokens)
             timed.add(tokens)
             text += tokens
         return timed
 
-    def verify(self, text: list[int], guesses: list[int]) -> list[int]:
-        """The accepted guesses and the target's own next token; KV of wrong ones is dropped."""
+    def verify(self, text: list[int], draft_tokens: list[int]) -> list[int]:
+        """The accepted draft tokens and the target's next token; drops the KV of rejected ones."""
         known = len(text) - 1  # tokens with KV
-        chain = [text[-1], *guesses]
+        chain = [text[-1], *draft_tokens]
         answers = self.model.decode([BatchRow(t, known + i, 0, True) for i, t in enumerate(chain)])
         accepted = 0
-        while accepted < len(guesses) and guesses[accepted] == answers[accepted]:
+        while accepted < len(draft_tokens) and draft_tokens[accepted] == answers[accepted]:
             accepted += 1
         self.model.cut(known + 1 + accepted)
         return answers[: accepted + 1]
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
-        if self.guesser is not None and len(prompts) == 1:
-            return [self.guessed(prompts[0], num_tokens, self.guesser)]
+        if self.drafter is not None and len(prompts) == 1:
+            return [self.with_drafter(prompts[0], num_tokens, self.drafter)]
         self.model.clear()
         timed = timed_together(len(prompts))
         for sequence, (prompt, each) in enumerate(zip(prompts, timed, strict=True)):
@@ -159,34 +159,34 @@ class Lookup:
 
         self.lookup: Any = LlamaPromptLookupDecoding(num_pred_tokens=num_tokens)
 
-    def guess(self, text: list[int]) -> list[int]:
+    def draft(self, text: list[int]) -> list[int]:
         found: list[int] = self.lookup(np.array(text, np.intc)).tolist()
         return found
 
 
-class DraftGuesser:
+class DraftModelDrafter:
     """A smaller model that continues the text, one token after the other."""
 
     def __init__(self, model: Decoding, num_tokens: int) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.text: list[int] = []  # that has KV
 
-    def guess(self, text: list[int]) -> list[int]:
+    def draft(self, text: list[int]) -> list[int]:
         same = next(
             (i for i, (a, b) in enumerate(zip(self.text, text, strict=False)) if a != b),
             min(len(self.text), len(text) - 1),
         )
         self.model.cut(same)
-        guesses = [extend(self.model, text[same:], 0, same)]
-        while len(guesses) < self.num_tokens:
-            position = len(text) + len(guesses) - 1
-            guesses.append(extend(self.model, guesses[-1:], 0, position))
-        self.text = [*text, *guesses[:-1]]
-        return guesses
+        draft_tokens = [extend(self.model, text[same:], 0, same)]
+        while len(draft_tokens) < self.num_tokens:
+            position = len(text) + len(draft_tokens) - 1
+            draft_tokens.append(extend(self.model, draft_tokens[-1:], 0, position))
+        self.text = [*text, *draft_tokens[:-1]]
+        return draft_tokens
 
 
 def quantized(file: str, quantize: str | None) -> str:
-    """The file, or one beside it that llama.cpp's own tool makes of it, once."""
+    """The file, or its quantized form, which llama.cpp's own tool writes once."""
     import llama_cpp
 
     if quantize is None:
@@ -210,10 +210,10 @@ def load(setup: Setup) -> Llama:
     model = LlamaModel(
         quantized(setup.model, setup.quantize), setup.max_len, setup.max_requests, setup.threads
     )
-    return Llama(model, make_guesser(setup), str(llama_cpp.__version__))
+    return Llama(model, make_drafter(setup), str(llama_cpp.__version__))
 
 
-def make_guesser(setup: Setup) -> Guesser | None:
+def make_drafter(setup: Setup) -> Drafter | None:
     drafting: PeerDrafting | None = setup.drafting
     if drafting is None:
         return None
@@ -223,7 +223,7 @@ def make_guesser(setup: Setup) -> Guesser | None:
     model = LlamaModel(
         quantized(drafting.draft, setup.quantize), setup.max_len + drafting.tokens, 1, setup.threads
     )
-    return DraftGuesser(model, drafting.tokens)
+    return DraftModelDrafter(model, drafting.tokens)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class Transformers:
         self.version = str(transformers.__version__)
         self.torch = torch
         self.model = load_model(setup.model)
-        self.guesses = guesses(setup.drafting)
+        self.options = drafting_options(setup.drafting)
 
     def together(self, prompts: list[list[int]], num_tokens: int) -> list[Timed]:
         ids = self.torch.tensor(prompts)  # prompts of a set have one length
@@ -26,7 +26,7 @@ class Transformers:
             max_new_tokens=num_tokens,
             do_sample=False,
             stopping_criteria=[events],
-            **self.guesses,
+            **self.options,
         )
         for timed, row in zip(events.timed, out.tolist(), strict=True):
             timed.token_ids = row[len(prompts[0]) :]
@@ -58,7 +58,7 @@ def load_model(folder: str) -> Any:
     return model.eval()
 
 
-def guesses(drafting: PeerDrafting | None) -> dict[str, Any]:
+def drafting_options(drafting: PeerDrafting | None) -> dict[str, Any]:
     """Arguments of `generate`."""
     if drafting is None:
         return {}
@@ -66,7 +66,7 @@ def guesses(drafting: PeerDrafting | None) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": drafting.tokens}
     assert drafting.draft is not None
     assistant = load_model(drafting.draft)
-    # As many guesses in every step as the sweep asks for.
+    # Each step has the number of draft tokens of the sweep.
     assistant.generation_config.num_assistant_tokens = drafting.tokens
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0

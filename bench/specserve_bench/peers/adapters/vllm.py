@@ -17,7 +17,7 @@ from specserve_bench.peers.protocol import (
     timed_together,
 )
 
-STARTED = "SPECSERVE_BENCH_VLLM"  # tells the second start from the first
+STARTED = "SPECSERVE_BENCH_VLLM"  # marks the second start
 
 
 class VLLM:
