@@ -40,7 +40,7 @@ class DoctorStep(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What the advice is given by."""
+    """The findings that the advice depends on."""
 
     config: Config
     steps: list[DoctorStep]
@@ -119,7 +119,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
 
 
 def kv_words(target: Shape, head: Runner | None) -> str:
-    """Of the bytes in the target's blocks, where a head has its KV, too."""
+    """Words about KV bytes in the target's blocks, which hold the head's KV too."""
     of_head = 0 if head is None else kv_token_bytes(head.decoder.config)
     words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB a token of context"
     return f"{words}, {of_head / 1024:.1f} of them the head's" if of_head else words

@@ -115,7 +115,7 @@ class Hosted:
         return finished(heard, before, after)
 
     def check(self, ask: Ask) -> None:
-        """Nothing is checked beforehand: a refusal is the request's error."""
+        """Does not check requests: a refusal is the request's error."""
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
         """The responses of the target model."""

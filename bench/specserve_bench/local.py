@@ -65,7 +65,7 @@ class Local:
         while started < len(prompts) or running:
             now = self.clock() - started_at
             while started < len(prompts) and len(running) < most and due[started] <= now:
-                # With a fixed concurrency, a request is due when there is room for it.
+                # A request is due when there is room for it, if the concurrency is fixed.
                 at = now if load.rate is None else due[started]
                 [generation] = self.llm.start(*prompts[started])
                 running.append(Going(started, at, generation, []))

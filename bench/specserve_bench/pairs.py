@@ -36,9 +36,9 @@ def mixture_pair() -> tuple[Path, Path]:
     """The demo pair at the cost of a mixture of experts and a draft model for it.
 
     An expert has room for the demo's MLP, so there are fewer layers than in EXPERTS. Experts are
-    chosen at random, but by the demo's own hidden values. In its held-out text, 4 rows that follow
-    each other have 2.7 times the experts of one, 8 rows 3.9 times, 16 rows 5.0 times; independent
-    choices would have 3.3, 5.2 and 7.1 times as many. Near rows share experts, as those of trained
+    chosen at random, but by the demo's own hidden values. Four adjacent rows of held-out text
+    have 2.7 times the experts of one, 8 rows 3.9 times, and 16 rows 5.0 times. Independent choices
+    would have 3.3, 5.2 and 7.1 times as many. Near rows share experts, as those of trained
     mixtures do.
     """
     width = {"intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 6}

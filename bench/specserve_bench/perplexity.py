@@ -30,7 +30,8 @@ NAMES = (STORED, "w8", "w8a8", "w4")
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="specserve bench perplexity", description="What rounding costs a model in perplexity."
+        prog="specserve bench perplexity",
+        description="Perplexity of a model with rounded weights.",
     )
     parser.add_argument(
         "--model", help="local folder, .gguf file or hub id; default: the demo's target model"
@@ -91,7 +92,7 @@ def show(
 
 @torch.inference_mode()
 def perplexity(llm: LLM, texts: Iterable[str]) -> float:
-    """Of texts that are each cut into windows; tokens before a window are not seen."""
+    """Perplexity of texts that are cut into windows; a window has no context before it."""
     loss, count = 0.0, 0
     for text in texts:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)

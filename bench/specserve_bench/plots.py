@@ -34,7 +34,7 @@ class Style(NamedTuple):
 
 
 def styles(results: Sequence[Result]) -> dict[str, Style]:
-    """By label: a subject's place among all decides, so it looks the same in every plot."""
+    """Styles by label. A subject's place among all decides, so it looks the same in every plot."""
     labels = dict.fromkeys(label for result in results for label in result.subjects)
     return {
         label: Style(*(kinds[n % len(kinds)] for kinds in (COLORS, MARKERS, HATCHES)))

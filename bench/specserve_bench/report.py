@@ -239,12 +239,12 @@ def range_words(ratio: Ratio | None) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """One table of results over the same subjects: a row for each, a column for each workload.
 
-    A cell is the TPOT in milliseconds (the mean over requests, the median over rounds), in brackets
-    the ratio of this median to the first row's, then tokens a step. Results of several machines
-    have theirs in the column's head.
+    A cell is the TPOT in milliseconds (the mean over requests, the median over rounds). The ratio
+    of this median to the first row's follows in brackets, then tokens per step. Results of several
+    machines have theirs in the column's head.
     """
     if len({tuple(r.subjects) for r in results}) > 1:
-        raise ConfigError("one table: the results have other subjects; show them one by one")
+        raise ConfigError("The results have different subjects. Show them one by one.")
     columns = [(r, place, lines) for r in results for place, lines in grouped(r)]
     heads = [
         f"{scaled_words(r) or next(iter(r.subjects.values())).model}{on_machine(r, results)}: "

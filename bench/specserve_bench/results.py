@@ -134,8 +134,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def due_times(self, size: int) -> list[float]:
         """Seconds from the start at which `size` requests are due: all at once under a concurrency.
 
-        Open loop: gaps are drawn from a gamma distribution with mean 1 / rate and coefficient of
-        variation `burstiness`, exponential at 1, so that a slow server is not asked more slowly.
+        In an open loop, gaps follow a gamma distribution with mean 1 / rate and coefficient of
+        variation `burstiness` (1: exponential). A slow server gets requests at the same rate.
         """
         if self.rate is None:
             return [0.0] * size

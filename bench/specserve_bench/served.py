@@ -90,7 +90,7 @@ class Served:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Of processes that import the code of a checkout."""
+    """The environment of processes that import the code of a checkout."""
     folders = [str((checkout / name).resolve()) for name in (".", "kernels", "drafters", "bench")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
 

@@ -269,10 +269,10 @@ def pss(pid: int) -> float | None:
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> MemoryGrowth | None:
-    """By least squares, without the first part of the time; None for too short a time.
+    """The least-squares line without the first part of the time; None for too short a time.
 
-    Of each ten seconds the mean counts: what is taken and given back within a few seconds is no
-    growth, and makes samples next to each other alike, which the error supposes they are not.
+    The samples are means of ten seconds. Memory that is freed within seconds is no growth, and the
+    error supposes that samples are independent.
     """
     first = max(WARM_SECONDS, WARM_UP * (samples[-1][0] - samples[0][0]))
     fitted = [sample for sample in samples if sample[0] - samples[0][0] >= first]
@@ -293,7 +293,7 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> MemoryGrowth:
 
 
 def growth_of_young(engines: Sequence[Sequence[tuple[float, float]]]) -> MemoryGrowth | None:
-    """From one engine process to the next, each at the same age; None for fewer than five."""
+    """The growth from one engine process to the next, at the same age; None for fewer than five."""
     young = [[s for s in samples if s[0] - samples[0][0] >= 50.0][:1] for samples in engines]
     found = [sample for samples in young for sample in samples]
     return fitted_line(found) if len(found) >= 5 else None

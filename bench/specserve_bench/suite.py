@@ -44,7 +44,7 @@ class Runnable(Protocol):
         ...
 
     def record(self, asks: Sequence[Ask]) -> list[str]:
-        """What the target says to the requests."""
+        """The responses of the target model."""
         ...
 
     def run(self, workload: Workload, load: Load) -> Round: ...
@@ -256,7 +256,7 @@ def drafting(setting: str, base: Config) -> dict[str, Any]:
         {"drafter.name": name}
         | (NO_DRAFT if name == "ngram" else {})
         | (NO_HEAD if name == "model" else {})
-        # Where no head is named as such, the draft model is one.
+        # If no head is named as such, the draft model is one.
         | (NO_MODEL if name == "eagle" and base.drafter.head is not None else {})
         | ({} if name == base.drafter_name else {"drafter.options": {}})  # another drafter's
         | (nodes(int(rest), base) if colon else {})

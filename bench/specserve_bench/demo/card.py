@@ -19,7 +19,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     held_out_draft_loss: float
     acceptance_on_questions: float  # mean acceptance length at 16 nodes
     acceptance_on_completion: float
-    acceptance_alone_on_completion: float  # without the n-grams that guess along
+    acceptance_alone_on_completion: float  # without n-grams
     draft_cost: float  # seconds of a forward of 8 rows, the draft's over the target's
 
 
@@ -69,8 +69,8 @@ knows nothing else, and makes things up about functions that it does not know we
   the letter.
 - **Mean acceptance length** at 16 nodes, greedy, of 200 of these questions and of 128 tokens after
   the beginning of every file: {f.acceptance_on_questions:.2f} on questions,
-  {f.acceptance_on_completion:.2f} on source with `drafter.name = "model"`, where n-grams guess
-  along unless `drafter.options.ngrams` is false, and
+  {f.acceptance_on_completion:.2f} on source with `drafter.name = "model"`, which n-grams
+  extend unless `drafter.options.ngrams` is false, and
   {f.acceptance_alone_on_completion:.2f} without them. So small a target repeats itself.
 - **Cost of a draft forward** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f} of
   the target's. What surrounds it in the engine, and weights that have left the caches, cost more.

@@ -1,4 +1,4 @@
-"""What the demo pair learns: the standard library's source, and questions about its functions.
+"""Training text of the demo models: the standard library's source, and questions about it.
 
 Both come from the running interpreter's installation (PSF licence). Source is parsed and not
 imported; the few modules without source are imported and inspected.

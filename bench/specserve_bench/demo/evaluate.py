@@ -103,8 +103,8 @@ def complete(llm: LLM) -> list[Output]:
 def draft_cost(llm: LLM) -> float:
     """Seconds of a forward of 8 rows, embedding to logits, the draft's over the target's.
 
-    Medians over turns of IN_A_ROW forwards: only the first of a turn finds the caches filled with
-    the other model's weights, as only the first level of a draft does.
+    Medians over turns of IN_A_ROW forwards. Only the first forward of a turn finds the caches
+    filled with the other model's weights, like the first level of a draft.
     """
     assert llm.engine.draft_model is not None
     runners = [llm.engine.target, llm.engine.draft_model.runner]

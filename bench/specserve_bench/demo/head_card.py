@@ -1,4 +1,4 @@
-"""The card of an EAGLE-3 head: how it was trained, and how often it is right."""
+"""The card of an EAGLE-3 head: its training and its acceptance rates."""
 
 from pathlib import Path
 
@@ -37,14 +37,15 @@ def head_words(card: HeadCard) -> str:
     rows = "\n".join(map(row, card.figures, card.figures.values()))
     return f"""# {t.target}-head
 
-An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it guesses tokens from what came into the
-target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,} tokens.
+An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it predicts tokens from the hidden states
+that enter the target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,}
+tokens.
 
-Of its first choices, the share that is the target's own greedy token, in chains of guesses whose
-earlier ones were right, on texts that it has not learnt from. The last column is what a chain of
-{steps} gives a step, the target's own token included.
+The table has the share of its first choices that equal the target's greedy token, in chains of
+draft tokens whose earlier tokens were accepted, on held-out texts. The last column is the mean
+number of tokens per step with chains of {steps}, including the target's own token.
 
-| text | chains |{head} tokens a step |
+| text | chains |{head} tokens per step |
 |---|---|{"---|" * steps}---|
 {rows}
 

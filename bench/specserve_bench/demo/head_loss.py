@@ -1,5 +1,6 @@
-"""The training-time test of EAGLE-3 (Li et al. 2503.01840): a head learns from features that it
-made itself, as it will have to draft from them.
+"""The training-time test of EAGLE-3 (Li et al. 2503.01840).
+
+A head learns from features that it computed itself, because it drafts from such features.
 """
 
 from typing import Any, NamedTuple
@@ -76,8 +77,8 @@ def head_inputs(b: Batch, draft_steps: int) -> Batch:
 
 
 def lesson(teacher: Teacher, b: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Aux hidden states [B, L - 1, n * hidden], and the target's probabilities [n, draft V] at the
-    places of the flat rows, filled up. One text at a time: all logits would take gigabytes.
+    """Aux hidden states [B, L - 1, n * hidden], and the target's probabilities [n, draft V],
+    padded. One text at a time: all logits would take gigabytes.
     """
     features, likely = [], []
     length = b.token_ids.shape[1] - 1

@@ -1,5 +1,6 @@
-"""An EAGLE-3 head as a module of torch: one layer of Llama's kind that reads, beside the embedding
-of a token, a feature of the token before.
+"""An EAGLE-3 head as a module of torch: one layer of Llama's kind.
+
+It reads the embedding of a token and a feature of the token before.
 """
 
 import json
@@ -61,7 +62,7 @@ class Head(nn.Module):
         self.lm_head = linear(shape.hidden, shape.draft_vocab_size)
 
     def forward(self, taps: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
-        """What each of so many draft steps gives the next one as features.
+        """The features that each draft step passes to the next one.
 
         taps      [B, L, n * hidden]  row i: the target's, of token i
         embedded  [B, L, hidden]      row i: token i + 1
@@ -133,8 +134,8 @@ class Attention(nn.Module):
 def attended(q: Tensor, past: KV) -> Tensor:
     """[B, H, L, D] of the last draft step's rows.
 
-    Row i of step j sees the rows up to i - j of the first step, whose features are the target's,
-    and of each step m after it the row i - j + m: the path on which it was drafted.
+    Row i of step j sees the rows up to i - j of the first step, whose features are the target's.
+    It also sees row i - j + m of each step m after it: the path on which it was drafted.
     """
     group = q.shape[1] // past[0][0].shape[1]
     (k, v), *later = [tuple(x.repeat_interleave(group, 1) for x in pair) for pair in past]
@@ -174,8 +175,8 @@ def linear(width: int, rows: int) -> nn.Linear:
 
 
 def begin_head(head: Head, target: Any, vocabulary: Tensor) -> None:
-    """With the matrices of the target's last layer, which read its last tap, and of its own head,
-    where they have such names and sizes; the rest is random.
+    """Copies matrices of the target's last layer and of its output head if names and sizes match.
+    The other weights are random.
     """
     hidden, given = head.shape.hidden, dict(target.named_parameters())
     last = f"model.layers.{target.config.num_hidden_layers - 1}."

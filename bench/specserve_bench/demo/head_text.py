@@ -73,7 +73,7 @@ def conversations(file: Path, text: str, tokenizer: Any) -> Iterator[Marked]:
 
 
 def marked(messages: list[dict[str, Any]], tokenizer: Any) -> Marked:
-    """What the template makes of it, in parts. Where it rewrites earlier turns, all is learnt."""
+    """The parts of the rendered template. If it rewrites earlier turns, all parts are learned."""
     if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
         raise ValueError("messages is no list of objects")
 

@@ -1,4 +1,4 @@
-"""What training leaves out: twelve files of the standard library, and questions phrased anew.
+"""Held-out data: twelve files of the standard library, and questions in other wording.
 
 Committed in `evaluation/`, as standard libraries differ between Python versions; theirs is the PSF
 licence (`specserve/demo/weights/LICENSE.txt`). A wheel does not carry them: there they are made of
@@ -32,7 +32,7 @@ def questions() -> list[Question]:
 
 
 def questions_about(known: Iterable[Symbol]) -> Iterator[Question]:
-    """What each symbol is for, in one of the phrasings that training leaves out."""
+    """Questions about the purpose of each symbol, in held-out wording."""
     for symbol, phrasing in zip(known, cycle(PURPOSE.held_out), strict=False):
         yield Question(symbol.name, phrasing.format(symbol.name), symbol.summary)
 

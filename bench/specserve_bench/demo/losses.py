@@ -51,7 +51,7 @@ class Labelled(NamedTuple):
     """A batch on a device. Its labels are counted on the host: no step waits for the device."""
 
     token_ids: Tensor  # [B, L]
-    places: Tensor  # [n] of the flat token_ids, those that have a label
+    places: Tensor  # [n] indices of the flat token_ids with a label
     labels: Tensor  # [n]
 
 

@@ -47,7 +47,7 @@ def build(size: Size, config: TrainingConfig, tokenizer: Any) -> Any:
 
 def begin_as(draft: Any, target: Any) -> None:
     """Set the draft's embedding to the target's, projected on its first principal directions
-    (Eckart and Young 1936): tokens whose embeddings are close in one are close in the other.
+    (Eckart and Young 1936). Tokens that are close in one embedding are close in the other.
     """
     embedding = draft.get_input_embeddings().weight
     wide = target.get_input_embeddings().weight.detach().float()

@@ -238,7 +238,7 @@ def refuse_smaller(source: Path, small: DecoderConfig, shape: str, like: Decoder
 
 
 def mlp_size(like: DecoderConfig) -> int:
-    """Of every layer's MLP, an expert's included."""
+    """The size of every layer's MLP, or of an expert's."""
     if like.mixture is None:
         return like.intermediate_size
     both = {True: like.mixture.width, False: like.intermediate_size}
@@ -276,8 +276,8 @@ def size_fields(small: DecoderConfig, like: DecoderConfig) -> dict[str, Any]:
 
 
 def mixture_fields(like: DecoderConfig) -> dict[str, Any]:
-    """Of the experts: those of a row have weights with the sum 1, as each computes the source's
-    MLP.
+    """Fields of the experts. The weights of a row's experts add up to 1, because each computes the
+    source's MLP.
     """
     mixture = like.mixture
     if mixture is None:

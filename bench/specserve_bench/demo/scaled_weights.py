@@ -82,7 +82,7 @@ def refuse_other_rotation(source: Path, small: DecoderConfig, large: DecoderConf
 
 
 class Axis(NamedTuple):
-    """Of a tensor: how many entries the source has, the shape has, and how far apart they go."""
+    """An axis of a tensor: entries of the source and of the shape, and their distance."""
 
     num: int
     size: int
@@ -176,7 +176,7 @@ def fill(out: Tensor, seed: int) -> Tensor:
 
 
 def put(given: Tensor, out: Tensor, layout: Sequence[Axis]) -> None:
-    """Write the source's tensor to its places; its own heads and units read the source's alone."""
+    """Write the source's tensor to its places; the source's heads and units read nothing else."""
     view = out.view([axis.size for axis in layout])
     view[layout[0].place] = 0
     sizes = [axis.num for axis in layout]
@@ -184,7 +184,7 @@ def put(given: Tensor, out: Tensor, layout: Sequence[Axis]) -> None:
 
 
 def constant(small: DecoderConfig) -> float:
-    """Of the padding of the larger model's residual."""
+    """The constant in the padding of the larger model's residual."""
     return math.sqrt(CONSTANT_SHARE * small.norm_eps * small.hidden_size)
 
 
@@ -236,10 +236,10 @@ def factors(small: DecoderConfig, large: DecoderConfig) -> dict[str, float]:
 class HeadTensors:
     """The tensors of a small model's EAGLE-3 head, padded as its target is.
 
-    The first layers of the padded target, and so the taps, are the source's.
+    The first layers of the padded target are the source's, and so are the aux hidden states.
 
-    * `fc` reads each tap, and the first layer's q/k/v read embedding and feature, side by side.
-      Each of them is padded, and what is made of them is padded with zeros.
+    * `fc` reads each aux hidden state, and the first layer's q/k/v read embedding and feature, side
+      by side. Each of them is padded, and what is made of them is padded with zeros.
     * Without q/k norms, the queries make up for the sqrt(d/d0) that scores are divided by.
     * Added tokens must not win. The first tap has the target's constant, and `fc` hands it on to
       the feature. A norm divides it by the source's RMS, as it does with a dimension whose weight
@@ -289,7 +289,7 @@ class HeadTensors:
         if len(self.shapes[name]) > 1:
             return self.axes[part(name)]
         (hidden,) = self.axes["norm"]
-        num = self.shapes[name][0] // hidden.size  # of taps that are normed together, else 1
+        num = self.shapes[name][0] // hidden.size  # states that are normed together, else 1
         return Axis(num, num), hidden
 
     def silence(self, name: str, out: Tensor) -> None:
@@ -321,7 +321,7 @@ def head_axes(small: EagleConfig, large: EagleConfig) -> dict[str, tuple[Axis, .
 
 
 def head_shapes(checkpoint: Checkpoint, config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Of a head that has its target's embedding, under the checkpoint's names."""
+    """Shapes of a head that shares its target's embedding, under the checkpoint's names."""
     shown = shown_shapes(config)
     del shown[EMBEDDING]
     return stored_shapes(shown, places(checkpoint, config, shown))

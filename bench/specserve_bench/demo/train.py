@@ -1,8 +1,8 @@
 """`python -m specserve_bench.demo.train OUT`: from the standard library to a pair and its card.
 
 The corpus and each finished model stay in OUT, and the state of an unfinished stage is saved every
-few minutes. A training that was stopped is continued by the same command, on any machine that OUT
-was copied to; on the same one and the same torch it ends with the weights that it would have had.
+few minutes. The same command continues a training that was stopped, on any machine that has a copy
+of OUT. On the same machine with the same torch, the final weights are those of an undisturbed run.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`specserve demo train-head OUT`: an EAGLE-3 head for a target, learnt from text.
 
-Without --target and --text it is the demo target's, of its own text. What is half done stays in
-OUT, and the same command continues a training that was stopped; the head is in OUT/NAME-head.
+Without --target and --text it is the demo target's, of its own text. OUT keeps unfinished
+work, and the same command continues a training that was stopped. The head is in OUT/NAME-head.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a folder is begun with."""
+    """Arguments of a training, kept in its folder."""
 
     target: str
     texts: tuple[str, ...]  # none: the demo target's own
@@ -102,7 +102,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lessons(NamedTuple):
-    """What is learnt from, and by kind the beginnings of texts that are not."""
+    """The training corpus, and by kind the beginnings of held-out texts."""
 
     corpus: Corpus
     held_out: Mapping[str, Sequence[Ids]]
@@ -174,7 +174,7 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
 
 
 def prepare(out: Path, job: Job, tokenizer: Any) -> Lessons:
-    """Of the texts as they were when OUT was begun."""
+    """The corpus of the texts, as they were at the start of the training."""
     config, file = job.config, out / "corpus.npz"
     if file.exists():
         corpus = load_corpus(file)
@@ -195,7 +195,7 @@ def prepare(out: Path, job: Job, tokenizer: Any) -> Lessons:
 
 
 def evaluation(tokenizer: Any, config: HeadConfig) -> dict[str, list[Ids]]:
-    """What the demo pair is evaluated with."""
+    """The evaluation texts of the demo models."""
     texts = [text[:BEGINNING] for text in source_files().values()]
     asked = [[{"role": "user", "content": q.question}] for q in questions()[:: config.ask_every]]
     prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)

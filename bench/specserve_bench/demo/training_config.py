@@ -1,4 +1,4 @@
-"""What the trainings of the demo pair and of a head are made of: sizes, tokens, rates."""
+"""Configs of trainings of the demo models and of heads: sizes, tokens, rates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Rate = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Of a Qwen3-shaped model with as many KV heads as heads of 64."""
+    """Size of a Qwen3-shaped model with as many KV heads as heads of 64."""
 
     layers: Positive
     hidden: Positive
@@ -27,7 +27,7 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class Course(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every training has: its text, and how that is divided into steps."""
+    """Common fields of all trainings: the text and its division into steps."""
 
     seed: Annotated[int, Meta(ge=0, lt=2**53)] = 0
     own_tokens: Annotated[int, Meta(ge=4 * OWN_LENGTH)] = 1_200_000
@@ -101,7 +101,7 @@ def check_config(file: Path, config: msgspec.Struct) -> None:
 
 
 def values(config: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    """Of the fields, and of those of a config in them."""
+    """All fields, also those of nested configs."""
     for key, value in msgspec.structs.asdict(config).items():
         yield from values(value) if isinstance(value, msgspec.Struct) else [(key, value)]
 

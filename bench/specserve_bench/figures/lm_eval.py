@@ -1,8 +1,8 @@
 """lm-eval's rate with specserve's server, and with transformers in its own process.
 
-lm-eval computes the loglikelihood of the next line of code, by specserve's server (echo and
-logprobs) and by transformers (bfloat16, all cores), on the pair at a 0.6B model's cost. Each gets
-the best of a few settings; then parts of the items are measured in turn.
+lm-eval computes the loglikelihood of the next line of code, at 0.6B compute. It uses specserve's
+server (echo and logprobs), and transformers (bfloat16, all cores). Each gets the best of a few
+settings. Then parts of the items are measured in turn.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kept(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What an earlier run has measured of the same; ConfigError if it was of something else."""
+    """Results of an earlier run of the same measurement; ConfigError if it was another one."""
     if not file.exists():
         return dict(about)
     told: dict[str, Any] = json.loads(file.read_bytes())
@@ -173,9 +173,7 @@ def models(server: Served, target: Path) -> dict[str, tuple[str, dict[str, Any]]
 
 
 def measured(told: dict[str, Any], loaded: Mapping[str, LmEval]) -> Iterator[dict[str, Any]]:
-    """What is told with each further part. Each model has its best setting; who comes first changes
-    from part to part.
-    """
+    """Results after each further part. Models alternate, each with its best setting."""
     number, num_parts = told["items"]["number"], told["num_parts"]
     if "tried" not in told:
         tried = {n: tries(n, lm_eval, min(number, 16)) for n, lm_eval in loaded.items()}

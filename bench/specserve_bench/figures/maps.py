@@ -57,7 +57,7 @@ class Map:
         self.ops = (native.Op * count)(*(native.Op(linear, addressof(a), 0) for a in self.args))
 
     def ms(self, num_rows: int) -> float:
-        """Of one map, in a list of all copies' as a program has it."""
+        """Seconds of one layer, in a list of all copies' layers, like a program's."""
         step = native.StepStruct((num_rows, 0))
         start = perf_counter()
         native.run(self.ops, step, torch.get_num_threads())

@@ -174,8 +174,8 @@ def unwritten() -> dict[str, Any]:
 
 @torch.inference_mode()
 def overhead(shape: Path) -> dict[str, Any]:
-    """Share of planning and committing in steps with 32 requests of the 0.6B shape, in which all
-    blocks are allocated, hashed, looked up, published and freed. Requests come and go.
+    """Share of scheduling and commit in steps with 32 requests of the 0.6B shape. They allocate,
+    hash, look up, publish and free all blocks. Requests come and go.
     """
     running, prompt, said = 32, 160, 24
     decoder = load_decoder(shape, "bf16", load(torch.device("cpu")), 512)

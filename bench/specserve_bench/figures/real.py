@@ -1,9 +1,9 @@
 """`auto` against no drafting on SmolLM2, with real prompts; exact ties; perplexity.
 
-TPOT of SmolLM2-135M-Instruct (Q4_1), one request at a time, in interleaved rounds: short chats,
-short chats in a process that has answered long prompts, and prompts of 7,000 tokens. Exact ties are
-those of the two most probable tokens in greedy responses to 20 questions. Perplexity is that of
-SmolLM2 and of the demo models. It needs the weights that `make real-models` fetches.
+TPOT of SmolLM2-135M-Instruct (Q4_1), one request at a time, in interleaved rounds. The settings are
+short chats, short chats in a process that has answered long prompts, and prompts of 7,000 tokens.
+Exact ties are those of the two most probable tokens in greedy responses to 20 questions. Perplexity
+is that of SmolLM2 and of the demo models. It needs the weights that `make real-models` fetches.
 """
 
 import argparse

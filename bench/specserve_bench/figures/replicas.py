@@ -1,10 +1,8 @@
-"""Cached tokens of conversations over two servers: by vllm-router, at random and cache-aware.
+"""Cached prompt tokens with two servers behind vllm-router, random and cache-aware.
 
-Twelve conversations of eight turns, which begin with the same file, with two demo servers behind
-vllm-router, four requests at a time: the prompt tokens that were found in a server's prefix cache,
-with random and with cache-aware routing, where each pool has room for everything, and where it
-holds half of the conversations; the latter with conversations that begin with a longer text of
-their own, too.
+Twelve conversations of eight turns begin with the same file. Four requests run at a time. Each pool
+has room for everything, or for half of the conversations. The latter also runs with conversations
+that begin with a longer text of their own.
 """
 
 import argparse
@@ -44,7 +42,7 @@ HELD = {  # in words, and how many times as many cached tokens are wanted
 
 
 class Conversation:
-    """What its client sends: it grows by a turn and by what was answered."""
+    """Messages of a client, which grow by a turn and its response."""
 
     def __init__(self, source: random.Random, file: str, pasted: int) -> None:
         """It begins with the file, and with so many characters of its own text."""
@@ -107,7 +105,7 @@ def served(kv_bytes: int) -> Served:
 
 
 def measured(pool: str, router: str, kv_bytes: int, rounds: int, pasted: int = 0) -> dict[str, Any]:
-    """Of each round where they are lists; rounds are paired."""
+    """Figures of a pool; lists have a value per round, and rounds are paired."""
     cached: dict[str, list[int]] = {name: [] for name in POLICIES}
     sizes = []
     with served(kv_bytes) as first, served(kv_bytes) as second:

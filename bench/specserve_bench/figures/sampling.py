@@ -47,7 +47,7 @@ class Bush:
         return [self.tree(item.token_ids[-item.limit :].tolist()) for item in items]
 
     def tree(self, tokens: list[int]) -> Draft:
-        """Of tokens of the text, so that penalties count each of them once more."""
+        """Draft tokens from the text, so that penalties count each of them once more."""
         tokens = list(dict.fromkeys(tokens))
         return Draft(tokens, [k // 2 for k in range(len(tokens))])
 
@@ -59,7 +59,7 @@ class Bush:
 
 
 class SamplingCase(NamedTuple):
-    """Steps of an engine. Those of `without` go around what edits and masks have added."""
+    """Steps of an engine. Steps of `without` skip the calls for edits and masks."""
 
     draft_tokens: int
     asked: str
@@ -101,8 +101,8 @@ def measure(folder: Path | None = None, rounds: int = 7) -> dict[str, Any]:
     for i in range(rounds):
         ran: dict[SamplingCase, list[Counter[str]]] = {subject: [] for subject in SUBJECTS}
         for step in range(STEPS):
-            # Of two subjects with one engine, either comes first in turn, as the first finds the
-            # other engines' weights and KV in the caches.
+            # Two subjects with one engine alternate, because the first one finds the other engines'
+            # weights and KV in the caches.
             is_odd = (i + step) % 2 == 1
             for subject in sorted(SUBJECTS, key=lambda s: (*s[:2], s.without != is_odd)):
                 ran[subject].append(one_step(engines[subject.draft_tokens, subject.asked], subject))

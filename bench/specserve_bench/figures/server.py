@@ -102,9 +102,9 @@ async def held_open(served: Served) -> int:
 def newcomer() -> dict[str, Any]:
     """A long prompt comes while a stream runs: the stream's longest gap, the newcomer's TTFT.
 
-    Chunk steps grow with the context that they attend to, so the longest gap is compared with the
-    longest chunk step of the same prompt, without load, in an engine of this process. Its steps are
-    no larger. Both engines have one thread, so that they do the same work.
+    Chunk steps grow with their context. So the longest gap is compared with the longest chunk step
+    of the same prompt without load, in an engine of this process. Its steps are no larger. Both
+    engines have one thread, so that they do the same work.
     """
     options = {"scheduler.prefill_chunk": CHUNK, "model.threads": 1, "memory.kv_bytes": 1 << 28}
     options["memory.prefix_cache"] = False  # the same prompts are repeated

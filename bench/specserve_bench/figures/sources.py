@@ -1,8 +1,8 @@
 """Speedup of draft sources: predictions of edits, earlier outputs, and all on random text.
 
-One request at a time: predictions on the workload edit, earlier outputs on agent and on questions,
-both of which were asked once before, and all sources on random. On two cores it takes two minutes
-or more with the pair at a 0.6B model's cost.
+One request at a time. Predictions run on the workload edit, and all sources on random. Earlier
+outputs run on agent and questions, which were both asked once before. On two cores it takes two
+minutes or more with the pair at a 0.6B model's cost.
 """
 
 import argparse

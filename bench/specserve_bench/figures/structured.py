@@ -61,7 +61,7 @@ END_ID = SIZE - 1
 
 
 class SchemaText(NamedTuple):
-    """What a subject made of a schema."""
+    """A subject's response for a schema."""
 
     text: str
     tpot_ms: float | None  # None: of a text of one token
@@ -201,8 +201,8 @@ def large_tokenizer() -> TokenizerOfRust:
 
 
 def tokens() -> list[str]:
-    """Bytes, the standard library's pieces from the most frequent on, words of other scripts, and
-    beginnings of words, in the characters that byte-level BPE writes for bytes.
+    """A vocabulary of bytes, frequent pieces of the standard library, words of other scripts, and
+    beginnings of words. All are in the characters that byte-level BPE writes for bytes.
     """
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found = dict.fromkeys(sorted(level.alphabet()))

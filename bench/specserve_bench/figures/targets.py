@@ -105,8 +105,8 @@ def arrival(
 
 
 def predicted_steps(engine: Engine, waiting: int, allowed: float) -> Iterator[float]:
-    """Seconds of the steps that compute a prompt while streams run, if each step has as many of
-    its rows as are allowed and no draft tokens.
+    """Seconds of the steps that compute a prompt while streams run. Each step has as many of its
+    rows as are allowed, and no draft tokens.
     """
     scheduler, speculator = engine.scheduler, engine.speculator
     assert isinstance(speculator, AdaptiveSpeculator), "no other drafter has a table of costs"

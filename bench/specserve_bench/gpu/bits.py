@@ -47,14 +47,14 @@ class RowBits:
         self.wanted = {name: self.logits(name, self.groups[:1]) for name in self.programs}
 
     def logits(self, name: str, groups: list[RowGroup]) -> Tensor:
-        """Of the first request."""
+        """Logits of the first request."""
         runner = self.batches.runner
         runner.program = self.programs[name]
         launched = runner.launch(build_step_input(groups, self.batches.pool.updates))
         return launched.logits[0].float().cpu()
 
     def compared(self, n: int) -> dict[str, Any]:
-        """With the step of one row."""
+        """Compares with the step of one row."""
         figure = {}
         for name, want in self.wanted.items():
             got = self.logits(name, self.groups[:n])

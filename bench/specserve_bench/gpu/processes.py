@@ -59,7 +59,7 @@ def kill(spared: set[int]) -> None:
 
 
 def descendants() -> set[int]:
-    """Of this process, by number."""
+    """Descendants of this process, by number."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -26,7 +26,7 @@ ABORTED = 5  # seconds until a request that its client has left must have ended
 
 
 class Person(msgspec.Struct, forbid_unknown_fields=True):
-    """What SCHEMA says."""
+    """The object that SCHEMA describes."""
 
     name: str
     age: int
@@ -76,7 +76,7 @@ def measured(served: Served, clients: int, requests: int, tokens: int) -> dict[s
 
 
 def body_of(number: int, tokens: int) -> dict[str, Any]:
-    """Of a request with its own prompt."""
+    """The body of a request with its own prompt."""
     prompt = f"# {number}\n{PROMPTS[number % len(PROMPTS)]}"
     how = {"max_tokens": tokens, "temperature": 0.8, "seed": number, "ignore_eos": True}
     return {"prompt": prompt, **how}

@@ -1,7 +1,7 @@
-"""What FlashInfer needs to compile and link its kernels, looked for where machines have it.
+"""Finds the tools with which FlashInfer compiles and links its kernels.
 
-FlashInfer takes the folder two above `nvcc` for the toolkit, which is wrong for a wrapper in
-/usr/local/bin, and links with stubs that not every toolkit has.
+FlashInfer expects the toolkit two folders above `nvcc`, which is wrong for a wrapper in
+/usr/local/bin. It also links with stubs that not every toolkit has.
 """
 
 import os

@@ -1,9 +1,9 @@
 """lm-eval, which evaluates a model of its own.
 
 A request is {"task", "numbers", "settings"}: a task's name, which of its items, or null for all,
-and attributes that the model is to have. The answer is {"seconds", "scores", "answers"}: what the
-calls of the model took, the task's metrics, and for each item its number and what the model said of
-it. Needs only lm-eval and the standard library.
+and attributes that the model is to have. The answer is {"seconds", "scores", "answers"}: the time
+of the model's calls, the task's metrics, and each item's number and result. Needs only lm-eval and
+the standard library.
 """
 
 from collections.abc import Callable

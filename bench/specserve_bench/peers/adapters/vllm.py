@@ -55,8 +55,8 @@ class VLLM:
 
 
 def environment(setup: Setup) -> dict[str, str]:
-    """What vLLM sets for its workers, with Intel's OpenMP as its manual advises: here the engine
-    is in this process, so that no step crosses a socket.
+    """The environment of vLLM's workers, with Intel's OpenMP as its manual advises. The engine is
+    in this process, so no step crosses a socket.
     """
     known = sorted(os.sched_getaffinity(0))
     cores = ",".join(map(str, known[: setup.threads or len(known)]))
