@@ -1,4 +1,4 @@
-"""What the adapters of the peers ask of each engine: the same text whatever draft_tokens."""
+"""What the adapters of the peers ask of each engine: the same text with any draft tokens."""
 
 import sys
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from specserve_bench.peers.adapters.specserve import Specserve
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer
 from specserve_bench.peers.protocol import (
+    AUTO,
     DRAFT,
     LOOKUP,
     EngineError,
@@ -67,14 +68,16 @@ def counts_and_times_fit(timed):
     assert timed.times[0] > 0
 
 
-def test_specserve_and_transformers_say_the_same_with_any_guesses(folder):
-    ours = texts_are_the_same([Specserve(setup_of(folder, way)) for way in ways(folder)])
+def test_specserve_and_transformers_say_the_same_with_any_drafter(folder):
+    autos = [PeerDrafting(AUTO, 0, draft) for draft in (None, folder)]
+    each = [*ways(folder), *autos]
+    ours = texts_are_the_same([Specserve(setup_of(folder, way)) for way in each])
     engines = [transformers.Transformers(setup_of(folder, way)) for way in ways(folder)]
     assert texts_are_the_same(engines) == ours
     for engine in engines:
         timed = alone(engine, PROMPTS[0], 12)
         counts_and_times_fit(timed)
-    assert len(timed.counts) < 12, "a draft that is the target has its draft_tokens accepted"
+    assert len(timed.counts) < 12, "a draft that is the target has its draft tokens accepted"
 
 
 def test_specserve_computes_every_prompt_anew(folder, monkeypatch):
@@ -149,7 +152,7 @@ class Toy:
         answers = []
         for row in rows:
             text = self.texts.setdefault(row.sequence, [])
-            assert row.position == len(text), "KV is missing, or left of a wrong guess"
+            assert row.position == len(text), "KV is missing, or left of a rejected draft token"
             text.append(row.token)
             if row.is_read:
                 answers.append(self.after(text))
@@ -160,7 +163,7 @@ class Toy:
 
 
 class Scripted:
-    """Guesses the toy's own words, wrong from some guess on."""
+    """Drafts the toy's own words, wrong from some draft token on."""
 
     def __init__(self, num_right, num_draft_tokens):
         self.num_right, self.num_draft_tokens = num_right, num_draft_tokens
@@ -184,7 +187,7 @@ GUESSERS = {
 
 
 @pytest.mark.parametrize("name", GUESSERS)
-def test_llama_cpp_says_the_same_with_any_guesses(name):
+def test_llama_cpp_says_the_same_with_any_drafter(name):
     toy = Toy()
     texts = texts_are_the_same([llama.Llama(toy, GUESSERS[name], "0")])
     assert texts == [own_text(prompt, 12) for prompt in PROMPTS]
@@ -198,7 +201,7 @@ def own_text(prompt, num_tokens):
 
 
 @pytest.mark.parametrize("name", ["right", "the target's twin"])
-def test_right_guesses_save_steps_of_llama_cpp(name):
+def test_accepted_draft_tokens_save_steps_of_llama_cpp(name):
     timed = alone(llama.Llama(Toy(), GUESSERS[name], "0"), PROMPTS[0], 12)
     draft_tokens = 4 if name == "right" else 3
     assert timed.counts[:3] == [1, draft_tokens + 1, draft_tokens + 1]
