@@ -34,7 +34,7 @@ except ImportError as e:
     raise ConfigError("pictures need matplotlib: pip install 'specserve[bench]'") from e
 
 INK, QUIET, LINE, RAISED, ACCENT = "#1b1e23", "#5a6068", "#c3c8cf", "#f0f1f4", "#0b5fc2"
-FACES = "#bfe3c6", "#c3dbfb", "#f3d9ae", "#e6cdf5", "#f7ccd6", "#c5e7e9"  # the colors of the page at /
+FACES = "#bfe3c6", "#c3dbfb", "#f3d9ae", "#e6cdf5", "#f7ccd6", "#c5e7e9"  # as on the page at /
 EDGES = "#2c7a43", "#0b5fc2", "#8a5a0b", "#7a35a8", "#b3264c", "#1d7479"
 STYLE: Any = {  # the SVG keeps texts as texts, in the reader's fonts
     "svg.fonttype": "none",
@@ -261,7 +261,10 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
 def timeline(tour: Tour) -> Figure:
     figure = Figure(figsize=(7.4, 2.9), layout="constrained")
     ax = figure.subplots()
-    lanes: list[tuple[str, RecordedRun]] = [("with drafting", tour.drafted), ("without", tour.plain)]
+    lanes: list[tuple[str, RecordedRun]] = [
+        ("with drafting", tour.drafted),
+        ("without", tour.plain),
+    ]
     for lane, (_, run) in enumerate(lanes):
         begun = 0.0
         for number, step in enumerate(run.steps):
@@ -316,7 +319,14 @@ PARTS = (  # x, y, width, height, name, lines
         "Drafters",
         ("n-grams, draft model, grammar,", "your own: one tree per request"),
     ),
-    (74, 10.6, 31, 4.6, "Planner", ("chooses the draft tokens to", "verify, by probability and cost")),
+    (
+        74,
+        10.6,
+        31,
+        4.6,
+        "Planner",
+        ("chooses the draft tokens to", "verify, by probability and cost"),
+    ),
     (3, 17.2, 31, 4.6, "Pool", ("KV blocks, prefix cache,", "copies and moves")),
     (
         38,
@@ -334,7 +344,14 @@ PARTS = (  # x, y, width, height, name, lines
         "Verification",
         ("follows the target's tokens,", "then commits them"),
     ),
-    (1, 25, 106, 3.4, "Kernels", ("one interface, three builds: CPU (C++), GPU (CUDA, Triton), reference (torch)",)),
+    (
+        1,
+        25,
+        106,
+        3.4,
+        "Kernels",
+        ("one interface, three builds: CPU (C++), GPU (CUDA, Triton), reference (torch)",),
+    ),
 )
 ARROWS = (  # from, to, words
     ((38, 3.3), (33, 3.3), ""),

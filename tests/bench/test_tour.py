@@ -39,7 +39,7 @@ def test_the_page_shows_the_request_and_the_response_of_the_record():
     assert f"ranked `{rejected.text}` first. The target model chose `{accepted.text}`" in PAGE
     assert f"first token of the response, `{KEPT.drafted.steps[0].text}`" in PAGE
     assert f"The bonus token is `{step.texts[-1]}`" in PAGE
-    assert KEPT.shown == len(KEPT.drafted.steps) - 1, "the page says that its bonus token ends the response"
+    assert KEPT.shown == len(KEPT.drafted.steps) - 1, "its bonus token has to end the response"
 
 
 def texts(svg: Path) -> list[str]:
