@@ -17,6 +17,7 @@ import specserve
 from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
+from specserve.exchange.sampling_params import SpeculationParams
 from specserve.models.families import FAMILIES
 from specserve.server import body
 from specserve.server.body import fields
@@ -33,6 +34,7 @@ from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.workloads import WORKLOADS
+from specserve_drafters.base import AUTO_SOURCES, BUILT_IN, drafter_options
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
@@ -241,6 +243,26 @@ def test_the_page_on_heads_has_every_field_a_valid_config_and_the_cards_figures(
     assert all(f"{100 * figures[kind].right[0]:.0f} %" in page for kind in ("files", "questions"))
     of_the_demo = {"own_tokens", "max_files", "max_symbols", "ask_every"}
     assert table == set(HeadConfig.__struct_fields__) - of_the_demo
+
+
+def test_the_page_on_drafters_has_every_option_with_its_default():
+    page = PAGES["docs/drafters.md"]
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE)
+    found = {name: {} for names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
+    for names, option, default in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            found[name][option] = json.loads(default)
+    assert found == {
+        name: json.loads(msgspec.json.encode(drafter_options(name, {}))) for name in BUILT_IN
+    }
+
+
+def test_the_page_on_drafters_names_every_source_flag_and_field():
+    page = PAGES["docs/drafters.md"]
+    limits = SpeculationParams.__struct_fields__
+    flags = "--drafter", "--draft-model", "--draft-head", "--draft-quantize"
+    first_cells = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
+    assert {*AUTO_SOURCES, *limits, *flags} <= first_cells
 
 
 def test_extras_that_are_installed_by_name_exist():
