@@ -36,14 +36,13 @@ from specserve.speculation.executor import DraftModelSource, ModelExecutor
 from specserve.speculation.speculator import Foreseen, Source, UserCode, draft_item
 from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import DraftItem
-from specserve_drafters.candidates import FINDS, Trie
+from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown
 from specserve_drafters.owners import Owners, OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
-from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
