@@ -19,22 +19,21 @@ from specserve.scheduling.planner import (
     Turn,
     tokens_behind,
 )
-from specserve.speculation.acceptance_stats import (
-    AcceptanceStats,
-    DraftSources,
-    SpecDecodeStats,
-    StepSpecStats,
-    TokenRecycler,
-    calibration_state,
-    owner_of,
-    plan_state,
-    reached,
-)
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
+from specserve.speculation.recycler import TokenRecycler, reached
 from specserve.speculation.speculator import Foreseen, Source, UserCode, draft_item
-from specserve.speculation.verify import AcceptedPath
+from specserve.speculation.verify import (
+    AcceptanceStats,
+    AcceptedPath,
+    DraftSources,
+    SpecDecodeStats,
+    StepSpecStats,
+    calibration_state,
+    owner_of,
+    plan_state,
+)
 from specserve_drafters import DraftItem
 from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, Trie
 from specserve_drafters.grammar import GrammarSource

@@ -11,9 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.acceptance_stats import DraftSources, SpecDecodeStats, StepSpecStats
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.verify import AcceptedPath
+from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepSpecStats
 from specserve_drafters import ROOT, Draft, Drafter, DraftItem
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
