@@ -4,10 +4,12 @@
 and no other owner's draft tokens depend on it.
 """
 
+import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +32,8 @@ from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import CHILDREN_BY, Calibration
 from specserve_drafters.owners import Owner
 from specserve_kernels import Logprobs
+
+log = logging.getLogger("specserve")
 
 # The target's token after each node, given as (request's number in the step, node of its tree);
 # called only for nodes that the verify_tree has reached.
@@ -168,16 +172,40 @@ class DraftSources(NamedTuple):
     proposed: dict[str, int]
 
 
+def count_error(stats: Stats, name: str) -> None:
+    """Count the exception of a source that is being handled, and log it, the first with its
+    traceback.
+    """
+    sums = stats.sources[name]
+    sums.errors += 1
+    count = sums.errors
+    if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
+        message = "drafter %s failed (%s), %d times so far; the text does not change"
+        log.error(message, name, sys.exception(), count, exc_info=count == 1)
+
+
 class SpecDecodeStats:
     """Sums over all steps by source, in `stats`. A guess of several sources counts for each."""
 
     def __init__(self, names: Sequence[str], stats: Stats) -> None:
         """Adds to the sums that there are. A source that comes later has the next bit."""
-        self.names, self.sums = names, stats.sources
+        self.names, self.stats, self.sums = names, stats, stats.sources
         for name in names:
             self.sums.setdefault(name, SourceStats())
         self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
         self.saved_by_guess = self.row_seconds = 0.0
+
+    def failed(self, name: str) -> None:
+        """Count the exception that is being handled."""
+        count_error(self.stats, name)
+
+    def notify(self, source: Any, what: str, *args: object) -> None:
+        """Call a method of a source, if it has it, and count what it raises."""
+        try:
+            if (method := getattr(source, what, None)) is not None:
+                method(*args)
+        except BaseException:  # the rest of the commit has to be done
+            self.failed(source.name)
 
     def took(self, name: str, seconds: float) -> None:
         self.sums[name].seconds += seconds
