@@ -603,7 +603,7 @@ def test_a_signal_to_end_leaves_no_files_and_no_engines(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(
-        command, "tell_on_stderr", lambda text: os.kill(os.getpid(), signal.SIGTERM)
+        command, "print_on_stderr", lambda text: os.kill(os.getpid(), signal.SIGTERM)
     )
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
