@@ -20,7 +20,7 @@ const SAMPLES = [ // from the training topics of the demo models
 const NO_STEP = "Click a word, or use Tab and arrow keys, to see the draft tokens of its step.";
 
 let current = kept.opened();
-let edited = null; // {number, draft}: the edited message, the earlier text of the box
+let edited = null; // {number, draft}: the edited message, the earlier text of the box.
 let running = null; // AbortController of the streaming response
 let chosen = 0; // number of steps shown
 // Ids of deleted conversations, which may still stream.
