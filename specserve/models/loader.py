@@ -72,7 +72,8 @@ def load_decoder(
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
-        log.warning("%s/config.json asks for %s: %s", folder, asks, weights.forms.activation_words)
+        words = weights.forms.activation_words
+        log.warning("%s/config.json asks for %s, but %s", folder, asks, words)
     return Decoder(config, ops, tables.all_positions, weights)
 
 

@@ -51,8 +51,8 @@ def parse(
 ) -> RopeParameters:
     """The RoPE parameters of a config.json. Raises ValueError if they are not supported.
 
-    They are in `rope_parameters`, or in `rope_scaling` and `rope_theta`. The latter is the old form,
-    which wins if both exist, as in transformers. `other_names` are a family's names of types.
+    They are in `rope_parameters`, or in `rope_scaling` and `rope_theta`, the old form. The old form
+    wins if both exist, as in transformers. `other_names` are a family's names of types.
     """
     kind, rope = table(fields, max_positions, other_names)
     refuse_unsupported(kind, rope, may_rotate_a_share)
@@ -137,7 +137,9 @@ def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: b
 
 
 def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
-    """Llama 3's scaling: github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling."""
+    """Llama 3's scaling: apply_scaling in models/llama3/model.py of
+    https://github.com/meta-llama/llama-models.
+    """
     low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
     if low == high:
         raise ValueError(f"rope_parameters: low_freq_factor = high_freq_factor = {low}")

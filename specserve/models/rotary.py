@@ -82,7 +82,7 @@ def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
 def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
     """A head's dimensions [D] int64 in the kernels' order: dimensions i and i + D/2 are a pair.
 
-    A checkpoint has the two halves of the rotating dimensions, or pairs of neighbors, then the rest.
+    A checkpoint has two halves of the rotating dimensions, or pairs of neighbors, then the rest.
     """
     half, size = head_dim // 2, rope.rotating(head_dim)
     turning, rest = torch.arange(size), torch.arange(size, head_dim)

@@ -22,8 +22,8 @@ log = logging.getLogger("specserve")
 
 @torch.inference_mode()
 def differing_rows(model: LoadedModel, most: int) -> int | None:
-    """The size of a step that computes a row with other bits than a step of `most` rows; None if the
-    model is batch-invariant. Allocates its own KV.
+    """The size of a step that computes a row with other bits than a step of `most` rows, or None if
+    the model is batch-invariant. Allocates its own KV.
 
     Each row is a separate request. The requests share the KV of a prefix, and are in random order.
     """

@@ -58,8 +58,8 @@ class Drafters(msgspec.Struct, frozen=True):
 
 
 def resolve_drafters(config: Config) -> Drafters:
-    """Resolve draft models. Raises ConfigError for models that do not fit the drafter. Imports only
-    built-in drafters.
+    """Resolve draft models. Raises ConfigError for models that do not fit the drafter. Does not
+    import a user's drafter.
 
     If drafter.model names a head, the result has it in `head`.
     """
@@ -119,7 +119,7 @@ def check_head_as_model(config: Config) -> None:
 
 
 def may_run_draft_model(config: Config) -> bool:
-    """Whether the drafter may run a draft model. Imports only built-in drafters."""
+    """Whether the drafter may run a draft model. Does not import a user's drafter."""
     name = config.drafter_name
     if name != "auto":
         return name not in ("none", "ngram", EAGLE)

@@ -40,8 +40,8 @@ def stored_shapes(
 def show(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Place]
 ) -> None:
-    """Give the checkpoint's tensors the names in `shapes`. Raises ConfigError if tensors are missing
-    or unused.
+    """Give the checkpoint's tensors the names in `shapes`. Raises ConfigError if tensors are
+    missing or unused.
     """
 
     def columns(at: slice) -> Callable[[Tensor], Tensor]:

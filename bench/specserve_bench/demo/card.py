@@ -19,7 +19,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     held_out_draft_loss: float
     acceptance_on_questions: float  # mean acceptance length at 16 nodes
     acceptance_on_completion: float
-    acceptance_alone_on_completion: float  # without the n-grams that guess along
+    acceptance_alone_on_completion: float  # without n-grams
     draft_cost: float  # seconds of a forward of 8 rows, the draft's over the target's
 
 
@@ -45,41 +45,41 @@ def words(card: Card) -> str:
     target, draft = config["target"], config["draft"]
     return f"""# specserve-demo and specserve-demo-draft
 
-Two small models that come with specserve, so that there is something to serve in the first minute
-and something to measure drafters with. The target answers questions about Python's standard
-library in the words of its docstrings, and goes on with Python source. It is no assistant: it
-knows nothing else, and makes things up about functions that it does not know well.
+Two small models that come with specserve, for a first start and for measurements of drafters. The
+target model answers questions about Python's standard library with its docstrings, and completes
+Python source. It is not an assistant: it has no other knowledge, and invents facts about functions
+that it does not know well.
 
-| | target | draft |
+| | target model | draft model |
 |---|---|---|
 | shape | Qwen3, {size_words(target)} | Qwen3, {size_words(draft)} |
-| tokens | {t["tokens"]["target"]:,} | {t["tokens"]["draft"]:,}, distilled from the target |
-| hours of steps | {t["hours"]["target"]} | {t["hours"]["draft"]} |
-| loss on held-out source, nats a token | {f.held_out_loss:.2f} | {f.held_out_draft_loss:.2f} |
+| training tokens | {t["tokens"]["target"]:,} | {t["tokens"]["draft"]:,}, distilled |
+| training hours | {t["hours"]["target"]} | {t["hours"]["draft"]} |
+| loss on held-out source, nats per token | {f.held_out_loss:.2f} | {f.held_out_draft_loss:.2f} |
 
 - **Data:** the standard library of Python {t["python"]} as installed, source and docstrings, and
   conversations made of its signatures and docstrings. Licence: PSF
-  (`specserve/demo/weights/LICENSE.txt`), which holds for what the models repeat of it. The
-  draft learnt from the same conversations, and from beginnings of source with the target's own
-  continuations, half of them greedy, half at temperature 1.
-- **Not in training:** the files in `bench/specserve_bench/demo/evaluation/files`, what is defined
-  there, and the phrasings of `questions.jsonl` beside them.
-- **Right first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} questions about
-  functions and classes it has seen, in phrasings it has not: the docstring's first sentence, to
-  the letter.
-- **Mean acceptance length** at 16 nodes, greedy, of 200 of these questions and of 128 tokens after
-  the beginning of every file: {f.acceptance_on_questions:.2f} on questions,
-  {f.acceptance_on_completion:.2f} on source with `drafter.name = "model"`, where n-grams guess
-  along unless `drafter.options.ngrams` is false, and
-  {f.acceptance_alone_on_completion:.2f} without them. So small a target repeats itself.
-- **Cost of a draft forward** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f} of
-  the target's. What surrounds it in the engine, and weights that have left the caches, cost more.
-- **Vocabulary:** byte-level BPE, {config["vocab_size"]:,}. Up to 8,192 positions; training saw
-  {config["length"]} and {config["long_length"]} at a time.
+  (`specserve/demo/weights/LICENSE.txt`), which also applies to texts that the models repeat. The
+  draft model was trained on the same conversations, and on beginnings of source with the target
+  model's continuations. Half of them are greedy, half at temperature 1.
+- **Not in training:** the files in `bench/specserve_bench/demo/evaluation/files`, all names defined
+  there, and the phrasings of `questions.jsonl` next to them.
+- **Right first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} questions. The
+  questions ask about functions and classes from the training in new phrasings. A response is right
+  if it begins with exactly the docstring's first sentence.
+- **Mean acceptance length** with `drafter.name = "model"`, 16 nodes and greedy sampling:
+  {f.acceptance_on_questions:.2f} on 200 of these questions, and {f.acceptance_on_completion:.2f} on
+  128 tokens after the beginning of every file. The drafter also uses n-grams unless
+  `drafter.options.ngrams` is false; without them, it is {f.acceptance_alone_on_completion:.2f} on
+  source. The small target model repeats itself often.
+- **Cost of a draft forward pass** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f}
+  of the target model's. In the engine, it is higher because of other work and cold caches.
+- **Vocabulary:** byte-level BPE, {config["vocab_size"]:,}. Up to 8,192 positions; the training used
+  sequences of {config["length"]} and {config["long_length"]} tokens.
 - **Machine:** {t["machine"]}, torch {t["torch"]}.
 
-`python -m specserve_bench.demo.train OUT` makes such a pair,
-`python -m specserve_bench.demo.evaluate` measures these figures again.
+`python -m specserve_bench.demo.train OUT` trains new demo models,
+`python -m specserve_bench.demo.evaluate` repeats the measurements.
 """
 
 

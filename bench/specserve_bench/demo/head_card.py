@@ -37,21 +37,21 @@ def head_words(card: HeadCard) -> str:
     rows = "\n".join(map(row, card.figures, card.figures.values()))
     return f"""# {t.target}-head
 
-An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it guesses tokens from what came into the
-target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,} tokens.
+An EAGLE-3 head (Li et al. 2503.01840) for {t.target}. It reads the inputs of the target model's
+layers {taps}. It has one layer, SpecForge's format, and {size:,} tokens.
 
-Of its first choices, the share that is the target's own greedy token, in chains of guesses whose
-earlier ones were right, on texts that it has not learnt from. The last column is what a chain of
-{steps} gives a step, the target's own token included.
+The table shows how often the head's first choice is the target model's greedy token, on held-out
+texts. Each column is a position in a chain whose earlier draft tokens were accepted. The last
+column is the number of tokens per step for a chain of {steps}, including the target model's token.
 
-| text | chains |{head} tokens a step |
+| text | chains |{head} tokens per step |
 |---|---|{"---|" * steps}---|
 {rows}
 
 - **Data:** {data(t, c.held_out)}
-- **Training:** {c.tokens:,} tokens, {t.hours} hours of steps on {t.machine}, torch {t.torch};
-  training-time test of {c.draft_steps} draft steps, each of {c.step_weight:g} times the
-  weight of the one before.
+- **Training:** {c.tokens:,} tokens, {t.hours} hours of steps on {t.machine}, torch {t.torch}. The
+  training-time test has {c.draft_steps} draft steps. Each step has {c.step_weight:g} times the
+  weight of the previous step.
 """
 
 
@@ -64,5 +64,5 @@ def data(t: Training, share: float) -> str:
     if t.texts:
         return f"{', '.join(t.texts)}; the last {share:.0%} were held out."
     return f"""the standard library of Python {t.python}: conversations made of its docstrings, and
-  beginnings of its source with the target's own continuations, half of them greedy, half at
-  temperature 1. Licence: PSF (`../LICENSE.txt`), for what it repeats of that."""
+  beginnings of its source with the target model's continuations. Half of them are greedy, half at
+  temperature 1. Licence: PSF (`../LICENSE.txt`), which also applies to texts that it repeats."""
