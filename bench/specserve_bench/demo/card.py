@@ -67,8 +67,8 @@ that it does not know well.
 - **Right first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} questions. The
   questions ask about functions and classes from the training in new phrasings. A response is right
   if it begins with exactly the docstring's first sentence.
-- **Mean acceptance length** with `drafter.name = "model"`, 16 nodes and greedy sampling:
-  {f.acceptance_on_questions:.2f} on 200 of these questions, and {f.acceptance_on_completion:.2f} on
+- **Mean acceptance length** with `drafter.name = "model"`, 16 nodes, greedy:
+  {f.acceptance_on_questions:.2f} on 200 of these questions, {f.acceptance_on_completion:.2f} on
   128 tokens after the beginning of every file. The drafter also uses n-grams unless
   `drafter.options.ngrams` is false; without them, it is {f.acceptance_alone_on_completion:.2f} on
   source. The small target model repeats itself often.
