@@ -617,7 +617,7 @@ def test_more_draft_tokens_a_block_than_fit_are_refused(folder):
 
 
 def test_settings_that_are_no_mapping_are_refused(folder):
-    with pytest.raises(ConfigError, match="no mapping"):
+    with pytest.raises(ConfigError, match="is not a mapping"):
         LLM(folder, set=["speculation.max_nodes"])
 
 

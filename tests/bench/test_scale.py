@@ -361,7 +361,7 @@ def test_nothing_is_overwritten(tmp_path, source, is_file):
     target = tmp_path / "target"
     (target if is_file else target / "precious").parent.mkdir(exist_ok=True)
     (target if is_file else target / "precious").write_text("x")
-    with pytest.raises(ConfigError, match=r"target: exists.*remove it or name another"):
+    with pytest.raises(ConfigError, match=r"target exists.*Remove it, or name another"):
         scaled(tmp_path, source)
 
 

@@ -91,14 +91,14 @@ def test_flags_may_stand_in_eagle_config(parse):
 BOTH = {  # what is wrong in both forms -> the change, the complaint
     "no taps": (
         {IDS: None},
-        f"{IDS} is missing: list there the layers .* They are not guessed",
+        f"{IDS} is missing\. List the target model's layers .* rejected draft tokens",
     ),
     "an empty list of taps": ({IDS: []}, f"{IDS} is missing"),
-    "taps that are no list": ({IDS: 2}, f"{IDS} = 2 must be numbers of layers"),
-    "a tap that is no number": ({IDS: [1, "2"]}, f"{IDS} = .* must be numbers of layers"),
-    "a negative tap": ({IDS: [-1, 2]}, f"{IDS} = .* must be numbers of layers"),
-    "taps out of order": ({IDS: [3, 2, 1]}, f"{IDS} = .* that ascend"),
-    "a tap twice": ({IDS: [1, 1]}, f"{IDS} = .* that ascend"),
+    "taps that are no list": ({IDS: 2}, f"{IDS} = 2 must be ascending layer numbers"),
+    "a tap that is no number": ({IDS: [1, "2"]}, f"{IDS} = .* must be ascending layer numbers"),
+    "a negative tap": ({IDS: [-1, 2]}, f"{IDS} = .* must be ascending layer numbers"),
+    "taps out of order": ({IDS: [3, 2, 1]}, f"{IDS} = .* must be ascending"),
+    "a tap twice": ({IDS: [1, 1]}, f"{IDS} = .* must be ascending"),
     "another number of taps": (
         {"num_aux_hidden_states": 4},
         rf"num_aux_hidden_states = 4, and {IDS} = \[1, 2, 3\] are 3",
@@ -112,7 +112,7 @@ BOTH = {  # what is wrong in both forms -> the change, the complaint
     "drafts in parallel": ({"mask_token_id": 7}, "mask_token_id = 7 is not supported"),
     "quantized weights": (
         {"quantization_config": {"quant_method": "awq"}},
-        "quantization_config = .* is not supported of EAGLE-3 heads",
+        "quantization_config = .* is not supported for EAGLE-3 heads",
     ),
     "more tokens than the target has": (
         {"draft_vocab_size": 321},
@@ -157,7 +157,7 @@ BY_FORM = {
     "an unknown flag in eagle_config": (
         "SpecForge",
         {"eagle_config": {"use_mtp_layernorm": True}},
-        "use_mtp_layernorm = True is not supported of EAGLE-3 heads",
+        "use_mtp_layernorm = True is not supported for EAGLE-3 heads",
     ),
     "an eagle_config that is no object": (
         "SpecForge",
@@ -173,7 +173,7 @@ BY_FORM = {
     "no word on the residual": (
         "speculators",
         {"norm_before_residual": None},
-        "norm_before_residual is missing, and programs differ in what that means: add it",
+        "norm_before_residual is missing, and programs differ in its default. Add it",
     ),
     "no layers": (
         "speculators",

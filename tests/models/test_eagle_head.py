@@ -224,7 +224,7 @@ REFUSED = {  # what is wrong -> how the head is written, the complaint
         "the tensor midlayer.self_attn.q_proj.weight is missing",
     ),
     "no head": ({"without": ["lm_head.weight"]}, "the tensor lm_head.weight is missing"),
-    "no offsets": ({"without": ["d2t"]}, "d2t is missing, so that nothing says .* 320 tokens"),
+    "no offsets": ({"without": ["d2t"]}, "d2t is missing\. It maps the head's 320 tokens"),
 }
 
 

@@ -125,7 +125,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "a rope that is no table": ({"rope_parameters": "default"}, "'default' is no table"),
     "a rope for another layer type": (
         {"rope_parameters": {"linear_attention": {"rope_type": "default"}}},
-        "by layer type are not supported but for full_attention",
+        "by layer type are supported only for full_attention",
     ),
     "tokens that see later ones": (
         {"use_bidirectional_attention": True},
@@ -152,7 +152,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
                 "high_freq_factor": 4,
             }
         },
-        "low_freq_factor and high_freq_factor",
+        "low_freq_factor = high_freq_factor",
     ),
     "a word for a number": ({"hidden_size": "64"}, "hidden_size"),
     "another layer type": (

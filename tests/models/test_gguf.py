@@ -329,7 +329,7 @@ def test_a_count_of_parts_is_a_number(tmp_path, count):
     add = "add_string" if isinstance(count, str) else "add_array"
     edit = lambda writer: getattr(writer, add)("split.count", count)  # noqa: E731
     file = write(tmp_path, "llama", edit=edit).file
-    with pytest.raises(ConfigError, match=r"split\.count is no number"):
+    with pytest.raises(ConfigError, match=r"split\.count is not a number"):
         open_source(file).check()
 
 
@@ -373,7 +373,7 @@ def test_a_git_lfs_pointer_in_the_place_of_a_file_is_named_as_one(tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 42\n"
     for name in "model.gguf", "model":
         (tmp_path / name).write_text(pointer)
-        with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer, .* `git lfs pull`"):
+        with pytest.raises(ConfigError, match=rf"{name} is a Git LFS pointer, .* `git lfs pull`"):
             open_source(resolve(str(tmp_path / name))).check()
 
 

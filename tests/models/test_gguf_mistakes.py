@@ -124,7 +124,7 @@ TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
     "an end that is no token": (put_tokenizer(eos_token_id=(9999, 4)), "eos_token_id = 9999"),
     "another end that is no token": (
         put_tokenizer(eot_token_id=(9999, 4)),
-        "eot_token_id = 9999 is none of its 320 tokens",
+        "eot_token_id = 9999 is not a token: there are 320",
     ),
     "fewer types than tokens": (
         put_tokenizer(token_type=([TokenType.NORMAL] * 3, 9)),

@@ -155,7 +155,7 @@ def test_spoiled_tensors_are_refused(folders, name, change, words):
         ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported: only 1\.702 is"),
         (
             {"architectures": ["LlamaForCausalLM"], "quantization_config": MXFP4},
-            "quant_method = 'mxfp4' is supported of gpt-oss alone",
+            "quant_method = 'mxfp4' is supported only for gpt-oss",
         ),
         ({"swiglu_limit": None}, "swiglu_limit = None must be a number"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not supported"),
@@ -170,5 +170,5 @@ def test_what_no_code_computes_is_refused(folders, changes, words):
 def test_it_is_not_written_rounded(folders, tmp_path, capsys):
     command = ["quantize", str(folders[1]), str(tmp_path / "target"), "--to", "w8"]
     assert cli.main(command) == 1
-    assert "set model.quantize when it is served" in capsys.readouterr().err
+    assert "Set model.quantize when you serve" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()

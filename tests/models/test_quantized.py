@@ -205,7 +205,7 @@ def spoil(name, value):
     return lambda tensors: tensors[name].view(-1)[-1:].fill_(value)
 
 
-NOT_FINITE = "has numbers that are not finite"
+NOT_FINITE = "has values that are not finite"
 BROKEN = {  # fixture, what happened to its tensors -> the complaint
     "no scales": ("gptq-v1", drop(f"{UP}.scales"), f"{UP}.scales is missing"),
     "no zero points": ("awq", drop(f"{UP}.qzeros"), f"{UP}.qzeros is missing"),
@@ -286,7 +286,11 @@ BROKEN = {  # fixture, what happened to its tensors -> the complaint
         lambda tensors: [drop(name)(tensors) for name in [*tensors] if name.startswith(UP)],
         f"{UP}.weight is missing",
     ),
-    "a group before the first": ("gptq-reordered", spoil(f"{UP}.g_idx", -1), "g_idx has groups"),
+    "a group before the first": (
+        "gptq-reordered",
+        spoil(f"{UP}.g_idx", -1),
+        "g_idx has invalid groups",
+    ),
     "a group that is not there": (
         "gptq-reordered",
         spoil(f"{UP}.g_idx", 2),
@@ -380,11 +384,11 @@ REFUSED = {  # quantization_config -> the complaint
     "a group of 0": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
     "settings by module": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "a": {"bits": 8}}},
-        "dynamic: modules with settings of their own",
+        "dynamic: settings per module",
     ),
     "settings in a list": (
         {"quant_method": "gptq", "bits": 4, "dynamic": ["-:lm_head"]},
-        "dynamic: modules with settings of their own",
+        "dynamic: settings per module",
     ),
     "a layout for one kernel": (
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},

@@ -174,12 +174,12 @@ def test_a_gguf_file_is_rounded_unless_it_is_quantized(tmp_path):
     plain, quantized = (write(tmp_path / name, type=name) for name in ("BF16", "Q8_0"))
     want = load(plain.plain, W4, dtype="bf16").weights.layers[1].down
     assert torch.equal(load(plain.file, W4).weights.layers[1].down.q, want.q)
-    with pytest.raises(ConfigError, match=r"model\.gguf: its weights are quantized already"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: the weights are quantized already"):
         load(quantized.file, W4)
 
 
 def test_what_is_quantized_is_not_rounded(tmp_path):
-    with pytest.raises(ConfigError, match="its weights are quantized already"):
+    with pytest.raises(ConfigError, match="the weights are quantized already"):
         load(quantized(tmp_path, "compressed-w4a16"), W8)
 
 

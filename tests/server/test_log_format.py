@@ -122,7 +122,7 @@ def test_what_the_engine_process_says_is_objects(lines):
     assert said(lines, "beware", logger="py.warnings", level="warning")
     error, *_ = said(lines, "no guess", logger="specserve", level="error")
     assert error["traceback"].startswith("Traceback") and "LookupError" in error["traceback"]
-    thread, *_ = said(lines, "an exception that nobody caught", level="critical")
+    thread, *_ = said(lines, "uncaught exception", level="critical")
     assert "ZeroDivisionError" in thread["traceback"]
 
 
