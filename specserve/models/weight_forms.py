@@ -31,7 +31,9 @@ class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def words(self) -> str:
         forms = "; ".join(form.words for form in self.maps)
-        odd = f"; {self.num_odd} maps in 8 bits instead of 4: 64 does not divide their width"
+        odd = (
+            f"; 8 bits instead of 4 in {self.num_odd} of these maps: 64 does not divide their width"
+        )
         table = f"; embedding in {self.embedding_bits} bits" if self.embedding_bits else ""
         return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd if self.num_odd else ''}{table}"
 

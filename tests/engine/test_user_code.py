@@ -162,7 +162,10 @@ def test_a_source_has_the_options_under_its_name(target):
     [
         ({NAME: {"lenght": 7}}, f"drafter.options for '{NAME}': .*lenght"),
         ({NAME: {"length": "long"}}, f"drafter.options for '{NAME}': .*length"),
-        ({"ngram": {}}, f"'ngram' is not a package.module:Class .*\. Sources with options: {NAME}"),
+        (
+            {"ngram": {}},
+            rf"'ngram' is not a package.module:Class .*\. Sources with options: {NAME}",
+        ),
         ({"my:Other": {}}, "'my:Other' is not a"),
     ],
     ids=str,

@@ -141,5 +141,5 @@ def test_a_pipe_or_a_device_among_the_files_is_refused_before_any_is_opened(tmp_
 
 def test_a_pipe_in_the_place_of_a_gguf_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match=r"model\.gguf: no regular file"):
+    with pytest.raises(ConfigError, match=r"model\.gguf is a .*, not a regular file"):
         open_source(resolve(str(tmp_path)))

@@ -34,12 +34,12 @@ def test_dtype(tmp_path, monkeypatch, stored, dtype, has_bf16, want):
 
 
 def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="'int4' is not known; use auto, bf16 or fp32"):
+    with pytest.raises(ConfigError, match=r"'int4' is unknown\. Use auto, bf16 or fp32"):
         load(tiny_checkpoint(tmp_path), "int4")
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load(tmp_path / "nowhere")
 
 

@@ -327,7 +327,7 @@ REFUSED = {  # what is wrong -> how the target is written, fields of its config.
     "a join of one": (
         {"edit": reshape(f"{LAYER}.eh_proj.weight", 64, 64)},
         {},
-        r"eh_proj.weight has the shape \[64, 64\], and config.json asks for \[64, 128\]",
+        r"eh_proj.weight has the shape \[64, 64\], but config.json requires \[64, 128\]",
     ),
     "a head of other tokens": (
         {"edit": reshape(OWN_HEAD, 300, 64)},
@@ -337,12 +337,12 @@ REFUSED = {  # what is wrong -> how the target is written, fields of its config.
     "more than is known": (
         {"style": "qwen", "edit": reshape("mtp.embed_tokens.weight", 320, 64)},
         {},
-        "the tensor mtp.embed_tokens.weight has no place",
+        "the tensor mtp.embed_tokens.weight is not part of",
     ),
     "quantized": (
         {"edit": quantize},
         {},
-        "self_attn.q_proj.qweight has the type I32, and a layer for multi-token prediction",
+        "self_attn.q_proj.qweight has the dtype I32, but MTP layers must be unquantized",
     ),
     "layers of two kinds": (
         {"family": "gemma3"},

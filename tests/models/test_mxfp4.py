@@ -117,7 +117,7 @@ SPOILED = {  # tensor, what is made of it, words of the complaint
     "a scale that is no number": (
         "gate_up_proj_scales",
         lambda x: torch.full_like(x, 255),
-        r"experts\.gate_up_proj_scales has numbers that are not finite",
+        r"experts\.gate_up_proj_scales has values that are not finite",
     ),
     "too few dimensions": (
         "down_proj_blocks",
@@ -127,7 +127,7 @@ SPOILED = {  # tensor, what is made of it, words of the complaint
     "too few experts": (
         "down_proj_bias",
         lambda x: x[:5].contiguous(),
-        r"down_proj_bias has the shape \[5, 64\], and that of all experts .* of 6 experts",
+        r"down_proj_bias has the shape \[5, 64\], but it must have 2 dimensions and 6 experts",
     ),
     "experts without end": (
         "gate_up_proj_blocks",
@@ -152,7 +152,7 @@ def test_spoiled_tensors_are_refused(folders, name, change, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported: only 1\.702 is"),
+        ({"swiglu_alpha": 1.5}, r"swiglu_alpha = 1\.5 is not supported, only 1\.702"),
         (
             {"architectures": ["LlamaForCausalLM"], "quantization_config": MXFP4},
             "quant_method = 'mxfp4' is supported only for gpt-oss",

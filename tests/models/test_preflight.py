@@ -165,25 +165,25 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     ),
     "a head of a wider target": (
         [*DEEP, "--draft-model=./wide_head"],
-        "wide_head/config.json: target_hidden_size = 96, and the target's hidden_size is 64; take",
+        "wide_head/config.json: target_hidden_size = 96, but the target model's hidden_size is 64",
     ),
     "a head of other ids": (
         ["--model=./other_ids", "--draft-head=./head"],
-        "head/config.json: vocab_size = 320, and the target's vocab_size is 321; take a head",
+        "head/config.json: vocab_size = 320, but the target model's vocab_size is 321. Use a head",
     ),
     "a head for a target of other code": (
         [*DEEP, "--draft-head=./head", "--set=model.implementation=transformers"],
-        "head: a head reads the layers of a target that native code computes, and transformers "
-        "computes this one; leave the head out",
+        "head: draft heads need a target model that the native code runs, but transformers runs "
+        "this one. Remove the head",
     ),
     "a head in the place of a draft model": (
         [*DEEP, "--drafter=model", "--draft-model=./head"],
-        "drafter 'model' needs a draft model, and drafter.model = './head' is a head: take "
-        "drafter.name = 'eagle', or name the head as drafter.head (--draft-head)",
+        "drafter 'model' needs a draft model, but drafter.model = './head' is a head. Use "
+        "drafter.name = 'eagle', or name the head in drafter.head (--draft-head)",
     ),
     "a drafter without its head": (
         [*DEEP, "--drafter=eagle"],
-        "drafter 'eagle', or auto with that source alone, needs a head of the target: set "
+        "drafter 'eagle', or auto with only this source, needs a head for the target model. Set "
         "drafter.head (--draft-head)",
     ),
     "a source without its head": (

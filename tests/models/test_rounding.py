@@ -124,7 +124,7 @@ def test_forms_in_words():
     assert WeightForms(maps, 3 << 20, 1, 8).words == (
         "3 MiB: 4 bits in groups of 64 (2 maps); 4 bits in groups of 32 with offsets (5 maps); "
         "8 bits in rows (1 map); 8 bits in rows, activations in 8 bits (3 maps); 16 bits (head); "
-        "8 bits instead of 4 in 1 of these, as 64 does not divide their width; "
+        "8 bits instead of 4 in 1 of these maps: 64 does not divide their width; "
         "embedding in 8 bits"
     )
 
@@ -189,7 +189,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, bad):
     tensors = load_file(folder / WEIGHTS)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float(bad)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1\.mlp\.down_proj\.weight has numbers that are not"):
+    with pytest.raises(ConfigError, match=r"1\.mlp\.down_proj\.weight has values that are not"):
         load(folder, W4)
 
 

@@ -62,14 +62,14 @@ OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
 REFUSED = {  # changes of olmo's config.json, words of the complaint
     "code of its own": (
         {"architectures": ["NewForCausalLM"], "auto_map": {"AutoModelForCausalLM": "new.New"}},
-        "code from a checkpoint \(auto_map\) is never run",
+        r"code from a checkpoint \(auto_map\) is never run",
     ),
     "a name that transformers lacks": (
         {"architectures": ["NewForCausalLM"]},
         "has no decoder of this name for model_type = 'olmo'",
     ),
     "another type's name": ({"model_type": "granite"}, "for model_type = 'granite'"),
-    "no type": ({"model_type": None}, "model_type = None have to name"),
+    "no type": ({"model_type": None}, "model_type = None must name"),
     "an encoder": (
         {
             "architectures": ["T5ForConditionalGeneration"],
@@ -83,7 +83,7 @@ REFUSED = {  # changes of olmo's config.json, words of the complaint
         {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
         "images or sound",
     ),
-    "images under a decoder's name": ({"vision_config": {}}, "vision_config: models of more than"),
+    "images under a decoder's name": ({"vision_config": {}}, "vision_config: only text models"),
     "linear attention": ({"layer_types": ["linear_attention"] * 2}, "'linear_attention' is not"),
     "mamba": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},

@@ -312,8 +312,8 @@ def test_another_engine_process_goes_on_with_adapters(root):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lora-modules", "sql"], "--lora-modules sql: write NAME=PATH"),
-        (["--lora-modules", "a=b", "a=c"], "the name 'a' is there twice"),
+        (["--lora-modules", "sql"], "--lora-modules sql is not NAME=PATH"),
+        (["--lora-modules", "a=b", "a=c"], "repeats the name 'a'"),
         (["--lora-modules", "a=/missing"], "/missing: no such folder"),
         (["--lora-modules", "tiny=."], "the model itself has it"),
         (["--lora-modules", "a=.", "--max-loras", "0"], "lora.modules has no effect"),

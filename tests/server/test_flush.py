@@ -211,7 +211,9 @@ def test_every_choice_that_has_not_ended_has_an_event_at_each_time(paced):
 
 
 def test_an_interval_without_the_mode_is_refused():
-    with pytest.raises(ConfigError, match=r"server\.stream_flush = 'event': set that to interval"):
+    with pytest.raises(
+        ConfigError, match=r"server\.stream_flush = 'event'\. Set server\.stream_flush"
+    ):
         load_config(None, {"server.stream_interval_ms": 20})
 
 
