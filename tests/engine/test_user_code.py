@@ -110,7 +110,7 @@ def test_candidates_that_are_dropped_are_told_of_once(target, caplog):
 SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
     "one that is not there": (["ngram", "no_such.module:X"], None, "no drafter 'no_such.module:X'"),
     "auto itself": (["auto"], None, "no source 'auto'"),
-    "a model that is not there": (["model"], None, "set drafter.model"),
+    "a model that is not there": (["model"], None, "Set drafter.model"),
     "no one to run the model": (["ngram"], "draft", "drafter.model = 'draft' has no effect"),
 }
 
