@@ -48,7 +48,7 @@ class ModelConfig(Section, frozen=True):
     path: Annotated[
         Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo models")
     ] = None
-    demo_cost: Annotated[
+    demo_compute: Annotated[
         Literal["qwen3-0.6b", "llama-3.1-8b"] | None,
         about(
             "qwen3-0.6b or llama-3.1-8b: pads the demo models to the compute of that model, with "
@@ -493,9 +493,9 @@ class Config(Section, frozen=True):
         drafter = self.drafter
         others = "model.path", "drafter.model", "drafter.head"
         for key, named in zip(others, (self.model.path, drafter.model, drafter.head), strict=True):
-            if self.model.demo_cost is not None and named is not None:
+            if self.model.demo_compute is not None and named is not None:
                 raise ValueError(
-                    f"model.demo_cost = {self.model.demo_cost!r} works only with the demo models, "
+                    f"model.demo_compute = {self.model.demo_compute!r} works only with the demo models, "
                     f"and {key} = {named!r} names another model. Remove one of them"
                 )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
@@ -530,8 +530,8 @@ class Config(Section, frozen=True):
         return self.model.path or str(self.demo(DEMO_TARGET))
 
     def demo(self, model: Path) -> Path:
-        """A demo model, padded to the compute that `model.demo_cost` asks for."""
-        cost = self.model.demo_cost
+        """A demo model, padded to the compute that `model.demo_compute` asks for."""
+        cost = self.model.demo_compute
         return model if cost is None else DEMO_COST / f"{model.name}-{cost}.json"
 
     @property
@@ -554,20 +554,20 @@ class Config(Section, frozen=True):
     @property
     def drafter_name(self) -> str:
         """The drafter that the settings select; "none" if speculation is off."""
-        return "none" if 0 in self.max_guesses else self.drafter.name
+        return "none" if 0 in self.max_draft_tokens else self.drafter.name
 
     @property
     def max_nodes(self) -> int:
         """Maximum draft tokens per request and step; 0 if speculation is off."""
-        return 0 if self.drafter_name == "none" else self.max_guesses[0]
+        return 0 if self.drafter_name == "none" else self.max_draft_tokens[0]
 
     @property
     def max_step_nodes(self) -> int:
         """Maximum draft tokens per step over all requests; 0 if speculation is off."""
-        return 0 if self.drafter_name == "none" else self.max_guesses[1]
+        return 0 if self.drafter_name == "none" else self.max_draft_tokens[1]
 
     @property
-    def max_guesses(self) -> tuple[int, int]:
+    def max_draft_tokens(self) -> tuple[int, int]:
         """The limits of [speculation]: draft tokens per request, and per step."""
         usual = (MAX_NODES, 256) if self.drafter.name == "auto" else (16, 32)
         request, step = self.speculation.max_nodes, self.speculation.max_step_nodes
