@@ -286,7 +286,7 @@ def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(model
     _, words = choose_threads(engine.target, engine.pool, config, MAX_LEN)
     assert calls.keys() == {"attention", "move_kv", "sample", "top_children"}
     assert any(masks) and not all(masks)
-    assert words == "a GPU, Triton attends, 1 threads beside it"
+    assert words == "a GPU, attention by Triton, 1 CPU threads"
     assert engine.pool.is_whole
 
 

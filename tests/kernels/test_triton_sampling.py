@@ -327,7 +327,7 @@ def test_recordings_are_bounded(monkeypatch):
 
 
 def test_there_are_no_more_children_than_tokens():
-    with pytest.raises(AssertionError, match="more children than tokens"):
+    with pytest.raises(AssertionError, match="k exceeds the vocabulary"):
         children(torch.zeros(1, 3), SampleParams.greedy(1), 4, 1.0)
 
 
