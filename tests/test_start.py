@@ -128,7 +128,7 @@ def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, copying, kep
     path.parent.mkdir()
     path.write_bytes(whole.read_bytes()[: int(kept * whole.stat().st_size)] or bytes(99))
     done = run(LOAD, CXX=copying, XDG_CACHE_HOME=str(tmp_path))
-    said = "compiling the C++ kernels for this CPU, once: about 15 s\n"
+    said = "Compiling the C++ kernels for this CPU once, in about 15 s\n"
     assert (done.stdout, done.stderr) == ("specserve_kernels.cpu\n", said)
     assert path.stat().st_size == whole.stat().st_size
 

@@ -327,7 +327,7 @@ def test_a_device_that_is_not_there_is_one_clear_line():
     with pytest.raises(ConfigError) as e:
         build.build(load_config(None, {"model.device": "cuda"}))
     assert str(e.value).startswith("model.device = 'cuda': ")
-    assert "or take 'cpu'" in str(e.value) and "\n" not in str(e.value)
+    assert "or use 'cpu'" in str(e.value) and "\n" not in str(e.value)
 
 
 def no_memory(*args, **kwargs):
