@@ -80,6 +80,6 @@ def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
         cpu.library()
     except cpu.BuildError as e:
         reason = str(e).splitlines()[0]
-        log.warning("%s. Using the slow reference kernels instead.", reason)
+        log.warning("%s Using the slow reference kernels instead.", reason)
         return reference
     return cpu

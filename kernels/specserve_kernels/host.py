@@ -43,7 +43,7 @@ def free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise DeviceError("/proc/meminfo has no MemAvailable line. Run on Linux 3.14 or later.")
+    raise DeviceError("this system does not report its free memory")
 
 
 def has_bf16() -> bool:

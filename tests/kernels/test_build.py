@@ -159,7 +159,7 @@ def test_a_full_disk_asks_for_space(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(compiler, "keep", full)
-    with pytest.raises(cpu.BuildError, match="free space on its disk, or set XDG_CACHE_HOME"):
+    with pytest.raises(cpu.BuildError, match="Free space on its disk, or set XDG_CACHE_HOME"):
         build.library()
 
 

@@ -50,7 +50,7 @@ template <class T> static int64_t words_of(int64_t D) {
   return (D + DIMS<T> - 1) / DIMS<T> * WORDS * EXPANDED<T>;
 }
 
-// Load a query as as many words as keys of type T have.
+// Load a query, padded to the words of a key of type T.
 template <class T> static void load_query(const Active<T>* q, int64_t D, word* to) {
   typedef Active<T> A;
   for (int64_t w = 0, d = 0; w < words_of<T>(D); w += WORDS, d += DIMS<A>) {
