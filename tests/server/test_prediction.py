@@ -4,7 +4,7 @@ import pytest
 
 from specserve import LLM, SamplingParams
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, said, streamed
-from tests.server.server_process import ServerProcess
+from tests.server.in_process import server_threads
 
 LONG = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 CODE = "import os\n\n\ndef read_lines(path):\n"
@@ -13,7 +13,7 @@ CODE = "import os\n\n\ndef read_lines(path):\n"
 @pytest.fixture(scope="module")
 def demo():
     """Texts of the tiny models are no text: their tokens are others once they are read again."""
-    with ServerProcess(None, **{"memory.kv_bytes": 1 << 28}) as server:
+    with server_threads(None, **{"memory.kv_bytes": 1 << 28}) as server:
         yield server
 
 
