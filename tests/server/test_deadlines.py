@@ -113,8 +113,8 @@ def test_it_ends_while_its_prompt_is_rendered(tmp_path, stream):
         assert refused(server) == 1
 
 
-def test_the_servers_own_deadline_holds_for_requests_that_give_none(paced):
-    with paced(**{"server.timeout_ms": 2000}) as server:
+def test_the_servers_own_deadline_holds_for_requests_that_give_none(paced_threads):
+    with paced_threads(**{"server.timeout_ms": 1000}) as server:
         check_ended(server.post(COMPLETIONS, saying(400, ms=20)))
         assert server.post(COMPLETIONS, saying(2)).status == 200
 
