@@ -23,8 +23,8 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check equivalence real real-quick real-models lint docs dist serve \
-	generate bench soak gpu-check gpu-wheels
+.PHONY: setup test thorough check equivalence real real-quick real-models lint docs reference dist \
+	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
 
@@ -75,6 +75,10 @@ lint: setup
 # The pages of docs/ as a site, in build/site.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
+# The pages of docs/reference/, from types, docstrings and parsers.
+reference: setup
+	$(PY) -m specserve_bench.reference
 
 # The source distribution, and from it a wheel; of a commit the same bytes with each build.
 dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)

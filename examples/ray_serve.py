@@ -1,13 +1,13 @@
-"""Servers behind Ray Serve: each replica has a `specserve serve` of its own.
+"""specserve behind Ray Serve: each replica starts its own `specserve serve`.
 
-In an environment that has specserve, and in this folder, so that Ray's processes find this file:
+Run this in an environment with specserve, and in this folder, so that Ray's processes find it:
 
     pip install 'ray[serve]==2.60.0'
     serve run ray_serve:app min_replicas=2 command="specserve serve path/to/model"
     curl http://127.0.0.1:8000/v1/models
 
-A request goes to the server that has answered its beginning, as far as the load allows. Where more
-requests run than a replica is to have, Ray starts another one. `Options` has all that can be set.
+The router sends a request to the replica that has cached most of its prompt, if the load allows.
+Ray starts another replica if the running requests exceed the target. `Options` lists all settings.
 """
 
 import asyncio
@@ -31,33 +31,33 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-# Its public name, in ray.serve.llm, cannot be imported without vLLM.
+# The public name in ray.serve.llm needs vLLM, so this is the internal name.
 PREFIX_AWARE = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
     ".PrefixCacheAffinityRouter"
 )
 READY = re.compile(rb"ready in [\d.]+ s at (http://\S+)")
-# Each hop has its own, and Ray's proxy adds the request's id to answers.
-OF_A_HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "te"}
-OF_A_HOP |= {"trailer", "transfer-encoding", "upgrade"}
+# Headers that each hop sets itself. Ray's proxy also adds the request id to responses.
+HOP_BY_HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "te"}
+HOP_BY_HOP |= {"trailer", "transfer-encoding", "upgrade"}
 
 
 class Options(BaseModel):
-    """NAME=VALUE after `ray_serve:app`, or `args` of a file for `serve deploy`."""
+    """Settings: NAME=VALUE after `ray_serve:app`, or `args` in a config file of `serve deploy`."""
 
     model_config = ConfigDict(extra="forbid")
 
     command: str = "specserve serve"  # without --port
     min_replicas: int = 1
     max_replicas: int = 4
-    target_ongoing_requests: float = 8  # of a replica; more of them start another one
-    cpus: float = 1  # of a replica, as Ray counts them
-    gpus: float = 0
+    target_ongoing_requests: float = 8  # per replica; Ray scales up above it
+    cpus: float = 1  # per replica, in Ray's accounting
+    gpus: float = 0  # per replica
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request. Ray's router looks for the replica that knows most of `prompt`."""
+class ProxiedRequest:
+    """A request to pass on. Ray's router prefers the replica that has cached most of `prompt`."""
 
     method: str
     path: str
@@ -68,10 +68,10 @@ class Asked:
 
 @serve.deployment
 class Server:
-    """A replica: neither it nor its server outlives the other."""
+    """A replica. It ends with its server, and its server ends with it."""
 
     async def __init__(self, command: str) -> None:
-        # The operating system ends the server with this process, whatever that dies of.
+        # The kernel ends the server when this process ends for any reason.
         program = ["setpriv", "--pdeathsig=TERM", "--", *shlex.split(command), "--port=0"]
         self.process = await asyncio.create_subprocess_exec(*program, stdout=PIPE)
         self.client = aiohttp.ClientSession(
@@ -87,7 +87,7 @@ class Server:
         raise RuntimeError(f"the server did not start: exit code {await self.process.wait()}")
 
     async def end_with_server(self) -> None:
-        """Ray asks other replicas as soon as this process is gone, and starts another one."""
+        """Exit when the server exits, so that Ray uses other replicas and starts a new one."""
         await self.process.communicate()
         os._exit(1)
 
@@ -95,29 +95,31 @@ class Server:
         async with self.client.get("/health/live") as response:
             response.raise_for_status()
 
-    async def answer(self, asked: Asked) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
-        """The status and the headers, then the body as it comes.
+    async def respond(
+        self, request: ProxiedRequest
+    ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
+        """Yield the status and headers, then the body as it arrives.
 
-        Ray closes it when the client leaves: that closes the connection, and the server drops the
-        request.
+        Ray closes the generator when the client disconnects. This closes the connection, and the
+        server aborts the request.
         """
         async with self.client.request(
-            asked.method, asked.path, headers=asked.headers, data=asked.body
+            request.method, request.path, headers=request.headers, data=request.body
         ) as response:
-            yield response.status, passed_on(response.headers, OF_A_HOP | {"x-request-id"})
+            yield response.status, passed_on(response.headers, HOP_BY_HOP | {"x-request-id"})
             async for part in response.content.iter_any():
                 yield part
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
 class Front:
-    """Takes requests in and passes each to a server."""
+    """Receives requests and passes each one to a replica."""
 
     def __init__(self, servers: DeploymentHandle) -> None:
         self.servers = servers.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        parts = self.servers.answer.remote(await asked_by(request))
+        parts = self.servers.respond.remote(await proxied(request))
         try:
             status, headers = await anext(parts)
         except (RayError, RayServeException) as e:
@@ -125,28 +127,29 @@ class Front:
         return StreamingResponse(until_left(parts), status, headers)
 
 
-async def asked_by(request: Request) -> Asked:
+async def proxied(request: Request) -> ProxiedRequest:
     body, headers = await request.body(), passed_on(request.headers)
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return Asked(request.method, path, headers, body, beginning(request, body))
+    return ProxiedRequest(request.method, path, headers, body, prompt_prefix(request, body))
 
 
-def beginning(request: Request, body: bytes) -> str:
-    """What requests for one replica begin with. Never empty: Ray's router divides by its length.
+def prompt_prefix(request: Request, body: bytes) -> str:
+    """The text by which Ray's router chooses a replica. The router divides by its length, so it is
+    never empty.
 
-    A client may name the conversation by X-Session-Id or by OpenAI's `prompt_cache_key`: what comes
-    first decides.
+    A client may name the conversation with X-Session-Id or OpenAI's `prompt_cache_key`. The name
+    comes first, so it decides.
     """
     try:
         fields = json.loads(body)
         prompt = next(fields[name] for name in ("messages", "prompt", "input") if name in fields)
     except (ValueError, TypeError, StopIteration):
-        return request.url.path  # no prompt, or none that a server will take
+        return request.url.path  # no valid prompt: the server returns the error
     hint = request.headers.get("x-session-id") or fields.get("prompt_cache_key") or ""
     return f"{hint}{json.dumps(prompt)}"
 
 
-def passed_on(headers: Mapping[str, str], but: Set[str] = OF_A_HOP) -> dict[str, str]:
+def passed_on(headers: Mapping[str, str], but: Set[str] = HOP_BY_HOP) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in but}
 
 
@@ -159,9 +162,9 @@ async def until_left(parts: Any) -> AsyncIterator[bytes]:
 
 
 def unavailable(e: Exception) -> Response:
-    """No server has begun to answer; clients of OpenAI's API ask again by themselves."""
+    """503 before any response began. Clients of OpenAI's API retry it."""
     error = {
-        "message": f"no server could answer ({type(e).__name__}): ask again",
+        "message": f"No replica is available ({type(e).__name__}). Retry the request.",
         "type": "service_unavailable",
         "param": None,
         "code": "server_is_unavailable",
@@ -173,7 +176,7 @@ def app(options: Options) -> Application:
     target = options.target_ongoing_requests
     servers = Server.options(
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
-        max_ongoing_requests=1000,  # the server has a queue, which it orders by its own rules
+        max_ongoing_requests=1000,  # the server queues and orders requests itself
         autoscaling_config={
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,

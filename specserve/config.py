@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from specserve.errors import ConfigError
 from specserve_drafters.base import EAGLE
-from specserve_drafters.tree import MAX_NODES
+from specserve_drafters.candidates import MAX_NODES
 
 # A small pair of models in the package, used where none is named.
 DEMO = Path(__file__).parent / "demo" / "weights"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 [SERVE] = re.findall(r"^(make serve)", README, re.MULTILINE)
 [ASK] = re.findall(r"^curl .*", README, re.MULTILINE)
+[ACTIVATE] = re.findall(r"^source .*", README, re.MULTILINE)
 ADDRESS = "127.0.0.1", 8000
 KEPT = "PIP_", "UV_", "SSL_", "HTTP", "http", "NO_PROXY", "no_proxy"  # where packages come from
 SECONDS = 10
@@ -62,9 +63,12 @@ def test_the_first_answer_comes_within_ten_seconds_of_the_start(checkout):
 
 def test_a_command_of_the_environment_runs(checkout):
     folder, env = checkout
-    env = env | {"PATH": f"{folder / '.venv/bin'}:{env['PATH']}"}
-    command = ["specserve", "generate", "with open(path) as f:", "--max-tokens=8"]
+    command = "specserve generate 'with open(path) as f:' --max-tokens=8 --temperature=0"
     told = subprocess.run(
-        [*command, "--temperature=0"], cwd=folder, env=env, capture_output=True, text=True
+        ["bash", "-c", f"{ACTIVATE} && {command}"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert told.returncode == 0 and told.stdout.strip(), told.stderr

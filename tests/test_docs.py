@@ -1,8 +1,10 @@
 """The commands, code and tables of the documents are run or compared, so that they stay true."""
 
+import ast
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,12 +19,15 @@ import specserve
 from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
+from specserve.exchange.sampling_params import SpeculationParams
+from specserve.models import decoder_config
 from specserve.models.families import FAMILIES
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
 from specserve_bench import doctor, perplexity, reference, scale, suite
+from specserve_bench.bound import StepSize, cost, kv_token_bytes
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
 from specserve_bench.demo.scaled_model import SHAPES
@@ -33,14 +38,18 @@ from specserve_bench.peers import table as peers_table
 from specserve_bench.report import markdown
 from specserve_bench.results import Result, Subject, read
 from specserve_bench.workloads import WORKLOADS
+from specserve_drafters.base import AUTO_SOURCES, BUILT_IN, drafter_options
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.fake_llm import FakeLLM, FakeParams
+from tests.models import gguf_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(p.relative_to(ROOT)): p.read_text() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 }
+FOLDERS = "docs", "examples", "specserve"
+LINKED = [*PAGES, *(str(p.relative_to(ROOT)) for f in FOLDERS for p in (ROOT / f).rglob("*.md"))]
 BLOCKS = [
     (name, kind, text)
     for name, page in PAGES.items()
@@ -76,6 +85,10 @@ ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none doe
     "systemctl ": "needs a booted systemd",
     "helm ": "tests/deploy/test_chart.py",
     "python -m specserve_bench.soak ": "tests/bench/test_soak.py",
+    "source .venv/bin/activate": "tests/test_clean_machine.py",
+    "python3 -m venv .venv": "as `make setup`, which tests/test_clean_machine.py runs",
+    "pip install -c constraints.txt ": "the same, and the Dockerfiles",
+    "export PIP_EXTRA_INDEX_URL=": "the address of an index that this project does not know",
     "pip install 'specserve[gpu]'": "gigabytes; the extra's name is checked here",
     "python3.11 -m venv ": "installs other engines for as long as they take to compile",
     "vllm/bin/pip uninstall": "the same",
@@ -94,11 +107,23 @@ def test_every_make_target_that_is_named_exists(target):
 def folders(tmp_path_factory):
     """What README calls path/to/model and path/to/draft."""
     top = tmp_path_factory.mktemp("models")
-    there = {f"path/to/{name}": tiny_checkpoint(top / name) for name in ("model", "draft")}
+    there = gguf_of(top / "gguf")  # first, as its name begins with that of another one
+    there |= {f"path/to/{name}": tiny_checkpoint(top / name) for name in ("model", "draft")}
+    there |= {
+        name: there["path/to/model"] for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-8B")
+    }
+    there["Qwen/Qwen3-0.6B"] = there["path/to/draft"]
     for name in ("sql-adapter", "legal-adapter"):
         there[f"path/to/{name}"] = write_adapter(top / name, top / "model")
     there["path/to/rounded"] = top / "rounded"
     return {name: str(folder) for name, folder in there.items()}
+
+
+def gguf_of(folder):
+    """A GGUF file, and one with a name like Ollama's."""
+    file = gguf_files.write(folder).file
+    blob = shutil.copy(file, folder / "sha256-0123abcd")
+    return {"path/to/model.gguf": file, "~/.ollama/models/blobs/sha256-0123abcd": blob}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -164,6 +189,67 @@ def test_readme_shows_the_command_that_tests_next_to_the_one_that_serves():
         "make serve",
         "make test",
     ]
+
+
+QWEN3 = SHAPES["qwen3-0.6b"]
+HUB = {  # hub ids of README -> what their config.json has
+    "Qwen/Qwen3-0.6B": QWEN3,
+    "Qwen/Qwen3-8B": QWEN3
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": False},
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN3
+    | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896}
+    | {"intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "head_dim": 64},
+}
+
+
+def test_readme_states_the_memory_of_its_models():
+    lines = re.findall(
+        r"^specserve serve (\S+/.*?)  +# ([\d.]+ GiB)", PAGES["README.md"], re.MULTILINE
+    )
+    assert len(lines) == 3
+    for words, stated in lines:
+        args = cli.parser({}).parse_args(["serve", *shlex.split(words)])
+        models = [(args.model, args.quantize), (args.draft_model, args.draft_quantize)]
+        models = [(decoder_config.parse(HUB[name]), how) for name, how in models if name]
+        assert stated == f"{sum(weight_bytes(*each) for each in models) / 2**30:.1f} GiB"
+        kv = sum(kv_token_bytes(shape) for shape, _ in models) / 1024
+        assert f"{kv:.0f} KiB" in PAGES["README.md"]
+
+
+def weight_bytes(shape, quantize):
+    """The bytes that a step reads, and the embedding, also if the head is tied to it."""
+    step = cost(shape, StepSize("", (0,), 1), quantize)
+    return step.num_bytes + 2 * shape.vocab_size * shape.hidden_size
+
+
+MESSAGES = [
+    (name, line)
+    for name, kind, text in BLOCKS
+    if kind == "text" and name in ("docs/troubleshooting.md", "docs/install.md")
+    for line in text.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def texts_of_the_code():
+    files = [path for f in ("specserve", "kernels") for path in (ROOT / f).rglob("*.py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return "\n".join(map(text_of, nodes))
+
+
+def text_of(node):
+    """A string of the code, without the values that it is formatted with."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else ""
+
+
+@pytest.mark.parametrize("name, message", MESSAGES)
+def test_messages_that_the_documents_quote_are_those_of_the_code(name, message, texts_of_the_code):
+    assert [part for part in message.split("...") if part.strip() not in texts_of_the_code] == []
 
 
 @pytest.mark.parametrize("name", KEPT_TABLES)
@@ -243,10 +329,32 @@ def test_the_page_on_heads_has_every_field_a_valid_config_and_the_cards_figures(
     assert table == set(HeadConfig.__struct_fields__) - of_the_demo
 
 
+def test_the_page_on_drafters_has_every_option_with_its_default():
+    page = PAGES["docs/drafters.md"]
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE)
+    found = {name: {} for names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
+    for names, option, default in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            found[name][option] = json.loads(default)
+    assert found == {
+        name: json.loads(msgspec.json.encode(drafter_options(name, {}))) for name in BUILT_IN
+    }
+
+
+def test_the_page_on_drafters_names_every_source_flag_and_field():
+    page = PAGES["docs/drafters.md"]
+    limits = SpeculationParams.__struct_fields__
+    flags = "--drafter", "--draft-model", "--draft-head", "--draft-quantize"
+    first_cells = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
+    assert {*AUTO_SOURCES, *limits, *flags} <= first_cells
+
+
 def test_extras_that_are_installed_by_name_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = set(re.findall(r"pip install 'specserve\[(\w+)\]'", "".join(PAGES.values())))
+    named = set(re.findall(r"pip install [^\n`]*'[\w.]+\[(\w+)\]'", "".join(PAGES.values())))
     assert named and named <= set(project["optional-dependencies"])
+    table = re.findall(r"^\| `(\w+)` \| [^|]* \|$", PAGES["docs/install.md"], re.MULTILINE)
+    assert set(table) == set(project["optional-dependencies"])
 
 
 PYTHON = [(name, text) for name, kind, text in BLOCKS if kind == "python"]
@@ -283,23 +391,39 @@ def test_the_table_of_models_has_every_family_and_no_other():
     assert rows == [(name, family.models) for name, family in FAMILIES.items()]
 
 
-@pytest.mark.parametrize("name", PAGES)
+def prose_of(page):
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page):
+    """The anchors that GitHub and mkdocs give to headings."""
+    titles = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", sorted({*LINKED}))
 def test_links_of_the_documents_lead_somewhere(name):
     page = ROOT / name
-    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#?)([^)]*)\)", page.read_text()):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(#?)([^)]*)\)", prose_of(page))
+    for target, _, anchor in links:
         there = (page.parent / target) if target else page
-        if target.startswith("reference/"):  # made with the site, which checks links to them
-            assert target in reference.PAGES
-            continue
         assert there.exists(), target
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-            anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
-            assert anchor in anchors, (target, anchor)
+        assert not anchor or anchor in anchors_of(there), (target, anchor)
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_the_reference_in_the_repository_is_that_of_the_code(name):
+    kept = (ROOT / "docs/reference" / name).read_text()
+    assert kept == reference.PAGES[name](), f"{name} is old: run `make reference`"
+
+
+def test_the_reference_is_written_to_a_folder(tmp_path):
+    assert reference.main([str(tmp_path / "new")]) == 0
+    assert {p.name for p in tmp_path.glob("new/*")} == {*reference.PAGES}
 
 
 def test_the_servers_manual_names_every_field():
-    manual = (ROOT / "docs/server.md").read_text()
+    manual = "".join(PAGES[f"docs/{name}.md"] for name in ("server", "limits", "operations"))
     own = {*fields(ChatBody), *fields(CompletionBody)} - {"read_past"}
     known = own | {*body.NO_OP, *body.REFUSED, *body.HARMLESS, *body.FRONTENDS}
     assert [name for name in sorted(known) if f"`{name}`" not in manual] == []

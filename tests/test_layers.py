@@ -220,7 +220,7 @@ def test_the_folder_of_a_floor_is_no_package(folder):
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [
-        ("specserve_kernels.reference", "specserve_drafters.tree"),
+        ("specserve_kernels.reference", "specserve_drafters.candidates"),
         ("specserve.memory.blocks", "specserve.engine.batch"),
         ("specserve.engine.engine", "specserve.LLM"),
         ("specserve.api.llm", "specserve_bench.figures"),

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve_drafters.base import DraftItem, Options
-from specserve_drafters.tree import Draft
+from specserve_drafters.candidates import Draft
 
 NAME = "specserve_bench.scripted:ScriptedDrafter"
 

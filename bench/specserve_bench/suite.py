@@ -30,7 +30,7 @@ from specserve_bench.local import Local
 from specserve_bench.machine import cpu_name
 from specserve_bench.results import Goals, Load, Result, Round, Run, Subject
 from specserve_bench.workloads import UNGUESSED, UNLEARNT, Ask, Workload
-from specserve_drafters.tree import MAX_NODES
+from specserve_drafters.candidates import MAX_NODES
 
 NO_MODEL = {"drafter.model": None, "drafter.quantize": None}
 NO_HEAD = {"drafter.head": None}

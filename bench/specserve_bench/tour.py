@@ -1,7 +1,7 @@
-"""The pictures of docs/tour.md, drawn from a record of a request, and that of the architecture.
+"""Draws the pictures of docs/tour.md from a recorded request, and the picture of the architecture.
 
-python -m specserve_bench.tour docs/pictures          record, then draw
-python -m specserve_bench.tour docs/pictures --draw   draw what is recorded
+python -m specserve_bench.tour docs/pictures          record a request, then draw
+python -m specserve_bench.tour docs/pictures --draw   draw the kept record
 """
 
 from argparse import ArgumentParser
@@ -34,9 +34,9 @@ except ImportError as e:
     raise ConfigError("pictures need matplotlib: pip install 'specserve[bench]'") from e
 
 INK, QUIET, LINE, RAISED, ACCENT = "#1b1e23", "#5a6068", "#c3c8cf", "#f0f1f4", "#0b5fc2"
-FACES = "#bfe3c6", "#c3dbfb", "#f3d9ae", "#e6cdf5", "#f7ccd6", "#c5e7e9"  # those of the page at /
+FACES = "#bfe3c6", "#c3dbfb", "#f3d9ae", "#e6cdf5", "#f7ccd6", "#c5e7e9"  # as on the page at /
 EDGES = "#2c7a43", "#0b5fc2", "#8a5a0b", "#7a35a8", "#b3264c", "#1d7479"
-STYLE: Any = {  # texts stay texts: the reader's fonts draw them
+STYLE: Any = {  # the SVG keeps texts as texts, in the reader's fonts
     "svg.fonttype": "none",
     "svg.hashsalt": "specserve",
     "font.family": ["DejaVu Sans", "sans-serif"],
@@ -62,7 +62,7 @@ def draw(tour: Tour, folder: Path, kind: str = "svg") -> list[Path]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Any]:
-    """An empty picture, in characters and rows, from the upper left."""
+    """Return an empty picture. Its unit is a character in x and a row in y, from the upper left."""
     figure = Figure(figsize=(width * 0.068, height * 0.24))  # inches of a letter, and of a row
     ax = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
@@ -74,7 +74,7 @@ def visible(text: str) -> str:
 
 
 def box(ax: Any, x: float, y: float, text: str, **style: Any) -> float:
-    """A token; the x behind it."""
+    """Draw a token, and return the x behind it."""
     width = len(text) + 1.0
     look: dict[str, Any] = {"facecolor": "white", "edgecolor": LINE, "linewidth": 0.8} | style
     bold, ink = look.pop("bold", False), look.pop("ink", INK)
@@ -89,12 +89,12 @@ def note(ax: Any, x: float, y: float, text: str, **style: Any) -> None:
     ax.text(x, y, text, **{"va": "center", "color": QUIET} | style)
 
 
-def look(sources: int, is_right: bool) -> dict[str, Any]:
-    """Of a token: the first source's face, and the edge of the last one."""
+def look(sources: int, is_accepted: bool) -> dict[str, Any]:
+    """Return a token's style: the first source gives the face, the last one the edge."""
     if not sources:
         return {}
     first, last = (sources & -sources).bit_length() - 1, sources.bit_length() - 1
-    if not is_right:
+    if not is_accepted:
         return {"facecolor": RAISED, "edgecolor": FACES[first % len(FACES)], "ink": QUIET}
     edge = EDGES[last % len(EDGES)]
     return {"facecolor": FACES[first % len(FACES)], "edgecolor": edge, "linewidth": 1.4}
@@ -104,7 +104,7 @@ def legend(ax: Any, y: float, tour: Tour, used: Sequence[int]) -> None:
     x = 1.0
     for bits in sorted({*used}):
         names = [name for i, name in enumerate(tour.sources) if bits >> i & 1]
-        x = box(ax, x, y, " and ".join(names) or "target alone", **look(bits, True)) + 1
+        x = box(ax, x, y, " and ".join(names) or "target model only", **look(bits, True)) + 1
     box(ax, x, y, "rejected", **look(1, False))
 
 
@@ -115,7 +115,7 @@ def blocks(tour: Tour) -> Figure:
     figure, ax = canvas(width, 1.3 * len(rows) + 1.6)
     for place, row in enumerate(rows):
         y, is_cached = 0.9 + 1.3 * place, place * size < tour.num_cached
-        state = "found in the cache" if is_cached else "computed"
+        state = "in the prefix cache" if is_cached else "computed"
         note(ax, 1, y, f"block {tour.blocks[place]}", color=INK, weight="bold")
         note(ax, 11, y, state)
         x = 32.0
@@ -124,12 +124,12 @@ def blocks(tour: Tour) -> Figure:
             x = box(ax, x, y, visible(text), facecolor=face)
         if free := size - len(row):
             note(ax, x + 1, y, f"{free} free slots")
-    note(ax, 1, 1.3 * len(rows) + 0.9, "␣ is a space, ↵ a line's end; <|…|> are single tokens")
+    note(ax, 1, 1.3 * len(rows) + 0.9, "␣ is a space, ↵ is a line break; each <|…|> is one token")
     return figure
 
 
 def children(nodes: Sequence[Node]) -> list[list[int]]:
-    """Of the root and each node, those on the right path first."""
+    """List the children of the root and of each node."""
     found: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     for number, node in enumerate(nodes, 1):
         found[node.parent].append(number)
@@ -137,16 +137,16 @@ def children(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def tree(tour: Tour) -> Figure:
-    step = tour.guessed.steps[tour.shown]
-    known = [token for s in tour.guessed.steps[: tour.shown] for token in s.texts]
+    step = tour.drafted.steps[tour.shown]
+    known = [token for s in tour.drafted.steps[: tour.shown] for token in s.texts]
     below, texts = children(step.nodes), [known[-1] if known else tour.prompt[-1]]
     texts += [node.text for node in step.nodes]
-    right, at, lines = {0, *step.accepted}, dict[int, tuple[int, int]](), 0
+    accepted, at, lines = {0, *step.accepted}, dict[int, tuple[int, int]](), 0
 
     def lay(node: int, depth: int) -> None:
         nonlocal lines
         at[node] = depth, lines
-        for number, child in enumerate(sorted(below[node], key=lambda n: n not in right)):
+        for number, child in enumerate(sorted(below[node], key=lambda n: n not in accepted)):
             lines += number > 0
             lay(child, depth + 1)
 
@@ -169,14 +169,14 @@ def tree(tour: Tour) -> Figure:
     ends = dict[int, float]()
     for node, (depth, _) in at.items():
         sources = step.nodes[node - 1].sources if node else 0
-        style = look(sources, node in right) if node else {"facecolor": INK, "ink": "white"}
-        x = box(ax, left[depth], y_of(node), visible(texts[node]), bold=node in right, **style)
+        style = look(sources, node in accepted) if node else {"facecolor": INK, "ink": "white"}
+        x = box(ax, left[depth], y_of(node), visible(texts[node]), bold=node in accepted, **style)
         ends[node] = x
         if node:
             p = f"{node}: {100 * step.nodes[node - 1].p:.0f} %"
             note(ax, left[depth], y_of(node) + 0.75, p, fontsize=7)
     for number, each in enumerate(step.nodes, 1):
-        x, bold = left[at[number][0]], number in right
+        x, bold = left[at[number][0]], number in accepted
         middle = x - 1.5
         path = [ends[each.parent], middle, middle, x]
         ys = [y_of(each.parent), y_of(each.parent), y_of(number), y_of(number)]
@@ -184,18 +184,18 @@ def tree(tour: Tour) -> Figure:
         ax.plot(path, ys, color=color, linewidth=2 if bold else 1, zorder=1 + bold)
     node = step.accepted[-1] if step.accepted else 0
     x, y = ends[node], y_of(node)
-    beyond = below[node]  # rejected guesses are in the way
+    beyond = below[node]  # rejected draft tokens need the space
     y_bonus = y if not beyond else 1.0 + 2 * (lines + 1)
     ax.plot([x, last_x - 1.5, last_x - 1.5, last_x], [y, y, y_bonus, y_bonus], color=INK, lw=2)
     box(ax, last_x, y_bonus, bonus, bold=True, edgecolor=INK, linewidth=1.4)
     legend(ax, 2 * lines + 3.4, tour, [node.sources for node in step.nodes])
-    words = "k: p % is guess k, and how likely it and all before it are right; bold: accepted"
+    words = "k: p % is draft token k and the probability of its whole path; bold: accepted"
     note(ax, 1, 2 * lines + 4.5, words)
     return figure
 
 
 def seen(nodes: Sequence[Node]) -> list[set[int]]:
-    """The nodes that the root and each guess attend to."""
+    """Return the nodes that the root and each draft token attend to."""
     found = [{0}]
     for number, node in enumerate(nodes, 1):
         found.append(found[node.parent] | {number})
@@ -203,17 +203,17 @@ def seen(nodes: Sequence[Node]) -> list[set[int]]:
 
 
 def mask(tour: Tour) -> Figure:
-    step = tour.guessed.steps[tour.shown]
+    step = tour.drafted.steps[tour.shown]
     texts = ["root", *(visible(node.text) for node in step.nodes)]
     wide, high = max(map(len, texts)) + 6, len(texts)
-    known = len(tour.prompt) + sum(len(s.tokens) for s in tour.guessed.steps[: tour.shown]) - 1
+    known = len(tour.prompt) + sum(len(s.tokens) for s in tour.drafted.steps[: tour.shown]) - 1
     figure, ax = canvas(wide + 3.2 * high + 44, high + 3)
     x0 = wide + 20.0
-    note(ax, wide + 10, 1, f"{known} tokens before", ha="center", color=INK)
+    note(ax, wide + 10, 1, f"{known} earlier tokens", ha="center", color=INK)
     for row, sees in enumerate(seen(step.nodes)):
         y = 2.3 + row
-        is_right = row == 0 or row in step.accepted
-        weight = "bold" if is_right else "normal"
+        is_accepted = row == 0 or row in step.accepted
+        weight = "bold" if is_accepted else "normal"
         note(ax, wide - 1, y, f"{texts[row]}  {row}", ha="right", family=MONO, weight=weight)
         ax.add_patch(Rectangle((wide, y - 0.42), 19, 0.84, facecolor=FACES[1]))
         for column in range(high):
@@ -222,28 +222,28 @@ def mask(tour: Tour) -> Figure:
             if row == 0:
                 place = x0 + 3.2 * column + 1.45
                 note(ax, place, 1.3, str(column), ha="center", family=MONO)
-    note(ax, x0 + 3.2 * high + 1, 2.3, "dark: it sees this")
-    note(ax, x0 + 3.2 * high + 1, 3.3, "pale: hidden")
+    note(ax, x0 + 3.2 * high + 1, 2.3, "blue, black: attends")
+    note(ax, x0 + 3.2 * high + 1, 3.3, "grey: hidden")
     return figure
 
 
 def costs(tour: Tour) -> Figure:
-    step = tour.guessed.steps[tour.shown]
+    step = tour.drafted.steps[tour.shown]
     figure = Figure(figsize=(7.4, 2.7), layout="constrained")
     left, right = figure.subplots(1, 2)
-    rows = [*range(1, 65)]  # rows that are drawn
+    rows = [*range(1, 65)]  # rows on the x axis
     left.step(rows, [cost(step, n) for n in rows], where="mid", color=ACCENT)
     used = 1 + len(step.nodes)
     left.plot([used], [cost(step, used)], "o", color=INK)
     left.annotate(f"this step: {used} rows", (used, cost(step, used)), (6, -16), **AWAY)
-    label(left, "One pass of the target", "rows", "ms")
+    label(left, "Cost of one target forward", "rows", "ms")
     rate = rates(step)
     right.plot(range(len(rate)), rate, color=ACCENT, drawstyle="steps-mid")
     right.plot([len(step.nodes)], [rate[len(step.nodes)]], "o", color=INK)
     right.annotate(
-        f"{len(step.nodes)} guesses", (len(step.nodes), rate[used - 1]), (4, -34), **AWAY
+        f"{len(step.nodes)} draft tokens", (len(step.nodes), rate[used - 1]), (4, -34), **AWAY
     )
-    label(right, "What guesses are worth", "guesses, likeliest first", "expected tokens a second")
+    label(right, "Expected output", "verified draft tokens, likeliest first", "tokens per second")
     return figure
 
 
@@ -261,7 +261,10 @@ def label(ax: Any, title: str, x: str, y: str) -> None:
 def timeline(tour: Tour) -> Figure:
     figure = Figure(figsize=(7.4, 2.9), layout="constrained")
     ax = figure.subplots()
-    lanes: list[tuple[str, RecordedRun]] = [("with guesses", tour.guessed), ("without", tour.plain)]
+    lanes: list[tuple[str, RecordedRun]] = [
+        ("with drafting", tour.drafted),
+        ("without", tour.plain),
+    ]
     for lane, (_, run) in enumerate(lanes):
         begun = 0.0
         for number, step in enumerate(run.steps):
@@ -274,14 +277,14 @@ def timeline(tour: Tour) -> Figure:
     ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.set_ylim(len(lanes) - 0.5, -0.6)
     ax.set_xlim(0, max(run.total_ms for _, run in lanes) * 1.18)
-    ax.set_xlabel("ms since the request began; grey: the prompt's step; numbers: tokens it brought")
+    ax.set_xlabel("ms since the request began; grey: prompt step; number: new tokens of the step")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return figure
 
 
 def tokens(ax: Any, x: float, lane: int, number: int, step: Recorded) -> None:
-    """Their number, and above or below it their text, where they are several."""
+    """Write the number of tokens, and their text if there are several."""
     ax.text(x, lane, str(len(step.tokens)), ha="center", va="center", weight="bold")
     if len(step.tokens) > 1:
         y = lane + (0.42 if number % 2 else -0.36)
@@ -289,14 +292,14 @@ def tokens(ax: Any, x: float, lane: int, number: int, step: Recorded) -> None:
 
 
 PARTS = (  # x, y, width, height, name, lines
-    (1, 1, 32, 4.6, "Template processes", ("chat templates, ended", "where they take too long")),
+    (1, 1, 32, 4.6, "Template processes", ("render chat templates", "within a time limit")),
     (
         38,
         1,
         32,
         4.6,
         "HTTP process",
-        ("requests, text to tokens and", "back, streams; has no model"),
+        ("API, tokenizer, streams;", "no model, no torch"),
     ),
     (
         75,
@@ -304,27 +307,34 @@ PARTS = (  # x, y, width, height, name, lines
         32,
         4.6,
         "Grammar process",
-        ("schemas and regexes, within", "bounds of time and memory"),
+        ("compiles schemas and regexes", "within time and memory limits"),
     ),
     (1, 8.4, 106, 14.4, "Engine process", ()),
-    (3, 10.6, 31, 4.6, "Scheduler", ("which request has how many", "rows in a step, and blocks")),
+    (3, 10.6, 31, 4.6, "Scheduler", ("rows and blocks of each", "request in a step")),
     (
         38,
         10.6,
         32,
         4.6,
-        "Sources of guesses",
-        ("n-grams, draft model, grammar,", "your own: one tree"),
+        "Drafters",
+        ("n-grams, draft model, grammar,", "your own: one tree per request"),
     ),
-    (74, 10.6, 31, 4.6, "Planner", ("which guesses are verified:", "chance against learned cost")),
-    (3, 17.2, 31, 4.6, "Pool", ("blocks of KV, prefix cache,", "copies and moves")),
+    (
+        74,
+        10.6,
+        31,
+        4.6,
+        "Planner",
+        ("chooses the draft tokens to", "verify, by probability and cost"),
+    ),
+    (3, 17.2, 31, 4.6, "Pool", ("KV blocks, prefix cache,", "copies and moves")),
     (
         38,
         17.2,
         32,
         4.6,
-        "Pass of the target",
-        ("all rows at once: prompts,", "roots and trees of guesses"),
+        "Target forward",
+        ("all rows at once: prompts,", "roots and draft trees"),
     ),
     (
         74,
@@ -332,9 +342,16 @@ PARTS = (  # x, y, width, height, name, lines
         31,
         4.6,
         "Verification",
-        ("the walk down the tree, then", "tokens join their request"),
+        ("follows the target's tokens,", "then commits them"),
     ),
-    (1, 25, 106, 3.4, "Kernels", ("one interface; builds for CPU (C++) and GPU, and a reference",)),
+    (
+        1,
+        25,
+        106,
+        3.4,
+        "Kernels",
+        ("one interface, three builds: CPU (C++), GPU (CUDA, Triton), reference (torch)",),
+    ),
 )
 ARROWS = (  # from, to, words
     ((38, 3.3), (33, 3.3), ""),
@@ -378,11 +395,11 @@ PICTURES: dict[str, Callable[[Tour], Figure]] = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m specserve_bench.tour", description=__doc__)
-    parser.add_argument("folder", type=Path, help="of the pictures")
+    parser.add_argument("folder", type=Path, help="folder of the pictures")
     parser.add_argument(
         "--record", type=Path, default=Path("bench/results/tour.json"), help="default: %(default)s"
     )
-    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
+    parser.add_argument("--draw", action="store_true", help="only draw the kept record")
     args = parser.parse_args(argv)
     if not args.draw:
         warm = [q.question for q in questions()[:: len(questions()) // 24]]
@@ -392,7 +409,7 @@ def main(argv: list[str] | None = None) -> int:
         args.record.write_bytes(msgspec.json.format(msgspec.json.encode(tour), indent=1) + b"\n")
     tour = msgspec.json.decode(args.record.read_bytes(), type=Tour)
     print(*draw(tour, args.folder), sep="\n")
-    print("in bold:", *numbers(tour))
+    print("bold numbers of the page:", *numbers(tour))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One request's way through the engine, recorded for docs/tour.md."""
+"""Records the steps of one request for docs/tour.md."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,13 +19,13 @@ from specserve.text.template_messages import Message
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A guess that was verified."""
+    """A verified draft token."""
 
     token: int
     text: str
     parent: int
     sources: int  # as in `StepDetails.tree`
-    p: float  # the plan's probability that it is right, and all above it
+    p: float  # the planner's probability of the path that ends here
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -34,14 +34,14 @@ class Recorded(msgspec.Struct, frozen=True):
     ms: float
     text: str
     tokens: list[int]
-    texts: list[str]  # of the tokens
-    sources: list[int]  # of the tokens
+    texts: list[str]  # one per token
+    sources: list[int]  # one per token, as bits
     nodes: list[Node]
     accepted: list[int]
     plan: PlanState | None = None
-    draft_ms: float = 0.0  # drafting, as the plan charged it
-    candidates: list[float] = []  # p of all guesses that might be verified, by falling p
-    cost_ms: dict[int, float] = {}  # rows -> the target's forward, as expected before the step
+    draft_ms: float = 0.0  # drafting time in the planner's estimate
+    candidates: list[float] = []  # p of all draft tokens, in falling order
+    cost_ms: dict[int, float] = {}  # rows -> expected time of the target forward
 
 
 class RecordedRun(msgspec.Struct, frozen=True):
@@ -52,22 +52,22 @@ class RecordedRun(msgspec.Struct, frozen=True):
 
 
 class Tour(msgspec.Struct, frozen=True):
-    body: dict[str, Any]  # of the HTTP request
-    written: str  # by the chat template
-    prompt: list[str]  # texts of its tokens
+    body: dict[str, Any]  # HTTP request body
+    written: str  # output of the chat template
+    prompt: list[str]  # one text per token
     block_size: int
-    blocks: list[int]  # numbers in the pool, of the prompt's
-    num_cached: int  # tokens of the prompt
+    blocks: list[int]  # block numbers of the prompt
+    num_cached: int  # prompt tokens
     memory: dict[str, dict[str, int]]  # when -> holder -> blocks
     sources: tuple[str, ...]
-    guessed: RecordedRun
-    plain: RecordedRun  # without guesses
-    sampled: list[str]  # texts at temperature 1, with and without guesses
+    drafted: RecordedRun
+    plain: RecordedRun  # speculation is off
+    sampled: list[str]  # texts at temperature 1, with and without drafting
 
     @property
     def shown(self) -> int:
-        """The place of the step whose tree is drawn: the most branches of which some are right."""
-        steps = self.guessed.steps
+        """The index of the step in the pictures: it accepts tokens and has the most branches."""
+        steps = self.drafted.steps
         return max(range(len(steps)), key=lambda i: (bool(steps[i].accepted), leaves(steps[i])))
 
 
@@ -76,7 +76,7 @@ def leaves(step: Recorded) -> int:
 
 
 def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int = 128) -> Tour:
-    """Ask `warm`, each alone, then the questions as one conversation, and record the last."""
+    """Send each question of `warm`, then `asked` as one chat, and record the last request."""
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "seed": 7}
     params = SamplingParams(**how, return_speculation_details=True)
     off = params.clone(speculation=SpeculationParams(enabled=False))
@@ -94,7 +94,7 @@ def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int 
 
     ids, written = llm.render(messages, ChatOptions(), params)
     memory = {"before": llm.memory()}
-    guessed, output, blocks, memory["first step"] = run(llm, ids, params)
+    drafted, output, blocks, memory["first step"] = run(llm, ids, params)
     memory["after"] = llm.memory()
     plain, *_ = run(llm, ids, off)
     hot = (p.clone(temperature=1.0) for p in (params, off))
@@ -107,7 +107,7 @@ def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int 
         num_cached=output.num_cached_tokens,
         memory=memory,
         sources=llm.engine.sources,
-        guessed=guessed,
+        drafted=drafted,
         plain=plain,
         sampled=[llm.chat(messages, p)[0].text for p in hot],
     )
@@ -116,14 +116,14 @@ def record(llm: LLM, asked: Sequence[str], warm: Sequence[str], max_tokens: int 
 def run(
     llm: LLM, ids: list[int], params: SamplingParams
 ) -> tuple[RecordedRun, Output, list[int], dict[str, int]]:
-    """The request's steps, its output, and after its first step its blocks and all holders'."""
+    """Return steps, output, and the request's blocks and the pool's use after the first step."""
     steps: list[Recorded] = []
     blocks, memory = list[int](), dict[str, int]()
-    told = llm.watch(ids, params)
+    events = llm.watch(ids, params)
     while True:
         state, start = llm.speculation(), perf_counter()
         try:
-            text, _, [details] = next(told)
+            text, _, [details] = next(events)
         except StopIteration as end:
             output: Output = end.value
             total = round(sum(step.ms for step in steps), 2)
@@ -138,11 +138,11 @@ def run(
 def step_of(
     llm: LLM, ms: float, text: str, details: StepDetails, state: SpeculationState
 ) -> Recorded:
-    """`state` is that before the step: it is what the plan went by."""
-    tree, guesses = details.tree, llm.engine.speculator
+    """`state` is the speculation state before the step, which the plan used."""
+    tree, speculator = details.tree, llm.engine.speculator
     found: Root | None = None
-    if isinstance(guesses, AdaptiveSpeculator):
-        found = next(iter(guesses.roots.values()), None)
+    if isinstance(speculator, AdaptiveSpeculator):
+        found = next(iter(speculator.roots.values()), None)
     step = Recorded(
         ms=round(ms, 2),
         text=text,
@@ -152,9 +152,9 @@ def step_of(
         nodes=[],
         accepted=tree.accepted,
     )
-    if found is None or not isinstance(guesses, AdaptiveSpeculator) or not tree.tokens:
+    if found is None or not isinstance(speculator, AdaptiveSpeculator) or not tree.tokens:
         return step
-    p, costs, at = found.trie.values, state.costs["target"], guesses.step
+    p, costs, at = found.trie.values, state.costs["target"], speculator.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
     return msgspec.structs.replace(
         step,
@@ -167,7 +167,7 @@ def step_of(
 
 
 def row_cost(row: RowCost, costs: CostState, step: Step) -> float:
-    """Seconds of a step with draft tokens up to so many rows."""
+    """Return the seconds of a step with draft tokens, up to so many rows."""
     attended = step.attended_with(max(row.rows - step.rows, 0))
     added = costs.seconds_per_token * step.context + costs.seconds_per_row_token * attended
     return (row.seconds + added + costs.seconds_per_request * step.requests) * costs.slowdown
@@ -178,26 +178,26 @@ def text_of(llm: LLM, token: int) -> str:
 
 
 def cost(step: Recorded, rows: int) -> float:
-    """Milliseconds of so many rows: those of the next right edge of the stairs."""
+    """Return the milliseconds of the smallest row bucket that holds so many rows."""
     return next((ms for edge, ms in step.cost_ms.items() if edge >= rows), 0.0)
 
 
 def rates(step: Recorded) -> list[float]:
-    """Tokens a second that are expected with 0, 1, 2, ... of the likeliest guesses."""
+    """Return the expected tokens per second with the 0, 1, 2, ... likeliest draft tokens."""
     tokens = accumulate(step.candidates, initial=1.0)
     return [1e3 * t / (step.draft_ms + cost(step, 1 + n)) for n, t in enumerate(tokens)]
 
 
 def numbers(tour: Tour) -> list[str]:
-    """What docs/tour.md shows in bold, in order."""
-    steps, step = tour.guessed.steps, tour.guessed.steps[tour.shown]
+    """Return the bold numbers of docs/tour.md, in order."""
+    steps, step = tour.drafted.steps, tour.drafted.steps[tour.shown]
     assert step.plan is not None
     size, prompt, shown = tour.block_size, len(tour.prompt), str(tour.shown + 1)
     bits = [node.sources for node in step.nodes]
     by = {name: sum(b >> i & 1 for b in bits) for i, name in enumerate(tour.sources)}
     one, all_rows = cost(step, 1), cost(step, step.plan.rows)
     moves = sum(place != node for place, node in enumerate(step.accepted, 1))
-    plain, guessed = tour.plain, tour.guessed
+    plain, drafted = tour.plain, tour.drafted
     found: list[int | str] = [
         *(prompt, size, len(tour.blocks), sum(tour.memory["before"].values())),
         *(tour.num_cached, prompt - tour.num_cached),
@@ -207,7 +207,7 @@ def numbers(tour: Tour) -> list[str]:
         *(len(step.candidates), len(step.nodes), f"{step.plan.tokens:.1f}"),
         *(f"{rates(step)[len(step.nodes)]:.0f}", f"{rates(step)[0]:.0f}"),
         *(step.plan.rows, len(step.accepted), len(step.accepted) + 1, moves),
-        *(f"{step.ms:.0f}", len(guessed.token_ids), len(steps), f"{guessed.total_ms:.0f}"),
+        *(f"{step.ms:.0f}", len(drafted.token_ids), len(steps), f"{drafted.total_ms:.0f}"),
         *(len(plain.steps), f"{plain.total_ms:.0f}"),
     ]
     return [str(one) for one in found]

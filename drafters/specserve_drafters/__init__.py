@@ -1,7 +1,7 @@
 """Drafters: token histories in, trees of guesses out."""
 
 from specserve_drafters.base import Drafter, DrafterError, DraftItem, Executor, Nodes, make_drafter
-from specserve_drafters.tree import ROOT, Draft
+from specserve_drafters.candidates import ROOT, Draft
 
 __all__ = [
     "ROOT",

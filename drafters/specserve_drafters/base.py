@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, field
 
-from specserve_drafters.candidates import Candidate
-from specserve_drafters.tree import MAX_NODES, Draft
+from specserve_drafters.candidates import MAX_NODES, Candidate, Draft
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor

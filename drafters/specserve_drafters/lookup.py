@@ -10,9 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.candidates import Candidate
+from specserve_drafters.candidates import MAX_NODES, Candidate
 from specserve_drafters.ngram import continuation
-from specserve_drafters.tree import MAX_NODES
 
 if TYPE_CHECKING:  # see base.py
     import numpy as np

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from specserve_drafters import base
+from specserve_drafters.candidates import MAX_NODES, ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
-from specserve_drafters.tree import MAX_NODES, ROOT, Draft
 
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor

@@ -10,10 +10,9 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
-from specserve_drafters.candidates import Trie
+from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model import coupling
-from specserve_drafters.tree import MAX_NODES, ROOT
 
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor

@@ -8,8 +8,7 @@ from itertools import repeat
 
 from specserve_drafters import lookup
 from specserve_drafters.base import DraftItem, DraftSource
-from specserve_drafters.candidates import Candidate
-from specserve_drafters.tree import MAX_NODES
+from specserve_drafters.candidates import MAX_NODES, Candidate
 
 
 def ngram_source() -> DraftSource:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from specserve_drafters import base
-from specserve_drafters.tree import ROOT, Draft
+from specserve_drafters.candidates import ROOT, Draft
 
 _MAX_MATCHES = 16  # tried for a second continuation: a text of one repeated token has many
 

@@ -13,9 +13,8 @@ from itertools import count, pairwise
 from math import isfinite
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.candidates import BOUNDS, LEAST, MOST, CalibrationBin, Candidate
+from specserve_drafters.candidates import BOUNDS, LEAST, MOST, ROOT, CalibrationBin, Candidate
 from specserve_drafters.owners import Owner, Owners
-from specserve_drafters.tree import ROOT
 
 NUM_SLOTS, WAYS = 1 << 16, 8  # of all owners; those that a token's successors may be in
 NUM_SUCCESSORS = 8  # of a token

@@ -14,10 +14,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from specserve_drafters.base import DraftItem
-from specserve_drafters.candidates import Candidate
+from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds, chain, zeros
 from specserve_drafters.owners import Owner
-from specserve_drafters.tree import ROOT
 
 LENGTHS = 2, 4, 8, 16  # of the n-grams
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits

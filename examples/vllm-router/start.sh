@@ -1,13 +1,13 @@
 #!/bin/sh
-# Two servers, and vllm-router before them:
+# Start two specserve servers and vllm-router:
 #
 #   start.sh PORT [ARGUMENT...]
 #
-# The router is at PORT, the servers and the router's metrics at the three ports after it. ARGUMENTs
-# are those of `specserve serve`, for both servers. All end when the router does.
+# The router listens at PORT. The servers and the router's metrics use the next three ports. Both
+# servers get the ARGUMENTs of `specserve serve`. All processes end with the router.
 set -eu
 
-port=${1:?the port of the router}
+port=${1:?Usage: start.sh PORT [ARGUMENT...]}
 shift
 trap 'kill $pids 2> /dev/null || true; wait' EXIT
 trap 'exit 143' INT TERM
@@ -18,11 +18,11 @@ for server in 1 2; do
     pids="$pids $!"
 done
 
-# --cache-threshold: a prompt of which less than this share is known goes to the server with the least
-#   to do. It has to be above the share of what all conversations begin with, as a system prompt or a
-#   file is, in their first prompts: all would go to one server otherwise.
-# --cb-*: a server that has failed three times gets nothing for ten seconds. A request is tried five
-#   times, so one that is for a dead server reaches another.
+# --cache-threshold: share of a prompt that a server must have cached to get it. Other prompts go to
+#   the server with the least load. Set it above the share that all conversations have in common,
+#   such as a system prompt. Otherwise one server gets all of them.
+# --cb-*: a server that fails three times gets no requests for ten seconds. The router retries a
+#   request up to five times, so a request for a dead server reaches another one.
 vllm-router --host 127.0.0.1 --port "$port" --prometheus-port $((port + 3)) \
     --worker-urls "http://127.0.0.1:$((port + 1))" "http://127.0.0.1:$((port + 2))" \
     --policy cache_aware --cache-threshold 0.5 \

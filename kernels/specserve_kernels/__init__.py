@@ -7,7 +7,7 @@ import torch
 from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import ModelForward, Ops, Outputs, Program
-from specserve_kernels.threads import Threads, limit_threads
+from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
     NO_WINDOW,
@@ -22,6 +22,7 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    Threads,
 )
 
 __all__ = [

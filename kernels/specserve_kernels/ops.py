@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.threads import Threads
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -18,6 +17,7 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    Threads,
 )
 
 

@@ -1,4 +1,4 @@
-"""The CPUs that this process may use, and how many threads run a step.
+"""The CPUs that this process may use, and the most threads that fit them.
 
 The CPUs follow from its affinity, its cgroups' quotas, and which of them share a core.
 """
@@ -6,7 +6,7 @@ The CPUs follow from its affinity, its cgroups' quotas, and which of them share 
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -68,37 +68,6 @@ def text(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
-
-
-class Threads(Protocol):
-    """Called around every forward. A row's result does not depend on the number of threads."""
-
-    def use(self, rows: int) -> None:
-        """Set the number for a forward of so many rows."""
-        ...
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Record how long the forward took that `use` was last called for."""
-        ...
-
-    def is_settled(self, rows: int) -> bool:
-        """Whether the number for so many rows will not change."""
-        ...
-
-
-class FixedThreads(NamedTuple):
-    """The same number for every step."""
-
-    number: int
-
-    def use(self, rows: int) -> None:
-        torch.set_num_threads(self.number)
-
-    def observe(self, rows: int, seconds: float) -> None:
-        pass
-
-    def is_settled(self, rows: int) -> bool:
-        return True
 
 
 def allowed_threads() -> int:

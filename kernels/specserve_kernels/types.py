@@ -1,4 +1,5 @@
-"""What the ops take: the rows of a step, a model's view of the KV arena, sampling parameters.
+"""What the ops take: the rows of a step, a model's view of the KV arena, sampling parameters; and
+the threads that a step runs on.
 
 Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
 """
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -276,3 +277,34 @@ class Logprobs(NamedTuple):
     rank: Tensor
     ids: Tensor
     top: Tensor
+
+
+class Threads(Protocol):
+    """Called around every forward. A row's result does not depend on the number of threads."""
+
+    def use(self, rows: int) -> None:
+        """Set the number for a forward of so many rows."""
+        ...
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Record how long the forward took that `use` was last called for."""
+        ...
+
+    def is_settled(self, rows: int) -> bool:
+        """Whether the number for so many rows will not change."""
+        ...
+
+
+class FixedThreads(NamedTuple):
+    """The same number for every step."""
+
+    number: int
+
+    def use(self, rows: int) -> None:
+        torch.set_num_threads(self.number)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
+
+    def is_settled(self, rows: int) -> bool:
+        return True

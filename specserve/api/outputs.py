@@ -14,8 +14,7 @@ from specserve.exchange.messages import (
     VerifiedTree,
 )
 from specserve.exchange.sampling_params import Sampling, SamplingParams
-from specserve.text.detokenizer import TextStream
-from specserve.text.tokenizer import Tokenizer
+from specserve.text.tokenizer import TextStream, Tokenizer
 from specserve_drafters.prediction import Alignment
 
 

@@ -33,7 +33,6 @@ from specserve.speculation.speculator import (
     FixedSpeculator,
     Source,
     Speculator,
-    UserCode,
     UserSource,
 )
 from specserve.text.grammars.compiled import vocabulary_of
@@ -237,8 +236,7 @@ def build_speculator(
         drafter = make_drafter(name, config.drafter.options, lent)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    user_code = UserCode(parts.stats)
-    return FixedSpeculator(name, drafter, parts.scheduler, lent, parts.num_ids, user_code)
+    return FixedSpeculator(name, drafter, parts.scheduler, lent, parts.num_ids, parts.stats)
 
 
 def adaptive_speculator(
@@ -264,7 +262,7 @@ def adaptive_speculator(
         if name not in run
     ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
-    lent = parts.scheduler, draft_model, UserCode(parts.stats)
+    lent = parts.scheduler, draft_model, parts.stats
     return AdaptiveSpeculator(sources, growers, *lent, names, before)
 
 

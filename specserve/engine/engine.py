@@ -26,12 +26,17 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import KeptCosts, PlainSteps
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
-from specserve.speculation.acceptance_stats import StepSpecStats, cost_state
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
-from specserve.speculation.verify import AcceptedPath, accepted_paths, give_logprobs
+from specserve.speculation.verify import (
+    AcceptedPath,
+    StepSpecStats,
+    accepted_paths,
+    cost_state,
+    give_logprobs,
+)
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")

@@ -13,7 +13,7 @@ from specserve.memory.blocks import BlockPool
 from specserve.models.decoder import LoadedModel
 from specserve.models.draft_head import DraftHead
 from specserve.models.loader import KV_DTYPES
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, KVCache, Ops
 
 

@@ -9,7 +9,7 @@ from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.version import VERSION
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads
 
 CONTEXT = 256  # tokens before the rows of a step that runs at load

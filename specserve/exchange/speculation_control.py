@@ -18,7 +18,7 @@ from specserve.models.selection import (
 )
 from specserve.models.source import is_head
 from specserve_drafters.base import AUTO_SOURCES, BUILT_IN, EAGLE, HEADS, USUAL, DrafterError
-from specserve_drafters.tree import MAX_NODES
+from specserve_drafters.candidates import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model
 AT_START = (

@@ -28,7 +28,7 @@ from specserve.models.loader import (
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.source import load_eagle_config
 from specserve.models.tensor_views import ALL, Place, show
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import KVCache, KVLayer, Ops
 
 

@@ -31,7 +31,7 @@ from specserve.models.weight import (
     num_bytes,
 )
 from specserve.models.weight_forms import MapForm, WeightForms
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import Codes, Ops, QKNorm, Rotary
 from specserve_kernels.codes import GROUP
 

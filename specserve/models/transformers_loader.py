@@ -39,7 +39,7 @@ from specserve.models.transformers_model import (
 )
 from specserve.models.weight import AS_STORED, HEAD, Rounding, Weight, form_of, fuse, num_bytes
 from specserve.models.weight_forms import MapForm, WeightForms
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import Ops, Rotary
 
 LINEAR = torch.nn.Linear, Conv1D

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.scheduling.cost import Step, StepCosts, worth_of_prompts
-from specserve_drafters.candidates import Trie
-from specserve_drafters.tree import MAX_NODES, ROOT
+from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
 
 
 class DraftDepthPolicy:

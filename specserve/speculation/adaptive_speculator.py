@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.engine.runner import KVLost, TargetTokens
-from specserve.exchange.messages import SpeculationState
+from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import (
@@ -19,31 +19,29 @@ from specserve.scheduling.planner import (
     Turn,
     tokens_behind,
 )
-from specserve.speculation.acceptance_stats import (
-    AcceptanceStats,
-    DraftSources,
-    SpecDecodeStats,
-    StepSpecStats,
-    TokenRecycler,
-    calibration_state,
-    owner_of,
-    plan_state,
-    reached,
-)
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
-from specserve.speculation.speculator import Foreseen, Source, UserCode, draft_item
-from specserve.speculation.verify import AcceptedPath
+from specserve.speculation.recycler import TokenRecycler, reached
+from specserve.speculation.speculator import Foreseen, Source
+from specserve.speculation.verify import (
+    AcceptanceStats,
+    AcceptedPath,
+    DraftSources,
+    SpecDecodeStats,
+    StepSpecStats,
+    calibration_state,
+    owner_of,
+    plan_state,
+)
 from specserve_drafters import DraftItem
-from specserve_drafters.candidates import FINDS, Trie
+from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown
 from specserve_drafters.owners import Owners, OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
-from specserve_drafters.tree import MAX_NODES, ROOT
 
 LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
 COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
@@ -118,7 +116,7 @@ class AdaptiveSpeculator:
         growers: Sequence[DraftModelSource],
         scheduler: Scheduler,
         draft_model: DraftModel | None,
-        user_code: UserCode,
+        stats: Stats,
         names: Sequence[str] = (),
         before: "AdaptiveSpeculator | None" = None,
     ) -> None:
@@ -126,12 +124,12 @@ class AdaptiveSpeculator:
         `before` have shown is gone on with.
         """
         self.sources, self.growers = sources, growers
-        self.scheduler, self.draft_model, self.user_code = scheduler, draft_model, user_code
+        self.scheduler, self.draft_model = scheduler, draft_model
         self.names = (*names,) or (*(s.name for s in sources), *(g.name for g in growers))
         self.models: list[ModelExecutor] = [grower.model for grower in growers]  # and others' one
         if draft_model is not None and draft_model not in self.models:
             self.models.append(draft_model)
-        self.ledger = SpecDecodeStats(self.names, user_code.stats)
+        self.ledger = SpecDecodeStats(self.names, stats)
         self.planner = Planner(scheduler.costs)
         self.learned = Owners(AcceptanceStats)
         self.lately: dict[int, float] = {}  # by request: guesses verified a step
@@ -358,7 +356,7 @@ class AdaptiveSpeculator:
         num_ids = None if self.draft_model is None else self.draft_model.num_ids
         trie = Trie(learned.calibration, request.id, request.grammar, num_ids)
         ask = Ask(trie, scheduled.draft_limit, max_depth=depth)
-        item = draft_item(scheduled, limit)
+        item = scheduled.draft_item(limit)
         return Root(scheduled, item, ask, learned, {}, asked)
 
     def note_targets(self, roots: Sequence[Root]) -> None:
@@ -391,7 +389,7 @@ class AdaptiveSpeculator:
         except KVLost:
             raise
         except BaseException:  # it may be user code, whose errors must not change any text
-            self.user_code.failed(name)
+            self.ledger.failed(name)
         return self.took(name, perf_counter() - start, roots)
 
     def force(self, roots: Sequence[Root]) -> float:
@@ -453,7 +451,7 @@ class AdaptiveSpeculator:
         except KVLost:
             raise
         except Exception:  # as it has too little memory
-            self.user_code.failed(name)
+            self.ledger.failed(name)
         for root in roots:
             if root.item.id in levels.tried:
                 root.tried = root.tried | {name}
@@ -498,7 +496,7 @@ class AdaptiveSpeculator:
         try:
             self.harvester.harvest(reached(sampled, paths, learned), answers, self.verified)
         except Exception:  # as there is too little memory
-            self.user_code.failed(name)
+            self.ledger.failed(name)
         self.ledger.took(name, perf_counter() - start)
 
     def learn(
@@ -540,7 +538,7 @@ class AdaptiveSpeculator:
             root.learned.saved[name] += counts.accepted * self.saved_by_guess
         if draft.tokens:
             for source in self.sources:
-                self.user_code.tell(source, "observe", root.item.id, draft, accepted)
+                self.ledger.notify(source, "observe", root.item.id, draft, accepted)
         return told
 
     def note_savings(
@@ -583,7 +581,7 @@ class AdaptiveSpeculator:
         self.lately.pop(id, None)
         for source in self.sources:
             if self.knows(source, id):
-                self.user_code.tell(source, "forget", id)
+                self.ledger.notify(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         learned = self.learned.find((state.tenant, "", "")) or AcceptanceStats()

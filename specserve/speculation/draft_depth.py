@@ -8,8 +8,8 @@ from time import perf_counter
 from specserve.scheduling import Request
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.planner import DraftDepthPolicy
-from specserve.speculation.acceptance_stats import AcceptanceStats
 from specserve.speculation.executor import ModelExecutor
+from specserve.speculation.verify import AcceptanceStats
 
 HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
 # Tokens of a request over which the time of catching up is spread, at least: it pays over them.

@@ -12,8 +12,8 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.grammar_state import GrammarState
 from specserve_drafters import ROOT, Nodes
+from specserve_drafters.candidates import MAX_NODES, TREE_SLOTS
 from specserve_drafters.model_source import ModelSource
-from specserve_drafters.tree import MAX_NODES, TREE_SLOTS
 
 
 class ModelExecutor:

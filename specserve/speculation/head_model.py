@@ -18,8 +18,7 @@ from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.speculator import UserCode
-from specserve.speculation.verify import AcceptedPath
+from specserve.speculation.verify import AcceptedPath, count_error
 from specserve_drafters import ROOT, DraftItem, Nodes
 from specserve_drafters.base import EAGLE
 
@@ -235,7 +234,7 @@ class HeadModel(ModelExecutor):
         except Exception:  # for example too little memory
             self.drop()
             stats.sources.setdefault(EAGLE, SourceStats())
-            UserCode(stats).failed(EAGLE)
+            count_error(stats, EAGLE)
         seconds = perf_counter() - start
         stats.draft_seconds += seconds
         if (sums := stats.sources.get(EAGLE)) is not None:

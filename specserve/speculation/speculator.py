@@ -1,7 +1,6 @@
 """Where a step's guesses come from: the seam between the step loop and drafters."""
 
 import logging
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -11,21 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.acceptance_stats import DraftSources, SpecDecodeStats, StepSpecStats
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.verify import AcceptedPath
+from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepSpecStats
 from specserve_drafters import ROOT, Draft, Drafter, DraftItem
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
 
 log = logging.getLogger("specserve")
-
-
-def draft_item(item: ScheduledRequest, limit: int) -> DraftItem:
-    """A request as sources and drafters are asked about it."""
-    r = item.request
-    return DraftItem(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)
 
 
 class Source(Protocol):
@@ -95,29 +87,6 @@ def tell(drafter: object, what: str, *args: object) -> None:
         method(*args)
 
 
-class UserCode:
-    """Counts and logs what drafters raise, by the source's name."""
-
-    def __init__(self, stats: Stats) -> None:
-        self.stats = stats
-
-    def tell(self, source: Source, what: str, *args: object) -> None:
-        """Call a method of a source, if it has it."""
-        try:
-            tell(source, what, *args)
-        except BaseException:  # the rest of the commit has to be done
-            self.failed(source.name)
-
-    def failed(self, name: str) -> None:
-        """Count the exception that is being handled, and log it, the first with its traceback."""
-        sums = self.stats.sources[name]
-        sums.errors += 1
-        count = sums.errors
-        if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
-            message = "drafter %s failed (%s), %d times so far; the text does not change"
-            log.error(message, name, sys.exception(), count, exc_info=count == 1)
-
-
 TRUSTED = NgramDrafter, ModelDrafter  # others get copies, as they might write to what they get
 
 
@@ -179,14 +148,14 @@ class FixedSpeculator:
         scheduler: Scheduler,
         draft_model: ModelExecutor | None,
         num_ids: int,
-        user_code: UserCode,
+        stats: Stats,
     ) -> None:
         """Draft tokens are below `num_ids`."""
         self.scheduler, self.draft_model = scheduler, draft_model
-        self.num_ids, self.user_code = num_ids, user_code
+        self.num_ids = num_ids
         self.source = UserSource(name, drafter, num_ids)
         self.names: tuple[str, ...] = (name,)
-        self.ledger = SpecDecodeStats(self.names, user_code.stats)
+        self.ledger = SpecDecodeStats(self.names, stats)
 
     @property
     def drafter(self) -> Drafter:
@@ -204,7 +173,7 @@ class FixedSpeculator:
         if self.draft_model is not None:
             self.draft_model.lend([s.request for s in roots])
         try:
-            items = [draft_item(s, s.draft_limit) for s in roots]
+            items = [s.draft_item(s.draft_limit) for s in roots]
             if not isinstance(self.drafter, TRUSTED):
                 items = [item.copy() for item in items]
             drafts = self.drafter.propose(items)
@@ -215,7 +184,7 @@ class FixedSpeculator:
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
-            self.user_code.failed(name)
+            self.ledger.failed(name)
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
@@ -242,14 +211,14 @@ class FixedSpeculator:
         guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
         is_tree_asked = request.sampling.return_speculation_details
         told = self.ledger.enter(guesses, accepted, is_tree_asked)
-        self.user_code.tell(self.source, "observe", request.id, draft, accepted)
+        self.ledger.notify(self.source, "observe", request.id, draft, accepted)
         return told
 
     def begin(self, request: Request) -> None:
         """A drafter that is alone sees a request when it is asked for guesses."""
 
     def forget(self, id: int) -> None:
-        self.user_code.tell(self.source, "forget", id)
+        self.ledger.notify(self.source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return state

@@ -1,4 +1,4 @@
-"""The tour of a token: its record, its pictures, and the numbers that the page shows."""
+"""Checks docs/tour.md: its record, its pictures and its numbers."""
 
 import json
 import re
@@ -27,19 +27,19 @@ def test_the_page_shows_the_numbers_of_the_record():
     assert not re.search(r"\d", re.sub(r"\*\*[\d.]+\*\*", "", prose)), "a number is not in bold"
 
 
-def test_the_page_shows_the_request_and_the_answer_of_the_record():
-    step = KEPT.guessed.steps[KEPT.shown]
+def test_the_page_shows_the_request_and_the_response_of_the_record():
+    step = KEPT.drafted.steps[KEPT.shown]
     assert json.loads(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1]) == KEPT.body
-    assert f"```text\n{KEPT.guessed.text}\n```" in PAGE
+    assert f"```text\n{KEPT.drafted.text}\n```" in PAGE
     assert f'"content": {json.dumps(step.text)}' in PAGE
-    wrong = next(n for k, n in enumerate(step.nodes, 1) if k not in step.accepted)
-    said = next(
-        step.nodes[k - 1] for k in step.accepted if step.nodes[k - 1].parent == wrong.parent
+    rejected = next(n for k, n in enumerate(step.nodes, 1) if k not in step.accepted)
+    accepted = next(
+        step.nodes[k - 1] for k in step.accepted if step.nodes[k - 1].parent == rejected.parent
     )
-    assert f"was `{wrong.text}`; the target said `{said.text}`" in PAGE
-    assert f"first token of the answer, `{KEPT.guessed.steps[0].text}`" in PAGE
-    assert f"The bonus token was `{step.texts[-1]}`" in PAGE
-    assert KEPT.shown == len(KEPT.guessed.steps) - 1, "the page says that its token ends the answer"
+    assert f"ranked `{rejected.text}` first. The target model chose `{accepted.text}`" in PAGE
+    assert f"first token of the response, `{KEPT.drafted.steps[0].text}`" in PAGE
+    assert f"The bonus token is `{step.texts[-1]}`" in PAGE
+    assert KEPT.shown == len(KEPT.drafted.steps) - 1, "its bonus token has to end the response"
 
 
 def texts(svg: Path) -> list[str]:
@@ -55,17 +55,17 @@ def test_the_kept_pictures_are_drawn_from_the_record(tmp_path):
 
 
 def check(made: tour_record.Tour) -> None:
-    """Every step's walk gives its tokens, and all of them the text."""
+    """Every step's accepted path gives its tokens, and the steps give the text."""
     assert made.sampled[0] == made.sampled[1]
-    assert made.plain.token_ids == made.guessed.token_ids
-    for run in (made.guessed, made.plain):
+    assert made.plain.token_ids == made.drafted.token_ids
+    for run in (made.drafted, made.plain):
         assert [t for step in run.steps for t in step.tokens] == run.token_ids
         assert "".join(step.text for step in run.steps) == run.text
-    for step in made.guessed.steps:
+    for step in made.drafted.steps:
         at = 0
         for node, token in zip(step.accepted, step.tokens, strict=False):
-            guess = step.nodes[node - 1]
-            assert (guess.parent, guess.token) == (at, token)
+            draft = step.nodes[node - 1]
+            assert (draft.parent, draft.token) == (at, token)
             at = node
         wanted = step.tokens[len(step.accepted)]
         assert all(n.token != wanted for n in step.nodes if n.parent == at)
@@ -80,7 +80,7 @@ def check(made: tour_record.Tour) -> None:
 
 def test_the_kept_record_is_consistent():
     check(KEPT)
-    step = KEPT.guessed.steps[KEPT.shown]
+    step = KEPT.drafted.steps[KEPT.shown]
     assert (
         tour_record.rates(step)[len(step.nodes)]
         == max(tour_record.rates(step))
@@ -93,7 +93,7 @@ def test_the_kept_record_is_consistent():
 
 @pytest.fixture
 def slow_target(monkeypatch):
-    """Passes of the target so long that guesses are worth their time."""
+    """Make target forwards slow enough for drafting to pay."""
     launch = Runner.launch
 
     def slow(self, step):
@@ -110,7 +110,7 @@ def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
             llm, ["the cat sat on the mat", "the cat"], ["a mat"], max_tokens=24
         )
     check(made)
-    assert made.guessed.steps[made.shown].accepted
+    assert made.drafted.steps[made.shown].accepted
     again = msgspec.json.decode(msgspec.json.encode(made), type=tour_record.Tour)
     assert again == made and len(tour_record.numbers(made)) == len(tour_record.numbers(KEPT))
     tour.draw(made, tmp_path / "pictures")
@@ -119,6 +119,6 @@ def test_a_run_on_a_tiny_model_is_recorded_and_drawn(slow_target, tmp_path):
 
 
 def test_the_mask_that_is_drawn_is_that_of_the_pass():
-    nodes = KEPT.guessed.steps[KEPT.shown].nodes
+    nodes = KEPT.drafted.steps[KEPT.shown].nodes
     masks = Draft([n.token for n in nodes], [n.parent for n in nodes]).masks()
     assert [sum(1 << n for n in seen) for seen in tour.seen(nodes)] == masks

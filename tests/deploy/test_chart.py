@@ -113,7 +113,7 @@ def test_the_server_gets_the_config_of_the_values(variant, tmp_path):
     assert load_config(file) == load_config(None, settings(asked["config"]))
     _, container = pod(manifests)
     args = cli.parser({}).parse_args(["serve", *container["args"]])
-    assert str(args.config) == "/etc/specserve/config/config.toml"
+    assert [*map(str, args.config)] == ["/etc/specserve/config/config.toml"]
     assert args.api_key_file == "/etc/specserve/keys/api-keys"
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {"/etc/specserve/config", "/etc/specserve/keys", "/var/lib/specserve", "/tmp"} <= mounted

@@ -127,6 +127,17 @@ def test_the_image_has_the_probe_and_asks_it(file):
 PAGE = (ROOT / "docs/deployment.md").read_text()
 
 
+INSTALL = (ROOT / "docs/install.md").read_text()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^docker run .*", INSTALL, re.MULTILINE))
+def test_an_image_without_keys_is_published_to_its_own_machine_only(line):
+    image, *words = shlex.split(line.partition(f" specserve:{VERSION}-")[2])
+    assert image in [file.stem for file in FILES]
+    assert cli.parser({}).parse_args(["serve", *words]).allow_no_keys
+    assert " -p 127.0.0.1:8000:8000 " in line
+
+
 @pytest.mark.parametrize("line", re.findall(r"^docker run .*", PAGE, re.MULTILINE))
 def test_what_the_page_says_to_run_has_arguments_that_specserve_takes(line):
     image, *words = shlex.split(line.partition(f" specserve:{VERSION}-")[2])

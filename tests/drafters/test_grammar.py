@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from specserve_drafters.candidates import DROPPED, Calibration, Candidate, Trie
+from specserve_drafters.candidates import DROPPED, ROOT, Calibration, Candidate, Trie
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import Grown, ModelSource
-from specserve_drafters.tree import ROOT
 from tests.drafters.test_model import Script, ask, paths
 from tests.drafters.test_model_source import EveryLevel
 

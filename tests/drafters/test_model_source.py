@@ -2,9 +2,8 @@
 
 import pytest
 
-from specserve_drafters.candidates import Calibration, Candidate, Trie
+from specserve_drafters.candidates import ROOT, Calibration, Candidate, Trie
 from specserve_drafters.model_source import Grown, ModelSource
-from specserve_drafters.tree import ROOT
 from tests.drafters.paths import path_value
 from tests.drafters.test_model import Script, ask
 

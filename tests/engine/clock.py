@@ -6,21 +6,21 @@ from specserve.engine import admission, engine
 from specserve.engine.runner import Runner
 from specserve.scheduling import cost, scheduler
 from specserve.speculation import (
-    acceptance_stats,
     adaptive_speculator,
     draft_depth,
     head_model,
+    recycler,
     speculator,
 )
 
 # modules that read the time
 TIMED = (
-    acceptance_stats,
     adaptive_speculator,
     admission,
     draft_depth,
     engine,
     head_model,
+    recycler,
     scheduler,
     speculator,
 )

@@ -20,7 +20,7 @@ from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.planner import ExplorationBudget, Plan
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.speculator import FixedSpeculator, UserCode
+from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
@@ -111,14 +111,14 @@ def let_all_guess(patch):
 def planned(engine, *sources, growers=()):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model
-    return AdaptiveSpeculator(sources, growers, *lent, UserCode(engine.stats))
+    return AdaptiveSpeculator(sources, growers, *lent, engine.stats)
 
 
 def fixed(engine, drafter):
     """The guesses of a drafter, as they are."""
-    vocab_size, user_code = engine.target.decoder.config.vocab_size, UserCode(engine.stats)
+    vocab_size = engine.target.decoder.config.vocab_size
     lent = engine.scheduler, engine.draft_model
-    return FixedSpeculator("scripted", drafter, *lent, vocab_size, user_code)
+    return FixedSpeculator("scripted", drafter, *lent, vocab_size, engine.stats)
 
 
 def plain(target, cases, **overrides):

@@ -9,7 +9,8 @@ from time import perf_counter
 import pytest
 import torch
 
-from specserve_kernels.threads import FixedThreads, topology
+from specserve_kernels.threads import topology
+from specserve_kernels.types import FixedThreads
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy

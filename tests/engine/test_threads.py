@@ -8,7 +8,8 @@ from specserve.engine.build import build
 from specserve.engine.process import ready
 from specserve_kernels import cpu
 from specserve_kernels.cpu.threads import MeasuredThreads
-from specserve_kernels.threads import FixedThreads, Topology
+from specserve_kernels.threads import Topology
+from specserve_kernels.types import FixedThreads
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, load_small
 from tests.engine.test_engine import greedy

@@ -248,7 +248,7 @@ TABLE += [(command, *MISTAKES[name]) for command in ("generate", "chat") for nam
 
 
 def test_a_head_is_resolved_to_the_same_by_either_key(models):
-    """drafter.model may name a head, as docs/guessing.md states; the result never calls it a
+    """drafter.model may name a head, as docs/heads.md states; the result never calls it a
     draft model.
     """
     model, head, small = ({key: str(models / name)} for key, name in PLACES)

@@ -4,8 +4,7 @@ from random import Random
 
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import Ask, Planner, Trials, choose
-from specserve_drafters.candidates import Calibration, Trie
-from specserve_drafters.tree import ROOT
+from specserve_drafters.candidates import ROOT, Calibration, Trie
 from tests.drafters.paths import path_value
 
 NGRAMS, WIDTH, DEPTH = (

@@ -14,7 +14,7 @@ from specserve.server.body import LARGE, MANY, check_items, is_short
 from specserve.server.body_process import KINDS, read
 from specserve.server.bounded_process import Refused
 from specserve.server.chat import CHAT
-from specserve.server.processes import NUM_PROCESSES, BodyProcesses
+from specserve.server.prompt import NUM_PROCESSES, BodyProcesses
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS, "strict": True}}

@@ -116,7 +116,8 @@ def test_sources_limits_and_the_draft_model_are_changed_while_a_text_is_streamed
 
 
 def test_the_manuals_example_works(server):
-    [line] = re.findall(r"^curl -X PATCH .*$", (ROOT / "docs/server.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/operations.md").read_text()
+    [line] = re.findall(r"^curl -X PATCH .*$", page, re.MULTILINE)
     line = line.replace("http://127.0.0.1:8000", server.url).replace("ADMIN_KEY", "admin")
     told = json.loads(subprocess.check_output([*shlex.split(line), "-s"]))
     assert told["sources"] == ["ngram", "suffix"] and told["max_nodes"] == 8

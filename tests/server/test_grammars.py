@@ -11,7 +11,7 @@ from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import owner
 from specserve.server.bounded_process import address_space
 from specserve.server.grammar_process import SECONDS, GrammarSetup
-from specserve.server.processes import GrammarProcesses
+from specserve.server.prompt import GrammarProcesses
 from specserve.text.grammars.structured_outputs import StructuredOutputsParams, grammar_of
 from tests.checkpoints import EOS, tiny_tokenizer
 from tests.text.grammars.hostile import ENDLESS, EVERY
@@ -94,7 +94,7 @@ def test_another_process_starts_as_soon_as_one_is_used_and_as_soon_as_one_is_kil
 
 
 def test_the_first_starts_soon_after_the_server_or_when_it_is_needed(folder, monkeypatch):
-    monkeypatch.setattr("specserve.server.processes.SOON", 0.05)
+    monkeypatch.setattr("specserve.server.prompt.SOON", 0.05)
     end = tiny_tokenizer().convert_tokens_to_ids(EOS)
 
     async def run():

@@ -11,7 +11,7 @@ import pytest
 
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import owner
-from specserve.server.processes import NUM_PROCESSES, TemplateProcesses
+from specserve.server.prompt import NUM_PROCESSES, TemplateProcesses
 from specserve.text.chat_template import ChatTemplate
 from tests.server.test_leaving import resident_bytes
 
@@ -173,7 +173,7 @@ def no_process_starts(monkeypatch):
         raise BlockingIOError("no more processes")
 
     with monkeypatch.context() as patched:
-        patched.setattr("specserve.server.processes.start_process", failing)
+        patched.setattr("specserve.server.prompt.start_process", failing)
         yield
 
 

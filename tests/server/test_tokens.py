@@ -18,7 +18,7 @@ from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, ServerConfig
 from specserve.errors import PromptTooLong
 from specserve.server.completion import Service
-from specserve.server.processes import NUM_PROCESSES
+from specserve.server.prompt import NUM_PROCESSES
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer

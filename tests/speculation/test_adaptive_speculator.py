@@ -8,9 +8,9 @@ import pytest
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.scheduling import planner
-from specserve.speculation import acceptance_stats
-from specserve.speculation.acceptance_stats import DraftSources
+from specserve.speculation import verify
 from specserve.speculation.speculator import UserSource
+from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
@@ -251,7 +251,7 @@ def every_turn(monkeypatch):
 
 @pytest.fixture
 def no_source_is_late(monkeypatch):
-    monkeypatch.setattr(acceptance_stats, "FREE", 1e6)
+    monkeypatch.setattr(verify, "FREE", 1e6)
 
 
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(

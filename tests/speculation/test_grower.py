@@ -12,11 +12,10 @@ from specserve.models.eagle_head import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import DraftDepthPolicy, Turn
 from specserve.speculation import adaptive_speculator
-from specserve.speculation.acceptance_stats import LAST_TRIAL, AcceptanceStats
 from specserve.speculation.adaptive_speculator import Asked, in_order
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve_drafters.candidates import FINDS, Calibration, Candidate, Trie
-from specserve_drafters.tree import ROOT
+from specserve.speculation.verify import LAST_TRIAL, AcceptanceStats
+from specserve_drafters.candidates import FINDS, ROOT, Calibration, Candidate, Trie
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small

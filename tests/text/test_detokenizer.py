@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specserve.text.detokenizer import TextStream
+from specserve.text.tokenizer import TextStream
 from specserve.text.tokenizer import Tokenizer as TextTokenizer
 from tests.checkpoints import EOS, PAD
 from tests.checkpoints import tiny_tokenizer as made_by_transformers

@@ -21,7 +21,7 @@ from specserve_bench.figures.steps import BLOCK_SIZE, elapsed, make_engine, plai
 from specserve_bench.pairs import random_checkpoint
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes, extremes_over
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import load
 
 WARM_UP = 12

@@ -10,8 +10,8 @@ import numpy as np
 from specserve import LLM
 from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.planner import ExplorationBudget
-from specserve.speculation.acceptance_stats import AcceptanceStats
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.verify import AcceptanceStats
 from specserve_bench.local import Local
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio

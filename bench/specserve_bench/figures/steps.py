@@ -24,7 +24,7 @@ from specserve_bench.bound import Bound, Cost, Rates, StepSize, cost, kv_token_b
 from specserve_bench.pairs import random_checkpoint
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes, extremes_over
-from specserve_drafters.tree import TREE_SLOTS
+from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import load
 
 WARM_UP = 20  # steps of a size before the rounds: the number of threads is chosen meanwhile

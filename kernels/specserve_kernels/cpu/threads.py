@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
-from specserve_kernels.threads import FixedThreads, Threads, Topology, check_threads, topology
+from specserve_kernels.threads import Topology, check_threads, topology
+from specserve_kernels.types import FixedThreads, Threads
 
 STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
 SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again

@@ -33,12 +33,13 @@ from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
-from specserve_kernels.threads import FixedThreads, Threads, check_threads
+from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterRows,
     AdapterSums,
     Edits,
+    FixedThreads,
     KVCache,
     KVLayer,
     Logprobs,
@@ -49,6 +50,7 @@ from specserve_kernels.types import (
     Routing,
     Rows,
     SampleParams,
+    Threads,
 )
 
 log = logging.getLogger("specserve")

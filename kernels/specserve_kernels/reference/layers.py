@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.reference.kv import quantize
-from specserve_kernels.threads import FixedThreads, Threads, check_threads
-from specserve_kernels.types import AdapterSums
+from specserve_kernels.threads import check_threads
+from specserve_kernels.types import AdapterSums, FixedThreads, Threads
 
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
