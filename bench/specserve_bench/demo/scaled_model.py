@@ -128,7 +128,7 @@ def scaled_sizes(source: Path, shape: str, dtype: str, name: str) -> ScaledSizes
     written = read_json(source / "config.json")
     if names_head(written):
         raise ConfigError(
-            f"{source}: an EAGLE-3 head, and heads are scaled with the demo only (model.demo_cost);"
+            f"{source}: an EAGLE-3 head, and heads are scaled with the demo only (model.demo_compute);"
             " take its target, or a draft model"
         )
     small, like = load_config(source), read_shape(shape)
