@@ -48,7 +48,7 @@ class ModelConfig(Section, frozen=True):
     path: Annotated[
         Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo pair")
     ] = None
-    demo_cost: Annotated[
+    demo_compute: Annotated[
         Literal["qwen3-0.6b", "llama-3.1-8b"] | None,
         about(
             "qwen3-0.6b or llama-3.1-8b: the demo pair's words in the time of a model of that "
@@ -479,10 +479,10 @@ class Config(Section, frozen=True):
         drafter = self.drafter
         others = "model.path", "drafter.model", "drafter.head"
         for key, named in zip(others, (self.model.path, drafter.model, drafter.head), strict=True):
-            if self.model.demo_cost is not None and named is not None:
+            if self.model.demo_compute is not None and named is not None:
                 raise ValueError(
-                    f"model.demo_cost = {self.model.demo_cost!r} is of the demo pair, and {key} = "
-                    f"{named!r} another model: drop one of them"
+                    f"model.demo_compute = {self.model.demo_compute!r} works only with the demo "
+                    f"models, and {key} = {named!r} names another model. Remove one of them"
                 )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
         for key in ("quantize_head", "quantize_embedding"):
@@ -517,7 +517,7 @@ class Config(Section, frozen=True):
 
     def demo(self, model: Path) -> Path:
         """A model of the demo pair, at the cost that is asked for."""
-        cost = self.model.demo_cost
+        cost = self.model.demo_compute
         return model if cost is None else DEMO_COST / f"{model.name}-{cost}.json"
 
     @property
@@ -540,20 +540,20 @@ class Config(Section, frozen=True):
     @property
     def drafter_name(self) -> str:
         """The drafter that all knobs together select; "none" where there is no speculation."""
-        return "none" if 0 in self.max_guesses else self.drafter.name
+        return "none" if 0 in self.max_draft_tokens else self.drafter.name
 
     @property
     def max_nodes(self) -> int:
         """Guesses that a request may have in a step; 0 where there is no speculation."""
-        return 0 if self.drafter_name == "none" else self.max_guesses[0]
+        return 0 if self.drafter_name == "none" else self.max_draft_tokens[0]
 
     @property
     def max_step_nodes(self) -> int:
         """Guesses that all requests together may have in a step."""
-        return 0 if self.drafter_name == "none" else self.max_guesses[1]
+        return 0 if self.drafter_name == "none" else self.max_draft_tokens[1]
 
     @property
-    def max_guesses(self) -> tuple[int, int]:
+    def max_draft_tokens(self) -> tuple[int, int]:
         """What [speculation] allows a request and a step."""
         usual = (MAX_NODES, 256) if self.drafter.name == "auto" else (16, 32)
         request, step = self.speculation.max_nodes, self.speculation.max_step_nodes

@@ -150,7 +150,7 @@ def test_a_conflict_names_everyone_who_took_part(tmp_path):
         load_config(path, {"scheduler.max_running": 100})
 
 
-def test_a_draft_model_beside_a_preset_for_ngrams_names_both_origins():
+def test_a_draft_model_next_to_a_preset_for_ngrams_names_both_origins():
     with pytest.raises(ConfigError, match=r"ngram\.toml, --set: drafter\.name = 'ngram'"):
         load_config(CONFIGS / "ngram.toml", {"drafter.model": "d"})
 
@@ -171,7 +171,7 @@ def test_an_override_without_a_value_takes_back_what_the_file_says(tmp_path):
     assert config == load_config(None, {"drafter.options": {"min_ngram": 1}})
 
 
-def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
+def test_one_option_of_a_drafter_can_be_set_next_to_others(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[drafter.options]\nmax_ngram = 5\nmin_ngram = 1")
     config = load_config(path, {"drafter.options.max_ngram": 3})
@@ -190,7 +190,7 @@ def test_one_option_of_a_drafter_can_be_set_beside_others(tmp_path):
         ({"speculation.max_step_nodes": 0}, "none"),
     ],
 )
-def test_who_guesses(overrides, name):
+def test_who_draft_tokens(overrides, name):
     assert load_config(None, overrides).drafter_name == name
 
 
@@ -246,7 +246,7 @@ OFF = {"drafter.name": "none"}, {"speculation.max_nodes": 0}, {"speculation.max_
 
 
 @pytest.mark.parametrize("settings", [*OFF, OFF[0] | {"speculation.max_nodes": 8}], ids=str)
-def test_without_speculation_there_are_no_guesses(settings):
+def test_without_speculation_there_are_no_draft_tokens(settings):
     config = load_config(None, settings)
     assert (config.drafter_name, config.max_nodes, config.max_step_nodes) == ("none", 0, 0)
 

@@ -453,7 +453,7 @@ def test_every_folder_that_is_named_exists():
 DRAFTERS = re.findall(r"```python\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
 
 
-def test_the_source_that_contributing_shows_guesses(tmp_path, monkeypatch, caplog):
+def test_the_source_that_contributing_shows_draft_tokens(tmp_path, monkeypatch, caplog):
     _, code = DRAFTERS
     (tmp_path / "repeat_drafter.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -46,7 +46,7 @@ def eager(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"drafter.name": "eagle"}], ids=["auto", "eagle"])
-def test_a_target_with_mtp_layers_guesses_by_them(folder, undisturbed, eager, settings):
+def test_a_target_with_mtp_layers_draft_tokens_by_them(folder, undisturbed, eager, settings):
     with load(folder, **settings) as llm:
         assert "eagle" in llm.engine.sources
         assert texts(llm) == undisturbed

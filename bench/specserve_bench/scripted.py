@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from specserve_drafters.base import DraftItem, Options
+from specserve_drafters.base import DraftRequest, Options
 from specserve_drafters.candidates import Draft
 
 NAME = "specserve_bench.scripted:ScriptedDrafter"
@@ -41,10 +41,10 @@ class ScriptedDrafter:
         self.texts = [array("i", ids) for ids in msgspec.json.decode(raw, type=list[list[int]])]
         self.known: dict[int, array[int]] = {}  # request -> its whole text
 
-    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+    def propose(self, items: Sequence[DraftRequest]) -> list[Draft]:
         return [self.chain(item) for item in items]
 
-    def chain(self, item: DraftItem) -> Draft:
+    def chain(self, item: DraftRequest) -> Draft:
         end = len(item.token_ids)
         text = self.text_of(item)
         chance = random.Random(f"{self.options.seed} {item.seed} {end}")
@@ -55,7 +55,7 @@ class ScriptedDrafter:
                 break
         return Draft.chain(tokens)
 
-    def text_of(self, item: DraftItem) -> "array[int]":
+    def text_of(self, item: DraftRequest) -> "array[int]":
         """The recorded text that begins with the request's tokens; empty if there is none."""
         text = self.known.get(item.id)
         if text is None or text[: len(item.token_ids)] != item.token_ids:

@@ -266,14 +266,14 @@ def timeline(tour: Tour) -> Figure:
         ("without", tour.plain),
     ]
     for lane, (_, run) in enumerate(lanes):
-        begun = 0.0
+        resume = 0.0
         for number, step in enumerate(run.steps):
             face = FACES[1] if number else RAISED
-            ax.barh(lane, step.ms, 0.5, begun, color=face, edgecolor="white", linewidth=1)
-            tokens(ax, begun + step.ms / 2, lane, number, step)
-            begun += step.ms
+            ax.barh(lane, step.ms, 0.5, resume, color=face, edgecolor="white", linewidth=1)
+            tokens(ax, resume + step.ms / 2, lane, number, step)
+            resume += step.ms
         word = "step" if len(run.steps) == 1 else "steps"
-        ax.text(begun, lane, f"  {len(run.steps)} {word}, {begun:.0f} ms", va="center")
+        ax.text(resume, lane, f"  {len(run.steps)} {word}, {resume:.0f} ms", va="center")
     ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.set_ylim(len(lanes) - 0.5, -0.6)
     ax.set_xlim(0, max(run.total_ms for _, run in lanes) * 1.18)
@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.draw:
         warm = [q.question for q in questions()[:: len(questions()) // 24]]
-        with LLM(set={"model.demo_cost": "qwen3-0.6b"}) as llm:
+        with LLM(set={"model.demo_compute": "qwen3-0.6b"}) as llm:
             asked = "What does json.dump do?", "And what does json.dumps do?"
             tour = record(llm, asked, warm)
         args.record.write_bytes(msgspec.json.format(msgspec.json.encode(tour), indent=1) + b"\n")

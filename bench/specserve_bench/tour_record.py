@@ -13,7 +13,7 @@ from specserve.exchange.messages import CostState, PlanState, RowCost, Speculati
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import ranked
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, Root
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, RequestDraft
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 
@@ -140,7 +140,7 @@ def step_of(
 ) -> Recorded:
     """`state` is the speculation state before the step, which the plan used."""
     tree, speculator = details.tree, llm.engine.speculator
-    found: Root | None = None
+    found: RequestDraft | None = None
     if isinstance(speculator, AdaptiveSpeculator):
         found = next(iter(speculator.roots.values()), None)
     step = Recorded(

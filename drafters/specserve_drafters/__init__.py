@@ -1,12 +1,19 @@
 """Drafters: token histories in, trees of guesses out."""
 
-from specserve_drafters.base import Drafter, DrafterError, DraftItem, Executor, Nodes, make_drafter
+from specserve_drafters.base import (
+    Drafter,
+    DrafterError,
+    DraftRequest,
+    Executor,
+    Nodes,
+    make_drafter,
+)
 from specserve_drafters.candidates import ROOT, Draft
 
 __all__ = [
     "ROOT",
     "Draft",
-    "DraftItem",
+    "DraftRequest",
     "Drafter",
     "DrafterError",
     "Executor",

@@ -27,7 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A drafter's own knobs; each drafter file extends it."""
 
 
-class DraftItem(msgspec.Struct, frozen=True):
+class DraftRequest(msgspec.Struct, frozen=True):
     """What a drafter sees of a request that is due a token."""
 
     id: int
@@ -36,7 +36,7 @@ class DraftItem(msgspec.Struct, frozen=True):
     temperature: float  # of the target's draw; 0 is argmax
     seed: int  # of the noise that the target's draw will use: a draft may use it, too
 
-    def copy(self) -> "DraftItem":
+    def copy(self) -> "DraftRequest":
         """With a history of its own: `known` of a built-in drafter is the request's."""
         return msgspec.structs.replace(self, known=self.known[:])
 
@@ -64,7 +64,7 @@ class Executor(Protocol):
     ops: "Ops"
     num_ids: int  # tokens of nodes are below it
 
-    def extend(self, items: Sequence[DraftItem]) -> "tuple[list[int], Tensor]":
+    def extend(self, items: Sequence[DraftRequest]) -> "tuple[list[int], Tensor]":
         """Run known tokens that the draft model has not seen.
 
         -> indices of the items whose known tokens have all been run, and for each of these the
@@ -90,7 +90,7 @@ class Drafter(Protocol):
 
     needs_executor: ClassVar[bool]
 
-    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+    def propose(self, items: Sequence[DraftRequest]) -> list[Draft]:
         """A tree for each item, of at most `limit` guesses; it may be empty."""
         ...
 
@@ -110,9 +110,9 @@ class DraftSource(Protocol):
 
     name: str
 
-    def promise(self, id: int, text: "array[int]") -> float: ...
+    def expected_accepted(self, id: int, text: "array[int]") -> float: ...
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]: ...
 
     def forget(self, id: int) -> None: ...
 

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import Candidate, Rules, Trie
 
 SCORE = 1.0  # bytes that are forced are certain; calibration learns whether the tokens are
@@ -22,19 +22,19 @@ class GrammarSource:
         """Guess for a request; until `forget`."""
         self.rules[id] = rules
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         rules = self.rules.get(id)
         return float(len(rules.forced(()))) if rules is not None else 0.0
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         return [self.after((), item) for item in items]
 
-    def after(self, path: Sequence[int], item: DraftItem) -> list[Candidate]:
+    def after(self, path: Sequence[int], item: DraftRequest) -> list[Candidate]:
         rules = self.rules.get(item.id)
         forced = [] if rules is None else rules.forced(path)[: max(0, item.limit - len(path))]
         return [Candidate(token, k, SCORE, self.name) for k, token in enumerate(forced)]
 
-    def extend(self, trie: Trie, item: DraftItem, proposed: dict[str, int]) -> None:
+    def extend(self, trie: Trie, item: DraftRequest, proposed: dict[str, int]) -> None:
         """Continue the paths of a request that have come to their end since the last call."""
         if item.id not in self.rules:
             return

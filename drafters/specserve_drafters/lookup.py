@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import MAX_NODES, Candidate
 from specserve_drafters.ngram import continuation
 
@@ -146,7 +146,7 @@ def chain(
     heads[slots[is_last]] = places[is_last]
 
 
-class Odds:
+class MatchAccuracy:
     """How often the token after a match was that of the text, by the match's length, in all texts.
 
     It needs no verified guess: every token of a text shows what a match would have been worth.
@@ -184,13 +184,13 @@ class FollowedText:
         self.size = num_tokens  # of the text that was looked at
         self.place = self.length = 0  # the token that follows the match; 0 for no match
 
-    def follow(self, text: "array[int]", odds: Odds) -> None:
+    def follow(self, text: "array[int]", accuracy: MatchAccuracy) -> None:
         """Compare the tokens that the text has more than before with those after the match."""
         size, place, length = self.size, self.place, self.length
         self.size = len(text)
         while place and size < len(text):
             is_right = text[place] == text[size]
-            odds.add(length, is_right)
+            accuracy.add(length, is_right)
             length = min(length + 1, MAX_LENGTH)
             size, place = size + 1, place + 1 if is_right else 0
         self.index.grow(text)
@@ -211,19 +211,19 @@ class NgramSource:
     def reset(self) -> None:
         """Forget all texts, and what they have shown."""
         self.texts: dict[int, FollowedText] = {}
-        self.odds = Odds()
+        self.accuracy = MatchAccuracy()
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what the text has shown; it takes far less time
         than to make them.
         """
         followed = self.texts.get(id)
         if followed is None:
             followed = self.texts[id] = FollowedText(len(text))
-        followed.follow(text, self.odds)
-        return self.odds.expected[followed.length] if followed.place else 0.0
+        followed.follow(text, self.accuracy)
+        return self.accuracy.expected[followed.length] if followed.place else 0.0
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
@@ -248,10 +248,10 @@ class NgramSource:
         if not found:
             return []
         p = scores(text, found, found[0][0], limit)
-        guesses = [Candidate(token, k, p[k], self.name) for k, token in enumerate(best)]
+        draft_tokens = [Candidate(token, k, p[k], self.name) for k, token in enumerate(best)]
         if other:
-            fork(guesses, other, scores(text, found, at, limit), self.name)
-        return guesses
+            fork(draft_tokens, other, scores(text, found, at, limit), self.name)
+        return draft_tokens
 
     def forget(self, id: int) -> None:
         self.texts.pop(id, None)
@@ -269,16 +269,16 @@ def scores(
     return [share * SURE[length], *SURE[length + 1 : length + limit]]
 
 
-def fork(guesses: list[Candidate], other: list[int], scores: list[float], source: str) -> None:
+def fork(draft_tokens: list[Candidate], other: list[int], scores: list[float], source: str) -> None:
     """Add what differs of another continuation, for a quarter of the limit at most."""
-    at = next(j for j, token in enumerate(other) if token != guesses[j].token)
+    at = next(j for j, token in enumerate(other) if token != draft_tokens[j].token)
     parent, p = at, scores[at]
     if at > 0:  # both stood behind the same tokens, so they share what is sure
-        p *= (1 - (guesses[at].p or 0.0)) / 2
+        p *= (1 - (draft_tokens[at].p or 0.0)) / 2
     end = at + len(other) // 4
     for token, score in zip(other[at:end], [p, *scores[at + 1 :]], strict=False):
-        guesses.append(Candidate(token, parent, score, source))
-        parent = len(guesses)
+        draft_tokens.append(Candidate(token, parent, score, source))
+        parent = len(draft_tokens)
 
 
 def match_length(text: "array[int]", place: int) -> int:

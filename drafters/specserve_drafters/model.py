@@ -46,7 +46,7 @@ class ModelDrafter:
         self.trust: dict[int, float] = {}  # by request: how often an n-gram's next token is right
         self.looked_up: dict[int, list[int]] = {}  # nodes of the last draft that n-grams guessed
 
-    def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+    def propose(self, items: Sequence[base.DraftRequest]) -> list[Draft]:
         for item in items:
             self.looked_up.pop(item.id, None)  # nodes of a draft that was never verified
         ready, logits = self.executor.extend(items)
@@ -63,7 +63,7 @@ class ModelDrafter:
             for i, item in enumerate(items)
         ]
 
-    def plant(self, item: base.DraftItem) -> "DraftTree":
+    def plant(self, item: base.DraftRequest) -> "DraftTree":
         tree = DraftTree(item)
         if self.options.ngrams:
             trust = self.trust.get(item.id, FIRST_TRUST)
@@ -83,10 +83,10 @@ class ModelDrafter:
         if not chosen:
             return []
         fit, logits = self.executor.expand([tree.run(nodes) for tree, nodes in chosen])
-        grown = [chosen[i] for i in fit]
-        if grown:
-            self.branch(grown, logits)
-        return [tree for tree, _ in grown]
+        request_tries = [chosen[i] for i in fit]
+        if request_tries:
+            self.branch(request_tries, logits)
+        return [tree for tree, _ in request_tries]
 
     def branch(self, chosen: list[tuple["DraftTree", list[int]]], logits: "Tensor") -> None:
         """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
@@ -115,7 +115,7 @@ class ModelDrafter:
         self.looked_up.pop(id, None)
 
 
-def coupling(items: Sequence[base.DraftItem], index: list[int]) -> "SampleParams":
+def coupling(items: Sequence[base.DraftRequest], index: list[int]) -> "SampleParams":
     """The temperature and the noise with which the target will draw the token at each index."""
     from specserve_kernels import SampleParams
 
@@ -140,7 +140,7 @@ class DraftTree:
     A candidate's cost is minus the log of its path's probability, so never below its parent's.
     """
 
-    def __init__(self, item: base.DraftItem) -> None:
+    def __init__(self, item: base.DraftRequest) -> None:
         self.item = item
         self.tokens, self.parents, self.depths, self.costs = [-1], [-1], [0], [0.0]
         self.expanded = [0]  # the draft model's number of each candidate; 0 if it has not run it

@@ -38,10 +38,10 @@ class LevelPlanner(Protocol):
         ...
 
 
-class Grown(NamedTuple):
+class RequestTrie(NamedTuple):
     """A request to guess for: its candidates so far, and how many of them each source proposed."""
 
-    item: base.DraftItem
+    item: base.DraftRequest
     trie: Trie
     proposed: dict[str, int]
 
@@ -68,51 +68,62 @@ class ModelSource:
         self.numbers: dict[tuple[int, int], int] = {}
 
     def grow(
-        self, grown: Sequence[Grown], levels: LevelPlanner, grammar: GrammarSource | None = None
+        self,
+        request_tries: Sequence[RequestTrie],
+        levels: LevelPlanner,
+        grammar: GrammarSource | None = None,
     ) -> None:
         """Add levels to requests' tries for as long as `levels` says so. After each of them comes
         what grammars force then.
         """
-        chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in grown])
+        chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in request_tries])
         if not chosen:
             return
-        ready, logits = self.executor.extend([grown[i].item for i in chosen])
+        ready, logits = self.executor.extend([request_tries[i].item for i in chosen])
         rows: list[tuple[int, int]] = [(chosen[i], ROOT) for i in ready]
         run = dict.fromkeys(chosen, 0)  # nodes that the model has run
         self.numbers = {}
         for depth in range(1, self.max_depth + 1):
-            before = self.branch(rows, grown, logits) if rows else []
-            ends = children(rows, grown)
-            values = [grown[i].trie.values[node] for i, nodes in ends.items() for node in nodes]
+            before = self.branch(rows, request_tries, logits) if rows else []
+            ends = children(rows, request_tries)
+            values = [
+                request_tries[i].trie.values[node] for i, nodes in ends.items() for node in nodes
+            ]
             if grammar is not None:
                 for i, nodes in ends.items():
-                    item, trie, proposed = grown[i]
+                    item, trie, proposed = request_tries[i]
                     size = len(trie) + 1
                     grammar.extend(trie, item, proposed)
                     values += trie.values[size:]
                     ends[i] = [forced_end(trie, node) for node in nodes]
             levels.ran(values, before)
-            ends = {i: nodes for i, nodes in ends.items() if grown[i].item.limit > depth}
+            ends = {i: nodes for i, nodes in ends.items() if request_tries[i].item.limit > depth}
             if not ends or depth == self.max_depth:
                 return
-            rows = self.best(ends, grown, levels, run)
+            rows = self.best(ends, request_tries, levels, run)
             if not rows:
                 return
-            rows, logits = self.expand(rows, grown, run)
+            rows, logits = self.expand(rows, request_tries, run)
 
     def branch(
-        self, rows: Sequence[tuple[int, int]], grown: Sequence[Grown], logits: "Tensor"
+        self,
+        rows: Sequence[tuple[int, int]],
+        request_tries: Sequence[RequestTrie],
+        logits: "Tensor",
     ) -> list[float]:
         """Add the likeliest children of every node that was run; the values of children that there
         were before. logits [rows, V].
         """
         k = min(self.width, logits.shape[1])
-        items = [grown[i].item for i, _ in rows]
-        index = [len(grown[i].item.known) + grown[i].trie.depths[node] for i, node in rows]
+        items = [request_tries[i].item for i, _ in rows]
+        index = [
+            len(request_tries[i].item.known) + request_tries[i].trie.depths[node]
+            for i, node in rows
+        ]
         before: list[float] = []
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
-            _, trie, proposed = grown[i]
+            _, trie, proposed = request_tries[i]
             least = LEAST_VALUE / max(trie.values[node], LEAST_VALUE)
             trie.ask(node, self.name)
             scored = zip(tokens, map(exp, scores), strict=True)
@@ -124,14 +135,14 @@ class ModelSource:
     def best(
         self,
         ends: dict[int, list[int]],
-        grown: Sequence[Grown],
+        request_tries: Sequence[RequestTrie],
         levels: LevelPlanner,
         run: dict[int, int],
     ) -> list[tuple[int, int]]:
         """The nodes that the next level runs."""
         fit = []
         for i, nodes in ends.items():
-            reach = grown[i].trie.reaches(nodes, self.name)
+            reach = request_tries[i].trie.reaches(nodes, self.name)
             ranked = sorted(zip(reach, repeat(i), nodes), reverse=True)
             fit += ranked[: min(self.width, MAX_NODES - run[i])]
         fit.sort(reverse=True)
@@ -150,7 +161,10 @@ class ModelSource:
         return [*found]
 
     def expand(
-        self, rows: Sequence[tuple[int, int]], grown: Sequence[Grown], run: dict[int, int]
+        self,
+        rows: Sequence[tuple[int, int]],
+        request_tries: Sequence[RequestTrie],
+        run: dict[int, int],
     ) -> "tuple[list[tuple[int, int]], Tensor]":
         """Run nodes, and what above them was not run yet; those that had room, and the logits after
         each of them.
@@ -160,7 +174,7 @@ class ModelSource:
             by_request.setdefault(i, []).append(node)
         asked, every = list[base.Nodes](), list[list[int]]()
         for i, nodes in by_request.items():
-            item, trie, _ = grown[i]
+            item, trie, _ = request_tries[i]
             every.append(self.with_those_above(i, trie, nodes))
             numbers = {node: k for k, node in enumerate(every[-1], run[i] + 1)}
             above = [trie.parents[node] for node in every[-1]]
@@ -174,7 +188,7 @@ class ModelSource:
                 run[i] += 1
                 self.numbers[i, node] = run[i]
                 if self.is_kept:
-                    grown[i].trie.expanded[node] = run[i]
+                    request_tries[i].trie.expanded[node] = run[i]
                 read.append(node in by_request[i])
                 ran += [(i, node)] if read[-1] else []
         return ran, logits if all(read) else logits[
@@ -192,11 +206,13 @@ def forced_end(trie: Trie, node: int) -> int:
     return node
 
 
-def children(rows: Sequence[tuple[int, int]], grown: Sequence[Grown]) -> dict[int, list[int]]:
+def children(
+    rows: Sequence[tuple[int, int]], request_tries: Sequence[RequestTrie]
+) -> dict[int, list[int]]:
     """Those of nodes that were run, whichever source has proposed them, by request."""
     found: dict[int, list[int]] = {}
     for i, node in rows:
-        below = grown[i].trie.children[node].values()
+        below = request_tries[i].trie.children[node].values()
         if below:
             found.setdefault(i, []).extend(below)
     return found

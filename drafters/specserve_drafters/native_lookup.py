@@ -7,7 +7,7 @@ from ctypes import byref
 from itertools import repeat
 
 from specserve_drafters import lookup
-from specserve_drafters.base import DraftItem, DraftSource
+from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import MAX_NODES, Candidate
 
 
@@ -43,7 +43,7 @@ class NativeSource:
             tuple(lookup.LIKELY),
             tuple(lookup.SURE),
         )
-        new, free, self.follow_text, self.guess, self.forget_text, self.forget_all = functions()
+        new, free, self.follow_text, self.propose, self.forget_text, self.forget_all = functions()
         self.source = new(byref(settings))
         weakref.finalize(self, free, self.source)
         room = 2 * MAX_NODES
@@ -51,15 +51,15 @@ class NativeSource:
         self.scores = array("d", [0.0] * room)
         self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         return self.follow_text(self.source, id, *text.buffer_info())
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
         assert 0 <= limit <= MAX_NODES, "more guesses than there is room for"
-        n = self.guess(self.source, id, *text.buffer_info(), limit, *self.out)
+        n = self.propose(self.source, id, *text.buffer_info(), limit, *self.out)
         rows = zip(self.tokens[:n], self.parents, self.scores, repeat(self.name), repeat(0))
         return [*map(Candidate._make, rows)]
 

@@ -31,7 +31,7 @@ class NgramDrafter:
     def __init__(self, options: NgramOptions) -> None:
         self.sizes = range(options.max_ngram, options.min_ngram - 1, -1)
 
-    def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+    def propose(self, items: Sequence[base.DraftRequest]) -> list[Draft]:
         return [self.look_up(i.known, i.limit) for i in items]
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:

@@ -5,10 +5,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import Candidate
-from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds
-from specserve_drafters.owners import NO_OWNER, Owner, Owners
+from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy
+from specserve_drafters.tenants import DEFAULT_SCOPE, PerTenant, TenantScope
 
 NEAR = 64  # tokens from the place where the texts parted, in which any match is one
 SURE_LENGTH = 4  # tokens that have to match elsewhere
@@ -97,10 +97,10 @@ class Alignment:
 class FollowedAlignment:
     """A request's alignment, and how much of its text it has seen."""
 
-    __slots__ = ("alignment", "odds", "size")
+    __slots__ = ("accuracy", "alignment", "size")
 
-    def __init__(self, expected: Sequence[int], num_prompt: int, odds: Odds) -> None:
-        self.alignment, self.size, self.odds = Alignment(expected), num_prompt, odds
+    def __init__(self, expected: Sequence[int], num_prompt: int, accuracy: MatchAccuracy) -> None:
+        self.alignment, self.size, self.accuracy = Alignment(expected), num_prompt, accuracy
 
 
 class PredictionSource:
@@ -110,45 +110,45 @@ class PredictionSource:
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedAlignment] = {}
-        self.odds = Owners(Odds)  # nobody sees what others' texts showed
+        self.accuracy = PerTenant(MatchAccuracy)  # nobody sees what others' texts showed
 
     def expect(
-        self, id: int, expected: Sequence[int], num_prompt: int, owner: Owner = NO_OWNER
+        self, id: int, expected: Sequence[int], num_prompt: int, scope: TenantScope = DEFAULT_SCOPE
     ) -> None:
         """Guess for a request; until `forget`."""
-        self.requests[id] = FollowedAlignment(expected, num_prompt, self.odds.begin(id, owner))
+        self.requests[id] = FollowedAlignment(expected, num_prompt, self.accuracy.begin(id, scope))
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what texts have shown."""
         alignment = self.follow(id, text)
         left = len(alignment.expected) - alignment.at
-        return min(float(max(left, 0)), self.requests[id].odds.expected[alignment.length])
+        return min(float(max(left, 0)), self.requests[id].accuracy.expected[alignment.length])
 
     def follow(self, id: int, text: "array[int]") -> Alignment:
         followed = self.requests[id]
         alignment = followed.alignment
         for token in text[followed.size :]:
             length = alignment.length
-            followed.odds.add(length, alignment.follow(token))
+            followed.accuracy.add(length, alignment.follow(token))
         followed.size = len(text)
         return alignment
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         return [self.of(item) for item in items]
 
-    def of(self, item: DraftItem) -> list[Candidate]:
+    def of(self, item: DraftRequest) -> list[Candidate]:
         alignment = self.follow(item.id, item.known)
-        guesses = alignment.expected[alignment.at : alignment.at + item.limit]
+        draft_tokens = alignment.expected[alignment.at : alignment.at + item.limit]
         sure = SURE[alignment.length :]
-        rows = zip(guesses, sure, strict=False)
+        rows = zip(draft_tokens, sure, strict=False)
         return [Candidate(token, k, p, self.name) for k, (token, p) in enumerate(rows)]
 
     def forget(self, id: int) -> None:
         self.requests.pop(id, None)
-        self.odds.forget(id)
+        self.accuracy.forget(id)
 
     def reset(self) -> None:
         """Forget what texts have shown."""
-        self.odds.reset()
+        self.accuracy.reset()
         for id, followed in self.requests.items():
-            followed.odds = self.odds.of(id)
+            followed.accuracy = self.accuracy.of(id)

@@ -12,9 +12,9 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import isfinite
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import BOUNDS, LEAST, MOST, ROOT, CalibrationBin, Candidate
-from specserve_drafters.owners import Owner, Owners
+from specserve_drafters.tenants import PerTenant, TenantScope
 
 NUM_SLOTS, WAYS = 1 << 16, 8  # of all owners; those that a token's successors may be in
 NUM_SUCCESSORS = 8  # of a token
@@ -84,7 +84,7 @@ class Successors:
         return self.keys[slot] == 0, (self.now - self.entered[slot]) % AGES
 
 
-class Known:
+class TenantSuccessors:
     """An owner's number in the table, the tokens that were learnt from, and how often the first
     successor was right, by its probability.
     """
@@ -114,21 +114,21 @@ class RecycleSource:
     def __init__(self) -> None:
         self.table = Successors()
         self.numbers = count(1)  # none is given twice: nobody finds what others have entered
-        self.owners = Owners(lambda: Known(next(self.numbers)))
+        self.scopes = PerTenant(lambda: TenantSuccessors(next(self.numbers)))
         self.is_learnt: dict[int, bool] = {}  # by request
 
     @property
     def requests(self) -> dict[int, bool]:
         return self.is_learnt
 
-    def begin(self, id: int, owner: Owner, is_learnt: bool) -> None:
+    def begin(self, id: int, scope: TenantScope, is_learnt: bool) -> None:
         """Guess for a request until `forget`, and learn from it if it `is_learnt`."""
-        self.owners.begin(id, owner)
+        self.scopes.begin(id, scope)
         self.is_learnt[id] = is_learnt
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         """First successors after one another that are expected to be right."""
-        known, token, value, expected = self.owners.of(id), text[-1], 1.0, 0.0
+        known, token, value, expected = self.scopes.of(id), text[-1], 1.0, 0.0
         for _ in range(DEPTH):
             slot = self.table.find(known.number, token)
             if slot is None:
@@ -138,12 +138,12 @@ class RecycleSource:
             expected += value
         return expected
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
-        return [self.tree(self.owners.of(i.id).number, i.known[-1], i.limit) for i in items]
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+        return [self.tree(self.scopes.of(i.id).number, i.known[-1], i.limit) for i in items]
 
     def tree(self, number: int, token: int, limit: int) -> list[Candidate]:
         """The likeliest paths of successors. A guess is looked up once: that bounds the time."""
-        table, guesses = self.table, list[Candidate]()
+        table, draft_tokens = self.table, list[Candidate]()
         # Value, guess before it, place in the table, value of the guess before it.
         heap = list[tuple[float, int, int, float]]()
 
@@ -157,13 +157,15 @@ class RecycleSource:
                 consider(slot * NUM_SUCCESSORS, parent, value)
 
         branch(token, ROOT, 1.0)
-        while heap and len(guesses) < limit:
+        while heap and len(draft_tokens) < limit:
             value, parent, place, before = heappop(heap)
-            guesses.append(Candidate(table.ids[place], parent, table.p[place] / ONE, self.name))
-            branch(table.ids[place], len(guesses), -value)
+            draft_tokens.append(
+                Candidate(table.ids[place], parent, table.p[place] / ONE, self.name)
+            )
+            branch(table.ids[place], len(draft_tokens), -value)
             if (place + 1) % NUM_SUCCESSORS:
                 consider(place + 1, parent, before)
-        return guesses
+        return draft_tokens
 
     def follow(self, id: int, tokens: Sequence[int]) -> list[int]:
         """Learn from a token of a text and those that came after it which successors are right; the
@@ -171,7 +173,7 @@ class RecycleSource:
         """
         if not self.is_learnt.get(id):
             return []
-        known, table, wanted = self.owners.of(id), self.table, list[int]()
+        known, table, wanted = self.scopes.of(id), self.table, list[int]()
         for place, (token, after) in enumerate(pairwise(tokens)):
             known.now += 1
             table.now += 1
@@ -186,14 +188,14 @@ class RecycleSource:
     def enter(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
         """Enter a token's likeliest successors, unless their probabilities are no numbers."""
         if all(map(isfinite, p)):
-            known = self.owners.of(id)
+            known = self.scopes.of(id)
             self.table.enter(known.number, token, ids, p, known.now)
 
     def forget(self, id: int) -> None:
         self.is_learnt.pop(id, None)
-        self.owners.forget(id)
+        self.scopes.forget(id)
 
     def reset(self) -> None:
         """Forget all successors, and what texts have shown of them."""
         self.table = Successors()
-        self.owners.reset()
+        self.scopes.reset()

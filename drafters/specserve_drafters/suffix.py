@@ -13,10 +13,10 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import ROOT, Candidate
-from specserve_drafters.lookup import MAX_LENGTH, SURE, Odds, chain, zeros
-from specserve_drafters.owners import Owner
+from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy, chain, zeros
+from specserve_drafters.tenants import TenantScope
 
 LENGTHS = 2, 4, 8, 16  # of the n-grams
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
@@ -74,7 +74,7 @@ class SuffixPart:
 SuffixPlace = tuple[SuffixPart, int]
 
 
-class Scope:
+class OutputIndex:
     """The outputs of requests that may see each other's: the latest ones, in two parts. Once the
     newer part is full the older one goes, and what is asked for again has been entered again: so
     what goes is what nobody has asked for of late.
@@ -118,10 +118,12 @@ class Scope:
 class FollowedOutput:
     """A request, and the match of its text's end, followed from token to token."""
 
-    __slots__ = ("is_learnt", "length", "match", "num_prompt", "owner", "size", "text")
+    __slots__ = ("is_learnt", "length", "match", "num_prompt", "scope", "size", "text")
 
-    def __init__(self, text: "array[int]", num_prompt: int, owner: Owner, is_learnt: bool) -> None:
-        self.text, self.num_prompt, self.owner, self.is_learnt = text, num_prompt, owner, is_learnt
+    def __init__(
+        self, text: "array[int]", num_prompt: int, scope: TenantScope, is_learnt: bool
+    ) -> None:
+        self.text, self.num_prompt, self.scope, self.is_learnt = text, num_prompt, scope, is_learnt
         self.size, self.length = len(text), 0
         self.match: SuffixPlace | None = None
 
@@ -135,36 +137,44 @@ class SuffixSource:
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedOutput] = {}
-        self.scopes: OrderedDict[Owner, Scope] = OrderedDict()  # the one last used at the end
-        self.odds: dict[Owner, Odds] = {}  # of each: nobody sees what others' texts showed
+        self.scopes: OrderedDict[TenantScope, OutputIndex] = (
+            OrderedDict()
+        )  # the one last used at the end
+        self.accuracy: dict[
+            TenantScope, MatchAccuracy
+        ] = {}  # of each: nobody sees what others' texts showed
 
     def begin(
-        self, id: int, text: "array[int]", num_prompt: int, owner: Owner, is_learnt: bool
+        self, id: int, text: "array[int]", num_prompt: int, scope: TenantScope, is_learnt: bool
     ) -> None:
         """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
         grows with it.
         """
-        self.requests[id] = FollowedOutput(text, num_prompt, owner, is_learnt)
+        self.requests[id] = FollowedOutput(text, num_prompt, scope, is_learnt)
 
-    def promise(self, id: int, text: "array[int]") -> float:
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Guesses that are expected to be right, by what the scope's texts have shown."""
         followed = self.requests[id]
-        scope = self.scopes.get(followed.owner)
+        scope = self.scopes.get(followed.scope)
         if scope is None:
             followed.size = len(text)
             return 0.0
-        odds = self.odds[followed.owner]
-        self.follow(followed, text, scope, odds)
-        return odds.expected[followed.length] if followed.match is not None else 0.0
+        accuracy = self.accuracy[followed.scope]
+        self.follow(followed, text, scope, accuracy)
+        return accuracy.expected[followed.length] if followed.match is not None else 0.0
 
     def follow(
-        self, followed: FollowedOutput, text: "array[int]", scope: Scope, odds: Odds
+        self,
+        followed: FollowedOutput,
+        text: "array[int]",
+        scope: OutputIndex,
+        accuracy: MatchAccuracy,
     ) -> None:
         """Compare the tokens that the text has more than before with those after the match."""
         while followed.size < len(text) and followed.match is not None:
             part, place = followed.match
             is_right = part.tokens[place] == text[followed.size]
-            odds.add(followed.length, is_right)
+            accuracy.add(followed.length, is_right)
             followed.length = min(followed.length + 1, MAX_LENGTH)
             followed.size += 1
             goes_on = is_right and part.tokens[place + 1] != END
@@ -174,11 +184,11 @@ class SuffixSource:
             followed.match = places[0] if places else None
         followed.size = len(text)
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
-        scope = self.scopes.get(self.requests[id].owner)
+        scope = self.scopes.get(self.requests[id].scope)
         length, places = (0, []) if scope is None else scope.matches(text)
         return best(places, length, limit, self.name)
 
@@ -187,19 +197,19 @@ class SuffixSource:
         if followed is not None and followed.is_learnt:
             num_context = min(followed.num_prompt, LENGTHS[-1])
             text = followed.text[followed.num_prompt - num_context :]
-            self.learn(text, followed.owner, num_context)
+            self.learn(text, followed.scope, num_context)
 
-    def learn(self, text: "array[int]", owner: Owner, num_context: int = 0) -> None:
+    def learn(self, text: "array[int]", scope: TenantScope, num_context: int = 0) -> None:
         """Enter an output after so many tokens of its prompt, by which its beginning is found when
         the prompt comes again. Scopes that were used least of late are dropped where all are too
         large.
         """
         if len(text) - num_context <= LENGTHS[0]:
             return
-        if owner not in self.scopes:
-            self.scopes[owner], self.odds[owner] = Scope(), Odds()
-        self.scopes.move_to_end(owner)
-        self.scopes[owner].add(text, num_context)
+        if scope not in self.scopes:
+            self.scopes[scope], self.accuracy[scope] = OutputIndex(), MatchAccuracy()
+        self.scopes.move_to_end(scope)
+        self.scopes[scope].add(text, num_context)
         while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
             self.drop()
 
@@ -209,8 +219,8 @@ class SuffixSource:
         for (tenant, *_), scope in self.scopes.items():
             held[tenant] += scope.num_bytes
         [(most, _)] = held.most_common(1)
-        dropped = next(owner for owner in self.scopes if owner[0] == most)
-        del self.scopes[dropped], self.odds[dropped]
+        dropped = next(scope for scope in self.scopes if scope[0] == most)
+        del self.scopes[dropped], self.accuracy[dropped]
 
     @property
     def num_bytes(self) -> int:
@@ -219,7 +229,7 @@ class SuffixSource:
     def reset(self) -> None:
         """Forget all earlier outputs."""
         self.scopes.clear()
-        self.odds.clear()
+        self.accuracy.clear()
         for followed in self.requests.values():
             followed.match, followed.length = None, 0
 
@@ -228,7 +238,7 @@ def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) ->
     """The likeliest continuations of the places, in the order of how likely they are: by how many
     of the places go on so, and by the length of the match, which grows with each token.
     """
-    guesses: list[Candidate] = []
+    draft_tokens: list[Candidate] = []
     heap: list[tuple[float, int, int, int, list[SuffixPlace], float, int]] = []
 
     def branch(places: Sequence[SuffixPlace], parent: int, value: float, depth: int) -> None:
@@ -243,8 +253,8 @@ def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) ->
             heappush(heap, (-value * p, parent, rank, token, its, p, depth))
 
     branch(places, ROOT, 1.0, 0)
-    while heap and len(guesses) < limit:
+    while heap and len(draft_tokens) < limit:
         value, parent, _, token, its, p, depth = heappop(heap)
-        guesses.append(Candidate(token, parent, p, source))
-        branch(its, len(guesses), -value, depth + 1)
-    return guesses
+        draft_tokens.append(Candidate(token, parent, p, source))
+        branch(its, len(draft_tokens), -value, depth + 1)
+    return draft_tokens

@@ -286,7 +286,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             raise
 
         def take_change(config: Config | None, ready: Ready) -> None:
-            self.guessing.settle(self.config if config is None else config)
+            self.speculation_control.settle(self.config if config is None else config)
             engine.take_change(ready)
 
         client.on_change, client.begin_with = take_change, engines.begin_with

@@ -55,7 +55,7 @@ class BaseLLM(Generic[ChangeResult]):
     def check_files(self) -> Folders:
         """Check the files of all models, before anything is loaded. ConfigError for a mistake."""
         folders = preflight.check(self.config)
-        self.guessing = SpeculationControl(self.config)
+        self.speculation_control = SpeculationControl(self.config)
         return folders
 
     def changed_to(self, find: Callable[[], Config]) -> Config:
@@ -83,18 +83,18 @@ class BaseLLM(Generic[ChangeResult]):
         ConfigError, with nothing changed, if the change is invalid.
         """
         change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
-        return self.change(lambda: self.guessing.changed(change))
+        return self.change(lambda: self.speculation_control.changed(change))
 
     def load_draft_model(self, model: str | Path, quantize: str | None = None) -> ChangeResult:
         """Replace the draft model. Steps go on while it is loaded.
 
         `quantize` is that of `LLM`. ConfigError, with nothing changed, if it cannot be used.
         """
-        return self.change(lambda: self.guessing.with_draft_model(str(model), quantize))
+        return self.change(lambda: self.speculation_control.with_draft_model(str(model), quantize))
 
     def unload_draft_model(self) -> ChangeResult:
         """Remove the draft model, and free its memory."""
-        return self.change(lambda: self.guessing.without_draft_model())
+        return self.change(lambda: self.speculation_control.without_draft_model())
 
     def seed_of(self, params: SamplingParams) -> int | None:
         """The caller's seed, else the next one of the LLM's seed; None if neither is there."""

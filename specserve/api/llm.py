@@ -345,7 +345,7 @@ class LLM(BaseLLM[None]):
             prepared = self.control.prepare(config)
             with self.lock, interrupts_held():
                 self.control.put(prepared)
-                self.guessing.settle(config)
+                self.speculation_control.settle(config)
                 self.loaded = self.control.loaded
                 self.input_processor = replace(self.input_processor, sources=self.engine.sources)
 

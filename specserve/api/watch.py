@@ -139,9 +139,9 @@ def tree_lines(step: StepDetails, text_of: Callable[[int], str]) -> list[str]:
 
 
 def step_words(number: int, step: StepDetails) -> str:
-    guesses, right, new = len(step.tree.tokens), len(step.tree.accepted), len(step.tokens)
-    more, tokens = "" if guesses == 1 else "es", "token" if new == 1 else "tokens"
-    return f"step {number}: {guesses} guess{more}, {right} right, {new} new {tokens}"
+    draft_tokens, right, new = len(step.tree.tokens), len(step.tree.accepted), len(step.tokens)
+    more, tokens = "" if draft_tokens == 1 else "es", "token" if new == 1 else "tokens"
+    return f"step {number}: {draft_tokens} guess{more}, {right} right, {new} new {tokens}"
 
 
 def draw_stream(steps: "Watched", text_of: Callable[[int], str]) -> "Output":

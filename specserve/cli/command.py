@@ -198,7 +198,7 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="the system message")
     p.add_argument(
-        "--show-guesses", action="store_true", help="show each token by who had guessed it"
+        "--show-drafts", action="store_true", help="show each token by who had guessed it"
     )
     add_sampling(p)
     add_settings(p)
@@ -213,7 +213,7 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--demo-cost",
+        "--demo-compute",
         metavar="qwen3-0.6b|llama-3.1-8b",
         help="the demo pair's words in the time of a model of that shape",
     )
@@ -389,9 +389,9 @@ def chat(args: argparse.Namespace) -> None:
         refuse_with_url(args)
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
         asked = {"model": args.model, **sampling(args)}
-        remote = Remote(args.url, key, asked, Colored() if args.show_guesses else None)
+        remote = Remote(args.url, key, asked, Colored() if args.show_drafts else None)
         say_scaled(remote.card.scaled)
-        if args.show_guesses:
+        if args.show_drafts:
             show_legend(remote.card.sources)
         converse(ChatSession(remote, args.system))
         return
@@ -403,11 +403,11 @@ def chat(args: argparse.Namespace) -> None:
     from specserve import LLM, SamplingParams
     from specserve.models.selection import scaled_models
 
-    params = SamplingParams(**sampled | ({DETAILS: True} if args.show_guesses else {}))
+    params = SamplingParams(**sampled | ({DETAILS: True} if args.show_drafts else {}))
     with LLM(config=args.config, **settings) as llm:
-        local = LocalModel(llm, params, Colored() if args.show_guesses else None)
+        local = LocalModel(llm, params, Colored() if args.show_drafts else None)
         say_scaled(scaled_models(llm.folders[:3]))
-        if args.show_guesses:
+        if args.show_drafts:
             show_legend(llm.speculation().known_sources)
         converse(ChatSession(local, args.system))
 
@@ -424,7 +424,7 @@ def show_legend(sources: Sequence[str]) -> None:
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
-    models = "demo_cost", "quantize", "chat_template"
+    models = "demo_compute", "quantize", "chat_template"
     drafting = "draft_model", "draft_head", "draft_quantize", "drafter"
     for flag in (*models, *drafting, "config", "set"):
         if getattr(args, flag):
@@ -463,7 +463,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
     config = configured(args)
     preflight.check(config)
     flags = {
-        "model.demo_cost": args.demo_cost,
+        "model.demo_compute": args.demo_compute,
         "model.chat_template": getattr(args, "chat_template", None),
     }
     own = {key: value for key, value in flags.items() if value is not None}
@@ -482,7 +482,7 @@ def configured(args: argparse.Namespace) -> Config:
     """The config: the file, overridden by --set, overridden by the other flags."""
     flags = {
         "MODEL" if args.action is serve else "--model": ("model.path", args.model),
-        "--demo-cost": ("model.demo_cost", args.demo_cost),
+        "--demo-compute": ("model.demo_compute", args.demo_compute),
         "--quantize": ("model.quantize", args.quantize),
         "--chat-template": ("model.chat_template", getattr(args, "chat_template", None)),
         "--draft-model": ("drafter.model", args.draft_model),

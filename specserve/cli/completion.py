@@ -19,7 +19,7 @@ from specserve.config import KNOBS, TLS_FILES, named_values
 from specserve_drafters.base import BUILT_IN
 
 KEYS = {  # of options whose values are those of a knob
-    "demo_cost": "model.demo_cost",
+    "demo_compute": "model.demo_compute",
     "quantize": "model.quantize",
     "drafter": "drafter.name",
     "draft_quantize": "drafter.quantize",

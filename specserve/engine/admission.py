@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from specserve.engine.adapters import Adapters
 from specserve.engine.grammars import Grammars
 from specserve.errors import RequestError
-from specserve.exchange.messages import AdapterRef, Begun, Caller
+from specserve.exchange.messages import AdapterRef, Caller, ResumeState
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.memory.blocks import Keys, KVTables
 from specserve.scheduling import Request, Scheduler
@@ -54,11 +54,11 @@ class Admission:
         keys: Keys | None,
         caller: Caller | None,
         processors: Sequence[LogitsProcessor],
-        begun: Begun,
+        resume: ResumeState,
         adapter: AdapterRef | None,
     ) -> list[Request]:
         """One request per id, see `Engine.add_choices`; the first leads the others."""
-        assert not begun.output or len(samplings) == 1, "each choice has an output of its own"
+        assert not resume.output or len(samplings) == 1, "each choice has an output of its own"
         prompt = self.checked(token_ids)
         salt, digest = samplings[0].cache_salt, "" if adapter is None else adapter.digest
         tenant = 0 if caller is None else caller.tenant
@@ -69,10 +69,10 @@ class Admission:
         choices = [
             Request(
                 id=id,
-                token_ids=prompt + self.checked(begun.output) if begun.output else prompt[:],
+                token_ids=prompt + self.checked(resume.output) if resume.output else prompt[:],
                 num_prompt=len(prompt),
-                num_scored=begun.num_scored,
-                first_token_at=now if begun.output else 0.0,
+                num_scored=resume.num_scored,
+                first_token_at=now if resume.output else 0.0,
                 sampling=sampling,
                 table=self.tables.table("target", salt, known, digest, tenant),
                 draft_table=self.tables.table("draft", salt, known, tenant=tenant),

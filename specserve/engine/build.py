@@ -41,10 +41,10 @@ from specserve_drafters.base import AUTO_SOURCES, EAGLE, drafter_options
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource
 from specserve_drafters.native_lookup import ngram_source
-from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
+from specserve_drafters.tenants import PerTenantSource
 
 
 class Loaded(NamedTuple):
@@ -246,12 +246,12 @@ def adaptive_speculator(
     options, draft_model = drafter_options("auto", config.drafter.options), parts.draft_model
     sizes = options.max_depth, options.width, options.tau
     run = {EAGLE: parts.head, "model": draft_model}
-    growers = [
+    model_sources = [
         DraftModelSource(ModelSource(name, model, *sizes, is_kept=model is draft_model), model)
         for name, model in run.items()
         if model is not None and name in options.sources
     ]
-    there = {grower.name for grower in growers}
+    there = {model_source.name for model_source in model_sources}
     names = [n for n in dict.fromkeys(options.sources) if n not in run or n in there]
     known = {} if before is None else {source.name: source for source in before.sources}
     sources = [
@@ -263,7 +263,7 @@ def adaptive_speculator(
     ]
     refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
     lent = parts.scheduler, draft_model, parts.stats
-    return AdaptiveSpeculator(sources, growers, *lent, names, before)
+    return AdaptiveSpeculator(sources, model_sources, *lent, names, before)
 
 
 def lent_to(source: Source) -> bool:
@@ -282,7 +282,7 @@ def refuse_second_executor(names: Sequence[str], is_run: bool) -> None:
 
 def build_source(name: str, options: Mapping[str, Any], parts: DrafterParts) -> Source:
     if name == "ngram":
-        return OwnSources(ngram_source, name)
+        return PerTenantSource(ngram_source, name)
     if name == "grammar":
         return GrammarSource()
     if name == "prediction":

@@ -12,10 +12,10 @@ from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.exchange.messages import (
-    NOT_BEGUN,
+    NOT_RESUMED,
     AdapterRef,
-    Begun,
     Caller,
+    ResumeState,
     SpeculationState,
     Stats,
     StepOutput,
@@ -136,7 +136,7 @@ class Engine:
                 answers = self.verify(step)
                 paths = accepted_paths(sampled, answers)
                 if self.speculator is not None:
-                    self.speculator.harvest(sampled, paths, answers)
+                    self.speculator.collect_successors(sampled, paths, answers)
                 if step.logprobs is not None:
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
         except Exception as e:
@@ -291,7 +291,7 @@ class Engine:
         keys: Keys | None = None,
         caller: Caller | None = None,
         processors: Sequence[LogitsProcessor] = (),
-        begun: Begun = NOT_BEGUN,
+        resume: ResumeState = NOT_RESUMED,
         adapter: AdapterRef | None = None,
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count up from `id`.
@@ -305,7 +305,7 @@ class Engine:
         """
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         choices = self.admission.requests(
-            token_ids, samplings, ids, keys, caller, processors, begun, adapter
+            token_ids, samplings, ids, keys, caller, processors, resume, adapter
         )
         for request in choices:
             self.requests[request.id] = request

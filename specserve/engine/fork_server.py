@@ -22,7 +22,7 @@ from specserve.engine.build import read_vocabulary
 from specserve.engine.loading import Progress, load_weights
 from specserve.engine.process import NOTHING, Shared
 from specserve.errors import ConfigError
-from specserve.exchange.messages import Begin, Failed, Link
+from specserve.exchange.messages import EngineStart, Failed, Link
 from specserve.exchange.phases import Phases
 from specserve.exchange.spawn import NUMBER
 from specserve.process import (
@@ -50,7 +50,7 @@ def main(fd: int, log_format: str) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             link = Link(next_socket(control))
-            begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=Begin)
+            begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=EngineStart)
             if is_for_cpu(begin.config) and shared is NOTHING:
                 try:
                     shared = read_shared(begin, process.progress_to(link), phases)
@@ -87,7 +87,7 @@ def is_for_cpu(config: Config) -> bool:
     return config.model.device == "cpu" or (config.model.device == "auto" and not may_be_cuda)
 
 
-def read_shared(begin: Begin, progress: Progress, phases: Phases) -> Shared:
+def read_shared(begin: EngineStart, progress: Progress, phases: Phases) -> Shared:
     """The weights and the vocabulary, read in threads of their own: the threads of OpenMP belong to
     the one that started them and end with it, and a fork could not go on with them.
     """

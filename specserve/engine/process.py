@@ -27,10 +27,10 @@ from specserve.exchange.messages import (
     AdapterLoaded,
     AdapterRef,
     Add,
-    Begin,
     Changed,
     DraftHeadCard,
     EngineCommands,
+    EngineStart,
     Failed,
     Link,
     Loading,
@@ -174,7 +174,9 @@ class Shared(NamedTuple):
 NOTHING = Shared()
 
 
-def run(link: Link, begin: Begin, phases: Phases | None = None, shared: Shared = NOTHING) -> None:
+def run(
+    link: Link, begin: EngineStart, phases: Phases | None = None, shared: Shared = NOTHING
+) -> None:
     """Make an engine, and run steps until the other end of the socket is closed: EOFError."""
     try:
         began = begin.sources, begin.first
@@ -213,7 +215,7 @@ def serve(link: Link, control: Control) -> None:
                 engine.finish(id)
             if commands.reset_cache:
                 engine.reset_cache()
-            for tenant in commands.tell_speculation:
+            for tenant in commands.report_speculation:
                 link.send(engine.speculation(tenant))
             if commands.change is not None:
                 control.ask(commands.change)
@@ -264,7 +266,7 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
             asked.id,
             asked.keys,
             asked.caller,
-            begun=asked.begun,
+            resume=asked.resume,
             adapter=asked.adapter,
         )
     except RequestError as e:

@@ -25,7 +25,6 @@ from specserve.exchange.messages import (
     AdapterLoaded,
     AdapterRef,
     Add,
-    Begun,
     Caller,
     Changed,
     EngineCommands,
@@ -34,6 +33,7 @@ from specserve.exchange.messages import (
     Loading,
     Ready,
     Report,
+    ResumeState,
     SpeculationState,
     StepOutput,
     frame,
@@ -95,9 +95,9 @@ class Live:
         """Its choice alone: the first choice of a prompt tells the prompt's logprobs."""
         add, self.num_steps = self.add, 0
         told = self.num_scored if self.index == 0 else len(add.token_ids) - 1
-        begun = Begun(self.output.tolist(), told)
+        resume = ResumeState(self.output.tolist(), told)
         seeds = [add.seeds[self.index]]
-        return msgspec.structs.replace(add, id=self.number, seeds=seeds, begun=begun)
+        return msgspec.structs.replace(add, id=self.number, seeds=seeds, resume=resume)
 
     @property
     def words(self) -> str:

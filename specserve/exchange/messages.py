@@ -115,7 +115,7 @@ class PlainStep(msgspec.Struct, frozen=True):
     steps: int  # how many: the latest
 
 
-class GuessKind(msgspec.Struct, frozen=True):
+class CalibrationPoint(msgspec.Struct, frozen=True):
     """Guesses of one source, with scores close to each other, at one depth from 1."""
 
     depth: int
@@ -145,7 +145,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"
     plain_steps: list[PlainStep] = []  # by rising context
     tenant: int = 0  # whose requests without a salt `calibration` is learnt from
-    calibration: dict[str, list[GuessKind]] = {}  # by source
+    calibration: dict[str, list[CalibrationPoint]] = {}  # by source
     plan: PlanState | None = None  # of that tenant's latest step without others' requests
 
 
@@ -247,14 +247,14 @@ class Stats(msgspec.Struct):
         return sum(sums.errors for sums in self.sources.values())
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True):
+class ResumeState(msgspec.Struct, frozen=True, array_like=True):
     """What a request had from an engine process that has ended: it goes on in another one."""
 
     output: list[int] = []  # its tokens so far
     num_scored: int = 0  # tokens of the prompt whose logprobs were told
 
 
-NOT_BEGUN = Begun()
+NOT_RESUMED = ResumeState()
 
 
 def packed(token_ids: Iterable[int]) -> bytes:
@@ -273,7 +273,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
     seeds: list[int]
     keys: Keys = {}  # of the prompt's blocks; if empty, the engine hashes the prompt
     caller: Caller | None = None
-    begun: Begun = NOT_BEGUN  # of a single choice
+    resume: ResumeState = NOT_RESUMED  # of a single choice
     adapter: AdapterRef | None = None
 
     @property
@@ -285,7 +285,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
         return [msgspec.structs.replace(self.sampling, seed=seed) for seed in self.seeds]
 
 
-class Begin(msgspec.Struct, frozen=True):
+class EngineStart(msgspec.Struct, frozen=True):
     """To a fork server: what an engine process is to be."""
 
     config: Config
@@ -299,7 +299,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     add: list[Add]
     finish: list[int]
     reset_cache: bool = False
-    tell_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
+    report_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
     change: Config | None = None  # who guesses; the answer, some steps later, is a `Changed`
     load_adapters: list[str] = []  # folders: each is answered, some steps later, by AdapterLoaded
     forget_adapters: list[str] = []  # digests of those that no request names any more

@@ -13,7 +13,7 @@ import msgspec
 
 from specserve import logs
 from specserve.config import Config
-from specserve.exchange.messages import Begin, pack
+from specserve.exchange.messages import EngineStart, pack
 from specserve.models.selection import Drafters, resolve_drafters
 
 NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
@@ -39,7 +39,7 @@ class ForkServer:
 
     def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
         """What the next engine process is to be; None: as the first one. `sources` see `Begin`."""
-        begin = Begin(config or self.config, sources, self.drafters)
+        begin = EngineStart(config or self.config, sources, self.drafters)
         self.first = pack(msgspec.msgpack.encode(begin))
 
     def start(self) -> Spawned:

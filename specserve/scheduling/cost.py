@@ -194,14 +194,14 @@ class RowBucket:
         return is_far and self.unproven == 0
 
 
-def fitted(stairs: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
+def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
     """What a token of context, a row's attending to it, and a request add: by least squares of
     relative errors, none below 0. Only steps of one stair are compared, so that what rows cost is
     none of it. `before` is what is kept of any that no stair shows.
     """
     sums = [[0.0] * 4 for _ in range(3)]
-    for stair in stairs:
-        known = [(len(c.samples), c.point) for c in stair.cells.values() if c.point is not None]
+    for bucket in buckets:
+        known = [(len(c.samples), c.point) for c in bucket.cells.values() if c.point is not None]
         if len(known) > 1:
             add_differences(sums, known)
     reading, attending, asking = (sums[i][i] for i in range(3))
@@ -277,14 +277,14 @@ class Step(msgspec.Struct, frozen=True):
             self, rows=rows, context=context, requests=rows, prompt_rows=0, attended=context
         )
 
-    def allowed_with_guesses(self, roots: float) -> float:
+    def allowed_with_draft(self, roots: float) -> float:
         """As `allowed`, where the roots alone take so long. A target that they miss binds no
         guesses: nothing but guesses can meet it.
         """
         return self.allowed if roots <= self.allowed else float("inf")
 
 
-def worth_of_prompts(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
+def prefill_value(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
     """The tokens that prompts' rows are worth: as many as the streams would get in their seconds.
 
     Without it, time would be cheap in a step that prompts make long, and guesses would make it
@@ -297,7 +297,7 @@ def worth_of_prompts(prompts: float, tokens: Sequence[float], seconds: Sequence[
 class KnownCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a `StepCosts` knows, to begin with it again."""
 
-    stairs: dict[int, list[Sample]]  # right edge -> a step for each context and number of requests
+    buckets: dict[int, list[Sample]]  # right edge -> a step for each context and number of requests
 
 
 class StepCosts:
@@ -317,7 +317,7 @@ class StepCosts:
 
     def reset(self) -> None:
         """Forget all steps."""
-        self.stairs = {edge: RowBucket() for edge in self.edges}
+        self.buckets = {edge: RowBucket() for edge in self.edges}
         self.has_steps = False  # whether anything is known of the model's steps
         self.num_steps = 0
         # Seconds by token of context, by row and token of its context, and by request.
@@ -357,9 +357,9 @@ class StepCosts:
         return self.seconds(rows, step.context, step.requests, is_hopeful, attended)
 
     def is_known(self, rows: int) -> bool:
-        return self.stairs[self.edges[self.stair(rows)]].estimate > 0
+        return self.buckets[self.edges[self.bucket(rows)]].estimate > 0
 
-    def stair(self, rows: int) -> int:
+    def bucket(self, rows: int) -> int:
         """The place of the stair; rows beyond the last edge are taken to be there."""
         return self.places[rows] if rows < len(self.places) else len(self.edges) - 1
 
@@ -387,17 +387,17 @@ class StepCosts:
             self.learn(rows, sample)
 
     def learn(self, rows: int, sample: Sample) -> None:
-        stair, key = self.stairs[self.edges[self.stair(rows)]], key_of(rows, sample)
-        cell, before = stair.cells.get(key), stair.point(key)
+        bucket, key = self.buckets[self.edges[self.bucket(rows)]], key_of(rows, sample)
+        cell, before = bucket.cells.get(key), bucket.point(key)
         if cell is not None and cell.is_trusted:  # else it shows what context adds
             # Slower steps of fewer rows may have raised the estimate: that shows nothing of load.
-            place = self.stair(rows)
-            expected = min(self.by_edge[place], stair.estimate) + sample.added(self.added)
+            place = self.bucket(rows)
+            expected = min(self.by_edge[place], bucket.estimate) + sample.added(self.added)
             self.compare(sample.seconds / expected)
         sample = sample._replace(seconds=sample.seconds / self.slowdown)
-        has_changed = stair.add(key, sample, self.added, self.num_steps)
+        has_changed = bucket.add(key, sample, self.added, self.num_steps)
         self.is_fitted &= not has_changed
-        is_new = before is None and stair.point(key) is not None
+        is_new = before is None and bucket.point(key) is not None
         if not self.is_fitted and (is_new or self.num_steps >= self.fit_at):
             self.fit()
             has_changed = True
@@ -406,16 +406,16 @@ class StepCosts:
 
     def is_wrong(self, rows: int, sample: Sample) -> bool:
         """Whether a step shows that costs of an earlier start do not hold here."""
-        stair = self.stairs[self.edges[self.stair(rows)]]
-        kept = stair.kept + sample.added(self.added)
-        return stair.contradicts(sample.seconds / kept) if stair.kept else False
+        bucket = self.buckets[self.edges[self.bucket(rows)]]
+        kept = bucket.kept + sample.added(self.added)
+        return bucket.contradicts(sample.seconds / kept) if bucket.kept else False
 
     def forget_stale(self) -> None:
         """Forget few steps, the last of them long ago. If these were slow by chance, plans have
         kept away from them since, and nothing else would show it.
         """
-        for stair in self.stairs.values():
-            stair.forget_stale(self.num_steps)
+        for bucket in self.buckets.values():
+            bucket.forget_stale(self.num_steps)
         self.fill()
 
     def compare(self, ratio: float) -> None:
@@ -435,8 +435,8 @@ class StepCosts:
             self.fill()
 
     def scale(self, factor: float) -> None:
-        for stair in self.stairs.values():
-            for cell in stair.cells.values():
+        for bucket in self.buckets.values():
+            for cell in bucket.cells.values():
                 cell.scale(factor)
         self.added = [a * factor for a in self.added]
 
@@ -445,9 +445,9 @@ class StepCosts:
         rows.
         """
         self.fit_at, self.is_fitted = self.num_steps + FIT_EVERY, True
-        stairs = self.stairs.values()
-        found = fitted(stairs, self.added)
-        points = [cell.point for stair in stairs for cell in stair.cells.values()]
+        buckets = self.buckets.values()
+        found = fitted(buckets, self.added)
+        points = [cell.point for bucket in buckets for cell in bucket.cells.values()]
         most = 1.0
         for point in points:
             if point is not None and (added := point.added(found)) > 0:
@@ -460,13 +460,13 @@ class StepCosts:
         prompts, which tell little of them.
         """
         found, last, has_known = dict[int, float](), dict[int, int](), False
-        for edge, stair in self.stairs.items():
-            stair.settle(self.added)
-            if stair.estimate:
-                found[edge], last[edge], has_known = stair.estimate, stair.last, True
-            elif not has_known and (least := stair.least(self.added)):
+        for edge, bucket in self.buckets.items():
+            bucket.settle(self.added)
+            if bucket.estimate:
+                found[edge], last[edge], has_known = bucket.estimate, bucket.last, True
+            elif not has_known and (least := bucket.least(self.added)):
                 found[edge], last[edge] = least, self.num_steps
-        lowest = {edge: self.stairs[edge].least(self.added) for edge in found}
+        lowest = {edge: self.buckets[edge].least(self.added) for edge in found}
         found = in_order(found, lowest, last)
         known = [*found]
         if not known:
@@ -498,7 +498,7 @@ class StepCosts:
         it. The stairs are climbed one by one: far above what is known nothing is hoped for.
         """
         place = bisect_right(known, edge)
-        seen = self.stairs[edge].least(self.added) * HOPED
+        seen = self.buckets[edge].least(self.added) * HOPED
         if place == 0:
             return max(seen, found[known[0]] * edge / known[0])
         below = known[place - 1]
@@ -518,19 +518,19 @@ class StepCosts:
         """Take the steps of an earlier start, until there are as few new ones; ignores absurd ones.
         All are forgotten if the first steps of any size contradict them.
         """
-        for edge, samples in known.stairs.items():
-            for sample in samples if edge in self.stairs else ():
+        for edge, samples in known.buckets.items():
+            for sample in samples if edge in self.buckets else ():
                 if is_sound(sample):
                     self.has_steps = True
-                    self.stairs[edge].begin_with(key_of(edge, sample), sample)
+                    self.buckets[edge].begin_with(key_of(edge, sample), sample)
         self.fit()
         self.fill()
-        for stair in self.stairs.values():
-            if stair.estimate:
-                stair.kept, stair.unproven = stair.estimate, KNOWN
+        for bucket in self.buckets.values():
+            if bucket.estimate:
+                bucket.kept, bucket.unproven = bucket.estimate, KNOWN
 
     def known(self) -> KnownCosts:
-        each = {edge: stair.points for edge, stair in self.stairs.items()}
+        each = {edge: bucket.points for edge, bucket in self.buckets.items()}
         return KnownCosts({edge: points for edge, points in each.items() if points})
 
     def table(self) -> dict[int, float]:
@@ -639,5 +639,5 @@ def read_costs(file: Path | None) -> KnownCosts | None:
 def keep_costs(file: Path | None, costs: StepCosts) -> None:
     """Replace the file, unless no step has been timed. It takes a moment: not in every step."""
     known = costs.known()
-    if file is not None and known.stairs:
+    if file is not None and known.buckets:
         keep(file, known)

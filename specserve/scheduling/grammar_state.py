@@ -41,7 +41,7 @@ class GrammarState:
         self.known: list[int] = []
         self.path: list[int] = []  # beyond the known text, as far as the matcher has gone
         self.error = ""  # what the matcher ran into after the known text
-        self.patience = self.patience_with_guesses = PATIENCE
+        self.patience = self.patience_with_drafts = PATIENCE
 
     def fork(self) -> "GrammarState":
         """Another one at the same place, after no guess."""
@@ -60,7 +60,7 @@ class GrammarState:
             self.move(tokens)
         self.known += tokens
         self.path.clear()
-        self.note_time(thread_time() - start, is_guess=False, is_broken=False)
+        self.note_time(thread_time() - start, is_draft=False, is_broken=False)
 
     def go(self, path: Sequence[int]) -> bool:
         """Take the matcher to a path's end; false if the grammar does not allow the path."""
@@ -70,7 +70,7 @@ class GrammarState:
         """What a function finds after a path; None where the path is not allowed, or where even a
         new matcher runs into a limit, or where looking at guesses has taken too long.
         """
-        if (self.patience_with_guesses if path else self.patience) <= 0:
+        if (self.patience_with_drafts if path else self.patience) <= 0:
             if not path:
                 self.error = TOO_SLOW
             return None
@@ -81,7 +81,7 @@ class GrammarState:
                 is_new = self.renew()
             found = find(self.matcher) if self.move(path) else None
             error = in_words(self.matcher.get_error()) if self.matcher.is_error() else ""
-            self.note_time(thread_time() - start, is_guess=bool(path), is_broken=bool(error))
+            self.note_time(thread_time() - start, is_draft=bool(path), is_broken=bool(error))
             if not error:
                 return found
             if is_new:
@@ -90,9 +90,9 @@ class GrammarState:
             self.error = error
         return None
 
-    def note_time(self, seconds: float, is_guess: bool, is_broken: bool) -> None:
-        if is_guess and (is_broken or seconds > QUICK):
-            self.patience_with_guesses -= seconds
+    def note_time(self, seconds: float, is_draft: bool, is_broken: bool) -> None:
+        if is_draft and (is_broken or seconds > QUICK):
+            self.patience_with_drafts -= seconds
         elif seconds > QUICK and not is_broken:
             self.patience -= seconds
 

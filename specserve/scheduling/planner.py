@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.scheduling.cost import Step, StepCosts, worth_of_prompts
+from specserve.scheduling.cost import Step, StepCosts, prefill_value
 from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
 
 
@@ -40,11 +40,11 @@ class DraftDepthPolicy:
         if is_hopeful:
             self.takes.append(costs.of(step, 0, is_hopeful))
         roots = costs.of(step.without_prompts)
-        self.allowed = step.allowed_with_guesses(roots)
+        self.allowed = step.allowed_with_draft(roots)
         self.worth = 0.0  # in tokens, of the prompts' rows
         if step.prompt_rows:
             tokens, takes = self.tokens(self.values)
-            self.worth = worth_of_prompts(self.takes[0] - roots, tokens, takes)
+            self.worth = prefill_value(self.takes[0] - roots, tokens, takes)
         self.look()
 
     def place(self, num: int) -> int:
@@ -165,12 +165,12 @@ class DraftDepthPolicy:
 
 FREE = 0.02  # of a step's time: what making guesses may lose
 RATE = 1 / 16  # of a step in what was lately saved
-TRIALS = 0.01  # of all steps' time: what trials may lose
+EXPLORATION = 0.01  # of all steps' time: what trials may lose
 FADE = 0.99  # of the loss that is expected of a trial, after each step
 AT_FIRST = 3.0  # steps' time: what they may lose before, and what the first ones may
 
 
-class Trials:
+class ExplorationSchedule:
     """When each of several things is tried again: ever more rarely, as long as it fails."""
 
     def __init__(self, first: int = 16, last: int = 512) -> None:
@@ -191,7 +191,7 @@ class Trials:
         self.waits.pop(key, None)
 
 
-class Turn:
+class SavedShare:
     """What guesses have lately saved of a request's steps, as a share of the step's time."""
 
     __slots__ = ("num_steps", "saved")
@@ -215,31 +215,31 @@ class ExplorationBudget:
 
     def __init__(self) -> None:
         self.num_steps = self.last = 0
-        self.by_request: dict[int, Turn] = {}
-        self.all = Turn()
+        self.by_request: dict[int, SavedShare] = {}
+        self.all = SavedShare()
         self.left = AT_FIRST  # steps' time that trials may lose
         self.loss = 0.0  # of a trial, lately
         self.is_warm = False  # the first turns of all take far more time than later ones
 
     def next_step(self) -> None:
         self.num_steps += 1
-        self.left = min(self.left + TRIALS, AT_FIRST)
+        self.left = min(self.left + EXPLORATION, AT_FIRST)
         self.loss *= FADE
 
     @property
-    def is_trial(self) -> bool:
+    def is_exploring(self) -> bool:
         """Whether those that do not pay are tried in this step."""
         return self.left >= min(self.loss, AT_FIRST)
 
     def is_due(self, id: int) -> bool:
-        return self.is_trial or self.of(id).pays
+        return self.is_exploring or self.of(id).pays
 
-    def of(self, id: int) -> Turn:
+    def of(self, id: int) -> SavedShare:
         """A new request begins with what others have shown."""
-        turn = self.by_request.get(id)
-        if turn is None:
-            turn = self.by_request[id] = Turn(self.all.saved, min(self.all.num_steps, 1))
-        return turn
+        benefit = self.by_request.get(id)
+        if benefit is None:
+            benefit = self.by_request[id] = SavedShare(self.all.saved, min(self.all.num_steps, 1))
+        return benefit
 
     def passed(self) -> int:
         """Steps since the one before in which this was asked."""
@@ -247,7 +247,7 @@ class ExplorationBudget:
         return passed
 
     def add(
-        self, saved: Sequence[tuple[Turn, float]], num_roots: int = 1, more: float = 0.0
+        self, saved: Sequence[tuple[SavedShare, float]], num_roots: int = 1, more: float = 0.0
     ) -> None:
         """Learn what turns have saved in a step of so many roots, each as a share of its request's
         part of the step's time, and how many parts more the step has lost.
@@ -255,14 +255,14 @@ class ExplorationBudget:
         if not self.is_warm:
             self.is_warm = True
             return
-        tried = [share for turn, share in saved if not turn.pays]
+        tried = [share for benefit, share in saved if not benefit.pays]
         lost = more - sum(tried)
-        for turn, share in saved:
-            did_pay = turn.pays
+        for benefit, share in saved:
+            did_pay = benefit.pays
             self.all.add(share)
-            turn.add(share)
-            if did_pay and not turn.pays:  # for some steps it only seemed to: a trial, too
-                lost -= turn.saved * min(turn.num_steps, 1 / RATE)
+            benefit.add(share)
+            if did_pay and not benefit.pays:  # for some steps it only seemed to: a trial, too
+                lost -= benefit.saved * min(benefit.num_steps, 1 / RATE)
         if tried:
             self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
         self.left -= min(lost / num_roots, AT_FIRST)
@@ -277,7 +277,7 @@ AHEAD = 0.5  # of a target: steps take longer than expected, and a gap of two ta
 LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
 
 
-class Ask(msgspec.Struct, eq=False):
+class RequestCandidates(msgspec.Struct, eq=False):
     """A request with a root, as the plan sees it."""
 
     trie: Trie
@@ -301,7 +301,7 @@ class Plan(msgspec.Struct):
         return self.tokens / self.seconds
 
 
-def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
+def likeliest(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
     """Up to `most` guesses as (value, request, node), by decreasing value, parents first.
 
     A guess's value is the probability of its path. What a request behind its target needs to meet
@@ -319,7 +319,7 @@ def likeliest(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
     return found[:most]
 
 
-def ranked(ask: Ask) -> list[int]:
+def ranked(ask: RequestCandidates) -> list[int]:
     """The guesses that a request may have, by falling value: so parents come first."""
     values, deepest = ask.trie.settle(), ask.max_depth
     nodes = [node for node, value in enumerate(values) if value >= LEAST_VALUE]
@@ -330,7 +330,7 @@ def ranked(ask: Ask) -> list[int]:
     return nodes[1 : ask.limit + 1]  # the root is the likeliest
 
 
-def most_urgent(asks: Sequence[Ask], most: int) -> list[tuple[float, int, int]]:
+def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
     """As `likeliest`, whoever is behind."""
     tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
     deepest = [ask.max_depth for ask in asks]
@@ -372,7 +372,7 @@ def urgency(value: float, behind: float) -> float:
 
 
 def choose(
-    asks: Sequence[Ask],
+    asks: Sequence[RequestCandidates],
     step: Step,
     costs: StepCosts,
     most: int,
@@ -423,8 +423,8 @@ def best_of(
     takes = [step.spent + costs.of(step, size, is_hopeful) for size in sizes]
     roots, worth = costs.of(step.without_prompts, 0, is_hopeful), 0.0
     if step.prompt_rows and step.num_roots:
-        worth = worth_of_prompts(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
-    allowed = step.allowed_with_guesses(roots)
+        worth = prefill_value(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
+    allowed = step.allowed_with_draft(roots)
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no guess, if nothing is allowed
@@ -473,24 +473,26 @@ class Planner:
     def __init__(self, costs: StepCosts) -> None:
         """The costs are the target's."""
         self.costs = costs
-        self.trials = Trials(first=1, last=64)  # of rows whose cost is not known, by their bits
-        self.root_trials = Trials()  # of roots alone, by their stair
+        self.exploration = ExplorationSchedule(
+            first=1, last=64
+        )  # of rows whose cost is not known, by their bits
+        self.root_trials = ExplorationSchedule()  # of roots alone, by their stair
         self.alone = 0  # rows without a guess that are tried in this step
 
-    def choose(self, asks: Sequence[Ask], step: Step, most: int) -> Plan:
+    def choose(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> Plan:
         plan = choose(asks, step, self.costs, most, self.is_tried)
         self.alone = 0
         return plan
 
     def is_tried(self, rows: int) -> bool:
-        return rows == self.alone or self.trials.is_due(rows.bit_length())
+        return rows == self.alone or self.exploration.is_due(rows.bit_length())
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
         """Learn whether a plan that was tried was worth it: the step took so long."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
-            self.trials.worked(plan.rows.bit_length())  # so go on at once
+            self.exploration.worked(plan.rows.bit_length())  # so go on at once
 
-    def growth(self, asks: Sequence[Ask], step: Step, most: int) -> DraftDepthPolicy:
+    def growth(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> DraftDepthPolicy:
         """The terms on which a draft model's levels are run in this step, after other sources."""
         values = list[float]()
         for ask in asks:
@@ -506,4 +508,4 @@ class Planner:
         """
         if step.prompt_rows or self.costs.is_known(step.rows):
             return False
-        return self.root_trials.is_due(self.costs.stair(step.rows))
+        return self.root_trials.is_due(self.costs.bucket(step.rows))

@@ -14,7 +14,7 @@ from specserve.memory.blocks import BlockTable
 from specserve.scheduling.grammar_state import GrammarState
 from specserve.scheduling.processors import LogitsProcessors
 from specserve.scheduling.text_state import TextState
-from specserve_drafters import Draft, DraftItem
+from specserve_drafters import Draft, DraftRequest
 from specserve_kernels import NOT_FINITE
 
 log = logging.getLogger("specserve")
@@ -248,7 +248,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     def is_root(self) -> bool:
         return self.end - self.start == 1 and self.is_sampled
 
-    def draft_item(self, limit: int) -> DraftItem:
+    def draft_item(self, limit: int) -> DraftRequest:
         """The request as sources and drafters are asked about it."""
         r = self.request
-        return DraftItem(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)
+        return DraftRequest(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)

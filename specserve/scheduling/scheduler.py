@@ -16,7 +16,7 @@ from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.request import Request, ScheduledRequest
 
 
-class Places:
+class RunningCounts:
     """How many of the running requests each tenant and each call has."""
 
     def __init__(self, running: Sequence[Request]) -> None:
@@ -50,7 +50,7 @@ class Places:
         return max(filter(can_give, self.running), key=held, default=None)
 
 
-class Line:
+class TenantQueue:
     """One tenant's waiting requests of one priority, by call, in order of arrival."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Line:
             self.calls.remove(call)
             del self.requests[call]
 
-    def next(self, places: Places, now: float = 0.0) -> Request:
+    def next(self, places: RunningCounts, now: float = 0.0) -> Request:
         """The first request of the call with the fewest places; of equal calls, of the earliest.
 
         Every other time it is the one that is nearest to missing its target instead, if its call
@@ -113,7 +113,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all, by id
-        self.lines: dict[int, dict[int, Line]] = {}  # by priority and tenant; none is empty
+        self.lines: dict[int, dict[int, TenantQueue]] = {}  # by priority and tenant; none is empty
         self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by their leader's id
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class Queue:
 
     def line_up(self, request: Request) -> None:
         lines = self.lines.setdefault(request.sampling.priority, {})
-        lines.setdefault(request.caller.tenant, Line()).add(request)
+        lines.setdefault(request.caller.tenant, TenantQueue()).add(request)
 
     def leave_line(self, request: Request) -> None:
         priority, tenant = request.sampling.priority, request.caller.tenant
@@ -154,7 +154,7 @@ class Queue:
         if not request.is_following:
             self.leave_line(request)
 
-    def next(self, places: Places, now: float = 0.0) -> Request | None:
+    def next(self, places: RunningCounts, now: float = 0.0) -> Request | None:
         """The request to admit first; None if no request is in a line."""
         if not self.lines:
             return None
@@ -281,7 +281,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_plans = 0  # rotates the remainders of shared rows
         self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
-        self.guess_rows = 0  # that this step's guesses may have
+        self.draft_rows = 0  # that this step's guesses may have
         self.step = Step(0, 0, 0, 0)  # without guesses
         self.drafting = 0.0  # seconds that making guesses lately took, in the slowest steps
 
@@ -316,10 +316,10 @@ class Scheduler:
         left -= sum(chunk.end - chunk.start for chunk in chunks)
         self.step = self.step_of([*roots, *chunks])
         self.catch_up_rows = self.max_catch_up(roots, chunks)
-        self.guess_rows = min(left, self.budget.max_step_nodes)
-        if self.guess_rows > 0:
+        self.draft_rows = min(left, self.budget.max_step_nodes)
+        if self.draft_rows > 0:
             for root in roots:
-                root.draft_limit = self.max_guesses(root)
+                root.draft_limit = self.max_draft_tokens(root)
         if self.running and not roots and not chunks:  # prompts alone, of which none gets a block
             self.preempt(self.running[-1])
             return self.plan()
@@ -408,7 +408,9 @@ class Scheduler:
         """
         now = perf_counter()
         self.waiting.resume(self.running)
-        while self.waiting.lines and (request := self.waiting.next(Places(self.running), now)):
+        while self.waiting.lines and (
+            request := self.waiting.next(RunningCounts(self.running), now)
+        ):
             if self.set_aside(request):
                 continue
             if not self.make_place(request):
@@ -461,7 +463,7 @@ class Scheduler:
         """
         larger = [r for r in self.running if r.sampling.priority > request.sampling.priority]
         peers = self.running[: len(self.running) - len(larger)]
-        victim = Places(peers).victim(request)
+        victim = RunningCounts(peers).victim(request)
         return [*reversed(larger), *([] if victim is None else [victim])]
 
     def fits_without(
@@ -528,7 +530,7 @@ class Scheduler:
             place += 1
         return roots
 
-    def max_guesses(self, root: ScheduledRequest) -> int:
+    def max_draft_tokens(self, root: ScheduledRequest) -> int:
         """Guesses that a root may have: with the bonus token they are the tokens left."""
         request = root.request
         most = request.sampling.speculation.most_nodes(self.budget.max_nodes)
@@ -556,13 +558,13 @@ class Scheduler:
         chunk.end = max(begin, table.reserve_some(end, self.pool.num_available))
         return chunk.end - begin
 
-    def share_guesses(self, roots: Sequence[ScheduledRequest]) -> None:
+    def share_draft_rows(self, roots: Sequence[ScheduledRequest]) -> None:
         """Limit roots to even shares of the step's rows for guesses."""
-        limits = share(self.guess_rows, [root.draft_limit for root in roots], self.num_plans)
+        limits = share(self.draft_rows, [root.draft_limit for root in roots], self.num_plans)
         for root, limit in zip(roots, limits, strict=True):
             root.draft_limit = limit
 
-    def reserve_guesses(self, roots: Iterable[ScheduledRequest]) -> None:
+    def reserve_draft_slots(self, roots: Iterable[ScheduledRequest]) -> None:
         """Reserve the slots of guesses; where blocks are missing, a draft loses its last nodes."""
         spare = self.num_unreserved
         for root in roots:

@@ -63,7 +63,7 @@ def equal_edits(tokens: Collection[int], edit: Edit) -> EditColumns:
 NOTHING = no_edits()
 
 
-class Own(NamedTuple):
+class NodeEdits(NamedTuple):
     """A node's own edits: some by id, then those of other ids, which nodes share."""
 
     edits: dict[int, Edit]
@@ -73,7 +73,7 @@ class Own(NamedTuple):
         return len(self.edits) + len(self.others.ids)
 
 
-NO_OWN = Own({}, NOTHING)
+NO_OWN = NodeEdits({}, NOTHING)
 
 
 class Ends:
@@ -183,15 +183,15 @@ class TextState:
             words = words & self.mask.numpy()
         return torch.from_numpy(words)
 
-    def own(self, path: dict[int, Edit]) -> Own:
+    def own(self, path: dict[int, Edit]) -> NodeEdits:
         """The edits at a path's end: no bad word is completed there, and no end comes too early."""
         edits = path | dict.fromkeys(self.words.after(self.output), BAN)
         if not self.is_early:
-            return Own(edits, NOTHING)
+            return NodeEdits(edits, NOTHING)
         stops = self.sampling.stop_ids
-        return Own({t: e for t, e in edits.items() if t not in stops}, self.early)
+        return NodeEdits({t: e for t, e in edits.items() if t not in stops}, self.early)
 
-    def each(self, draft: Draft) -> list[Own]:
+    def each(self, draft: Draft) -> list[NodeEdits]:
         """What the root and every guess add to the edits of the known text, or replace there."""
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
         for node, parent in enumerate(draft.parents, 1):

@@ -147,7 +147,7 @@ class AccessLog:
         fields: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:
             fields |= completion.log_fields | (texts(completion) if self.has_texts else {})
-        seconds = perf_counter() - ended.begun
+        seconds = perf_counter() - ended.resume
         log_request(ended.scope["method"], path, status, seconds, fields, ended.request_id)
 
 
@@ -294,7 +294,7 @@ class KeyLimits:
             return
         account = self.accounts[tenant_of(scope)]
 
-        async def send_told(message: Message) -> None:
+        async def send_reported(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(account.headers)
             await send(message)
@@ -302,11 +302,11 @@ class KeyLimits:
         try:
             account.enter()
         except RateLimited as e:
-            await error_response(e)(scope, receive, send_told)
+            await error_response(e)(scope, receive, send_reported)
             return
         with at_end(scope, account.leave):
             scope[ACCOUNT] = account
-            await self.app(scope, receive, send_told)
+            await self.app(scope, receive, send_reported)
 
 
 def lacking(scope: str) -> StatusError:

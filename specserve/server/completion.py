@@ -257,7 +257,7 @@ class EndedRequest(msgspec.Struct):
 
     scope: Scope
     asked: list[LiveCompletion]
-    begun: float  # seconds, perf_counter
+    resume: float  # seconds, perf_counter
     request_id: str
     status: int = 500  # of an error that no middleware of ours sees
 
@@ -528,7 +528,7 @@ class Service:
 
 def demos(config: Config, ready: Ready) -> list[Scaled]:
     """Those of the served models that are scaled demos."""
-    if config.model.demo_cost is None:
+    if config.model.demo_compute is None:
         return []
     drafters = resolve_drafters(config)
     used = {drafters.draft: ready.draft_weights, drafters.head: ready.draft_head}

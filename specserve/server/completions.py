@@ -112,7 +112,7 @@ async def begin(
     sampling = await while_connected(request, checking)
     kept = service.prompts.processor.num_kept(params)
     ids = await service.prompts.read_all(prompts, kept, asked.add_special_tokens)
-    check_told(params, ids)
+    check_reported(params, ids)
     echoed = (
         await service.prompts.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
     )
@@ -135,7 +135,7 @@ def echo(
     ]
 
 
-def check_told(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
+def check_reported(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
     """Refuse so many logprobs of prompts, which every choice has again, that the answer would be
     far larger than what was asked; of one prompt, once, all may be told.
     """

@@ -94,7 +94,7 @@ class Connection(HttpToolsProtocol):
         self.is_input_closed = False  # further data is ignored
         self.num_pending = 0  # bytes received since the last piece of a body or end of a request
         self.num_body = 0  # bytes of the request's body
-        self.begun = 0.0  # seconds, perf_counter: when the request's first bytes came
+        self.resume = 0.0  # seconds, perf_counter: when the request's first bytes came
         self.completion: LiveCompletion | None = None  # while it streams one
         self.ends: Sequence[Callable[[], None]] = ()  # called when that has ended, the last first
 
@@ -306,7 +306,7 @@ class Connection(HttpToolsProtocol):
         self.is_input_closed, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
-        self.begun = perf_counter()
+        self.resume = perf_counter()
         self.timer = self.loop.call_later(self.limits.header_seconds, self.on_slow_headers)
 
     def expect_nothing(self) -> None:
@@ -374,7 +374,7 @@ class Connection(HttpToolsProtocol):
         given = unquote(url.partition(b"?")[0].decode("latin-1"))
         path = canonical(given) if given else "-"
         method = self.parser.get_method().decode() if url else "-"
-        log_request(method, path, status, perf_counter() - self.begun, {}, id)
+        log_request(method, path, status, perf_counter() - self.resume, {}, id)
 
 
 def canonical(path: str) -> str:

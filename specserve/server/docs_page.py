@@ -73,13 +73,13 @@ def route(method: str, path: str, told: dict[str, Any]) -> str:
         rows += [("body", kind(json_schema(told["requestBody"]["content"])), "JSON")]
     for status, response in told["responses"].items():
         for media, content in response["content"].items():
-            what = kind(told_of(content["schema"]))
+            what = kind(reported_for(content["schema"]))
             rows.append((status, what, f"{escape(media)}: {escape(response['description'])}"))
     title = f"<b>{method.upper()}</b> {code(path)} <span class=dim>{escape(told['summary'])}</span>"
     return f"<details><summary>{title}</summary>{table(rows)}</details>\n"
 
 
-def told_of(schema: dict[str, Any]) -> dict[str, Any]:
+def reported_for(schema: dict[str, Any]) -> dict[str, Any]:
     """What a page shows of an answer: of a stream, the form of its data."""
     data = schema.get("properties", {}).get("data", {})
     told: dict[str, Any] = data.get("contentSchema", schema)

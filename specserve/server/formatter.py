@@ -87,7 +87,7 @@ class CompletionFormatter:
         self.has_step_chunks = self.has_ids or self.is_long
         self.echoed_logprobs: dict[int, CompletionLogprobs] = {}  # of prompts, for all choices
         self.prompt_logprobs: dict[int, list[Any]] = {}
-        self.begun: set[int] = set()
+        self.resume: set[int] = set()
         self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: the text of a plain event
         self.is_plain = not (self.reader or self.has_step_chunks or self.has_running_usage)
         self.num_ended = self.num_sent = 0  # choices; tokens
@@ -109,7 +109,7 @@ class CompletionFormatter:
         """The events of one choice's step. Most add only text, and differ in nothing else."""
         if (
             self.is_plain
-            and delta.choice in self.begun
+            and delta.choice in self.resume
             and delta.text
             and not (delta.is_last or delta.details)
         ):
@@ -134,10 +134,10 @@ class CompletionFormatter:
         """
         self.num_sent += len(delta.token_ids)
         index, generation = delta.choice, self.completion.generations[delta.choice]
-        is_first = index not in self.begun
+        is_first = index not in self.resume
         events = self.parsed(delta, is_first)
         if events or delta.details or self.has_step_chunks or (is_first and not delta.is_last):
-            has_prompt = is_first if self.schema.choices_have_prompts else not self.begun
+            has_prompt = is_first if self.schema.choices_have_prompts else not self.resume
             prompt = self.prompt_fields(index) if has_prompt else {}
             its, whole = (prompt, {}) if self.schema.choices_have_prompts else ({}, prompt)
             new = slice(delta.begin, delta.begin + len(delta.token_ids))
@@ -177,8 +177,8 @@ class CompletionFormatter:
     def chunk_choice(
         self, index: int, event: Event, reason: str | None = None, **fields: Any
     ) -> ChunkChoiceFields:
-        is_first = index not in self.begun
-        self.begun.add(index)
+        is_first = index not in self.resume
+        self.resume.add(index)
         given = {"index": index, "logprobs": None, "finish_reason": reason} | fields
         return self.schema.chunk_choice(event, is_first, **given)
 
@@ -299,7 +299,7 @@ class CompletionFormatter:
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
         if not self.is_long:
             return 0
-        firsts = {d.choice for d in deltas} - self.begun
+        firsts = {d.choice for d in deltas} - self.resume
         prompts = sum(len(self.first(c).prompt_logprobs) for c in firsts)
         new = sum(len(d.token_ids) for d in deltas) if self.namer is not None else 0
         top = max(self.params.num_top or 0, self.params.prompt_logprobs or 0)

@@ -242,7 +242,7 @@ class Processes:
         self.is_closed = False
         self.turns = FairTurns(NUM_PROCESSES)
         self.free: asyncio.Queue[Process] = asyncio.Queue()
-        self.processes = [self.begun() for _ in range(NUM_PROCESSES if is_urgent else 0)]
+        self.processes = [self.resume() for _ in range(NUM_PROCESSES if is_urgent else 0)]
         self.replaced: list[Process] = []  # those that have not ended yet
         for process in self.processes:
             self.free.put_nowait(process)
@@ -303,10 +303,10 @@ class Processes:
     def begin_another(self) -> None:
         """Start one more, unless there are as many as there may be."""
         if len(self.processes) < NUM_PROCESSES:
-            self.processes.append(self.begun())
+            self.processes.append(self.resume())
             self.free.put_nowait(self.processes[-1])
 
-    def begun(self) -> "Process":
+    def resume(self) -> "Process":
         self.check_open()
         try:
             return Process(self.module, self.first)
@@ -318,7 +318,7 @@ class Processes:
             raise Overloaded("the server is about to end: ask another one", retry_after=None)
 
     def replace(self, old: "Process") -> "Process":
-        new = self.processes[self.processes.index(old)] = self.begun()
+        new = self.processes[self.processes.index(old)] = self.resume()
         self.replaced = [p for p in [*self.replaced, old] if not p.ended.is_set()]
         return new
 

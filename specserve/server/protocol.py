@@ -9,9 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from specserve.api.outputs import Logprob
 from specserve.exchange.messages import (
+    CalibrationPoint,
     CostState,
     DraftHeadCard,
-    GuessKind,
     PlainStep,
     PlanState,
     SourceCounts,
@@ -135,7 +135,7 @@ class SpeculationStatus(Struct, tag_field="object", tag="speculation"):
     max_step_nodes: int
     costs: dict[str, CostState]
     plain_steps: list[PlainStep]
-    calibration: dict[str, list[GuessKind]]
+    calibration: dict[str, list[CalibrationPoint]]
     plan: PlanState | None
     slo: Targets
     row_invariant: bool | UnsetType = UNSET

@@ -61,7 +61,7 @@ class Tracer:
             context=self.extract(Request(ended.scope).headers),
             kind=self.trace.SpanKind.SERVER,
             attributes=dict(self.attributes(ended, operation, completion)),
-            start_time=at(ended.begun),
+            start_time=at(ended.resume),
         )
         if ended.status >= 500 or (completion is not None and completion.error is not None):
             span.set_status(self.trace.StatusCode.ERROR)
@@ -142,9 +142,9 @@ def answer_attributes(completion: LiveCompletion, model: str) -> Iterator[tuple[
 
 def phases(completion: LiveCompletion) -> list[tuple[str, float, float]]:
     """[begin, end) in seconds of perf_counter, of a completion that has tokens."""
-    begun = [g for g in completion.generations if g.first_token_at]
-    arrived, admitted = completion.arrived.at, min(g.admitted_at for g in begun)
-    first, last = min(g.first_token_at for g in begun), max(g.last_token_at for g in begun)
+    resume = [g for g in completion.generations if g.first_token_at]
+    arrived, admitted = completion.arrived.at, min(g.admitted_at for g in resume)
+    first, last = min(g.first_token_at for g in resume), max(g.last_token_at for g in resume)
     admitted = max(arrived, admitted)
     return [("queue", arrived, admitted), ("prefill", admitted, first), ("decode", first, last)]
 

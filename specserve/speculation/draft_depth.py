@@ -24,14 +24,14 @@ class DraftDepthController:
     def __init__(
         self,
         growth: DraftDepthPolicy,
-        learned: Sequence[AcceptanceStats],
+        acceptance: Sequence[AcceptanceStats],
         name: str,
         model: ModelExecutor,
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
         """`name` is the model's as a source; `learned` is by request."""
-        self.growth, self.name, self.model, self.learned = growth, name, model, learned
+        self.growth, self.name, self.model, self.acceptance = growth, name, model, acceptance
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
         self.tried: list[int] = []  # ids of requests that it was run for only as a trial
@@ -74,10 +74,14 @@ class DraftDepthController:
         """Of each owner's places that are left out the first, where its trial is due."""
         first: dict[AcceptanceStats, int] = {}
         for place in left:
-            first.setdefault(self.learned[place], place)
+            first.setdefault(self.acceptance[place], place)
         # One request of an owner: what it shows holds for the others, too.
         each = first.items()
-        return [i for learned, i in each if learned.trials.is_due(self.name, learned.passed)]
+        return [
+            i
+            for acceptance, i in each
+            if acceptance.exploration.is_due(self.name, acceptance.passed)
+        ]
 
     def catching_up(self, request: Request) -> float:
         """Seconds of a request's missing rows, spread over the tokens that they are of use for."""

@@ -9,7 +9,7 @@ from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.memory.blocks import BlockTable
 from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor
-from specserve_drafters import ROOT, Draft, DraftItem, Nodes
+from specserve_drafters import ROOT, Draft, DraftRequest, Nodes
 
 # Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
 # guess if the draft model had not run it.
@@ -38,7 +38,7 @@ class DraftModel(ModelExecutor):
     def missing(self, request: Request) -> int:
         return max(0, request.draft_gap - USUAL_LAG)
 
-    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+    def extend(self, items: Sequence[DraftRequest]) -> tuple[list[int], Tensor]:
         """Executor.extend. A request is left out until its first token is known: nothing of the
         draft model delays that. Shorter gaps come first, and a gap may take several steps.
         """

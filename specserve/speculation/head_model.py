@@ -19,7 +19,7 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import StepCosts
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, count_error
-from specserve_drafters import ROOT, DraftItem, Nodes
+from specserve_drafters import ROOT, DraftRequest, Nodes
 from specserve_drafters.base import EAGLE
 
 TOKENS = 200
@@ -82,7 +82,7 @@ WATCHED = 64  # rows of a launch at most whose logits are compared: they take me
 KEPT, PIECE = 512, 128  # rows of a request alone that may wait, and that are written if more do
 
 
-class Seen(NamedTuple):
+class TargetRows(NamedTuple):
     """Rows of a request in the target's last step.
 
     table  that their KV is in, as it was then: the request may have ended since
@@ -109,10 +109,10 @@ class Backlog(msgspec.Struct):
         return self.end - self.start
 
 
-Rest = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
+UnrunRows = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
 
 
-class Last(NamedTuple):
+class LastHidden(NamedTuple):
     """What the head has left behind the last token of so many known ones, [1, hidden]."""
 
     num_tokens: int
@@ -141,9 +141,9 @@ class HeadModel(ModelExecutor):
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # of known tokens
         words = tap_words(head.taps, target.decoder.config.num_layers)
         self.watch: TapWatch | None = TapWatch(words)
-        self.seen: list[Seen] = []
+        self.seen: list[TargetRows] = []
         self.backlogs: dict[int, Backlog] = {}  # by request
-        self.last: dict[int, Last] = {}  # likewise
+        self.last: dict[int, LastHidden] = {}  # likewise
         self.ended: dict[int, BlockTable] = {}  # requests, since the last step
         # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.
         self.features = torch.empty(0, 0)
@@ -182,7 +182,7 @@ class HeadModel(ModelExecutor):
             nodes = [] if path is None else path.nodes
             table = copy_of(request.table)
             rows = [*range(begin, end), *(end - 1 + node for node in nodes)]
-            self.seen.append(Seen(request, table, item.start, rows))
+            self.seen.append(TargetRows(request, table, item.start, rows))
             if self.watch is not None and path is not None and path.tokens:
                 self.watch.see(request.id, path.tokens[0])
 
@@ -241,7 +241,7 @@ class HeadModel(ModelExecutor):
             sums.seconds += seconds
             sums.saved_seconds -= seconds
 
-    def keep_taps(self, seen: Sequence[Seen]) -> None:
+    def keep_taps(self, seen: Sequence[TargetRows]) -> None:
         kept = [
             (each, min(len(each.rows), len(each.request.token_ids) - each.start - 1))
             for each in seen
@@ -290,7 +290,7 @@ class HeadModel(ModelExecutor):
         """Run rows of backlogs, in launches of no more rows than a step has. `tables` are those of
         requests that may have ended. `watch` compares what comes after the rows.
         """
-        most, part, rows = self.scheduler.budget.max_batched_tokens, list[Rest](), 0
+        most, part, rows = self.scheduler.budget.max_batched_tokens, list[UnrunRows](), 0
         for backlog in backlogs:
             request, end = backlog.request, backlog.end
             table = tables.get(request.id, request.table)
@@ -313,7 +313,7 @@ class HeadModel(ModelExecutor):
         if part:
             self.run_together(part, watch)
 
-    def run_together(self, rest: Sequence[Rest], watch: TapWatch | None) -> None:
+    def run_together(self, rest: Sequence[UnrunRows], watch: TapWatch | None) -> None:
         requests, groups, taps = zip(*rest, strict=True)
         features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
         step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
@@ -326,7 +326,7 @@ class HeadModel(ModelExecutor):
             del self.backlogs[request.id]
         for row, (request, group) in enumerate(zip(requests, groups, strict=True)):
             num_known = group.start + len(group.token_ids) + 1
-            self.last[request.id] = Last(num_known, hidden[row : row + 1])
+            self.last[request.id] = LastHidden(num_known, hidden[row : row + 1])
         if watch is not None:
             self.compare(watch, requests, groups, self.runner.outputs.residual)
 
@@ -360,7 +360,7 @@ class HeadModel(ModelExecutor):
         for request, (_, ids, start, *_) in zip(requests, groups, strict=True):
             first = max(start, request.num_prompt - 2)
             said = request.token_ids[first + 2 : start + len(ids) + 2]
-            if is_foreseeable(request):
+            if is_estimating(request):
                 tokens += said
                 rows += range(before + first - start, before + first - start + len(said))
             before += len(ids)
@@ -382,7 +382,7 @@ class HeadModel(ModelExecutor):
         super().forget(request)
         self.ended[request.id] = copy_of(request.table)
 
-    def extend(self, items: Sequence[DraftItem]) -> tuple[list[int], Tensor]:
+    def extend(self, items: Sequence[DraftRequest]) -> tuple[list[int], Tensor]:
         """Executor.extend. A request is left out where the target's last step had none of it, or
         nothing that the head could go on from.
         """
@@ -401,7 +401,7 @@ class HeadModel(ModelExecutor):
         logits = self.logits(self.features)
         if self.watch is not None:
             likeliest = zip(ready, self.likeliest(logits), strict=True)
-            watched = {id: token for id, token in likeliest if is_foreseeable(self.requests[id])}
+            watched = {id: token for id, token in likeliest if is_estimating(self.requests[id])}
             self.watch.expect(watched, watched.values())
         logits = self.of_target(logits)
         place = {item.id: i for i, item in enumerate(items)}
@@ -470,7 +470,7 @@ def copy_of(table: BlockTable) -> BlockTable:
     return found
 
 
-def is_foreseeable(request: Request) -> bool:
+def is_estimating(request: Request) -> bool:
     """Whether a head may be expected to be right about its text."""
     return request.sampling.temperature <= 1
 

@@ -22,27 +22,27 @@ class Row(NamedTuple):
     after: int
 
 
-class Reached(NamedTuple):
+class AcceptedRows(NamedTuple):
     """A request's rows, in the order of its text."""
 
-    learned: AcceptanceStats
+    acceptance: AcceptanceStats
     id: int
     rows: list[Row]
 
 
-def reached(
+def accepted_rows(
     sampled: Sequence[ScheduledRequest],
     paths: Sequence[AcceptedPath],
-    learned: Sequence[AcceptanceStats],
-) -> list[Reached]:
+    acceptance: Sequence[AcceptanceStats],
+) -> list[AcceptedRows]:
     """The rows of the roots and of the accepted nodes."""
     roots = accumulate((1 + len(item.draft) for item in sampled), initial=0)
     found = []
-    for item, path, root, its in zip(sampled, paths, roots, learned, strict=False):
+    for item, path, root, its in zip(sampled, paths, roots, acceptance, strict=False):
         rows = [root, *(root + node for node in path.nodes)]
         tokens = [item.request.token_ids[-1], *path.tokens]
         each = [*map(Row, rows, tokens, path.tokens)]
-        found.append(Reached(its, item.request.id, each))
+        found.append(AcceptedRows(its, item.request.id, each))
     return found
 
 
@@ -52,30 +52,32 @@ class TokenRecycler:
     def __init__(self, source: RecycleSource) -> None:
         self.source = source
 
-    def harvest(self, reached: Sequence[Reached], answers: TargetTokens, seconds: float) -> None:
+    def collect_successors(
+        self, accepted_rows: Sequence[AcceptedRows], answers: TargetTokens, seconds: float
+    ) -> None:
         """Learn from a step for which the target took so many seconds."""
-        start, part = perf_counter(), seconds / max(len(reached), 1)
-        wanted = list[tuple[Reached, Row]]()
-        for one in reached:
-            learned = one.learned
-            learned.left = min(learned.left + SHARE * part, part)
+        start, part = perf_counter(), seconds / max(len(accepted_rows), 1)
+        wanted = list[tuple[AcceptedRows, Row]]()
+        for one in accepted_rows:
+            acceptance = one.acceptance
+            acceptance.left = min(acceptance.left + SHARE * part, part)
             rows = self.wanted(one)
-            wanted += [(one, row) for row in rows[:MOST_ROWS] if learned.left > 0]
+            wanted += [(one, row) for row in rows[:MOST_ROWS] if acceptance.left > 0]
         if not wanted or not answers.has_logits:
             return
         self.enter(wanted, answers)
         each = (perf_counter() - start) / len(wanted)
         for one, _ in wanted:
-            one.learned.left = max(one.learned.left - each, -part)
+            one.acceptance.left = max(one.acceptance.left - each, -part)
 
-    def wanted(self, one: Reached) -> list[Row]:
+    def wanted(self, one: AcceptedRows) -> list[Row]:
         """The rows whose successors are missing or old."""
         if not one.rows:
             return []
         tokens = [row.token for row in one.rows] + [one.rows[-1].after]
         return [one.rows[place] for place in self.source.follow(one.id, tokens)]
 
-    def enter(self, wanted: Sequence[tuple[Reached, Row]], answers: TargetTokens) -> None:
+    def enter(self, wanted: Sequence[tuple[AcceptedRows, Row]], answers: TargetTokens) -> None:
         """Enter successors, which come from the device in one copy."""
         rows, after = [row.row for _, row in wanted], [row.after for _, row in wanted]
         k = min(NUM_SUCCESSORS, answers.logits.shape[1])

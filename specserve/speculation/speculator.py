@@ -12,7 +12,7 @@ from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepSpecStats
-from specserve_drafters import ROOT, Draft, Drafter, DraftItem
+from specserve_drafters import ROOT, Draft, Drafter, DraftRequest
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
@@ -25,16 +25,16 @@ class Source(Protocol):
 
     name: str
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]: ...
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]: ...
 
 
 @runtime_checkable
-class Foreseen(Protocol):
+class EstimatingSource(Protocol):
     """A source that knows beforehand how many of its guesses are likely to be right."""
 
     name: str
 
-    def promise(self, id: int, text: "array[int]") -> float: ...
+    def expected_accepted(self, id: int, text: "array[int]") -> float: ...
 
     def reset(self) -> None: ...
 
@@ -44,9 +44,9 @@ class UserSource:
 
     def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size
-        self.has_told = False  # of candidates that are not valid
+        self.has_warned = False  # of candidates that are not valid
 
-    def candidates(self, items: Sequence[DraftItem]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         """With its own scores, if it has the method for them."""
         items = [item.copy() for item in items]
         scored = getattr(self.drafter, "candidates", None)  # optional in a drafter
@@ -62,8 +62,8 @@ class UserSource:
         """Those before the first that is not valid; a warning names the first such one."""
         given = [*islice(found, MAX_CANDIDATES)]
         valid = checked(given, self.name, self.vocab_size)
-        if len(valid) < len(given) and not self.has_told:
-            self.has_told = True
+        if len(valid) < len(given) and not self.has_warned:
+            self.has_warned = True
             log.warning(
                 "drafter %s: candidate %d of a list, %.200r, is dropped, and so are those after "
                 "it: each has to be a Candidate whose token is in [0, %d) and whose parent is ROOT "
@@ -106,7 +106,7 @@ class Speculator(Protocol):
         """Learn how long the target took for the step."""
         ...
 
-    def harvest(
+    def collect_successors(
         self,
         sampled: Sequence[ScheduledRequest],
         paths: Sequence[AcceptedPath],
@@ -155,7 +155,7 @@ class FixedSpeculator:
         self.num_ids = num_ids
         self.source = UserSource(name, drafter, num_ids)
         self.names: tuple[str, ...] = (name,)
-        self.ledger = SpecDecodeStats(self.names, stats)
+        self.spec_stats = SpecDecodeStats(self.names, stats)
 
     @property
     def drafter(self) -> Drafter:
@@ -166,7 +166,7 @@ class FixedSpeculator:
         name, start = self.names[0], perf_counter()
         roots = [s for s in scheduled if s.draft_limit]
         roots = [s for s in roots if s.request.sampling.speculation.allows(name)]
-        self.scheduler.share_guesses(roots)
+        self.scheduler.share_draft_rows(roots)
         roots = [s for s in roots if s.draft_limit]
         if not roots:
             return
@@ -184,17 +184,17 @@ class FixedSpeculator:
         except KVLost:
             raise
         except BaseException:  # a drafter is user code, whose errors must not change any text
-            self.ledger.failed(name)
+            self.spec_stats.failed(name)
         finally:
             if self.draft_model is not None:
                 self.draft_model.take_back()
-        self.scheduler.reserve_guesses(roots)
-        self.ledger.took(name, perf_counter() - start)
+        self.scheduler.reserve_draft_slots(roots)
+        self.spec_stats.took(name, perf_counter() - start)
 
     def timed(self, seconds: float) -> None:
         pass
 
-    def harvest(
+    def collect_successors(
         self,
         sampled: Sequence[ScheduledRequest],
         paths: Sequence[AcceptedPath],
@@ -210,15 +210,15 @@ class FixedSpeculator:
             return StepSpecStats()
         guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
         is_tree_asked = request.sampling.return_speculation_details
-        told = self.ledger.enter(guesses, accepted, is_tree_asked)
-        self.ledger.notify(self.source, "observe", request.id, draft, accepted)
+        told = self.spec_stats.enter(guesses, accepted, is_tree_asked)
+        self.spec_stats.notify(self.source, "observe", request.id, draft, accepted)
         return told
 
     def begin(self, request: Request) -> None:
         """A drafter that is alone sees a request when it is asked for guesses."""
 
     def forget(self, id: int) -> None:
-        self.ledger.notify(self.source, "forget", id)
+        self.spec_stats.notify(self.source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         return state

@@ -15,8 +15,8 @@ import msgspec
 
 from specserve.engine.runner import AskedLogprobs, Runner, TargetTokens, scored
 from specserve.exchange.messages import (
+    CalibrationPoint,
     CostState,
-    GuessKind,
     PlanState,
     RowCost,
     SourceCounts,
@@ -27,10 +27,10 @@ from specserve.exchange.messages import (
 )
 from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import ExplorationBudget, Plan, Trials
+from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import CHILDREN_BY, Calibration
-from specserve_drafters.owners import Owner
+from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")
@@ -112,12 +112,12 @@ def give_logprobs(
     answers: TargetTokens,
 ) -> None:
     """Give paths the logprobs of their tokens, and requests those of their prompts' tokens."""
-    tell_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
+    report_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
     if len(asked.rows):
-        tell_prompts(scheduled, target.score(asked))
+        report_prompts(scheduled, target.score(asked))
 
 
-def tell_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
+def report_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
     """Give the items what is said of their prompts' tokens, in the order of the step's rows."""
     each = iter(token_logprobs(said))
     for item in scheduled:
@@ -125,7 +125,7 @@ def tell_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
         item.scores = [first(x, item.request.sampling.prompt_logprobs) for x in some]
 
 
-def tell_drawn(
+def report_drawn(
     sampled: Sequence[ScheduledRequest],
     paths: Sequence[AcceptedPath],
     answers: TargetTokens,
@@ -193,7 +193,7 @@ class SpecDecodeStats:
         for name in names:
             self.sums.setdefault(name, SourceStats())
         self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
-        self.saved_by_guess = self.row_seconds = 0.0
+        self.saved_per_draft_token = self.row_seconds = 0.0
 
     def failed(self, name: str) -> None:
         """Count the exception that is being handled."""
@@ -211,9 +211,9 @@ class SpecDecodeStats:
         self.sums[name].seconds += seconds
         self.sums[name].saved_seconds -= seconds
 
-    def begin(self, saved_by_guess: float, row_seconds: float) -> None:
+    def begin(self, saved_per_draft_token: float, row_seconds: float) -> None:
         """Begin a step, with the seconds that an accepted guess saves, and that each one took."""
-        self.saved_by_guess, self.row_seconds = saved_by_guess, row_seconds
+        self.saved_per_draft_token, self.row_seconds = saved_per_draft_token, row_seconds
 
     def enter(
         self, guesses: DraftSources, accepted: Sequence[int], is_tree_asked: bool
@@ -228,7 +228,7 @@ class SpecDecodeStats:
         for depth, node in enumerate(accepted):
             for name in (names := sources[node - 1]):
                 right[name] += 1
-                self.add_accepted(name, depth, self.saved_by_guess / len(names))
+                self.add_accepted(name, depth, self.saved_per_draft_token / len(names))
         for name, number in proposed.items():
             self.sums[name].proposed += number
             self.sums[name].verified += verified[name]
@@ -252,8 +252,8 @@ def cost_state(costs: StepCosts) -> CostState:
     return CostState(steps, per_token, per_row, per_request, costs.slowdown)
 
 
-def calibration_state(calibration: Calibration) -> dict[str, list[GuessKind]]:
-    return msgspec.convert(calibration.table(), dict[str, list[GuessKind]])
+def calibration_state(calibration: Calibration) -> dict[str, list[CalibrationPoint]]:
+    return msgspec.convert(calibration.table(), dict[str, list[CalibrationPoint]])
 
 
 def plan_state(plan: Plan, step: Step) -> PlanState:
@@ -274,7 +274,7 @@ FIRST = 8  # steps that show nothing yet
 DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
 
 
-def owner_of(request: Request) -> Owner:
+def scope_of(request: Request) -> TenantScope:
     digest = "" if request.adapter is None else request.adapter.digest
     return request.caller.tenant, request.sampling.cache_salt, digest
 
@@ -302,11 +302,13 @@ class AcceptanceStats:
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.turns = ExplorationBudget()  # of planning what sources say
-        self.level_turns: dict[str, ExplorationBudget] = defaultdict(
+        self.benefits = ExplorationBudget()  # of planning what sources say
+        self.level_benefits: dict[str, ExplorationBudget] = defaultdict(
             ExplorationBudget
         )  # of levels, by the model's source
-        self.trials = Trials(last=LAST_TRIAL)  # of sources that are late, and of models
+        self.exploration = ExplorationSchedule(
+            last=LAST_TRIAL
+        )  # of sources that are late, and of models
         self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
         self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
         # Usual seconds of a request's guesses, without those of models. Which sources are asked,
@@ -325,12 +327,12 @@ class AcceptanceStats:
 
     def next_step(self) -> None:
         self.num_roots = 0
-        self.turns.next_step()
-        for turns in self.level_turns.values():
-            turns.next_step()
+        self.benefits.next_step()
+        for benefits in self.level_benefits.values():
+            benefits.next_step()
         self.share += (1 - self.share) * DOUBT
 
-    def is_promising(self, seconds: float) -> bool:
+    def is_worthwhile(self, seconds: float) -> bool:
         """Whether guesses that promise to save so many seconds are worth the time of planning."""
         return seconds * self.share > self.planning
 
@@ -350,7 +352,7 @@ class AcceptanceStats:
         """Whether a source is asked: one that takes more than it saves only as a trial."""
         if not self.paces[name].is_late(step_seconds):
             return True
-        if is_due := self.trials.is_due(name, self.passed):
+        if is_due := self.exploration.is_due(name, self.passed):
             self.tried.add(name)
         return is_due
 
@@ -359,22 +361,22 @@ class AcceptanceStats:
         for name, taken in self.taken.items():
             self.paces[name].add(taken, self.saved[name])
             if name in self.tried and self.might_save[name] > taken:
-                self.trials.worked(name)
+                self.exploration.worked(name)
                 self.paces[name] = CostBenefit()
         for each in (self.taken, self.saved, self.might_save, self.tried):
             each.clear()
 
     def forget_model(self, name: str) -> None:
         """Drop what was learnt of a model: another one takes its place."""
-        self.level_turns.pop(name, None)
+        self.level_benefits.pop(name, None)
         for trial in (name, (name, "first")):
-            self.trials.worked(trial)
+            self.exploration.worked(trial)
         for judged in (name, CHILDREN_BY + name):
             self.calibration.drop(judged)
 
     def forget(self, id: int) -> None:
         """Drop what was learnt for a request alone."""
         self.calibration.forget(id)
-        self.turns.forget(id)
-        for turns in self.level_turns.values():
-            turns.forget(id)
+        self.benefits.forget(id)
+        for benefits in self.level_benefits.values():
+            benefits.forget(id)

@@ -201,7 +201,7 @@ def test_who_leaves_aborts(run, how):
     assert run(ask) == ({}, 0)
 
 
-def test_an_aborted_request_tells_what_has_come(run):
+def test_an_aborted_request_reports_what_has_come(run):
     async def ask(a):
         reasons = []
         async for output in a.generate("the cat", LONG, "mine"):
@@ -250,7 +250,7 @@ def test_refused_and_no_other_request_notices(run, llm, asked, complaint):
     assert run(ask).token_ids == llm.generate("the cat", PARAMS)[0].token_ids
 
 
-def test_a_model_that_is_not_there_is_told_at_the_start():
+def test_a_model_that_is_not_there_is_reported_at_the_start():
     async def start():
         async with AsyncLLM("no/such/folder"):
             pass

@@ -46,7 +46,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     ]
 
 
-def test_an_output_tells_all_that_there_is_to_know(llm):
+def test_an_output_reports_all_that_there_is_to_know(llm):
     (o,) = llm.generate("the cat sat on the mat", GREEDY)
     assert o.prompt_token_ids == tiny_tokenizer()("the cat sat on the mat")["input_ids"]
     assert o.text == llm.tokenizer.decode(o.token_ids)
@@ -65,7 +65,7 @@ def test_the_text_is_the_same_whatever_is_asked_of_speculation(llm):
         assert [o.token_ids for o in llm.generate("the cat sat", params)] == want
 
 
-def test_every_step_is_told_to_who_asks(llm):
+def test_every_step_is_reported_to_who_asks(llm):
     params = msgspec.structs.replace(GREEDY, return_speculation_details=True)
     (o,) = llm.generate("the cat sat on the mat", params)
     assert [token for step in o.speculation.details for token in step.tokens] == o.token_ids
@@ -73,7 +73,7 @@ def test_every_step_is_told_to_who_asks(llm):
     assert llm.generate("the cat", GREEDY)[0].speculation.details == []
 
 
-def test_logprobs_are_told_as_vllm_tells_them(llm):
+def test_logprobs_are_reported_as_vllm_reports_them(llm):
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=1)
     (o,) = llm.generate("the cat sat on the mat", params)
     assert len(o.logprobs) == 12 and o.logprobs == o.choices[0].logprobs
@@ -123,7 +123,7 @@ def test_the_best_choices_are_given_and_the_others_counted(llm):
         llm.stream("a", SamplingParams(best_of=2))
 
 
-def test_a_streams_output_tells_logprobs_too(llm):
+def test_a_streams_output_reports_logprobs_too(llm):
     params = msgspec.structs.replace(GREEDY, logprobs=1, prompt_logprobs=0)
     stream = llm.stream("the cat", params)
     with pytest.raises(StopIteration) as end:
@@ -136,7 +136,7 @@ def test_a_streams_output_tells_logprobs_too(llm):
     assert output.prompt == want.prompt == "the cat"
 
 
-def test_a_streams_output_tells_every_step_too(llm):
+def test_a_streams_output_reports_every_step_too(llm):
     params = msgspec.structs.replace(GREEDY, return_speculation_details=True)
     stream = llm.stream("the cat sat", params)
     with pytest.raises(StopIteration) as end:
@@ -227,7 +227,7 @@ def test_what_speculation_goes_by_can_be_asked_for(llm):
     )
 
 
-def test_without_guesses_the_acceptance_length_is_1(folder):
+def test_without_draft_tokens_the_acceptance_length_is_1(folder):
     with load(folder, **{"speculation.max_nodes": 0}) as llm:
         (o,) = llm.generate("the cat the cat the cat", GREEDY)
     assert o.speculation.mean_acceptance_length == 1
@@ -295,7 +295,7 @@ def test_a_stop_string_ends_the_text_before_it(llm):
     assert cut.usage.completion_tokens == len(cut.token_ids) < 30
 
 
-def test_a_stop_string_may_stay_in_the_text_and_is_told(llm):
+def test_a_stop_string_may_stay_in_the_text_and_is_reported(llm):
     params = SamplingParams(seed=2, max_tokens=30)
     (whole,) = llm.generate("the cat", params)
     stop = whole.text[8:11]
@@ -305,7 +305,7 @@ def test_a_stop_string_may_stay_in_the_text_and_is_told(llm):
     assert (cut.stop_reason, whole.stop_reason) == (stop, None)
 
 
-def test_a_stop_id_is_told_and_has_text_only_where_that_is_asked_for(llm):
+def test_a_stop_id_is_reported_and_has_text_only_where_that_is_asked_for(llm):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (whole,) = llm.generate("the cat", params)
     texts = [llm.tokenizer.decode([token]) for token in whole.token_ids]
@@ -757,7 +757,7 @@ def test_prompts_are_hashed_while_other_threads_may_step(llm, monkeypatch):
     assert seen == [True]
 
 
-def test_logits_processors_take_guesses_away_and_say_so(llm):
+def test_logits_processors_take_draft_tokens_away_and_say_so(llm):
     def only_even(ids, logits):
         logits[1::2] = float("-inf")
         return logits

@@ -66,7 +66,7 @@ def test_a_stop_string_may_come_once_min_tokens_have():
 
 @pytest.mark.parametrize("is_asked_meanwhile", [False, True])
 @pytest.mark.parametrize("most", [9, 0])
-def test_a_prompts_logprobs_are_told_once_all_have_come(is_asked_meanwhile, most):
+def test_a_prompts_logprobs_are_reported_once_all_have_come(is_asked_meanwhile, most):
     prompt, each = [5, 6, 7, 8], [TokenLogprobs(-0.5 - i, 1, [6 + i], [-0.5]) for i in range(3)]
     sampling = Sampling(**PLAIN | {"max_tokens": most, "prompt_logprobs": 1})
     generation = Generation(1, prompt, sampling, TOKENIZER)

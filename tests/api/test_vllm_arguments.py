@@ -159,7 +159,7 @@ def test_an_argument_of_a_call_that_cannot_be_had_is_refused_by_name(call, given
     assert [e.value.param] == [*given]
 
 
-def test_a_misspelt_argument_of_a_call_is_told_the_nearest_name(call):
+def test_a_misspelt_argument_of_a_call_is_reported_the_nearest_name(call):
     with pytest.raises(TypeError, match=r"'lora_reqest': did you mean lora_request\?"):
         call("a", lora_reqest=None)
 
@@ -253,6 +253,6 @@ def test_parameters_with_an_effect_that_cannot_be_had_are_refused(given, words):
 @pytest.mark.parametrize(
     ("name", "near"), [("max_new_tokens", "max_tokens"), ("temprature", "temperature")]
 )
-def test_a_parameter_by_another_name_is_told_ours(name, near):
+def test_a_parameter_by_another_name_is_reported_ours(name, near):
     with pytest.raises(TypeError, match=rf"'{name}': did you mean {near}\?"):
         SamplingParams(**{name: 1})

@@ -29,7 +29,7 @@ def painted(text, bits):
     return f"\x1b[{COLOR[bits]}m{text}\x1b[0m"
 
 
-def test_a_token_has_the_color_of_who_guessed_it(colors):
+def test_a_token_has_the_color_of_who_drafted_it(colors):
     colored = Colored()
     colored.add_steps([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
     assert colored.shown("thecat a") == painted("the", 1) + painted("ca", 3)
@@ -38,7 +38,7 @@ def test_a_token_has_the_color_of_who_guessed_it(colors):
     assert colored.shown("d\nx") == painted("d", 2) + "\n" + painted("x", 2)
 
 
-def test_text_of_no_told_token_is_plain_and_nothing_is_lost(colors):
+def test_text_of_no_reported_token_is_plain_and_nothing_is_lost(colors):
     colored = Colored()
     assert colored.shown("as it comes") == "as it comes"
     colored.add_steps([step([1, 2], [14, 14], [1, 2])])  # the second has no text of its own
@@ -93,7 +93,7 @@ def test_colors_are_for_a_terminal_whose_user_has_nothing_against_them(
     assert watch.has_colors() is has
 
 
-def test_without_colors_accepted_guesses_are_in_brackets():
+def test_without_colors_accepted_draft_tokens_are_in_brackets():
     colored = Colored()
     colored.add_steps([step([1, 2, 3], [3, 5, 9], [1, 3, 0])])
     assert colored.shown("thecat an") == "[the][ca]t an"

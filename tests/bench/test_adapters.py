@@ -5,7 +5,7 @@ from specserve_bench.figures.adapters import BASE, SUBJECTS
 from tests.checkpoints import tiny_checkpoint
 
 
-def test_every_subject_is_measured_beside_the_engine_without_slots(tmp_path, monkeypatch):
+def test_every_subject_is_measured_next_to_the_engine_without_slots(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "STEPS", 2)
     result = adapters.measure(tiny_checkpoint(tmp_path, max_position_embeddings=512), 2, rank=4)
     one, eight = result["rows"]

@@ -260,7 +260,9 @@ def test_the_same_config_twice_shows_the_noise(folder, tmp_path):
     assert list(results.read(tmp_path / "r.json").subjects) == [str(file), f"{file} (2)"]
 
 
-def test_every_drafter_at_every_size_is_tried_with_room_for_its_guesses(folder, draft, tmp_path):
+def test_every_drafter_at_every_size_is_tried_with_room_for_its_draft_tokens(
+    folder, draft, tmp_path
+):
     args = ["--model", folder, "--draft-model", draft, "--out", tmp_path / "r.json"]
     args += ["--nodes=2,40", "--requests=1", "--rounds=1", "--set=memory.kv_bytes=67108864"]
     assert main(list(map(str, ["bench", "drafters", *args]))) == 0

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("sick"), max_position_embeddings=1024)
 
 
-def test_it_tells_of_machine_steps_and_bits(folder, capsys):
+def test_it_reports_of_machine_steps_and_bits(folder, capsys):
     assert main([str(folder), "--rounds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = {line[:10].strip(): line[11:] for line in lines}
@@ -32,7 +32,7 @@ def test_it_tells_of_machine_steps_and_bits(folder, capsys):
     assert any(line.startswith("to change") and "--draft-model" in line for line in lines)
 
 
-def test_it_tells_of_a_head(tmp_path, capsys):
+def test_it_reports_of_a_head(tmp_path, capsys):
     target = tiny_checkpoint(tmp_path / "target", num_hidden_layers=4)
     write_head(tmp_path / "head")
     main([str(target), "--draft-head", str(tmp_path / "head"), "--rounds", "1"])
@@ -51,7 +51,7 @@ def test_without_a_compiler_it_says_so(folder, capsys, monkeypatch):
     assert doctor.NO_COMPILER in out and "at least" not in out
 
 
-def test_kernels_whose_rows_differ_are_told_of(folder, capsys, monkeypatch):
+def test_kernels_whose_rows_differ_are_reported(folder, capsys, monkeypatch):
     run = doctor.ChainSteps.run
     monkeypatch.setattr(
         doctor.ChainSteps,
@@ -106,7 +106,7 @@ def test_each_finding_has_its_advice(changed, words):
     assert words in line
 
 
-def test_a_model_that_caches_hold_is_not_told_to_be_rounded():
+def test_a_model_that_caches_hold_is_not_reported_to_be_rounded():
     config = load_config(None, {"model.path": "m", "drafter.model": "d"})
     held = DoctorStep(1, 0.004, 0.009, "reading")
     assert advice(Findings(**QUIET | {"config": config, "steps": [held]})) == []
@@ -114,7 +114,7 @@ def test_a_model_that_caches_hold_is_not_told_to_be_rounded():
     assert "1.1 times that" in doctor.step_words(QUIET["steps"][0], held)
 
 
-def test_a_quantized_checkpoint_is_not_told_to_be_rounded_again():
+def test_a_quantized_checkpoint_is_not_reported_to_be_rounded_again():
     config = load_config(None, {"model.path": "m", "drafter.model": "d"})
     assert advice(Findings(**QUIET | {"config": config, "is_quantized": True})) == []
 

@@ -3,7 +3,7 @@
 from specserve_bench.figures import fairness
 
 
-def test_a_small_request_is_timed_alone_and_beside_each_large_one(monkeypatch):
+def test_a_small_request_is_timed_alone_and_next_to_each_large_one(monkeypatch):
     small = {"ROUNDS": 1, "CHOICES": 6, "CHOICE_TOKENS": 8, "LONG_PROMPT": 900}
     for name, value in small.items():
         monkeypatch.setattr(fairness, name, value)

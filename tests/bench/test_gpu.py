@@ -417,7 +417,7 @@ def test_the_sweep_can_be_stopped_and_gone_on_with(tmp_path, one_thread):
     assert len(names["qwen3-0.6b TTFT of 20 tokens"]["ms"]) == 3
 
 
-def test_a_figure_that_fails_is_told_and_the_others_are_taken(tmp_path):
+def test_a_figure_that_fails_is_reported_and_the_others_are_taken(tmp_path):
     def fails():
         raise ValueError("too large")
 

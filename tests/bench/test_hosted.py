@@ -186,7 +186,7 @@ def test_a_text_that_cannot_be_recorded_ends_the_measurement(server, capsys):
 
 
 @pytest.mark.parametrize(("card", "has_field"), [({}, False), ({"drafter": "auto"}, True)])
-def test_only_specserve_is_told_which_guesses_a_request_may_have(server, card, has_field):
+def test_only_specserve_is_reported_which_draft_tokens_a_request_may_have(server, card, has_field):
     server.card = card
     Hosted(server.url).run(asked(1).guessed(UNLEARNT), Load(concurrency=1))
     [(_, body)] = server.asked
@@ -247,7 +247,7 @@ specserve_step_seconds_sum {seconds}
 """
 
 
-def test_series_of_vllm_tell_the_rest_as_the_growth_during_the_round(server):
+def test_series_of_vllm_report_the_rest_as_the_growth_during_the_round(server):
     before = {"drafts": 10, "drafted": 40, "accepted": 20, "first": 15, "second": 5, "seconds": 2.5}
     after = {"drafts": 20, "drafted": 80, "accepted": 31, "first": 22, "second": 9, "seconds": 4}
     server.series = [SERIES.format(**before), SERIES.format(**after)]

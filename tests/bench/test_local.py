@@ -144,14 +144,14 @@ def folder(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1, **sizes)
 
 
-def test_an_engine_gets_what_a_request_expects_and_which_guesses_it_may_have():
+def test_an_engine_gets_what_a_request_expects_and_which_draft_tokens_it_may_have():
     llm, rare = ClockedLLM(), SpeculationParams(max_nodes=2)
     _, params = Local(llm).check(Ask("1", 8, 0.5, 7, "so it goes", rare))
     assert (params.prediction, params.speculation) == ("so it goes", rare)
     assert (params.max_tokens, params.temperature, params.seed) == (8, 0.5, 7)
 
 
-def test_what_is_recorded_without_guesses_is_what_is_measured_with_its_prediction(folder):
+def test_what_is_recorded_without_draft_tokens_is_what_is_measured_with_its_prediction(folder):
     settings = {"memory.kv_bytes": 1 << 26, "drafter.options": {"sources": ["prediction"]}}
     asked = workload("edit", 2, 0, temperature=0.8)
     with LLM(folder, set=settings, progress=False) as llm:
@@ -167,7 +167,7 @@ def test_what_is_recorded_without_guesses_is_what_is_measured_with_its_predictio
     assert plain.speculation.drafted == 0
 
 
-def test_an_engine_says_the_same_whoever_guesses_and_however_many_ask(folder):
+def test_an_engine_says_the_same_whoever_draft_tokens_and_however_many_ask(folder):
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
     questions = workload("questions", 4, 0)
     hashes = set()

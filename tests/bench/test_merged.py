@@ -12,7 +12,7 @@ def test_tokens_are_interpolated_between_sizes():
     assert merged.at(9.0, trees) == 3.0, "beyond the largest tree nothing is made up"
 
 
-def test_fewer_guesses_are_made_where_they_cost_more(monkeypatch):
+def test_fewer_draft_tokens_are_made_where_they_cost_more(monkeypatch):
     values = {"PRICES": (0.5, 0.02), "NAMES": ("agent",), "ROUNDS": 1, "REQUESTS": 2}
     for name, value in values.items():
         monkeypatch.setattr(merged, name, value)

@@ -36,7 +36,7 @@ def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch):
     assert "| 3 rows |" in mixtures.table(result)
 
 
-def test_implementations_are_measured_beside_native_code_op_by_op(tmp_path):
+def test_implementations_are_measured_next_to_native_code_op_by_op(tmp_path):
     folder = tiny_checkpoint(tmp_path, dtype=torch.bfloat16)
     result = implementations.measure(folder, SIZES, rounds=2)
     for step in result["steps"]:

@@ -44,7 +44,7 @@ from specserve_bench.peers.protocol import DRAFT, LOOKUP, PeerGuessing, Setup, T
 from specserve_bench.peers.systems import (
     PeerChoice,
     System,
-    guess_choices,
+    draft_choices,
     make_systems,
     thread_choices,
 )
@@ -253,10 +253,10 @@ def test_threads_are_tried_in_powers_of_two_up_to_all_cores(tmp_path):
     assert thread_choices(own, 6) == [PeerChoice(None, None)]
 
 
-def test_guesses_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
+def test_draft_tokens_are_tried_by_lookup_and_where_there_is_a_draft_by_it(tmp_path):
     lookups = [PeerChoice(2, PeerGuessing(LOOKUP, n)) for n in (2, 4)]
-    assert guess_choices(system(tmp_path), 2, None) == lookups
-    assert guess_choices(system(tmp_path), 2, "d") == [
+    assert draft_choices(system(tmp_path), 2, None) == lookups
+    assert draft_choices(system(tmp_path), 2, "d") == [
         *lookups,
         PeerChoice(2, PeerGuessing(DRAFT, 3, "d")),
     ]
@@ -581,7 +581,7 @@ def test_a_signal_to_end_leaves_no_files_and_no_engines(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(
-        command, "tell_on_stderr", lambda text: os.kill(os.getpid(), signal.SIGTERM)
+        command, "print_on_stderr", lambda text: os.kill(os.getpid(), signal.SIGTERM)
     )
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):

@@ -67,7 +67,7 @@ def counts_and_times_fit(timed):
     assert timed.times[0] > 0
 
 
-def test_specserve_and_transformers_say_the_same_with_any_guesses(folder):
+def test_specserve_and_transformers_say_the_same_with_any_draft_tokens(folder):
     ours = texts_are_the_same([Specserve(setup_of(folder, way)) for way in ways(folder)])
     engines = [transformers.Transformers(setup_of(folder, way)) for way in ways(folder)]
     assert texts_are_the_same(engines) == ours
@@ -184,7 +184,7 @@ GUESSERS = {
 
 
 @pytest.mark.parametrize("name", GUESSERS)
-def test_llama_cpp_says_the_same_with_any_guesses(name):
+def test_llama_cpp_says_the_same_with_any_draft_tokens(name):
     toy = Toy()
     texts = texts_are_the_same([llama.Llama(toy, GUESSERS[name], "0")])
     assert texts == [own_text(prompt, 12) for prompt in PROMPTS]
@@ -198,7 +198,7 @@ def own_text(prompt, num_tokens):
 
 
 @pytest.mark.parametrize("name", ["right", "the target's twin"])
-def test_right_guesses_save_steps_of_llama_cpp(name):
+def test_right_draft_tokens_save_steps_of_llama_cpp(name):
     timed = alone(llama.Llama(Toy(), GUESSERS[name], "0"), PROMPTS[0], 12)
     guesses = 4 if name == "right" else 3
     assert timed.counts[:3] == [1, guesses + 1, guesses + 1]

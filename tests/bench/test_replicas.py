@@ -58,7 +58,7 @@ def test_conversations_begin_with_one_file_and_grow_by_turns_and_answers(monkeyp
     assert Echo.asked[-1][1::2] == [f"answer {2 * n + 1}" for n in range(replicas.NUM_TURNS - 1)]
 
 
-def test_a_row_tells_shares_of_medians_and_the_ratio_of_rounds():
+def test_a_row_reports_shares_of_medians_and_the_ratio_of_rounds():
     cached = {"random": [40, 50, 60], "cache_aware": [80, 90, 150]}
     row = {
         "pool": "half",

@@ -182,7 +182,7 @@ def test_the_legend_is_outside_and_axes_say_what_is_better(result):
     assert "paired" in ax.get_ylabel() and "ratio to off" in ax.get_ylabel()
 
 
-def test_what_was_learnt_before_a_round_is_told(result):
+def test_what_was_learnt_before_a_round_is_reported(result):
     assert "at most 4 nodes\n" in report(result)
     result.subjects["ngram:4"] = msgspec.structs.replace(result.subjects["ngram:4"], is_warm=True)
     assert "at most 4 nodes, warm\n" in report(result)

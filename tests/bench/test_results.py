@@ -132,7 +132,7 @@ def test_quantiles_are_those_of_the_tables():
         assert results.student(degrees) == pytest.approx(quantile, rel=1e-3)
 
 
-def test_a_hash_tells_texts_ends_and_their_order_apart():
+def test_a_hash_reports_texts_ends_and_their_order_apart():
     hashes = {
         results.output_hash(texts)
         for texts in ([("a", "stop"), ("b", "stop")], [("b", "stop"), ("a", "stop")])

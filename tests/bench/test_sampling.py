@@ -24,7 +24,7 @@ def figures(tmp_path_factory):
         assert patched == (runner.draws_of, Draws.params, TextState.extend)
 
 
-def test_all_parameters_are_measured_beside_none(figures):
+def test_all_parameters_are_measured_next_to_none(figures):
     none, every = figures["rows"]
     assert (none["asked"], every["asked"], every["guesses"]) == ("none", "all", 3)
     assert 0 < none["host_ms"] < every["host_ms"] < every["step_ms"]["median"]
@@ -47,6 +47,6 @@ def test_a_share_is_of_the_whole_step():
     assert sampling.row(SamplingCase(0, "all"), [each])["share"]["median"] == round(61 / 81, 5)
 
 
-def test_a_tree_has_two_guesses_below_each_and_none_twice():
+def test_a_tree_has_two_draft_tokens_below_each_and_none_twice():
     tree = Bush(Bush.Options()).tree([7, 8, 7, 9, 10])
     assert (tree.tokens, tree.parents) == ([7, 8, 9, 10], [0, 0, 1, 1])

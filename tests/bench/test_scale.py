@@ -286,7 +286,7 @@ def test_a_scaled_model_says_what_it_is(tmp_path, source, capsys):
     assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
 
 
-def test_the_dtype_of_an_older_config_is_not_kept_beside_the_new_one(tmp_path):
+def test_the_dtype_of_an_older_config_is_not_kept_next_to_the_new_one(tmp_path):
     source = tiny_source(tmp_path)
     fields = json.loads((source / "config.json").read_text())
     fields["torch_dtype"] = fields.pop("dtype")

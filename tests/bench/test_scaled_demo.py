@@ -47,7 +47,7 @@ def test_every_cost_has_a_pair():
         for cost in costs
     }
     for cost in costs:
-        config = load_config(None, {"model.demo_cost": cost})
+        config = load_config(None, {"model.demo_compute": cost})
         target, draft, *_ = preflight.check(config)
         assert open_source(target).scaled().like == cost
         assert open_source(draft).scaled().like == f"{cost}-draft"
@@ -63,7 +63,7 @@ def test_the_pair_says_the_same_at_another_cost():
     """But for one prompt at most: the scaled weights are rounded to bfloat16 once more."""
     params = SamplingParams(max_tokens=12, temperature=0)
     texts = []
-    for cost in ({}, {"model.demo_cost": "qwen3-0.6b"}):
+    for cost in ({}, {"model.demo_compute": "qwen3-0.6b"}):
         with LLM(set={"memory.kv_bytes": 1 << 30} | cost, progress=False) as llm:
             texts.append([o.text for o in llm.generate(PROMPTS, params)])
     print(*zip(*texts, strict=True), sep="\n")

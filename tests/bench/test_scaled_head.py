@@ -193,7 +193,7 @@ def test_the_demo_head_has_every_cost(like):
 
 @pytest.mark.slow
 @HAS_HEAD
-def test_the_demo_head_guesses_the_same_at_another_cost():
+def test_the_demo_head_draft_tokens_the_same_at_another_cost():
     """But for near ties: the scaled weights are rounded to bfloat16 once more."""
     ids = open_source(DEMO_TARGET).tokenizer().encode(TEXT)[: N + 1]
     names = f"{DEMO_TARGET.name}-{COST}.json", f"{DEMO_HEAD.name}-{COST}.json"

@@ -9,7 +9,7 @@ from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
 from specserve_bench.results import Speculation
 from specserve_bench.scripted import NAME, ScriptedDrafter, ScriptedOptions
-from specserve_drafters.base import DraftItem
+from specserve_drafters.base import DraftRequest
 from tests.checkpoints import tiny_checkpoint
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
@@ -18,7 +18,7 @@ PROMPTS = ["the cat", "def read", "with open(path) as file", "a"]
 
 
 def item(tokens, limit=16, id=1, seed=0):
-    return DraftItem(id, array("i", tokens), limit, 0.0, seed)
+    return DraftRequest(id, array("i", tokens), limit, 0.0, seed)
 
 
 def drafter(folder, texts, *acceptance):

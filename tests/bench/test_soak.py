@@ -69,7 +69,7 @@ def test_an_error_in_a_stream_is_none_of_its_text():
     assert texts == {1: "ab <stop>"}
 
 
-def test_what_is_refused_or_cannot_be_reached_is_told(tmp_path, monkeypatch):
+def test_what_is_refused_or_cannot_be_reached_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "request", lambda *_: soak.SoakRequest(COMPLETIONS, {"n": 0}, None))
     with ServerProcess(tiny_checkpoint(tmp_path)) as server:
         run = Soak(SimpleNamespace(host="127.0.0.1", port=server.port), 0)

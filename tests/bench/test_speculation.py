@@ -81,7 +81,7 @@ def test_one_at_a_time_is_measured_at_two_temperatures():
     assert [*speculation.subjects(places[1])] == ["model:8", "model:16", "auto"]
 
 
-def test_a_mixture_is_measured_with_few_guesses_as_well():
+def test_a_mixture_is_measured_with_few_draft_tokens_as_well():
     more = {*speculation.settings("mixture")} - {*speculation.settings("demo")}
     assert more == {f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3)}
     assert {*speculation.subjects(Place("mixture", "agent", 4, None))} >= more

@@ -8,7 +8,7 @@ from specserve_bench.figures import targets
 from specserve_bench.pairs import PAIRS
 
 
-def test_arrivals_are_measured_beside_streams_that_go_on(monkeypatch):
+def test_arrivals_are_measured_next_to_streams_that_go_on(monkeypatch):
     small = {"ROUNDS": 2, "STREAMS": 2, "STREAM_PROMPT": 20, "LONG_PROMPT": 300, "ARRIVALS": 1}
     for name, value in {**small, "QUIET_STEPS": 9}.items():
         monkeypatch.setattr(targets, name, value)

@@ -185,19 +185,19 @@ def test_the_footer_on_stderr_is_that_of_generate(talk):
         ({"metrics": {"speculative_decoding": NOT_DRAFTED}}, "[ended by stop]"),
     ],
 )
-def test_the_footer_leaves_out_what_a_server_does_not_tell(talk, numbers, footer):
+def test_the_footer_leaves_out_what_a_server_does_not_report(talk, numbers, footer):
     with Wire(says("Hi.", numbers)) as wire:
         assert talk(["Hello"], "--url", wire.url)[2] == f"{footer}\n"
 
 
-def test_guesses_are_shown_where_that_is_asked_for(talk):
+def test_draft_tokens_are_shown_where_that_is_asked_for(talk):
     tree = {"tokens": [5], "parents": [0], "sources": [1], "accepted": [1]}
     step = {"tokens": [5, 6], "ends": [2, 4], "sources": [1, 0], "tree": tree}
     told = {"sources": ["ngram"], "steps": [step]}
     choice = {"index": 0, "delta": {"content": "Hi.."}, "finish_reason": None, "speculation": told}
     answer = HEAD + event({"choices": [choice]}) + chunk(None, "stop") + DONE
     with Wire(answer, answer) as wire:
-        code, out, err = talk(["Hello", "Next"], "--url", wire.url, "--show-guesses")
+        code, out, err = talk(["Hello", "Next"], "--url", wire.url, "--show-drafts")
     assert (code, out) == (0, 2 * "[Hi]..\n")
     assert wire.asked[0]["return_speculation_details"] is True
     assert wire.asked[1]["messages"][1]["content"] == "Hi.."
@@ -344,7 +344,7 @@ def test_an_answer_without_a_word_is_an_answer():
     assert script.heard[1] == ["I am Bob, say nothing", "", "Who am I?"]
 
 
-def test_a_conversation_that_grew_too_long_is_told_of_reset(capsys):
+def test_a_conversation_that_grew_too_long_is_warned_about_reset(capsys):
     chat = ChatSession(
         Script([PromptTooLong(9, 8)], ["Hi."], [PromptTooLong(9, 8)], [RequestError("x")])
     )

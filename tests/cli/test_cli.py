@@ -114,10 +114,10 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             "--enable-auto-tool-choice: server.tool_parser = 'none'",
         ),
         (["serve", "--enable-auto-tool-choice", "--port=-1"], "--port: server.port = -1"),
-        (["serve", "--demo-cost=gpt-9"], "--demo-cost: model.demo_cost = 'gpt-9'"),
+        (["serve", "--demo-compute=gpt-9"], "--demo-compute: model.demo_compute = 'gpt-9'"),
         (
-            ["serve", "m", "--demo-cost=qwen3-0.6b"],
-            "MODEL, --demo-cost: model.demo_cost = 'qwen3-0.6b' is of the demo pair",
+            ["serve", "m", "--demo-compute=qwen3-0.6b"],
+            "MODEL, --demo-compute: model.demo_compute = 'qwen3-0.6b' works only with",
         ),
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
@@ -159,9 +159,9 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
             "--draft-head, --drafter: drafter.name = 'ngram' has no use for drafter.head = 'h'",
         ),
         (
-            ["serve", "--demo-cost=qwen3-0.6b", "--draft-head=h"],
-            "--demo-cost, --draft-head: model.demo_cost = 'qwen3-0.6b' is of the demo pair, and "
-            "drafter.head = 'h' another model",
+            ["serve", "--demo-compute=qwen3-0.6b", "--draft-head=h"],
+            "--demo-compute, --draft-head: model.demo_compute = 'qwen3-0.6b' works only with the "
+            "demo models, and drafter.head = 'h' names another model",
         ),
         (
             ["chat", "--draft-head=h", "--draft-quantize=w8"],
@@ -204,8 +204,10 @@ def test_an_output_on_a_full_disk_asks_for_space():
 
 @pytest.mark.parametrize("how", [["--json"], []])
 def test_a_demos_cost_is_passed_on(fake, how):
-    assert cli.main(["generate", "a", "--demo-cost=qwen3-0.6b", "--set=model.threads=1", *how]) == 0
-    assert fake.last.set == {"model.demo_cost": "qwen3-0.6b", "model.threads": 1}
+    assert (
+        cli.main(["generate", "a", "--demo-compute=qwen3-0.6b", "--set=model.threads=1", *how]) == 0
+    )
+    assert fake.last.set == {"model.demo_compute": "qwen3-0.6b", "model.threads": 1}
     assert fake.last.model is None
 
 
@@ -239,7 +241,7 @@ FLAGS = {  # of `vllm serve`
 
 
 @pytest.mark.parametrize(("flag", "words"), FLAGS.items(), ids=lambda given: str(given[0]))
-def test_a_flag_of_another_server_is_told_what_to_give_instead(capsys, flag, words):
+def test_a_flag_of_another_server_is_reported_what_to_give_instead(capsys, flag, words):
     with pytest.raises(SystemExit):
         cli.main(["serve", *flag])
     assert words in capsys.readouterr().err
@@ -318,7 +320,7 @@ def test_config_check_finds_a_drafter_that_could_not_be_made(setting, complaint,
     assert complaint in capsys.readouterr().err
 
 
-def test_several_prompts_are_told_apart_on_stderr(fake, capsys):
+def test_several_prompts_are_distinguished_on_stderr(fake, capsys):
     assert cli.main(["generate", "abc", "xyz", "--model", "m"]) == 0
     out, err = capsys.readouterr()
     assert out == "cba\nzyx\n"

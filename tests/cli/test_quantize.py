@@ -111,7 +111,7 @@ def test_all_else_is_copied_and_readable(tmp_path):
         (["--to=w8a8", "--head=none"], "maps in 8 bits with activations in 8, head unrounded"),
     ],
 )
-def test_the_last_line_tells_the_bits(tmp_path, capsys, flags, words):
+def test_the_last_line_reports_the_bits(tmp_path, capsys, flags, words):
     target = quantize(tiny_checkpoint(tmp_path / "source"), tmp_path / "target", *flags)
     assert capsys.readouterr().out == f"{target}: 0 MiB of weights: {words}\n"
 

@@ -40,7 +40,7 @@ def trained(target, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.parametrize("tap", [1, 0])
-def test_a_head_that_reads_the_layer_before_is_told_of(trained, tap, caplog):
+def test_a_head_that_reads_the_layer_before_is_warned_about(trained, tap, caplog):
     target, head = trained  # noqa: F811
     file = head / "config.json"
     told = json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": [tap]}

@@ -60,7 +60,7 @@ def test_the_pair_is_what_was_asked_of_it():
         assert fields["max_position_embeddings"] == 8192
 
 
-def test_in_random_text_there_is_nothing_to_guess_by_but_the_samplers_own_noise(llm):
+def test_in_random_text_there_is_nothing_to_draft_by_but_the_samplers_own_noise(llm):
     asked = workload("random", 4, seed=0)
     lengths = {}
     for drafter in ("ngram", "model"):

@@ -66,6 +66,6 @@ def test_one_command_measures_it(tmp_path, capsys):
     assert all(float(line[2].rstrip(",")) > 1 for line in lines)
 
 
-def test_a_text_that_cannot_be_read_is_told(tmp_path):
+def test_a_text_that_cannot_be_read_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"--text .*gone: cannot be read"):
         commands.main(["perplexity", "--text", str(tmp_path / "gone")])

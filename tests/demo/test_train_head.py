@@ -158,7 +158,7 @@ def test_the_loss_is_that_of_all_logits_at_once(target, monkeypatch):
     assert loss(Batch(ids, torch.full_like(ids, IGNORED))) == 0 and head.fc.weight.grad is None
 
 
-def test_a_head_learns_what_the_target_says_and_its_card_tells_how_well(target, texts, tmp_path):
+def test_a_head_learns_what_the_target_says_and_its_card_reports_how_well(target, texts, tmp_path):
     words = command(
         tmp_path, target, texts, tokens=60 * 640, step_tokens=640, length=160, long_length=160
     )
@@ -198,11 +198,13 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(train_head, "learn", None)
     assert commands.main(words) == 0
     others = command(tmp_path / "stopped", target, texts, tokens=9)
-    with pytest.raises(ConfigError, match=told_of(texts=tuple(texts), taps=TAPS, tokens=6 * 64)):
+    with pytest.raises(
+        ConfigError, match=reported_for(texts=tuple(texts), taps=TAPS, tokens=6 * 64)
+    ):
         commands.main([*others, "--text", texts[0], "--taps", "1,2"])
 
 
-def told_of(**fields):
+def reported_for(**fields):
     """The refusal of a folder that was begun with these."""
     values = ", ".join(f"{key} = {value!r}" for key, value in fields.items())
     return re.escape(f"training.json: begun by another config, with {values}; give that one")
@@ -313,7 +315,7 @@ def test_a_head_knows_the_most_frequent_tokens():
     assert draft_vocabulary(corpus, 10, 3).tolist() == [2, 5, 7]
 
 
-def test_a_guess_counts_where_the_ones_before_it_were_right():
+def test_a_draft_counts_where_the_ones_before_it_were_right():
     texts = [[[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 0]], [[0], [1], [1]]]
     found = rightness([torch.tensor(hits, dtype=torch.bool) for hits in texts])
     assert (found.texts, found.chains, found.right) == (2, 5, [0.6, 0.6667, 0.5])

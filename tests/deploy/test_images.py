@@ -86,7 +86,7 @@ def probe(port, *args, **env):
     return subprocess.run(command, env=env, capture_output=True).returncode
 
 
-def test_the_probe_tells_a_live_and_a_ready_server_from_others(tmp_path):
+def test_the_probe_reports_a_live_and_a_ready_server_from_others(tmp_path):
     keys, others = tmp_path / "keys", tmp_path / "others"
     keys.write_text("# of the test\n\nsecret\nanother\n")
     others.write_text("wrong\n")

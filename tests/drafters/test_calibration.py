@@ -57,7 +57,7 @@ def test_it_follows_a_change_within_fifty_steps(before, after):
     assert sum(found) / len(found) == pytest.approx(after, abs=0.1)
 
 
-def test_one_guess_moves_an_estimate_to_where_it_was_right():
+def test_one_draft_moves_an_estimate_to_where_it_was_right():
     for score in 0.05, 0.5, 0.95:
         right, wrong = Calibration(), Calibration()
         learn(right, 1, 1.0, score)
@@ -65,7 +65,7 @@ def test_one_guess_moves_an_estimate_to_where_it_was_right():
         assert estimate(wrong, score, id=1) < score < estimate(right, score, id=1)
 
 
-def test_a_guess_whose_parent_was_wrong_is_not_counted():
+def test_a_draft_whose_parent_was_wrong_is_not_counted():
     calibration = Calibration()
     learn(calibration, 200, 0.0, depth=3)
     assert estimate(calibration, depth=1) < 0.05
@@ -112,7 +112,7 @@ def test_what_nothing_confirms_of_a_request_goes_back_to_what_holds_for_all():
     assert unlucky < 0.4 and estimate(calibration, id=2) > 0.6
 
 
-def test_sources_are_told_apart():
+def test_sources_are_distinguished():
     calibration = Calibration()
     learn(calibration, 100, 0.1, source="a")
     assert estimate(calibration, source="b") == pytest.approx(0.6)

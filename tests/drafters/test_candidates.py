@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.planner import Ask, likeliest, most_urgent
+from specserve.scheduling.planner import RequestCandidates, likeliest, most_urgent
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import (
     LEAST,
@@ -33,7 +33,9 @@ def merged(*lists):
 
 
 def cut(trie, limit):
-    draft, _ = trie.draft([node for _, _, node in likeliest([Ask(trie, limit)], limit)])
+    draft, _ = trie.draft(
+        [node for _, _, node in likeliest([RequestCandidates(trie, limit)], limit)]
+    )
     return draft
 
 
@@ -83,7 +85,7 @@ def lists(draw):
 @given(lists(), st.integers(1, 12))
 def test_the_cut_has_the_likeliest_paths_of_all_sources(lists, limit):
     trie = merged(*lists)
-    found = likeliest([Ask(trie, limit)], limit)
+    found = likeliest([RequestCandidates(trie, limit)], limit)
     values = sorted(obvious(lists, limit).values(), reverse=True)
     values = values[: sum(v >= 1e-3 for v in values)]
     assert [value for value, _, _ in found] == pytest.approx(values)
@@ -93,8 +95,8 @@ def test_the_cut_has_the_likeliest_paths_of_all_sources(lists, limit):
     st.lists(st.tuples(lists(), st.integers(0, 9), st.integers(1, 9)), max_size=4),
     st.integers(0, 20),
 )
-def test_ranked_guesses_are_those_that_urgency_finds_where_nobody_is_behind(requests, most):
-    asks = [Ask(merged(*lists), limit, depth) for lists, limit, depth in requests]
+def test_ranked_draft_tokens_are_those_that_urgency_finds_where_nobody_is_behind(requests, most):
+    asks = [RequestCandidates(merged(*lists), limit, depth) for lists, limit, depth in requests]
     assert likeliest(asks, most) == most_urgent(asks, most)
 
 
@@ -130,7 +132,7 @@ def test_a_cut_is_a_draft_whose_likeliest_path_has_the_lowest_numbers(lists, lim
     assert draft.tokens[: len(trunk)] == trunk
 
 
-def test_the_likeliest_path_is_numbered_before_likelier_guesses_beside_it():
+def test_the_likeliest_path_is_numbered_before_likelier_draft_tokens_next_to_it():
     beside = [Candidate(5, 0, 0.9, "a"), Candidate(6, 0, 0.8, "a"), Candidate(7, 1, 0.5, "a")]
     assert cut(merged(beside), 3) == Draft([5, 7, 6], [0, 1, 0])
 
@@ -156,7 +158,7 @@ def test_a_source_may_continue_where_another_ended():
     assert path_value(trie, nodes[1]) == pytest.approx(0.6**2 * 0.5**2)
 
 
-def test_a_guess_keeps_the_number_that_the_draft_model_gave_it():
+def test_a_draft_keeps_the_number_that_the_draft_model_gave_it():
     trie = merged([Candidate(5, 0, 0.6, "a"), Candidate(6, 1, 0.5, "a")])
     trie.merge([Candidate(5, 0, 0.5, "model", 1), Candidate(9, 0, 0.55, "model", 2)])
     assert cut(trie, 3) == Draft([5, 6, 9], [0, 1, 0], [1, 0, 2]) or cut(trie, 3) == Draft(
@@ -165,25 +167,29 @@ def test_a_guess_keeps_the_number_that_the_draft_model_gave_it():
     assert cut(merged(chain("a", 0.6, 5)), 3) == Draft([5], [0])
 
 
-def test_the_guesses_of_a_step_are_shared_by_value():
+def test_the_draft_tokens_of_a_step_are_shared_by_value():
     sure, unsure = merged(chain("a", 0.9, 1, 2, 3)), merged(chain("a", 0.3, 1, 2, 3))
-    found = likeliest([Ask(unsure, 9), Ask(sure, 9)], 4)
+    found = likeliest([RequestCandidates(unsure, 9), RequestCandidates(sure, 9)], 4)
     assert [(i, node) for _, i, node in found] == [(1, 1), (1, 2), (1, 3), (0, 1)]
-    capped = likeliest([Ask(unsure, 9), Ask(sure, 1)], 4)
+    capped = likeliest([RequestCandidates(unsure, 9), RequestCandidates(sure, 1)], 4)
     assert [(i, node) for _, i, node in capped] == [(1, 1), (0, 1), (0, 2), (0, 3)]
 
 
 def test_what_a_request_needs_for_its_target_comes_first():
     sure, late, later = (merged(chain("a", p, 1, 2, 3)) for p in (0.9, 0.3, 0.3))
-    asks = [Ask(sure, 9), Ask(late, 9, behind=0.3), Ask(later, 9, behind=0.35)]
+    asks = [
+        RequestCandidates(sure, 9),
+        RequestCandidates(late, 9, behind=0.3),
+        RequestCandidates(later, 9, behind=0.35),
+    ]
     order = [i for _, i, _ in likeliest(asks, 5)]
     assert order == [2, 1, 2, 0, 0]
 
 
-def test_once_a_request_has_what_it_needs_its_other_guesses_go_by_value():
+def test_once_a_request_has_what_it_needs_its_other_draft_tokens_go_by_value():
     late = merged(chain("a", 0.5, 1), chain("a", 0.3, 2))
     other = merged(chain("a", 0.4, 1))
-    found = likeliest([Ask(other, 9), Ask(late, 9, behind=0.1)], 3)
+    found = likeliest([RequestCandidates(other, 9), RequestCandidates(late, 9, behind=0.1)], 3)
     assert [value for value, _, _ in found] == pytest.approx([0.5, 0.4, 0.3])
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from specserve_drafters.candidates import DROPPED, ROOT, Calibration, Candidate, Trie
 from specserve_drafters.grammar import GrammarSource
-from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.model_source import ModelSource, RequestTrie
 from tests.drafters.test_model import Script, ask, paths
 from tests.drafters.test_model_source import EveryLevel
 
@@ -87,7 +87,7 @@ def test_what_is_forbidden_is_no_candidate_nor_is_what_comes_after(trie):
 
 def test_it_promises_what_it_forces_and_nothing_of_requests_without_a_grammar(grammar):
     grammar.follow(1, Texts([2, 2, 2]))
-    assert [grammar.promise(id, ask().known) for id in (0, 1, 2)] == [0.0, 3.0, 0.0]
+    assert [grammar.expected_accepted(id, ask().known) for id in (0, 1, 2)] == [0.0, 3.0, 0.0]
     none, forced, unknown = grammar.candidates([ask(0), ask(1, limit=2), ask(2)])
     assert not none and not unknown
     assert forced == [Candidate(2, 0, 1.0, "grammar"), Candidate(2, 1, 1.0, "grammar")]
@@ -105,15 +105,15 @@ def test_it_goes_on_where_paths_of_others_end(trie, grammar):
     assert [3, 3] in texts_of(trie)
 
 
-def test_it_guesses_no_further_than_the_limit(trie, grammar):
+def test_it_draft_tokens_no_further_than_the_limit(trie, grammar):
     trie.merge([Candidate(0, 0, 0.5, "ngram")])
     grammar.extend(trie, ask(limit=3), {})
     assert texts_of(trie) == [[0], [0, 1], [0, 1, 2]]
 
 
-def test_the_draft_model_runs_a_forced_path_at_once_and_guesses_behind_it(trie, grammar):
-    script, grown = Chains(alike), Grown(ask(limit=8), trie, {})
-    ModelSource("model", script, 3, 4, 1.0).grow([grown], EveryLevel(), grammar)
+def test_the_draft_model_runs_a_forced_path_at_once_and_draft_tokens_behind_it(trie, grammar):
+    script, request_tries = Chains(alike), RequestTrie(ask(limit=8), trie, {})
+    ModelSource("model", script, 3, 4, 1.0).grow([request_tries], EveryLevel(), grammar)
     [[first], *_] = script.calls
     assert first.tokens == [3, 3, 0, 1, 2, 3] and first.parents == [0, 1, 0, 3, 4, 5]
     assert [0, 1, 2, 3, 1] in texts_of(trie) and [0, 1, 2, 3, 2] in texts_of(trie)

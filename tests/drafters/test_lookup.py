@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve_drafters import ROOT, Draft, DraftItem, lookup
+from specserve_drafters import ROOT, Draft, DraftRequest, lookup
 from specserve_drafters.lookup import NgramIndex, NgramSource
 from specserve_drafters.ngram import NgramDrafter
 
@@ -40,7 +40,7 @@ texts = st.lists(st.integers(0, 2), max_size=80)
 
 
 @given(texts, texts, st.integers(1, 63))
-def test_it_guesses_what_the_search_finds_however_the_text_grew(before, after, limit):
+def test_it_draft_tokens_what_the_search_finds_however_the_text_grew(before, after, limit):
     source, text = NgramSource(), array("i", before)
     source.look_up(0, text, 4)
     for token in after:
@@ -96,16 +96,16 @@ def test_what_is_kept_of_a_request_is_bounded_and_forgotten_with_it(monkeypatch)
 def test_of_a_text_that_is_too_long_the_end_is_indexed(monkeypatch):
     monkeypatch.setattr(lookup, "MAX_TOKENS", 64)
     monkeypatch.setattr(lookup, "AT_ONCE", 64)
-    guesses = NgramSource().look_up(0, array("i", [*range(1000), 990, 991]), 2)
-    assert [c.token for c in guesses] == [992, 993]
+    draft_tokens = NgramSource().look_up(0, array("i", [*range(1000), 990, 991]), 2)
+    assert [c.token for c in draft_tokens] == [992, 993]
 
 
 def test_a_place_counts_once_among_those_that_are_looked_at():
     """Twelve places match three tokens, and so two; only then comes the one that differs."""
     text = [0, 6, 1, 9] + [8, 6, 1, 5, 4, 3, 2] * 12 + [8, 6, 1]
-    guesses = NgramSource().look_up(0, array("i", text), 4)
-    assert agrees(guesses, searched(text, 4), 4)
-    assert [c.token for c in guesses if c.parent == ROOT] == [5, 9]
+    draft_tokens = NgramSource().look_up(0, array("i", text), 4)
+    assert agrees(draft_tokens, searched(text, 4), 4)
+    assert [c.token for c in draft_tokens if c.parent == ROOT] == [5, 9]
 
 
 def test_an_id_that_is_used_again_has_an_index_of_its_own():
@@ -128,24 +128,24 @@ def test_a_match_that_went_on_in_several_ways_is_less_sure():
     assert first_score("xab1yab3zab3wab") < first_score("xab3yab3zab3wab")
 
 
-def test_what_follows_a_right_guess_is_surer():
-    guesses = NgramSource().look_up(0, array("i", [1, 2, 3, 4, 5, 6, 1, 2]), 4)
-    scores = [guess.p for guess in guesses]
+def test_what_follows_a_right_draft_is_surer():
+    draft_tokens = NgramSource().look_up(0, array("i", [1, 2, 3, 4, 5, 6, 1, 2]), 4)
+    scores = [guess.p for guess in draft_tokens]
     assert scores == sorted(scores)
 
 
 def test_the_second_continuation_forks_where_it_differs():
     text = array("i", map(ord, "abxy1234abxy!?.,ab"))
-    guesses = NgramSource().look_up(0, text, 8)
-    tokens, parents = zip(*((c.token, c.parent) for c in guesses), strict=True)
+    draft_tokens = NgramSource().look_up(0, text, 8)
+    tokens, parents = zip(*((c.token, c.parent) for c in draft_tokens), strict=True)
     assert "".join(map(chr, tokens)) == "xy!?.,ab" + "12"
     assert parents == (0, 1, 2, 3, 4, 5, 6, 7, 2, 9)
-    assert guesses[8].p < 1 - guesses[2].p, "both cannot be right"
+    assert draft_tokens[8].p < 1 - draft_tokens[2].p, "both cannot be right"
 
 
 def test_every_item_has_its_own_candidates():
     items = [
-        DraftItem(i, array("i", ids), 2, 0.0, 0) for i, ids in ((4, [1, 2, 3, 1, 2]), (9, [1]))
+        DraftRequest(i, array("i", ids), 2, 0.0, 0) for i, ids in ((4, [1, 2, 3, 1, 2]), (9, [1]))
     ]
     first, second = NgramSource().candidates(items)
     assert [(c.token, c.parent, c.source) for c in first] == [(3, ROOT, "ngram"), (1, 1, "ngram")]
@@ -154,8 +154,8 @@ def test_every_item_has_its_own_candidates():
 
 @pytest.mark.parametrize("limit", [0, 1, 63])
 def test_there_are_no_more_tokens_on_a_path_than_the_limit(limit):
-    guesses = NgramSource().look_up(0, array("i", [1, 1, 1, 1]), limit)
-    assert len(guesses) == limit
+    draft_tokens = NgramSource().look_up(0, array("i", [1, 1, 1, 1]), limit)
+    assert len(draft_tokens) == limit
     assert searched([1, 1, 1, 1], limit) == Draft.chain([1] * limit)
 
 
@@ -164,19 +164,19 @@ def test_it_promises_what_matches_of_a_length_have_brought():
     source = NgramSource()
     repeats = array("i", [*range(30)] * 6)
     for end in range(40, len(repeats)):
-        promise = source.promise(0, repeats[:end])
-    assert promise > 10
+        expected_accepted = source.expected_accepted(0, repeats[:end])
+    assert expected_accepted > 10
 
     draw, once = Random(0), array("i", range(101))
     for _ in range(400):
         once.append(draw.randrange(101))
-        promise = source.promise(1, once)
-    assert promise < 0.3
+        expected_accepted = source.expected_accepted(1, once)
+    assert expected_accepted < 0.3
 
 
 def test_another_text_is_judged_by_what_all_have_shown():
     def first_promise():
-        return source.promise(1, array("i", [1, 2, 3, 4, 1, 2]))
+        return source.expected_accepted(1, array("i", [1, 2, 3, 4, 1, 2]))
 
     source = NgramSource()
     before = first_promise()
@@ -184,6 +184,6 @@ def test_another_text_is_judged_by_what_all_have_shown():
     changes = array("i")
     for k in range(200):  # after the same two tokens comes another one each time
         changes.extend([1, 2, 1000 + k])
-        source.promise(0, changes[:-1])
-        source.promise(0, changes)
+        source.expected_accepted(0, changes[:-1])
+        source.expected_accepted(0, changes)
     assert first_promise() < before / 2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve_drafters import Draft, DraftItem
+from specserve_drafters import Draft, DraftRequest
 from specserve_drafters.model import ModelDrafter
 from specserve_kernels import SampleParams, reference
 
@@ -42,7 +42,7 @@ class Script:
 
 
 def ask(id=0, ids=(1, 2, 3), limit=4, temperature=0.0, seed=0):
-    return DraftItem(id, array("i", ids), limit, temperature, seed)
+    return DraftRequest(id, array("i", ids), limit, temperature, seed)
 
 
 def propose(script, *items, **options):
@@ -100,7 +100,7 @@ def test_tau_says_how_far_the_model_is_believed():
     assert bush.parents.count(0) == 2
 
 
-def test_a_guess_that_is_hardly_ever_right_is_not_worth_its_row():
+def test_a_draft_that_is_hardly_ever_right_is_not_worth_its_row():
     # Of the four above, 1 has .3 and 000 has .216: one is kept, the other is not.
     assert propose(Script(always), ask(), min_value=0.25) == [
         Draft([0, 0, 1], [0, 1, 0], [1, 3, 2])
@@ -117,7 +117,7 @@ def test_a_path_that_stood_here_before_is_one_among_the_others():
     assert draft.expanded == [1, 3, 0, 2, 0]
 
 
-def test_a_token_that_both_guess_is_one_node_as_likely_as_the_surer_of_them_says():
+def test_a_token_that_both_draft_is_one_node_as_likely_as_the_surer_of_them_says():
     [draft] = propose(Script(lambda text: [0.1, 0.1, 0.1, 0.7]), ask(ids=AGAIN, limit=3))
     assert paths(draft) == [[], [3], [3, 3], [3, 3, 3]]
     [draft] = propose(Script(lambda text: [0.3, 0.3, 0.2, 0.2]), ask(ids=AGAIN, limit=1))
@@ -144,7 +144,7 @@ def test_n_grams_are_trusted_as_far_as_they_were_right():
     assert not drafter.trust
 
 
-def test_what_is_told_of_a_draft_that_was_not_made_is_no_error():
+def test_what_is_warned_about_a_draft_that_was_not_made_is_no_error():
     drafter = ModelDrafter(ModelDrafter.Options(), Script(always))
     drafter.propose([ask(7, ids=AGAIN, limit=4)])
     drafter.observe(7, Draft.chain([1]), [1])
@@ -180,9 +180,9 @@ def test_nobody_ready_is_no_error():
 
 def test_a_tree_without_room_stays_as_it_is_and_the_others_grow():
     script = Script(always, full=[7])
-    cut, grown = propose(script, ask(7), ask(8))
+    cut, request_tries = propose(script, ask(7), ask(8))
     assert (cut.tokens, cut.parents) == ([0, 1], [0, 0])
-    assert grown == Draft([0, 0, 0, 1], [0, 1, 2, 0], [1, 3, 5, 2])
+    assert request_tries == Draft([0, 0, 0, 1], [0, 1, 2, 0], [1, 3, 5, 2])
     assert [[n.id for n in call] for call in script.calls] == [[7, 8], [8], [8]]
 
 

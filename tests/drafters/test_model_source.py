@@ -3,7 +3,7 @@
 import pytest
 
 from specserve_drafters.candidates import ROOT, Calibration, Candidate, Trie
-from specserve_drafters.model_source import Grown, ModelSource
+from specserve_drafters.model_source import ModelSource, RequestTrie
 from tests.drafters.paths import path_value
 from tests.drafters.test_model import Script, ask
 
@@ -24,7 +24,7 @@ class EveryLevel:
         self.values.append((values, before))
 
 
-def test_it_goes_on_from_guesses_that_only_others_make():
+def test_it_goes_on_from_draft_tokens_that_only_others_make():
     """It says 0 or 1 everywhere, n-grams say 3: one of the three is run beside its own."""
     script, trie, levels = (
         Script(lambda text: [0.5, 0.5, 0, 0]),
@@ -32,7 +32,7 @@ def test_it_goes_on_from_guesses_that_only_others_make():
         EveryLevel(),
     )
     trie.merge([Candidate(3, ROOT, 0.9, "ngram")])
-    ModelSource("model", script, 2, 3, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    ModelSource("model", script, 2, 3, 1.0).grow([RequestTrie(ask(limit=4), trie, {})], levels)
     assert sorted(script.calls[0][0].tokens) == [0, 1, 3]
     below = trie.children[trie.children[ROOT][3]]
     assert [trie.sources(node) for node in below.values()] == [["model"], ["model"]]
@@ -40,14 +40,14 @@ def test_it_goes_on_from_guesses_that_only_others_make():
     assert told == [(3, 1), (6, 0)], "what another had proposed was there before"
 
 
-def test_a_level_is_told_what_guesses_were_worth_before_it_agreed():
+def test_a_level_is_reported_what_draft_tokens_were_worth_before_it_agreed():
     script, trie, levels = (
         Script(lambda text: [0.2, 0.8, 0, 0]),
         Trie(Calibration(), 0),
         EveryLevel(),
     )
     below, last = trie.merge([Candidate(1, ROOT, 0.9, "ngram"), Candidate(1, 1, 0.5, "ngram")])
-    ModelSource("model", script, 2, 2, 1.0).grow([Grown(ask(limit=4), trie, {})], levels)
+    ModelSource("model", script, 2, 2, 1.0).grow([RequestTrie(ask(limit=4), trie, {})], levels)
     (first, before), (second, later) = levels.values
     assert before == [pytest.approx(0.9)] and later == [pytest.approx(0.45)]
     assert first[0] == path_value(trie, below) > 0.9 and second[0] == path_value(trie, last) > 0.5

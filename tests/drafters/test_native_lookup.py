@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve_drafters import DraftItem, lookup
+from specserve_drafters import DraftRequest, lookup
 from specserve_drafters.lookup import NgramSource
 from specserve_drafters.native_lookup import NativeSource, ngram_source
 from specserve_kernels.cpu import BuildError, build
@@ -49,7 +49,7 @@ def same(values):
 
 
 @given(steps, st.fixed_dictionaries(BOUNDS))
-def test_both_promise_and_guess_the_same_however_texts_grew(steps, bounds):
+def test_both_promise_and_draft_the_same_however_texts_grew(steps, bounds):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in bounds.items():
             patch.setattr(lookup, name, value)
@@ -59,9 +59,9 @@ def test_both_promise_and_guess_the_same_however_texts_grew(steps, bounds):
             text.extend(tokens)
             text.extend(text[len(text) - again :])
             if what == "follow":
-                same(source.promise(id, text) for source in sources)
+                same(source.expected_accepted(id, text) for source in sources)
             if limit is not None:
-                items = [DraftItem(id, text, limit, 0.0, 0)]
+                items = [DraftRequest(id, text, limit, 0.0, 0)]
                 same(source.candidates(items) for source in sources)
             if what == "forget":
                 texts[id] = array("i")
@@ -83,7 +83,7 @@ def test_both_promise_the_same_over_long_texts(num_tokens):
         for token in (*copied, draw.randrange(num_tokens)):
             text.append(token)
             if draw.randrange(4):  # some steps bring several tokens
-                most = max(most, same(source.promise(0, text) for source in sources))
+                most = max(most, same(source.expected_accepted(0, text) for source in sources))
         same(source.look_up(0, text, 16) for source in sources)
     assert most == 17.0 or num_tokens > 1
 
@@ -91,11 +91,11 @@ def test_both_promise_the_same_over_long_texts(num_tokens):
 def test_nothing_of_texts_outlives_a_reset():
     for source in both():
         text = array("i", [*range(40)] * 9)
-        before = source.promise(0, text[:60])
-        source.promise(0, text)
-        assert source.promise(1, text[:60]) > before
+        before = source.expected_accepted(0, text[:60])
+        source.expected_accepted(0, text)
+        assert source.expected_accepted(1, text[:60]) > before
         source.reset()
-        assert source.promise(0, text[:60]) == before
+        assert source.expected_accepted(0, text[:60]) == before
 
 
 # In a process of its own: one that has freed much gives new blocks the same memory.
@@ -113,16 +113,16 @@ def resident():
 text, sources = array("i", range(400)), [NativeSource() for _ in range(1000)]
 before = resident()
 for id in range(1000):
-    sources[0].promise(id, text)
+    sources[0].expected_accepted(id, text)
     sources[0].forget(id)
 assert resident() - before < 16 << 20, "of forgotten requests"
 for source in sources:
-    source.promise(0, text)
+    source.expected_accepted(0, text)
 assert resident() - before > 48 << 20, "they hold nothing"
 del source
 sources.clear()
 for _ in range(1000):
-    NativeSource().promise(0, text)
+    NativeSource().expected_accepted(0, text)
 assert resident() - before < 80 << 20, "of sources that are gone"
 """
 
@@ -132,7 +132,7 @@ def test_forgotten_requests_and_sources_are_freed():
     assert done.returncode == 0, done.stderr
 
 
-def test_more_guesses_than_there_is_room_for_are_refused():
+def test_more_draft_tokens_than_there_is_room_for_are_refused():
     with pytest.raises(AssertionError, match="more guesses"):
         NativeSource().look_up(0, array("i", [1, 1, 1]), 64)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve_drafters import Draft, DraftItem, make_drafter
+from specserve_drafters import Draft, DraftRequest, make_drafter
 from specserve_drafters.ngram import NgramDrafter
 
 
@@ -47,10 +47,10 @@ CASES = {  # text, limit -> the texts that the tree guesses
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "limit", "guesses"), CASES.values(), ids=CASES)
-def test_guesses(text, limit, guesses):
+@pytest.mark.parametrize(("text", "limit", "draft_tokens"), CASES.values(), ids=CASES)
+def test_draft_tokens(text, limit, draft_tokens):
     draft = look_up(text, limit)
-    assert [p for p in paths(draft) if p] == guesses
+    assert [p for p in paths(draft) if p] == draft_tokens
 
 
 def test_the_best_continuation_has_the_lowest_numbers():
@@ -106,7 +106,7 @@ def test_a_match_is_always_found_and_its_continuation_stood_there(text, limit):
 
 def test_every_item_has_its_own_draft():
     items = [
-        DraftItem(i, array("i", ids), 2, 0.0, 0) for i, ids in ((4, [1, 2, 3, 1, 2]), (9, [1]))
+        DraftRequest(i, array("i", ids), 2, 0.0, 0) for i, ids in ((4, [1, 2, 3, 1, 2]), (9, [1]))
     ]
     drafter = make_drafter("ngram", {})
     assert drafter.propose(items) == [Draft([3, 1], [0, 1]), Draft()]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve_drafters import DraftItem
+from specserve_drafters import DraftRequest
 from specserve_drafters.prediction import Alignment, PredictionSource
 
 TEXT = [*range(100, 160)]
@@ -70,18 +70,18 @@ def test_whatever_comes_the_place_is_one_of_the_text_and_its_length_is_true(expe
 
 
 def item(known, limit, id=1):
-    return DraftItem(id, array("i", known), limit, 0.0, 0)
+    return DraftRequest(id, array("i", known), limit, 0.0, 0)
 
 
-def test_guesses_are_what_comes_next_the_surer_the_longer_it_was_right():
+def test_draft_tokens_are_what_comes_next_the_surer_the_longer_it_was_right():
     source, prompt = PredictionSource(), [5, 6, 7]
     source.expect(1, TEXT, len(prompt))
-    (guesses,) = source.candidates([item(prompt, 4)])
-    assert [(g.token, g.parent) for g in guesses] == [*zip(TEXT[:4], range(4), strict=True)]
+    (draft_tokens,) = source.candidates([item(prompt, 4)])
+    assert [(g.token, g.parent) for g in draft_tokens] == [*zip(TEXT[:4], range(4), strict=True)]
     (later,) = source.candidates([item(prompt + TEXT[:20], 4)])
-    assert [g.token for g in later] == TEXT[20:24] and later[0].p > guesses[0].p
+    assert [g.token for g in later] == TEXT[20:24] and later[0].p > draft_tokens[0].p
     (changed,) = source.candidates([item(prompt + TEXT[:20] + [7], 4)])
-    assert [g.token for g in changed] == TEXT[21:25] and changed[0].p < guesses[0].p
+    assert [g.token for g in changed] == TEXT[21:25] and changed[0].p < draft_tokens[0].p
     (end,) = source.candidates([item(prompt + TEXT[:20] + [7] + TEXT[21:58], 4)])
     assert [g.token for g in end] == TEXT[58:]
     source.forget(1)
@@ -91,10 +91,10 @@ def test_guesses_are_what_comes_next_the_surer_the_longer_it_was_right():
 def test_what_it_promises_is_learnt_from_what_came():
     source, text = PredictionSource(), array("i", TEXT)
     source.expect(1, TEXT, 0)
-    at_first = source.promise(1, text[:30])
+    at_first = source.expected_accepted(1, text[:30])
     source.expect(2, [9] * 60, 0)
-    assert source.promise(2, text[:30]) < at_first
-    assert source.promise(1, text[:59]) <= 1 and source.promise(1, text) == 0
+    assert source.expected_accepted(2, text[:30]) < at_first
+    assert source.expected_accepted(1, text[:59]) <= 1 and source.expected_accepted(1, text) == 0
 
 
 def test_following_a_long_text_takes_no_longer_where_all_tokens_are_alike():

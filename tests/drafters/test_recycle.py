@@ -6,28 +6,28 @@ from random import Random
 
 import pytest
 
-from specserve_drafters import ROOT, DraftItem, recycle
+from specserve_drafters import ROOT, DraftRequest, recycle
 from specserve_drafters.recycle import NUM_SLOTS, OLD, WAYS, RecycleSource, Successors
 
 AFTER = {1: ([2, 3], [0.5, 0.25]), 2: ([4, 1], [0.9, 0.1]), 3: ([5], [1.0])}
 
 
-def source_of(owner=(0, "", ""), id=1, is_learnt=True, after=AFTER):
+def source_of(scope=(0, "", ""), id=1, is_learnt=True, after=AFTER):
     source = RecycleSource()
-    source.begin(id, owner, is_learnt)
+    source.begin(id, scope, is_learnt)
     for token, (ids, p) in after.items():
         source.enter(id, token, ids, p)
     return source
 
 
 def asked(source, *text, limit=8, id=1):
-    (guesses,) = source.candidates([DraftItem(id, array("i", text), limit, 0.0, 0)])
-    return guesses
+    (draft_tokens,) = source.candidates([DraftRequest(id, array("i", text), limit, 0.0, 0)])
+    return draft_tokens
 
 
-def paths(guesses):
+def paths(draft_tokens):
     found = {ROOT: ()}
-    for number, guess in enumerate(guesses, 1):
+    for number, guess in enumerate(draft_tokens, 1):
         found[number] = (*found[guess.parent], guess.token)
     return [*found.values()][1:]
 
@@ -45,10 +45,10 @@ def test_the_likeliest_paths_come_first(token, limit, want):
     assert paths(asked(source_of(), 7, token, limit=limit)) == want
 
 
-def test_a_guess_has_its_probability_after_its_parent():
-    guesses = asked(source_of(), 1, limit=4)
-    assert [g.p for g in guesses] == pytest.approx([0.5, 0.9, 0.25, 1.0], abs=1e-4)
-    assert {g.source for g in guesses} == {"recycle"}
+def test_a_draft_has_its_probability_after_its_parent():
+    draft_tokens = asked(source_of(), 1, limit=4)
+    assert [g.p for g in draft_tokens] == pytest.approx([0.5, 0.9, 0.25, 1.0], abs=1e-4)
+    assert {g.source for g in draft_tokens} == {"recycle"}
 
 
 def test_successors_are_wanted_where_they_are_missing_and_again_once_they_are_old():
@@ -71,14 +71,14 @@ def test_nothing_is_learnt_from_a_request_that_asked_for_that():
 
 @pytest.mark.parametrize("other", [(0, "b"), (1, "a")])
 def test_an_owner_finds_nothing_of_another(other):
-    source = source_of(owner=(0, "a"))
+    source = source_of(scope=(0, "a"))
     source.begin(2, other, True)
-    assert asked(source, 1, id=2) == [] and source.promise(2, array("i", [1])) == 0.0
+    assert asked(source, 1, id=2) == [] and source.expected_accepted(2, array("i", [1])) == 0.0
     for _ in range(300):
         source.follow(1, [1, 9])  # where it was wrong
     source.enter(2, 1, *AFTER[1])
-    assert source.promise(2, array("i", [1])) == pytest.approx(0.5, abs=1e-3)
-    assert source.promise(1, array("i", [1])) < 0.1
+    assert source.expected_accepted(2, array("i", [1])) == pytest.approx(0.5, abs=1e-3)
+    assert source.expected_accepted(1, array("i", [1])) < 0.1
 
 
 def test_an_owner_that_was_forgotten_comes_back_as_a_new_one(monkeypatch):
@@ -98,8 +98,8 @@ def test_what_it_promises_is_how_often_first_successors_were_right():
     source, random = source_of(after={1: ([2], [0.5])}), Random(0)
     for _ in range(400):
         source.follow(1, [1, 2 if random.random() < 0.8 else 3])
-    assert source.promise(1, array("i", [1])) == pytest.approx(0.8, abs=0.08)
-    assert source.promise(1, array("i", [3])) == 0
+    assert source.expected_accepted(1, array("i", [1])) == pytest.approx(0.8, abs=0.08)
+    assert source.expected_accepted(1, array("i", [3])) == 0
 
 
 def test_probabilities_that_are_no_numbers_are_not_entered():
@@ -107,7 +107,7 @@ def test_probabilities_that_are_no_numbers_are_not_entered():
     assert asked(source, 1) == []
 
 
-def test_a_tree_looks_up_each_guess_once(monkeypatch):
+def test_a_tree_looks_up_each_draft_once(monkeypatch):
     source, calls = source_of(after={n: ([1, 2], [0.5, 0.5]) for n in (1, 2)}), []
     find = source.table.find
     source.table.find = lambda *key: calls.append(key) or find(*key)
@@ -144,6 +144,6 @@ def test_of_a_full_set_the_one_that_was_entered_first_gives_way(monkeypatch):
 def test_all_is_forgotten_on_reset():
     source = source_of()
     source.reset()
-    assert asked(source, 1) == [] and source.promise(1, array("i", [1])) == 0.0
+    assert asked(source, 1) == [] and source.expected_accepted(1, array("i", [1])) == 0.0
     source.enter(1, 1, [5], [1.0])
     assert paths(asked(source, 1, limit=1)) == [(5,)]

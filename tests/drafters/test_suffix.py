@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve_drafters import ROOT, DraftItem, suffix
-from specserve_drafters.suffix import LENGTHS, Scope, SuffixPart, SuffixSource, best
+from specserve_drafters import ROOT, DraftRequest, suffix
+from specserve_drafters.suffix import LENGTHS, OutputIndex, SuffixPart, SuffixSource, best
 
 TEXT = [*range(100, 160)]
 
@@ -22,8 +22,8 @@ def learnt(*outputs, salt=""):
 
 def asked(source, known, limit=8, id=1, salt=""):
     source.begin(id, array("i", known), 0, (0, salt, ""), False)
-    (guesses,) = source.candidates([DraftItem(id, array("i", known), limit, 0.0, 0)])
-    return guesses
+    (draft_tokens,) = source.candidates([DraftRequest(id, array("i", known), limit, 0.0, 0)])
+    return draft_tokens
 
 
 def searched(texts, end):
@@ -48,7 +48,7 @@ tokens = st.lists(st.integers(0, 2), max_size=40)
 
 @given(st.lists(st.tuples(tokens, st.integers(0, 20)), max_size=6), tokens)
 def test_places_are_those_that_a_search_finds(texts, end):
-    scope = Scope()
+    scope = OutputIndex()
     texts = [(text, min(num_context, len(text))) for text, num_context in texts if text]
     for text, num_context in texts:
         scope.add(array("i", text), num_context)
@@ -59,16 +59,16 @@ def test_places_are_those_that_a_search_finds(texts, end):
     assert found <= follows
 
 
-def test_guesses_go_on_as_earlier_outputs_did_the_most_frequent_first():
+def test_draft_tokens_go_on_as_earlier_outputs_did_the_most_frequent_first():
     source = learnt([1, 2, 3, 7, 7], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9])
-    guesses = asked(source, [0, 2, 3], limit=8)
+    draft_tokens = asked(source, [0, 2, 3], limit=8)
     paths = {}
-    for number, guess in enumerate(guesses, 1):
+    for number, guess in enumerate(draft_tokens, 1):
         paths[number] = (*paths.get(guess.parent, ()), guess.token)
     assert paths[1] == (4,)
     assert {*paths.values()} >= {(7,), (4, 5, 9), (4, 5, 6)}
-    assert guesses[0].p > guesses[[*paths.values()].index((7,))].p
-    assert all(0 < guess.p < 1 for guess in guesses)
+    assert draft_tokens[0].p > draft_tokens[[*paths.values()].index((7,))].p
+    assert all(0 < guess.p < 1 for guess in draft_tokens)
 
 
 def test_a_longer_match_wins_and_is_surer():
@@ -79,26 +79,30 @@ def test_a_longer_match_wins_and_is_surer():
     assert short.token == 3 and short.p < first.p
 
 
-def test_guesses_end_where_an_output_ends_and_nothing_crosses_two_outputs():
+def test_draft_tokens_end_where_an_output_ends_and_nothing_crosses_two_outputs():
     source = learnt([1, 2, 3], [4, 5, 6])
     assert [g.token for g in asked(source, [1, 2])] == [3]
     assert asked(source, [2, 3]) == [] == asked(source, [3, 4])
 
 
-def test_there_are_no_guesses_of_another_scope_nor_its_odds():
+def test_there_are_no_draft_tokens_of_another_scope_nor_its_odds():
     source = learnt(TEXT, salt="a")
     assert asked(source, TEXT[:20], salt="") == [] == asked(source, TEXT[:20], salt="b")
     assert asked(source, TEXT[:20], salt="a")
     source.begin(5, array("i", TEXT[:20]), 0, (0, "b", ""), True)
-    assert source.promise(5, array("i", TEXT[:20])) == 0.0
+    assert source.expected_accepted(5, array("i", TEXT[:20])) == 0.0
     source.learn(array("i", TEXT), (0, "b", ""))
-    odds = [*source.odds[0, "b", ""].expected]
+    accuracy = [*source.accuracy[0, "b", ""].expected]
     source.begin(6, array("i", TEXT[:20]), 0, (0, "a", ""), True)
     for size in range(20, 60):
-        source.promise(6, array("i", TEXT[:size]))
-    for each in source.odds.values():
+        source.expected_accepted(6, array("i", TEXT[:size]))
+    for each in source.accuracy.values():
         each.sum()
-    assert [*source.odds[0, "b", ""].expected] == odds != [*source.odds[0, "a", ""].expected]
+    assert (
+        [*source.accuracy[0, "b", ""].expected]
+        == accuracy
+        != [*source.accuracy[0, "a", ""].expected]
+    )
 
 
 def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
@@ -123,13 +127,13 @@ def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
 def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
     source, text = learnt(TEXT), array("i", TEXT[:4])
     source.begin(1, text, 0, (0, "", ""), False)
-    first = source.promise(1, text)
+    first = source.expected_accepted(1, text)
     text.extend(TEXT[4:20])
-    assert source.promise(1, text) > first > 0
+    assert source.expected_accepted(1, text) > first > 0
     text.append(7)
-    assert source.promise(1, text) == 0
+    assert source.expected_accepted(1, text) == 0
     text.extend(TEXT[30:32])
-    assert 0 < source.promise(1, text) <= first
+    assert 0 < source.expected_accepted(1, text) <= first
 
 
 @pytest.mark.parametrize("num_scopes", [1, 60])
@@ -143,7 +147,7 @@ def test_memory_stays_in_its_bound_over_a_million_tokens(monkeypatch, num_scopes
         assert source.num_bytes <= 4 << 20
         held = sum(len(p.tokens) for s in source.scopes.values() for p in s.parts)
         assert 4 * held <= source.num_bytes
-    assert source.odds.keys() == source.scopes.keys()
+    assert source.accuracy.keys() == source.scopes.keys()
     assert asked(source, output[:20], salt=str(999 % num_scopes))
 
 
@@ -156,7 +160,7 @@ def test_a_tenant_with_many_salts_takes_no_memory_from_others(monkeypatch):
 
 
 def test_an_output_longer_than_a_part_is_cut_to_its_end():
-    scope = Scope()
+    scope = OutputIndex()
     scope.add(array("i", [i % 5000 for i in range(suffix.LARGE)]))
     assert scope.parts[0].size <= suffix.LARGE
     assert scope.matches(array("i", [1, 2, 3, 4]))[0] == 4
@@ -168,13 +172,13 @@ def test_a_lookup_visits_a_bounded_number_of_places():
     mixed = sum(suffix.MIX[:2])
     assert len([*part.matches(array("i", [1, 1]), 0, mixed)]) == suffix.MAX_VISITS
     assert best([], 0, 8, "suffix") == []
-    guesses = best([(part, 5)], 2, 63, "suffix")
-    assert [g.parent for g in guesses] == [ROOT, *range(1, 63)]
+    draft_tokens = best([(part, 5)], 2, 63, "suffix")
+    assert [g.parent for g in draft_tokens] == [ROOT, *range(1, 63)]
 
 
 def test_all_is_forgotten_on_reset():
     source, text = learnt(TEXT), array("i", TEXT[:8])
     source.begin(1, text, 0, (0, "", ""), True)
-    assert source.promise(1, text) > 0
+    assert source.expected_accepted(1, text) > 0
     source.reset()
-    assert source.promise(1, text) == 0 and asked(source, TEXT[:8], id=2) == []
+    assert source.expected_accepted(1, text) == 0 and asked(source, TEXT[:8], id=2) == []

@@ -5,7 +5,7 @@ from specserve_drafters import ROOT, Draft
 FORK = Draft([5, 6, 7, 5], [0, 1, 0, 3], [1, 2, 3, 0])  # 5 6 | 7 5
 
 
-def test_a_chain_hangs_each_guess_below_the_one_before():
+def test_a_chain_hangs_each_draft_below_the_one_before():
     assert Draft.chain([5, 6, 7]) == Draft([5, 6, 7], [0, 1, 2])
     assert (len(Draft.chain([5, 6])), len(Draft())) == (2, 0)
 

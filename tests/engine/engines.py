@@ -95,23 +95,23 @@ def draft_of(draft, drafter):
 
 def ask_always(engine):
     """Have sources guess in every step, however little they promise."""
-    guesses = engine.speculator
-    promising = guesses.is_promising
-    guesses.is_promising = lambda request, part: promising(request, part) or True
+    draft_tokens = engine.speculator
+    promising = draft_tokens.is_worthwhile
+    draft_tokens.is_worthwhile = lambda request, part: promising(request, part) or True
 
 
 def let_all_guess(patch):
     """Sources are asked in every step, and guesses take no time: no clock decides about them."""
-    patch.setattr(AdaptiveSpeculator, "is_promising", lambda *_: True)
+    patch.setattr(AdaptiveSpeculator, "is_worthwhile", lambda *_: True)
     patch.setattr(ExplorationBudget, "is_due", lambda *_: True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
     patch.setattr(DraftDepthController, "level_seconds", lambda *_: 0.0)
 
 
-def planned(engine, *sources, growers=()):
+def planned(engine, *sources, model_sources=()):
     """The planner's choice of what these sources say."""
     lent = engine.scheduler, engine.draft_model
-    return AdaptiveSpeculator(sources, growers, *lent, engine.stats)
+    return AdaptiveSpeculator(sources, model_sources, *lent, engine.stats)
 
 
 def fixed(engine, drafter):
@@ -262,7 +262,7 @@ class Watch:
             self.arena.blocks[block].fill_(255)  # NaN, in any dtype
         self.poisoned = free
         kv = {"target": self.engine.target.kv, "draft": draft.runner.kv if draft else None}
-        layers = {owner: each.layers for owner, each in kv.items() if each is not None}
+        layers = {scope: each.layers for scope, each in kv.items() if each is not None}
         if self.engine.head is not None:
             layers["target"] += self.engine.head.runner.kv.layers
         for r in self.engine.requests.values():

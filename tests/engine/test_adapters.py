@@ -17,7 +17,7 @@ from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.process import loaded_adapters, report
 from specserve.errors import ConfigError
-from specserve.exchange.messages import Begun, Caller, frame
+from specserve.exchange.messages import Caller, ResumeState, frame
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.adapters import PackedAdapter
 from tests.adapters import write_adapter
@@ -161,19 +161,19 @@ def test_other_content_under_the_same_folder_never_sees_old_kv(models, root, tmp
     assert got == alone(models, load(engine, root / "adapter-1"), prompt, how)
 
 
-def test_guesses_learn_from_texts_of_the_same_adapter_alone(models, root):
+def test_draft_tokens_learn_from_texts_of_the_same_adapter_alone(models, root):
     engine = engine_with(models, sources=["suffix"])
     one, other = (load(engine, root / f"adapter-{i}") for i in (0, 1))
     (prompt, how) = asked(2, length=60)
 
-    def guessed(ref):
+    def drafted(ref):
         before = engine.stats.num_drafted
         engine.add_choices(prompt, [how], adapter=ref)
         finish(engine)
         return engine.stats.num_drafted - before
 
     ask_always(engine)
-    guessed(one)
+    drafted(one)
     assert engine.speculator.learned.find((0, "", one.digest)) is not None
     assert engine.speculator.learned.find((0, "", other.digest)) is None
     assert engine.speculator.learned.find((0, "", "")) is None
@@ -307,7 +307,7 @@ def test_an_adapter_that_is_loaded_while_a_request_s_own_reading_waits_is_read_o
 
 
 @pytest.mark.parametrize("text", ["\ud800x", "a" * 10_000])
-def test_what_a_file_says_can_be_told_whatever_it_is(models, root, tmp_path, text):
+def test_what_a_file_says_can_be_reported_whatever_it_is(models, root, tmp_path, text):
     folder = shutil.copytree(root / "adapter-0", tmp_path / "adapter")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", text: 1}))
     engine = engine_with(models)
@@ -335,13 +335,13 @@ def test_a_request_goes_on_in_another_engine_with_its_adapter(models, root, sour
     ref, (prompt, how) = load(first, root / "adapter-3"), asked(3, length=30)
     want = alone(models, ref, prompt, how)
     engine = engine_with(models, sources=sources)  # it has not heard of the adapter
-    begun = Begun(want[0][:11])
-    request = engine.add_choices(prompt, [how], adapter=ref, begun=begun)[0]
+    resume = ResumeState(want[0][:11])
+    request = engine.add_choices(prompt, [how], adapter=ref, resume=resume)[0]
     tokens, logprobs = told(finish(engine)[request.id])
     assert (tokens, logprobs) == (want[0][11:], want[1][11:])
 
 
-def test_loading_and_unloading_beside_streams_changes_no_text_and_keeps_memory_flat(models, root):
+def test_loading_and_unloading_next_to_streams_changes_no_text_and_keeps_memory_flat(models, root):
     engine = engine_with(models, num_slots=2, sources=EVERY)
     kept = load(engine, root / "adapter-0")
     rng, running = Random(0), {}
@@ -353,13 +353,13 @@ def test_loading_and_unloading_beside_streams_changes_no_text_and_keeps_memory_f
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     outputs, sizes = {}, []
-    for turn in range(200):
+    for benefit in range(200):
         if not engine.requests:
             for i, (prompt, how) in enumerate(cases):
                 ref = kept if i % 2 else None
                 running[engine.add_choices(prompt, [how], adapter=ref)[0].id] = i
-        other = load(engine, root / f"adapter-{1 + turn % 3}")
-        brief = engine.add_choices([turn % VOCAB], [sampling(2)], adapter=other)[0]
+        other = load(engine, root / f"adapter-{1 + benefit % 3}")
+        brief = engine.add_choices([benefit % VOCAB], [sampling(2)], adapter=other)[0]
         for _ in range(rng.randrange(3)):
             for output in engine.step():
                 outputs.setdefault(output.id, []).append(output)
@@ -367,7 +367,7 @@ def test_loading_and_unloading_beside_streams_changes_no_text_and_keeps_memory_f
         while brief.id in engine.requests:
             for output in engine.step():
                 outputs.setdefault(output.id, []).append(output)
-        if turn in (40, 199):
+        if benefit in (40, 199):
             sizes.append(num_tensors())
     outputs |= {id: outputs.get(id, []) + more for id, more in finish(engine).items()}
     assert len(running) > 16

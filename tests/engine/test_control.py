@@ -118,7 +118,7 @@ def test_requests_keep_their_texts_whatever_changes_between_their_steps(
         assert llm.engine.stats.num_accepted > 0 and llm.engine.stats.drafter_errors == 0
 
 
-def test_a_draft_model_that_comes_to_running_requests_guesses_for_them(folders, eager):
+def test_a_draft_model_that_comes_to_running_requests_draft_tokens_for_them(folders, eager):
     with load(folders, **{"drafter.options.sources": ["ngram"]}) as llm:
         [generation] = llm.start(
             *llm.check("the cat sat", SamplingParams(max_tokens=60, ignore_eos=True))
@@ -155,7 +155,7 @@ def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager)
     with load(folders, **settings | {"drafter.options.width": 4}) as llm:
         pool, arena = llm.engine.pool, llm.engine.target.arena
         llm.generate("the cat sat on the mat", asked)
-        assert "draft" in {pool.owners[block] for block in pool.cached}
+        assert "draft" in {pool.scopes[block] for block in pool.cached}
         [generation] = llm.start(*llm.check("def read(path):", asked))
         while not llm.memory()["draft"]:
             llm.step()
@@ -164,12 +164,12 @@ def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager)
         assert learned.table()["model"]
         llm.load_draft_model(folders["wide"])
         assert not pool.updates.moves and not learned.table()["model"]
-        assert "draft" not in {pool.owners[block] for block in pool.cached}
+        assert "draft" not in {pool.scopes[block] for block in pool.cached}
         assert arena.views["draft"] is llm.engine.draft_model.runner.kv
         llm.end([generation])
 
 
-def test_sources_that_come_guess_for_requests_that_run(folders, eager):
+def test_sources_that_come_draft_for_requests_that_run(folders, eager):
     asked = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     regex = {"regex": "(the cat sat on the mat ){9,12}"}
     with load(folders, **{"drafter.options.sources": ["ngram"]}) as llm:
@@ -307,10 +307,20 @@ def test_what_cannot_be_is_refused_and_changes_nothing(folders, name):
     ask, why = REFUSED[name]
     with load(folders) as llm:
         engine = llm.engine
-        state = engine.speculator, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        state = (
+            engine.speculator,
+            engine.draft_model,
+            engine.scheduler.budget,
+            llm.speculation_control.config,
+        )
         with pytest.raises(ConfigError, match=why):
             ask(llm, folders)
-        now = engine.speculator, engine.draft_model, engine.scheduler.budget, llm.guessing.config
+        now = (
+            engine.speculator,
+            engine.draft_model,
+            engine.scheduler.budget,
+            llm.speculation_control.config,
+        )
         assert now == state
         assert (
             len(llm.generate("the cat", SamplingParams(max_tokens=9, ignore_eos=True))[0].token_ids)

@@ -121,7 +121,7 @@ def test_the_text_of_recorded_steps_is_the_cpus_own(models, drafter, in_graphs, 
     assert engine.stats.num_steps > 2 * len(program.recordings)
 
 
-def test_recorded_steps_draw_from_edited_and_masked_rows_beside_others(models, in_graphs):
+def test_recorded_steps_draw_from_edited_and_masked_rows_next_to_others(models, in_graphs):
     first, second = (Case([7, i], sampling(i, i)) for i in range(2))
     how = {"presence_penalty": 2.0, "logit_bias": {9: 8.0}, "allowed_ids": (9, *range(80, 320))}
     first = msgspec.structs.replace(first, sampling=msgspec.structs.replace(first.sampling, **how))
@@ -269,7 +269,7 @@ def prepacks_codes(prepack):
     return lambda weight, is_gated=False: prepack(quantize(weight, 4), is_gated)
 
 
-def test_a_load_runs_what_a_later_step_would_compile_and_tells_who_attends(models, monkeypatch):
+def test_a_load_runs_what_a_later_step_would_compile_and_reports_who_attends(models, monkeypatch):
     """A tree, a KV move, a choice and its children: none waits for a compiler in mid-stream."""
     _, target, _ = models
     engine, calls = engine_for(target), Counter()
@@ -358,7 +358,7 @@ def test_memory_that_runs_out_at_load_says_what_was_asked_and_what_to_lower(
     ]
 
 
-def test_a_system_that_does_not_tell_its_free_memory_loads_where_the_pool_is_sized(monkeypatch):
+def test_a_system_that_does_not_report_its_free_memory_loads_where_the_pool_is_sized(monkeypatch):
     def untold():
         raise DeviceError("this system does not tell its free memory")
 
@@ -376,14 +376,14 @@ def test_a_step_holds_the_lock_of_its_device_from_draft_to_verify(models, monkey
     engine.add([5, 6, 7] * 4, sampling(0.0, 3))
     held = []
     parts = (engine, "draft"), (engine.target, "launch"), (step_loop, "accepted_paths")
-    for owner, name in parts:
-        method = getattr(owner, name)
+    for scope, name in parts:
+        method = getattr(scope, name)
 
         def heard(*args, method=method):
             held.append(not free_for_others(cuda.lock))
             return method(*args)
 
-        monkeypatch.setattr(owner, name, heard)
+        monkeypatch.setattr(scope, name, heard)
     engine.step()
     assert held == [True] * 3 and free_for_others(cuda.lock)
 

@@ -56,7 +56,7 @@ def test_rows_may_be_drawn_one_by_one_or_looked_up(ops, requests):
 
 @BUILDS
 @pytest.mark.parametrize("sure", [1, 2, 4], ids=["T = 0", "top_k = 1", "min_p = 1"])
-def test_who_asks_for_the_likeliest_gets_it_beside_others(ops, sure):
+def test_who_asks_for_the_likeliest_gets_it_next_to_others(ops, sure):
     got = draw(ops, LOGITS[3:], [MIXED[0], MIXED[sure], MIXED[3]], [9, 9, 9])
     assert got[1] == LOGITS[4].argmax()
 

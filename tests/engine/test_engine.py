@@ -10,7 +10,7 @@ from specserve.engine import engine as step_loop
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
 from specserve_drafters import Draft
-from specserve_drafters.owners import NO_OWNER
+from specserve_drafters.tenants import DEFAULT_SCOPE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     Case,
@@ -48,22 +48,22 @@ def scripted(target, script, max_tokens=21, **limits):
 
 
 @pytest.mark.parametrize(("script", "steps"), [(right, 5), (bush, 9), (raising, 21)])
-def test_right_guesses_save_forwards(target, script, steps):
+def test_right_draft_tokens_save_forwards(target, script, steps):
     case, engine = scripted(target, script, max_nodes=4)
     Watch(engine).run([case])
     assert engine.stats.num_steps == steps
 
 
-def test_what_steps_have_shown_of_costs_and_guesses_can_be_forgotten(target):
+def test_what_steps_have_shown_of_costs_and_draft_tokens_can_be_forgotten(target):
     engine, new = engine_for(target, drafter="auto"), engine_for(target, drafter="auto")
     Watch(engine).run([Case(PROMPT * 4, greedy(40))])
-    guesses = engine.speculator
-    calibration = guesses.learned.find(NO_OWNER).calibration
+    draft_tokens = engine.speculator
+    calibration = draft_tokens.learned.find(DEFAULT_SCOPE).calibration
     unknown = new.speculator.planner.costs.table()
-    assert guesses.planner.costs.table() != unknown
+    assert draft_tokens.planner.costs.table() != unknown
     engine.reset_learned()
-    assert guesses.planner.costs.table() == unknown
-    assert calibration.sources and guesses.learned.find(NO_OWNER) is None
+    assert draft_tokens.planner.costs.table() == unknown
+    assert calibration.sources and draft_tokens.learned.find(DEFAULT_SCOPE) is None
 
 
 def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):
@@ -76,7 +76,7 @@ def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch)
     assert [r.token_ids.tolist() for r in got] == want
 
 
-def test_statistics_count_what_was_guessed_and_what_was_accepted(target):
+def test_statistics_count_what_was_drafted_and_what_was_accepted(target):
     case, engine = scripted(target, bush, max_nodes=4)
     watch = Watch(engine)
     (request,) = watch.run([case])
@@ -111,7 +111,7 @@ def test_nothing_that_a_drafter_raises_loses_a_token(target, where, what):
     assert {id: total["tokens"] for id, total in watch.emitted.items()} == {0: 9, 1: 12}
 
 
-def test_a_drafter_that_cannot_be_told_things_costs_no_text(target):
+def test_a_drafter_that_cannot_be_reported_things_costs_no_text(target):
     case, engine = scripted(target, right)
     drafter = engine.speculator.drafter
     drafter.observe = drafter.forget = raising  # takes no such arguments
@@ -190,15 +190,15 @@ def test_a_request_given_up_at_any_moment_leaves_no_block(target):
         assert engine.is_idle and engine.pool.num_available == engine.pool.num_blocks
 
 
-def fail_once(owner, name, error):
+def fail_once(scope, name, error):
     """Have the next call of a method raise, and those after it do what they always did."""
-    method = getattr(owner, name)
+    method = getattr(scope, name)
 
     def failing(*args, **kwargs):
-        setattr(owner, name, method)
+        setattr(scope, name, method)
         raise error
 
-    setattr(owner, name, failing)
+    setattr(scope, name, failing)
 
 
 SHORTAGES = {

@@ -93,7 +93,7 @@ def test_an_engine_can_be_ended_before_and_after_it_is_there(folder):
     assert process.wait() == 0
 
 
-def test_what_is_wrong_with_a_model_is_told_by_the_process_that_reads_it(folder):
+def test_what_is_wrong_with_a_model_is_reported_by_the_process_that_reads_it(folder):
     (folder / "model.safetensors").rename(folder / "kept")
     process, sock = ForkServer(config_of(folder)).start()
     with sock:

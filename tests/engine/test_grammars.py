@@ -169,7 +169,7 @@ def test_a_drafter_changes_no_text_that_a_grammar_rules(engine_with, sampling, n
 
 
 @pytest.mark.parametrize("script", [bush, hedge, wrong_later])
-def test_the_same_with_guesses_that_break_the_grammar(engine_with, sampling, script):
+def test_the_same_with_draft_tokens_that_break_the_grammar(engine_with, sampling, script):
     asked = sampling(GRAMMARS["json"], seed=3)
     [(expected, _)] = run(engine_with(), PROMPT, asked)
     engine = engine_with(Scripted(script, {0: PROMPT + expected}))
@@ -238,7 +238,7 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data)
 
 
 @pytest.mark.parametrize("drafter", ["auto", "model", "scripted"])
-def test_no_guess_that_is_verified_breaks_the_grammar(
+def test_no_draft_that_is_verified_breaks_the_grammar(
     engine_with, sampling, vocabulary, end, drafter
 ):
     if drafter == "scripted":
@@ -268,7 +268,7 @@ def test_no_guess_that_is_verified_breaks_the_grammar(
     assert seen > 20
 
 
-def test_what_a_grammar_forces_is_guessed_by_it(engine_with, sampling):
+def test_what_a_grammar_forces_is_drafted_by_it(engine_with, sampling):
     engine = engine_with("auto", options={"sources": ["grammar"]})
     run(engine, PROMPT, sampling(GRAMMARS["json"], max_tokens=100))
     sums = engine.stats.sources["grammar"]
@@ -569,7 +569,7 @@ class FragileMatcher:
         return getattr(self.matcher, name)
 
 
-def test_what_a_guess_runs_into_does_not_change_the_text(tokenizer, vocabulary, end):
+def test_what_a_draft_runs_into_does_not_change_the_text(tokenizer, vocabulary, end):
     choice = compiled.Compiled(vocabulary.tokens, GRAMMARS["choice"])
     the, a = (tokenizer.encode(text, False) for text in ("the", "a d"))
     state = GrammarState(Fragile(choice.first, the), [end], VOCAB)
@@ -607,7 +607,7 @@ def test_no_request_fills_the_automaton_of_its_grammar_for_others(
 
 
 @pytest.mark.parametrize("num_guesses", [0, 2, 4])
-def test_looking_at_guesses_ends_no_text(tokenizer, vocabulary, end, num_guesses, monkeypatch):
+def test_looking_at_draft_tokens_ends_no_text(tokenizer, vocabulary, end, num_guesses, monkeypatch):
     """The automaton of this expression doubles with each character that may be its end."""
     monkeypatch.setattr(compiled, "limits", few_states(600))
     grammar = LLMatcher.grammar_from_regex(r"(.|\n)*(a|e).{60}b")
@@ -626,11 +626,13 @@ def test_looking_at_guesses_ends_no_text(tokenizer, vocabulary, end, num_guesses
         state.extend([token])
 
 
-def test_guesses_that_take_too_long_are_looked_at_no_more_and_the_text_goes_on(vocabulary, end):
+def test_draft_tokens_that_take_too_long_are_looked_at_no_more_and_the_text_goes_on(
+    vocabulary, end
+):
     state = GrammarState(compiled.Compiled(vocabulary.tokens, GRAMMARS["regex"]), [end], VOCAB)
     first = ids_in(state.mask(())).tolist()[0]
     assert state.mask([first]).any()
-    state.patience_with_guesses = 0.0
+    state.patience_with_drafts = 0.0
     assert not state.mask([first]).any() and not state.allows([first], first)
     sound = GrammarState(state.compiled, [end], VOCAB)
     for _ in range(8):

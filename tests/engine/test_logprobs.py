@@ -118,7 +118,7 @@ def test_they_are_those_of_transformers(target, folder):
 
 @pytest.mark.parametrize("head_rows", [64, 3])
 @pytest.mark.parametrize("drafter", ["none", "model", "auto", bush, hedge])
-def test_they_are_the_same_bits_with_guesses_and_in_batches(
+def test_they_are_the_same_bits_with_draft_tokens_and_in_batches(
     target, drafter, head_rows, monkeypatch
 ):
     want = alone(target, cases())

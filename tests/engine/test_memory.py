@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from specserve.exchange.messages import Begun, Caller
+from specserve.exchange.messages import Caller, ResumeState
 from specserve.exchange.sampling_params import Sampling, mix64
 from specserve.memory.blocks import BlockHasher, KVFormat
 from specserve_drafters import Draft, Nodes
@@ -91,11 +91,11 @@ def test_of_a_prompt_given_up_halfway_the_first_half_is_found(target):
 def test_what_was_generated_is_found_as_well(target):
     engine = off(target)
     first, _ = answer(engine, PROMPT[:30], sampling(40))
-    turn, _ = answer(engine, [*first.token_ids, 7, 8, 9])
-    assert turn.num_cached == 64  # of 70, of which the last one said was never computed
+    benefit, _ = answer(engine, [*first.token_ids, 7, 8, 9])
+    assert benefit.num_cached == 64  # of 70, of which the last one said was never computed
 
 
-def test_guesses_are_never_found(target):
+def test_draft_tokens_are_never_found(target):
     case = Case(PROMPT[:30], sampling(40))
     truth = plain(target, [case])[0]
     wrong = engine_for(target, None, Scripted(lambda t, n: Draft.chain([t[0] ^ 1] * n), {0: truth}))
@@ -147,7 +147,7 @@ def test_target_and_draft_are_found_each_on_its_own(pair):
     answer(engine, PROMPT, sampling(30))
     size = draft.kv.layers[0].k.shape[1]
     assert counts[0] == [len(PROMPT) + 1 - 100 // size * size]
-    drafts = [b for b in engine.pool.cached if engine.pool.owners[b] == "draft"]
+    drafts = [b for b in engine.pool.cached if engine.pool.scopes[b] == "draft"]
     for block in drafts:
         engine.pool.forget(block)
         del engine.pool.cached[block]
@@ -157,7 +157,7 @@ def test_target_and_draft_are_found_each_on_its_own(pair):
     assert request.num_cached == 96 and counts[0] == [101], "a shorter draft hit is caught up"
 
 
-def test_a_guess_under_another_salt_costs_what_a_miss_costs(target):
+def test_a_draft_under_another_salt_costs_what_a_miss_costs(target):
     """In steps, in rows and in blocks."""
 
     def cost(*salts):
@@ -235,7 +235,7 @@ def test_choices_share_the_prompt_and_copy_one_block_each(pair, drafter, known, 
     copies = Counter()
 
     def count(step):
-        copies.update(engine.pool.owners[source] for source, _ in step.updates.copies)
+        copies.update(engine.pool.scopes[source] for source, _ in step.updates.copies)
 
     for runner in runners_of(engine):
         on_launch(runner, count)
@@ -453,7 +453,7 @@ def test_prefix_hit_and_draft_pages(pair, draft_pages):
     engine = engine_for(*pair, "model", max_nodes=8)
     first, _ = answer(engine, PROMPT, sampling(30, 1.0))
     pool = engine.pool
-    drafts = [b for b in pool.cached if pool.owners[b] == "draft"]
+    drafts = [b for b in pool.cached if pool.scopes[b] == "draft"]
     for block in {"no draft pages": drafts, "shorter draft pages": drafts[:2]}.get(draft_pages, []):
         pool.forget(block)
         del pool.cached[block]
@@ -867,9 +867,9 @@ def test_blocks_of_tenants_salts_and_adapters_have_keys_of_their_own(pair):
 
 @pytest.mark.parametrize("known", [100, 10])
 def test_a_request_that_goes_on_in_another_engine_stays_with_its_tenant(target, known):
-    engine, begun = off(target), Begun(output=PROMPT[known : known + 40])
+    engine, resume = off(target), ResumeState(output=PROMPT[known : known + 40])
     keys = engine.tables.prompt_keys(PROMPT[:known], "", tenant=1)
-    asked_by(engine, 1, PROMPT[:known], keys=keys, begun=begun)
+    asked_by(engine, 1, PROMPT[:known], keys=keys, resume=resume)
     others = asked_by(engine, 0, PROMPT), asked_by(engine, 2, PROMPT)
     assert [r.num_cached for r in others] == [0, 0]
     assert asked_by(engine, 1, PROMPT).num_cached >= 48

@@ -12,12 +12,12 @@ from specserve.engine.engine import Engine
 from specserve.engine.process import Control, serve
 from specserve.exchange.messages import (
     Add,
-    Begin,
-    Begun,
     Caller,
     EngineCommands,
+    EngineStart,
     Loading,
     Ready,
+    ResumeState,
     encode,
     packed,
 )
@@ -91,14 +91,14 @@ def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(targe
 
 def test_what_an_order_says_of_its_caller_and_its_blocks_reaches_the_request(target, monkeypatch):
     asks, caller, keys = [], Caller(7, 3), {"target": [b"key"]}
-    order = structs.replace(asked(7, 1), keys=keys, caller=caller, begun=Begun([3], 1))
+    order = structs.replace(asked(7, 1), keys=keys, caller=caller, resume=ResumeState([3], 1))
 
-    def add_choices(engine, *args, begun, adapter):
-        asks.append((*args, begun, adapter))
+    def add_choices(engine, *args, resume, adapter):
+        asks.append((*args, resume, adapter))
 
     monkeypatch.setattr(Engine, "add_choices", add_choices)
     run(target, [EngineCommands([order], [])])
-    each = order.samplings, 7, keys, caller, order.begun, order.adapter
+    each = order.samplings, 7, keys, caller, order.resume, order.adapter
     assert asks == [([5, 17, 42], *each)]
 
 
@@ -120,7 +120,7 @@ def test_collections_in_service_leave_alone_what_start_up_made(tmp_path):
     settings = {"memory.kv_bytes": 1 << 24, "model.path": str(folder), "drafter.name": "none"}
     gc.unfreeze()
     with pytest.raises(EOFError):
-        process.run(counts, Begin(load_config(None, settings)))
+        process.run(counts, EngineStart(load_config(None, settings)))
     gc.unfreeze()
     assert counts.by_message[Loading] == 0
     assert counts.by_message[Ready] > len(gc.get_objects()) / 2

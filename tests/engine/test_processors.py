@@ -68,7 +68,7 @@ def test_it_does_what_a_parameter_would_do(target, processor, temperature, head_
     assert told == [said for o in finish(engine) for said in o.logprobs], "of the raw logits"
 
 
-def test_it_is_told_the_ids_so_far(target):
+def test_it_is_reported_the_ids_so_far(target):
     seen = []
 
     def note(prompt, output, logits):

@@ -167,7 +167,7 @@ def test_text_is_the_targets_own_with_a_head(pair, head, scenario, events, **lim
 @pytest.mark.parametrize("has_model", [False, True])
 @settings(max_examples=15)
 @given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
-def test_text_is_the_targets_own_with_a_head_beside_others(
+def test_text_is_the_targets_own_with_a_head_next_to_others(
     pair, head, has_model, script, seed, scenario, events, **limits
 ):
     """Beside a drafter that knows the text, so that the head's guesses are below right ones."""
@@ -176,7 +176,7 @@ def test_text_is_the_targets_own_with_a_head_beside_others(
     draft = draft if has_model else None
     engine = engine_for(target, draft, "auto", head=head, **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
-    engine.speculator = planned(engine, users, growers=engine.speculator.growers)
+    engine.speculator = planned(engine, users, model_sources=engine.speculator.model_sources)
     engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, scenario, events, want)
     SEEN["proposed by the head"] += engine.stats.sources["eagle"].proposed
@@ -199,7 +199,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     for text in want:
         earlier.learn(array("i", text), (0, "", ""))
     sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
-    engine.speculator = planned(engine, *sources, growers=engine.speculator.growers)
+    engine.speculator = planned(engine, *sources, model_sources=engine.speculator.model_sources)
     if is_random:
         engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, predicting(scenario, want, seed), events, want)

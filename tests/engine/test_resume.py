@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.engine.grammars import Grammars
-from specserve.exchange.messages import NOT_BEGUN, Begun
+from specserve.exchange.messages import NOT_RESUMED, ResumeState
 from specserve.exchange.sampling_params import Sampling
 from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import tiny_checkpoint
@@ -51,9 +51,9 @@ def asked(models):
     return lambda name, n: Sampling(max_tokens=n, **({"stop_ids": frozenset([end])} | ASKED[name]))
 
 
-def texts(engine, sampling, begun=NOT_BEGUN):
+def texts(engine, sampling, resume=NOT_RESUMED):
     """All outputs of a request, joined: tokens, logprobs, the prompt's logprobs, how it ended."""
-    [request] = engine.add_choices(PROMPT, [sampling], begun=begun)
+    [request] = engine.add_choices(PROMPT, [sampling], resume=resume)
     tokens, logprobs, of_prompt, reason = [], [], [], None
     while reason is None:
         for output in engine.step():
@@ -74,18 +74,18 @@ def test_the_rest_is_that_of_the_whole_after_any_number_of_tokens(engine, asked,
     assert len(tokens) > 3
     for k in range(1, len(tokens)):
         engine.reset_cache()
-        rest = texts(engine, sampling, Begun(tokens[:k], len(of_prompt)))
+        rest = texts(engine, sampling, ResumeState(tokens[:k], len(of_prompt)))
         assert rest == (tokens[k:], logprobs[k:], [], reason), k
 
 
-def test_what_was_told_of_a_prompt_in_part_is_told_to_its_end(engine, asked):
+def test_what_was_reported_of_a_prompt_in_part_is_reported_to_its_end(engine, asked):
     sampling = asked("logprobs", 4)
     tokens, logprobs, of_prompt, reason = texts(engine, sampling)
     for k in range(len(of_prompt)):
-        rest = texts(engine, sampling, Begun([], k))
+        rest = texts(engine, sampling, ResumeState([], k))
         assert rest == (tokens, logprobs, of_prompt[k:], reason)
 
 
 def test_a_token_that_no_model_has_is_refused_as_in_a_prompt(engine, asked):
     with pytest.raises(ValueError, match="320"):
-        engine.add_choices(PROMPT, [asked("greedy", 4)], begun=Begun([320]))
+        engine.add_choices(PROMPT, [asked("greedy", 4)], resume=ResumeState([320]))

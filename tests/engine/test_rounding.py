@@ -41,7 +41,7 @@ def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter, m
     """Beside other requests, in chunks, after prefix hits and preemption."""
     Clock(monkeypatch)
     monkeypatch.setattr(
-        ExplorationBudget, "is_due", lambda turns, id: True
+        ExplorationBudget, "is_due", lambda benefits, id: True
     )  # so that auto is sure to guess
     target, want = load_rounded(folder, rounding), texts[rounding]
     engine = engine_for(

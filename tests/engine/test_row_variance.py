@@ -25,7 +25,7 @@ def start(folder, draft=None, **settings):
     return LLM(folder, draft, set=SETTINGS | settings, progress=False)
 
 
-def test_it_says_so_and_neither_guesses_nor_takes_hits(folders, caplog):
+def test_it_says_so_and_neither_draft_tokens_nor_takes_hits(folders, caplog):
     variant, invariant = folders
     with caplog.at_level(logging.WARNING), start(variant, invariant) as llm:
         assert (llm.loaded.drafter, llm.loaded.weights.draft) == ("none", None)
@@ -38,7 +38,7 @@ def test_it_says_so_and_neither_guesses_nor_takes_hits(folders, caplog):
         assert llm.loaded.engine.tables.formats == {}
 
 
-def test_nothing_can_make_guesses_for_it_later(folders):
+def test_nothing_can_make_draft_tokens_for_it_later(folders):
     variant, invariant = folders
     with start(variant) as llm:
         with pytest.raises(ConfigError, match="there can be no guesses"):

@@ -133,7 +133,7 @@ def test_a_launch_moves_then_copies_then_computes(target):
     assert torch.equal(engine.target.launch(step).logits, want)
 
 
-def test_updates_that_fail_are_told_apart_from_a_step_that_fails(target, monkeypatch):
+def test_updates_that_fail_are_distinguished_from_a_step_that_fails(target, monkeypatch):
     engine = engine_for(target)
     table = BlockTable(engine.pool, 16)
     table.try_reserve(1)

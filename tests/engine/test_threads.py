@@ -47,7 +47,7 @@ SETTINGS = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", "fp32"), ("bf16", "bf16")])
-def test_the_engine_process_tells_what_it_has_chosen(folder, asked, dtype):
+def test_the_engine_process_reports_what_it_has_chosen(folder, asked, dtype):
     config = load_config(None, SETTINGS | {"model.path": str(folder), "model.dtype": asked})
     told = ready(build(config))
     assert (told.dtype, told.kv_dtype) == (dtype, dtype)
@@ -56,7 +56,7 @@ def test_the_engine_process_tells_what_it_has_chosen(folder, asked, dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_it_tells_how_kv_is_kept(folder, kv_dtype):
+def test_it_reports_how_kv_is_kept(folder, kv_dtype):
     settings = SETTINGS | {"model.path": str(folder), "memory.kv_dtype": kv_dtype}
     loaded = build(load_config(None, settings))
     assert ready(loaded).kv_dtype == kv_dtype

@@ -96,7 +96,7 @@ class Unchecked(Guess):
         return [[guess, guess._replace(parent=5), guess] for _ in items]
 
 
-def test_candidates_that_are_dropped_are_told_of_once(target, caplog):
+def test_candidates_that_are_dropped_are_reported_once(target, caplog):
     engine = engine_for(target, None, "auto", max_nodes=4)
     engine.speculator = planned(engine, UserSource("mine", Unchecked(), 320))
     engine.add(CASES[0].prompt, CASES[0].sampling)
@@ -116,7 +116,7 @@ SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
 
 
 @pytest.mark.parametrize(("sources", "model", "complaint"), SOURCES.values(), ids=SOURCES)
-def test_sources_that_cannot_guess_are_refused(sources, model, complaint):
+def test_sources_that_cannot_draft_are_refused(sources, model, complaint):
     settings = {"model.path": "target", "drafter.options": {"sources": sources}}
     config = load_config(None, settings | ({"drafter.model": model} if model else {}))
     with pytest.raises(ConfigError, match=complaint):

@@ -15,7 +15,7 @@ def main():
     for column, facts in report.facts.items():
         print(f"{column}: {', '.join(f'{n} {fact}' for fact, n in sorted(facts.items()))}")
     print(
-        f"{report.num_run} cells run, {report.num_told} without a drafter as the oracle says, "
+        f"{report.num_run} cells run, {report.num_reported} without a drafter as the oracle says, "
         f"{report.num_equal} equal to these, in {perf_counter() - start:.0f} s"
     )
     sys.exit(bool(report.failures))

@@ -73,10 +73,10 @@ class Failure(NamedTuple):
 
 
 class Report(NamedTuple):
-    """num_told: cells without a drafter, as the oracle says; num_equal: others, equal to these."""
+    """Cells that ran, cells without a drafter that equal the oracle, and others equal to them."""
 
     num_run: int
-    num_told: int
+    num_reported: int
     num_equal: int
     failures: list[Failure]
     facts: dict[str, Counter]  # by column
@@ -169,9 +169,9 @@ class Matrix:
 
     def report(self):
         ok = [cell for cell, reasons in self.failed.items() if not reasons]
-        num_told = sum(cell.column == "off" for cell in ok)
+        num_reported = sum(cell.column == "off" for cell in ok)
         failures = [Failure(cell, r) for cell, reasons in self.failed.items() for r in reasons]
-        return Report(len(self.failed), num_told, len(ok) - num_told, failures, self.facts)
+        return Report(len(self.failed), num_reported, len(ok) - num_reported, failures, self.facts)
 
 
 def play(column, lines, situation):
@@ -212,10 +212,10 @@ def untold(pair, line, played) -> Iterable[str]:
     for choice, asked, rows in zip(
         played.said.choices, played.samplings, played.logits, strict=True
     ):
-        yield from untold_choice(pair, prompt, choice, asked, rows)
+        yield from unreported_choice(pair, prompt, choice, asked, rows)
 
 
-def untold_choice(pair, prompt, choice, asked, rows):
+def unreported_choice(pair, prompt, choice, asked, rows):
     output = choice.token_ids
     if places := wrong_tokens(prompt, output, rows, asked):
         yield f"the oracle draws other tokens at {places}"

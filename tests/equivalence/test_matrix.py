@@ -11,7 +11,7 @@ def test_a_tenth_of_the_matrix_is_what_it_is_without_a_drafter():
     with columns() as every:
         report = check(every, TENTH)
     assert not report.failures, "\n".join(map(str, report.failures))
-    assert report.num_run == report.num_told + report.num_equal == len(TENTH)
+    assert report.num_run == report.num_reported + report.num_equal == len(TENTH)
     trees = report.facts["model tree of 16"]
     assert trees["trees"] and trees["moved"], "no branch was taken"
 

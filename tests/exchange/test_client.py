@@ -64,7 +64,7 @@ def test_all_who_ask_for_the_state_in_one_turn_share_an_answer():
         await asyncio.sleep(0)
         asking[0].cancel()
         await asyncio.sleep(0)
-        assert [commands.tell_speculation for commands in wire.sent] == [[0]]
+        assert [commands.report_speculation for commands in wire.sent] == [[0]]
         engine.data_received(frame(state))
         return [await asked for asked in asking[1:]]
 
@@ -73,14 +73,14 @@ def test_all_who_ask_for_the_state_in_one_turn_share_an_answer():
     assert asyncio.run(run()) == [state] * 2
 
 
-def test_each_tenant_is_told_the_state_of_its_own():
+def test_each_tenant_is_reported_the_state_of_its_own():
     async def run():
         engine, wire = EngineClient((None, None)), Wire()
         engine.connection_made(wire)
         asking = [asyncio.create_task(engine.speculation(tenant)) for tenant in (2, 1, 2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert [commands.tell_speculation for commands in wire.sent] == [[1, 2]]
+        assert [commands.report_speculation for commands in wire.sent] == [[1, 2]]
         for tenant in (1, 2):
             engine.data_received(frame(SpeculationState(tenant=tenant)))
         return [(await asked).tenant for asked in asking]
@@ -88,7 +88,7 @@ def test_each_tenant_is_told_the_state_of_its_own():
     assert asyncio.run(run()) == [2, 1, 2]
 
 
-def test_who_asks_a_dead_engine_for_its_state_is_told_so():
+def test_who_asks_a_dead_engine_for_its_state_is_reported_so():
     async def run():
         engine = EngineClient((None, None))
         asking = asyncio.create_task(engine.speculation())
@@ -184,7 +184,7 @@ def test_where_no_process_can_be_started_for_a_moment_it_is_tried_again(monkeypa
     assert len(tries) == 3 and caplog.text.count("too many open files") == 3
 
 
-def test_who_waits_for_an_engine_that_is_being_replaced_is_told_when_the_client_ends():
+def test_who_waits_for_an_engine_that_is_being_replaced_is_reported_when_the_client_ends():
     async def run():
         process = SimpleNamespace(kill=lambda: None, wait=lambda seconds: -9, end=lambda: None)
         client = EngineClient((process, None), lambda: None)
@@ -200,7 +200,7 @@ def test_who_waits_for_an_engine_that_is_being_replaced_is_told_when_the_client_
     asyncio.run(run())
 
 
-def test_a_fork_server_that_does_not_tell_of_an_end_is_ended_too():
+def test_a_fork_server_that_does_not_report_of_an_end_is_ended_too():
     done = []
 
     def wait(seconds=None):

@@ -95,7 +95,7 @@ def test_the_compiler_is_named_as_for_a_shell(value, command, monkeypatch):
     assert (compiler.build_hash(()) == usual) == (not args), "its flags shape the library"
 
 
-def test_no_compiler_at_all_is_told_with_what_to_install(monkeypatch):
+def test_no_compiler_at_all_is_reported_with_what_to_install(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(cpu.BuildError, match=r"no C\+\+ compiler found: install g\+\+"):

@@ -105,7 +105,7 @@ def test_many_rows_are_multiplied_by_the_widened_weight(group, K, bits, form, dt
 @DTYPES
 @pytest.mark.parametrize(("group", "K"), [(16, 144), (128, 512), (150, 150)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_has_the_same_bits_beside_any_others(bits, group, K, dtype):
+def test_a_row_has_the_same_bits_next_to_any_others(bits, group, K, dtype):
     """Sums of a chunk are exact here: those of the interpreter depend on where a row stands."""
     packed = placed.prepack(random_codes(8, K, bits, group, has_offset=True))
     x = torch.randint(-9, 10, (MAX_ROWS, K), generator=torch.Generator().manual_seed(0)).to(dtype)

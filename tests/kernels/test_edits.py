@@ -182,7 +182,7 @@ def test_frequency_and_presence_count_the_output(frequency, presence):
     close(edited(x, edits, 0), torch.tensor(want).float())
 
 
-def test_a_guessed_token_counts_as_a_known_one_to_the_bit():
+def test_a_drafted_token_counts_as_a_known_one_to_the_bit():
     """A node's own edits of its path's ids give the row that the longer text has as its base."""
     x = 3 * random_tensor(V)
     how = {"bias": {3: 0.1, 8: 0.7}, "repetition": 1.1, "frequency": 0.3, "presence": 0.9}

@@ -102,7 +102,7 @@ class Reads(Small):
 
 
 @pytest.mark.parametrize("make", [cpu.program, lambda model, kv, *_: EagerProgram(model, kv)])
-def test_a_forward_may_read_token_ids_beside_its_residual(make):
+def test_a_forward_may_read_token_ids_next_to_its_residual(make):
     model, residual = Reads(cpu), random_tensor(3, WIDTH, seed=2)
     kept, program, read = residual.clone(), make(model, STEP.kv, 8, 4), torch.tensor([2])
     further = [torch.tensor([9])]

@@ -173,7 +173,7 @@ def test_rope_and_the_kv_write(ops, kind, has_norm, D):
 @EVERY_KIND
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(("H", "D"), [(2, 16), (14, 20), (8, 64)])
-def test_attention_beside_any_other_rows(ops, kind, window, H, D):
+def test_attention_next_to_any_other_rows(ops, kind, window, H, D):
     step = RandomStep(crowd(ops, H), 16, H, 2, D, **kind).filled()
     every = step.rows()
     q = queries(step, len(every.slots))

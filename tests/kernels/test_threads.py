@@ -187,7 +187,7 @@ WORDS = {  # settled, by size -> the words, on eight cores
 
 
 @pytest.mark.parametrize(("settled", "words"), WORDS.values(), ids=WORDS)
-def test_what_was_timed_before_is_told_by_size_and_equal_neighbours_once(settled, words):
+def test_what_was_timed_before_is_reported_by_size_and_equal_neighbours_once(settled, words):
     threads = measured(8)
     for size, number in settled.items():
         threads.settle(size, number)

@@ -140,7 +140,7 @@ def test_a_git_lfs_pointer_is_named_as_one(folder, name):
         source.tokenizer()
 
 
-def test_a_git_lfs_pointer_beside_the_model_does_no_harm(folder):
+def test_a_git_lfs_pointer_next_to_the_model_does_no_harm(folder):
     (folder / "consolidated.safetensors").write_text(POINTER)
     (folder / "results.json").write_text(POINTER)
     open_source(folder).check()

@@ -275,7 +275,7 @@ def rotating(config):
     return [bool(x) for x in getattr(config, "no_rope_layers", [1] * len(has_window))]
 
 
-def test_the_table_tells_the_kinds_of_rope_apart():
+def test_the_table_reports_the_kinds_of_rope_apart():
     """So that a kind that is read as another one fails."""
     ropes = {name: decoder_config.parse(fields).rope_parameters for name, fields in TABLE.items()}
     llama = {name: rope for name, rope in ropes.items() if name.startswith("Llama")}

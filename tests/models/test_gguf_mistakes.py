@@ -186,7 +186,7 @@ DAMAGE = {  # what is wrong with the bytes -> words of the complaint
 
 
 @pytest.mark.parametrize(("edit", "complaint"), EDITS.values(), ids=EDITS)
-def test_what_a_file_says_wrong_is_told(tmp_path, edit, complaint):
+def test_what_a_file_says_wrong_is_reported(tmp_path, edit, complaint):
     write(tmp_path, "llama", edit=edit)
     told = refusal(tmp_path, "serve", "model.gguf")
     assert told.startswith("error: model.gguf: ") and complaint in told
@@ -198,20 +198,20 @@ def content(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_told(tmp_path, content, damage, complaint):
+def test_damage_is_reported(tmp_path, content, damage, complaint):
     (tmp_path / "model.gguf").write_bytes(damage(content))
     told = refusal(tmp_path, "serve", "model.gguf")
     assert told.startswith("error: model.gguf: ") and complaint in told
 
 
 @pytest.mark.parametrize(("edit", "complaint"), TOKENIZERS.values(), ids=TOKENIZERS)
-def test_what_is_wrong_with_a_tokenizer_is_told(tmp_path, edit, complaint):
+def test_what_is_wrong_with_a_tokenizer_is_reported(tmp_path, edit, complaint):
     file, _ = write(tmp_path, "llama", edit=edit)
     with pytest.raises(ConfigError, match=f"model.gguf: .*{re.escape(complaint)}"):
         load_text_files(file)
 
 
-def test_a_big_endian_file_is_told(tmp_path):
+def test_a_big_endian_file_is_reported(tmp_path):
     writer = GGUFWriter(tmp_path / "model.gguf", "llama", endianess=GGUFEndian.BIG)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -220,7 +220,7 @@ def test_a_big_endian_file_is_told(tmp_path):
     assert "a big-endian GGUF file" in refusal(tmp_path, "serve", "model.gguf")
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_file_that_is_not_there_is_reported(tmp_path):
     assert "gone.gguf: no such file" in refusal(tmp_path, "serve", "gone.gguf")
 
 
@@ -232,7 +232,7 @@ def swap_tokens(i, j):
     return edit
 
 
-def test_a_draft_model_of_other_ids_is_told(tmp_path):
+def test_a_draft_model_of_other_ids_is_reported(tmp_path):
     write(tmp_path / "a", "llama")
     folder = tmp_path / "b"
     write(folder, "llama", edit=swap_tokens(7, 8), vocab_size=352)

@@ -273,7 +273,7 @@ def test_whether_a_model_has_them_is_known_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" * 16, (4).to_bytes(8, "little") + b"null"])
-def test_damaged_weights_are_told(damaged, tmp_path):
+def test_damaged_weights_are_reported(damaged, tmp_path):
     write_target(tmp_path)
     (tmp_path / "target" / WEIGHTS).write_bytes(damaged)
     with pytest.raises(ConfigError, match=f"{WEIGHTS}: no readable safetensors file"):
@@ -364,7 +364,7 @@ def test_a_layer_that_cannot_draft_is_refused_with_the_reason(told, fields, comp
     assert str(error.value).startswith(str(folder))
 
 
-def test_layers_that_config_json_does_not_tell_of_have_no_place_in_a_target(tmp_path):
+def test_layers_that_config_json_does_not_report_of_have_no_place_in_a_target(tmp_path):
     write_target(tmp_path)
     change_config(tmp_path / "target", num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match=r"model\.layers\.2\..* has no place in the model"):

@@ -282,18 +282,18 @@ def refusal(cwd, command, *args):
 
 
 @pytest.mark.parametrize(("command", "args", "complaint"), TABLE)
-def test_a_mistake_is_told_before_torch_is_imported(models, command, args, complaint):
+def test_a_mistake_is_reported_before_torch_is_imported(models, command, args, complaint):
     assert complaint in refusal(models, command, *args)
 
 
-def test_a_port_that_is_taken_is_told_before_torch_is_imported(models):
+def test_a_port_that_is_taken_is_reported_before_torch_is_imported(models):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "cannot listen" in refusal(models, "serve", "./whole", f"--port={port}")
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("# none", "no API key")])
-def test_a_key_file_that_is_of_no_use_is_told_before_torch_is_imported(
+def test_a_key_file_that_is_without_effect_is_reported_before_torch_is_imported(
     models, tmp_path, text, words
 ):
     if text is not None:

@@ -125,7 +125,7 @@ def test_a_gguf_file_is_for_native_code(tmp_path):
         open_source(file).shape("transformers")
 
 
-def test_where_the_table_is_not_found_loading_tells(monkeypatch):
+def test_where_the_table_is_not_found_loading_reports(monkeypatch):
     monkeypatch.setattr(transformers_config, "causal_models", dict)
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}
     written = {**OLMO, **sizes, "architectures": ["NewForCausalLM"], "max_position_embeddings": 9}

@@ -268,7 +268,7 @@ def test_attention_that_cannot_be_replaced_is_refused(kind, tmp_path):
         load_foreign(folder)
 
 
-def test_a_window_of_which_attention_is_not_told_is_refused(tmp_path):
+def test_a_window_of_which_attention_is_not_reported_is_refused(tmp_path):
     folder = foreign_checkpoint(tmp_path, model_type="olmo")
     rewrite(folder, sliding_window=8)
     with pytest.raises(ConfigError, match="do not tell attention the windows"):

@@ -43,7 +43,7 @@ def test_codes_of_any_forms_become_codes_of_the_same_values(parts, form):
     assert torch.equal(fused.widen(torch.float32), want)
 
 
-def test_beside_a_weight_that_is_no_codes_all_are_widened():
+def test_next_to_a_weight_that_is_no_codes_all_are_widened():
     codes = random_codes(3, K, 4, 32, True)
     fused = fuse([PLAIN, codes], torch.bfloat16)
     assert torch.equal(fused, torch.cat([PLAIN, codes.widen(torch.bfloat16)]))

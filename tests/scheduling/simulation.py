@@ -19,8 +19,8 @@ def request(s, id, known, max_tokens=100, block_size=16, priority=0, text=0, cal
     greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0}
     sampling = Sampling(max_tokens=max_tokens, priority=priority, **greedy)
     tables = [
-        BlockTable(s.pool, block_size, owner, BlockHasher(owner.encode(), block_size))
-        for owner in ("target", "draft")
+        BlockTable(s.pool, block_size, scope, BlockHasher(scope.encode(), block_size))
+        for scope in ("target", "draft")
     ]
     caller = Caller(id if call is None else call, tenant)
     return Request(id, array("i", range(text, text + known)), sampling, *tables, caller)
@@ -39,10 +39,10 @@ def filled(s):
     """A plan in which guesses fill all rows that they may have."""
     scheduled = s.plan()
     roots = [w for w in scheduled if w.draft_limit]
-    s.share_guesses(roots)
+    s.share_draft_rows(roots)
     for w in roots:
         w.draft = Draft.chain([0] * w.draft_limit)
-    s.reserve_guesses(roots)
+    s.reserve_draft_slots(roots)
     return scheduled
 
 

@@ -3,7 +3,7 @@
 from random import Random
 
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import Ask, Planner, Trials, choose
+from specserve.scheduling.planner import ExplorationSchedule, Planner, RequestCandidates, choose
 from specserve_drafters.candidates import ROOT, Calibration, Trie
 from tests.drafters.paths import path_value
 
@@ -96,9 +96,9 @@ class Engine:
 class FixedEngine(Engine):
     """The sources, levels and guesses of a request are always the same."""
 
-    def __init__(self, world, load, ngrams, levels, guesses):
+    def __init__(self, world, load, ngrams, levels, draft_tokens):
         super().__init__(world, load)
-        self.ngrams, self.levels, self.guesses = ngrams, levels, guesses
+        self.ngrams, self.levels, self.draft_tokens = ngrams, levels, draft_tokens
 
     def guess(self, tries):
         seconds = 0.0
@@ -108,16 +108,18 @@ class FixedEngine(Engine):
         frontier = [(trie, ROOT) for trie in tries]
         for _ in range(self.levels):
             seconds += self.world.draft(len(frontier))
-            grown = [(t, child) for t, node in frontier for child in self.world.expand(t, node)]
+            request_tries = [
+                (t, child) for t, node in frontier for child in self.world.expand(t, node)
+            ]
             frontier = []
             for trie in tries:
-                own = [node for t, node in grown if t is trie]
+                own = [node for t, node in request_tries if t is trie]
                 best = sorted(own, key=lambda node: path_value(trie, node), reverse=True)[:WIDTH]
                 frontier += [(trie, node) for node in best]
         free = StepCosts(1)  # all rows at one price: as many guesses as there may be
-        asks = [Ask(trie, self.guesses) for trie in tries]
+        asks = [RequestCandidates(trie, self.draft_tokens) for trie in tries]
         step = Step(self.load, 0, self.load, self.load)
-        return seconds, choose(asks, step, free, self.load * self.guesses).nodes
+        return seconds, choose(asks, step, free, self.load * self.draft_tokens).nodes
 
 
 class AutoEngine(Engine):
@@ -126,7 +128,7 @@ class AutoEngine(Engine):
     def __init__(self, world, load, most=2048):
         super().__init__(world, load)
         self.verify_costs, self.draft_costs = StepCosts(most), StepCosts(most)
-        self.planner, self.trials = Planner(self.verify_costs), Trials()
+        self.planner, self.exploration = Planner(self.verify_costs), ExplorationSchedule()
         self.most = most  # guesses of a step
         self.num_drafted = 0  # steps in which the draft model ran
 
@@ -136,19 +138,21 @@ class AutoEngine(Engine):
             self.world.look_up(trie)
         spent = self.draft(tries, step)
         step = Step(self.load, 0, self.load, self.load, spent=spent)
-        asks = [Ask(trie, 16) for trie in tries]
+        asks = [RequestCandidates(trie, 16) for trie in tries]
         self.step, self.plan = step, self.planner.choose(asks, step, self.most)
         self.num_drafted += spent > 0
         return spent, self.plan.nodes
 
     def draft(self, tries, step):
-        growth = self.planner.growth([Ask(trie, 16) for trie in tries], step, self.most)
+        growth = self.planner.growth(
+            [RequestCandidates(trie, 16) for trie in tries], step, self.most
+        )
         reach = self.reach([(i, ROOT) for i in range(len(tries))], tries)
         gains = [gain for gain, _, _ in reach]
         size = growth.first_size(gains, HOLD, DEPTH, self.level_seconds)
         for _, i, _ in reach[:size]:
-            self.trials.worked(i)
-        self.tried = [r for r in reach[size:] if self.trials.is_due(r[1])]
+            self.exploration.worked(i)
+        self.tried = [r for r in reach[size:] if self.exploration.is_due(r[1])]
         chosen = reach[:size] + self.tried
         for left in reversed(range(DEPTH)):
             if not chosen:
@@ -181,4 +185,4 @@ class AutoEngine(Engine):
         self.planner.observe(self.plan, self.step, seconds)
         for _, i, _ in self.tried:
             if "model" in self.right[i]:
-                self.trials.worked(i)  # so try it again soon
+                self.exploration.worked(i)  # so try it again soon

@@ -74,7 +74,7 @@ def test_what_roots_alone_take_is_known_from_their_first_step():
     assert costs.seconds(64, 0, 4) < 0.18
 
 
-def test_between_known_edges_rows_are_hoped_to_be_free_beside_those_of_their_tile():
+def test_between_known_edges_rows_are_hoped_to_be_free_next_to_those_of_their_tile():
     costs = StepCosts(512)
     for rows, seconds in ((4, 0.03), (64, 0.09)):
         for _ in range(KNOWN):
@@ -217,7 +217,7 @@ def test_where_edges_contradict_each_other_the_one_measured_last_is_right():
     assert [costs.seconds(rows, 0, 1) for rows in (8, 16, 32)] == [0.04] * 3
 
 
-def test_rows_are_taken_to_share_the_reading_of_context_until_steps_tell_them_apart():
+def test_rows_are_taken_to_share_the_reading_of_context_until_steps_distinguish_them():
     costs = StepCosts(64)
     for context in (300, 5000):
         for _ in range(KNOWN):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.scheduler import Places, Queue, prefill_rows
+from specserve.scheduling.scheduler import Queue, RunningCounts, prefill_rows
 from tests.scheduling.simulation import Simulation, ids, request, scheduler
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 10, 140, 155])
-def test_a_small_request_beside_128_choices_speaks_in_its_first_step(step):
+def test_a_small_request_next_to_128_choices_speaks_in_its_first_step(step):
     s = Simulation()
     large = s.ask(100, max_tokens=150, n=128)
     for _ in range(step):
@@ -28,7 +28,7 @@ def test_a_small_request_beside_128_choices_speaks_in_its_first_step(step):
     assert s.waited.keys() == {*large, small}
 
 
-def test_beside_128_choices_small_requests_that_come_together_all_speak_within_some_steps():
+def test_next_to_128_choices_small_requests_that_come_together_all_speak_within_some_steps():
     s = Simulation()
     s.ask(100, max_tokens=150, n=128)
     for _ in range(10):
@@ -65,7 +65,7 @@ def test_two_calls_of_many_choices_end_up_with_half_of_the_places_each():
 
 @pytest.mark.parametrize(("known", "bound"), [(1, 1), (20, 1), (64, 1), (65, 2), (640, 10)])
 @pytest.mark.parametrize("step", [1, 15, 28])
-def test_a_prompt_beside_one_of_3900_tokens_has_at_least_half_of_the_rows(step, known, bound):
+def test_a_prompt_next_to_one_of_3900_tokens_has_at_least_half_of_the_rows(step, known, bound):
     s = Simulation()
     [long] = s.ask(3900, max_tokens=1)
     for _ in range(step):
@@ -249,7 +249,7 @@ def test_whom_to_admit_next_is_found_without_a_look_at_the_queue(num_calls, num_
     s, queue = scheduler(), Queue()
     for id in range(num_calls):
         queue.add(request(s, id, 1))
-    places = Places([request(s, 5000 + id, 1, call=id) for id in range(num_running)])
+    places = RunningCounts([request(s, 5000 + id, 1, call=id) for id in range(num_running)])
     places.of_call = Counting(places.of_call)
     assert queue.next(places).id == num_running
     assert places.of_call.num_asked <= 2 * num_running + 1
@@ -344,11 +344,11 @@ def test_places_are_fair_in_every_step_and_everyone_ends(
     asked, events, max_running, chunk, num_blocks
 ):
     s = Simulation(num_blocks, max_running=max_running, prefill_chunk=chunk)
-    call = owner = 0
+    call = scope = 0
     events = iter(events)
     for pause, (known, max_tokens, n, tenant, priority, is_more, is_alike) in asked:
-        call, owner = (call, owner) if is_more else (s.num_asked, tenant)
-        s.ask(known, max_tokens, n, call, owner, priority, is_alike)
+        call, scope = (call, scope) if is_more else (s.num_asked, tenant)
+        s.ask(known, max_tokens, n, call, scope, priority, is_alike)
         for _ in range(pause):
             disturbed_step(s, next(events, ""))
     while s.requests:

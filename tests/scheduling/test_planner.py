@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from specserve.scheduling.cost import KNOWN, Step, StepCosts
 from specserve.scheduling.planner import (
     LEAST_CHUNK,
-    Ask,
     DraftDepthPolicy,
+    ExplorationSchedule,
     Planner,
-    Trials,
+    RequestCandidates,
     allowed_seconds,
     choose,
     prompt_rows,
@@ -39,10 +39,10 @@ def tiles(size):
 FREE, LINEAR, TILES = costs_of(lambda rows: 0.03), costs_of(lambda rows: 0.01 * rows), tiles(8)
 
 
-def trie_of(guesses):
+def trie_of(draft_tokens):
     """A trie of (parent, probability): nodes are numbered as listed."""
     trie = Trie(Calibration(), 0)
-    for token, (parent, p) in enumerate(guesses):
+    for token, (parent, p) in enumerate(draft_tokens):
         trie.add(parent, token, p, "a")
     return trie
 
@@ -54,7 +54,7 @@ def chain(*p):
 def plan_of(tries, costs, limit=16, most=64, **step):
     roots = len(tries)
     step = {"rows": roots, "context": 0, "requests": roots, "num_roots": roots} | step
-    return choose([Ask(trie, limit) for trie in tries], Step(**step), costs, most)
+    return choose([RequestCandidates(trie, limit) for trie in tries], Step(**step), costs, most)
 
 
 @st.composite
@@ -67,7 +67,7 @@ def tries(draw, most=4):
 
 
 @st.composite
-def stairs(draw):
+def buckets(draw):
     """Costs that rise by any amounts, zero included; a bit at least with every row, as roots do."""
     rises = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.1]), min_size=10, max_size=10))
     base = draw(st.sampled_from([0.001, 0.03, 1.0]))
@@ -78,9 +78,9 @@ def stairs(draw):
     return costs
 
 
-@given(tries(), stairs(), st.integers(0, 8), st.integers(0, 40))
+@given(tries(), buckets(), st.integers(0, 8), st.integers(0, 40))
 def test_a_plan_keeps_its_limits_and_has_no_child_without_its_parent(tries, costs, limit, most):
-    tries = [trie_of(guesses) for guesses in tries]
+    tries = [trie_of(draft_tokens) for draft_tokens in tries]
     plan = plan_of(tries, costs, limit, most)
     assert plan.rows - len(tries) == sum(map(len, plan.nodes)) <= most
     for trie, nodes in zip(tries, plan.nodes, strict=True):
@@ -88,9 +88,9 @@ def test_a_plan_keeps_its_limits_and_has_no_child_without_its_parent(tries, cost
         assert all(trie.parents[node] in (ROOT, *nodes[:i]) for i, node in enumerate(nodes))
 
 
-@given(tries(), stairs(), st.floats(0, 0.1), st.integers(0, 40))
+@given(tries(), buckets(), st.floats(0, 0.1), st.integers(0, 40))
 def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, prompts):
-    tries = [trie_of(guesses) for guesses in tries]
+    tries = [trie_of(draft_tokens) for draft_tokens in tries]
     rows = len(tries) + prompts
     plan = plan_of(tries, costs, spent=spent, rows=rows, prompt_rows=prompts)
     none = plan_of(tries, costs, most=0, spent=spent, rows=rows, prompt_rows=prompts)
@@ -100,9 +100,9 @@ def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, pro
     assert plan.seconds == pytest.approx(spent + costs.seconds(plan.rows, 0, len(tries)))
 
 
-@given(tries(), stairs())
-def test_no_other_number_of_the_likeliest_guesses_has_a_higher_rate(tries, costs):
-    tries = [trie_of(guesses) for guesses in tries]
+@given(tries(), buckets())
+def test_no_other_number_of_the_likeliest_draft_tokens_has_a_higher_rate(tries, costs):
+    tries = [trie_of(draft_tokens) for draft_tokens in tries]
     values = sorted((path_value(t, n) for t in tries for n in range(1, len(t) + 1)), reverse=True)
     values = [v for v in values if v >= 1e-3]
     roots = len(tries)
@@ -113,26 +113,26 @@ def test_no_other_number_of_the_likeliest_guesses_has_a_higher_rate(tries, costs
     assert plan_of(tries, costs).rate == pytest.approx(max(rates))
 
 
-@given(tries(), stairs(), st.data())
-def test_a_guess_that_gets_likelier_is_not_dropped(tries, costs, data):
-    before = plan_of([trie_of(guesses) for guesses in tries], costs)
+@given(tries(), buckets(), st.data())
+def test_a_draft_that_gets_likelier_is_not_dropped(tries, costs, data):
+    before = plan_of([trie_of(draft_tokens) for draft_tokens in tries], costs)
     chosen = [(i, node) for i, nodes in enumerate(before.nodes) for node in nodes]
     if not chosen:
         return
     i, node = data.draw(st.sampled_from(chosen))
     parent, p = tries[i][node - 1]
     tries[i][node - 1] = parent, data.draw(st.floats(p, 0.99))
-    after = plan_of([trie_of(guesses) for guesses in tries], costs)
+    after = plan_of([trie_of(draft_tokens) for draft_tokens in tries], costs)
     assert after.rate >= before.rate * (1 - 1e-9)
     if after.rate > before.rate * (1 + 1e-9):  # of equal rates either plan will do
         assert node in after.nodes[i]
 
 
-def test_where_rows_are_free_all_guesses_are_taken():
+def test_where_rows_are_free_all_draft_tokens_are_taken():
     assert plan_of([chain(0.1, 0.1), chain(0.9)], FREE).nodes == [[1, 2], [1]]
 
 
-def test_where_a_row_costs_what_a_root_does_no_guess_is_taken():
+def test_where_a_row_costs_what_a_root_does_no_draft_is_taken():
     assert plan_of([chain(0.95, 0.95)], LINEAR).nodes == [[]]
 
 
@@ -141,31 +141,31 @@ def test_rows_up_to_the_edge_are_filled():
     assert plan_of([chain(*[0.5] * 12)], TILES).rows == 8
 
 
-def test_the_likeliest_guesses_of_all_requests_are_taken():
+def test_the_likeliest_draft_tokens_of_all_requests_are_taken():
     plan = plan_of([chain(0.9, 0.9, 0.9, 0.9), chain(0.2, 0.2), chain(0.5)], TILES)
     assert plan.nodes == [[1, 2, 3, 4], [], [1]]
 
 
 def test_a_step_that_took_long_to_draft_verifies_more():
-    guesses = [chain(*[0.8] * 15)]
-    assert plan_of(guesses, TILES, spent=1.0).rows > plan_of(guesses, TILES).rows
+    draft_tokens = [chain(*[0.8] * 15)]
+    assert plan_of(draft_tokens, TILES, spent=1.0).rows > plan_of(draft_tokens, TILES).rows
 
 
-def test_guesses_keep_the_step_within_the_tightest_target():
-    guesses = [chain(*[0.95] * 15)]
-    assert plan_of(guesses, TILES).rows > 8
-    assert plan_of(guesses, TILES, allowed=0.025).rows == 8
-    assert plan_of(guesses, TILES, allowed=0.021, spent=0.005).rows == 1
+def test_draft_tokens_keep_the_step_within_the_tightest_target():
+    draft_tokens = [chain(*[0.95] * 15)]
+    assert plan_of(draft_tokens, TILES).rows > 8
+    assert plan_of(draft_tokens, TILES, allowed=0.025).rows == 8
+    assert plan_of(draft_tokens, TILES, allowed=0.021, spent=0.005).rows == 1
 
 
 def test_a_target_that_no_step_can_keep_forbids_no_guess():
     """It would forbid them for all requests of the step; and only guesses can meet it."""
-    guesses, quiet = [chain(*[0.95] * 15)], TILES.seconds(1, 0, 1)
-    free = plan_of(guesses, TILES)
-    assert plan_of(guesses, TILES, allowed=0.5 * quiet).nodes == free.nodes
+    draft_tokens, quiet = [chain(*[0.95] * 15)], TILES.seconds(1, 0, 1)
+    free = plan_of(draft_tokens, TILES)
+    assert plan_of(draft_tokens, TILES, allowed=0.5 * quiet).nodes == free.nodes
     beside = {"rows": 33, "prompt_rows": 32}
-    assert plan_of(guesses, TILES, allowed=0.9 * quiet, **beside).rows > 33
-    assert plan_of(guesses, TILES, allowed=1.1 * quiet, **beside).rows == 33
+    assert plan_of(draft_tokens, TILES, allowed=0.9 * quiet, **beside).rows > 33
+    assert plan_of(draft_tokens, TILES, allowed=1.1 * quiet, **beside).rows == 33
 
 
 def test_a_prompt_makes_time_no_cheaper():
@@ -223,7 +223,7 @@ def tries_of(seconds, *p):
             costs.observe(edge, 0, 1, 0.03)
     planner, step, tried = Planner(costs), Step(4, 0, 4, 4), []
     for n in range(40):
-        plan = planner.choose([Ask(chain(*p), 5) for _ in range(4)], step, 64)
+        plan = planner.choose([RequestCandidates(chain(*p), 5) for _ in range(4)], step, 64)
         tried += [n] if plan.rival is not None and plan.rows > 16 else []
         took = 0.03 if plan.rows <= 16 else seconds
         costs.observe(plan.rows, 0, 4, took)
@@ -249,7 +249,7 @@ def growth(values, costs=TILES, roots=1):
     return DraftDepthPolicy(costs, Step(roots, 0, roots, roots), values)
 
 
-def test_a_level_is_run_if_its_guesses_are_worth_its_time():
+def test_a_level_is_run_if_its_draft_tokens_are_worth_its_time():
     assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.002) == 1
     assert growth([]).size([0.9], 0.7, 1, lambda rows: 0.02) == 0
     assert growth([]).size([0.05], 0.7, 1, lambda rows: 0.002) == 0
@@ -268,7 +268,7 @@ def test_only_nodes_that_are_worth_their_rows_are_run():
     assert growth([], roots=4).size([0.9, 0.8, 0.01], 0.7, 1, lambda rows: 0.002 * rows) == 2
 
 
-def test_a_level_whose_guesses_would_not_be_verified_is_not_run():
+def test_a_level_whose_draft_tokens_would_not_be_verified_is_not_run():
     full = growth([0.9] * 7)
     assert growth([]).size([0.5], 0.7, 1, lambda rows: 0.001) == 1
     assert full.size([0.5], 0.7, 1, lambda rows: 0.001) == 0
@@ -291,10 +291,10 @@ def test_a_level_that_does_not_pay_is_run_where_more_of_them_do():
     def seconds(rows):
         return 0.001
 
-    stairs = costs_of(lambda rows: 0.03 if rows == 1 else 0.06)
-    assert growth([], stairs).size([0.9], 0.9, 1, seconds) == 0
-    assert growth([], stairs).size([0.9], 0.9, 2, seconds) == 1
-    assert growth([], stairs).size([0.9], 0.1, 6, seconds) == 0, "they reach little"
+    buckets = costs_of(lambda rows: 0.03 if rows == 1 else 0.06)
+    assert growth([], buckets).size([0.9], 0.9, 1, seconds) == 0
+    assert growth([], buckets).size([0.9], 0.9, 2, seconds) == 1
+    assert growth([], buckets).size([0.9], 0.1, 6, seconds) == 0, "they reach little"
 
 
 def test_catching_up_is_worth_it_if_later_levels_pay_for_it():
@@ -308,58 +308,60 @@ def test_catching_up_is_worth_it_if_later_levels_pay_for_it():
     assert growth([]).first_size([], 0.9, 6, seconds) == 0
 
 
-def test_after_a_level_its_time_is_spent_and_its_guesses_count():
-    grown = growth([])
-    before = grown.rate
-    grown.add([0.9], 0.0001)
-    assert grown.rate > before and grown.spent == 0.0001
-    more = grown.rate
-    grown.add([], 0.01)
-    assert grown.rate < more
+def test_after_a_level_its_time_is_spent_and_its_draft_tokens_count():
+    request_tries = growth([])
+    before = request_tries.rate
+    request_tries.add([0.9], 0.0001)
+    assert request_tries.rate > before and request_tries.spent == 0.0001
+    more = request_tries.rate
+    request_tries.add([], 0.01)
+    assert request_tries.rate < more
 
 
-def test_a_guess_that_a_level_agrees_with_counts_once():
-    grown = growth([0.5, 0.6, 0.5])
-    grown.add([0.8, 0.3], 0.0, before=[0.5])
-    assert grown.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3]).rate)
-    grown.add([0.2], 0.0, before=[0.7])
-    assert grown.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3, 0.2]).rate), "0.7 was not there"
+def test_a_draft_that_a_level_agrees_with_counts_once():
+    request_tries = growth([0.5, 0.6, 0.5])
+    request_tries.add([0.8, 0.3], 0.0, before=[0.5])
+    assert request_tries.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3]).rate)
+    request_tries.add([0.2], 0.0, before=[0.7])
+    assert request_tries.rate == pytest.approx(growth([0.8, 0.6, 0.5, 0.3, 0.2]).rate), (
+        "0.7 was not there"
+    )
 
 
 VALUES = st.lists(st.floats(0, 1), max_size=12)
 
 
-@given(st.lists(st.tuples(VALUES, st.floats(0, 0.1)), max_size=5), stairs(), st.integers(1, 3))
-def test_a_growths_rate_is_that_of_the_best_number_of_all_its_guesses(levels, costs, roots):
-    grown = growth([], costs, roots)
+@given(st.lists(st.tuples(VALUES, st.floats(0, 0.1)), max_size=5), buckets(), st.integers(1, 3))
+def test_a_growths_rate_is_that_of_the_best_number_of_all_its_draft_tokens(levels, costs, roots):
+    request_tries = growth([], costs, roots)
     for values, seconds in levels:
-        held, rate = sorted([*grown.values, *values], reverse=True), grown.rate
+        held, rate = sorted([*request_tries.values, *values], reverse=True), request_tries.rate
         rates = [
-            (roots + gain) / (grown.spent + seconds + costs.seconds(roots + n, 0, roots))
+            (roots + gain) / (request_tries.spent + seconds + costs.seconds(roots + n, 0, roots))
             for n, gain in enumerate(accumulate(held, initial=0.0))
         ]
         best = max(rates)
         if abs(best - rate) > 1e-9 * rate:
-            assert grown.is_better(values, seconds) == (best > rate)
-        grown.add(values, seconds)
-        assert grown.rate == pytest.approx(best)
+            assert request_tries.is_better(values, seconds) == (best > rate)
+        request_tries.add(values, seconds)
+        assert request_tries.rate == pytest.approx(best)
         ends = [0, *(edge - roots for edge in costs.edges if roots < edge < roots + len(held))]
         lefts = [
             ([*held, 0.0])[n] for n in (*ends, len(held)) if rates[n] >= best * (1 - 1e-9)
         ]  # of equally good numbers any may be taken
-        assert grown.least in lefts, "the likeliest guess that the best plan leaves out"
+        assert request_tries.least in lefts, "the likeliest guess that the best plan leaves out"
 
 
 def test_what_fails_is_tried_ever_more_rarely_but_always_again():
-    trials, tried = Trials(first=2, last=16), []
+    exploration, tried = ExplorationSchedule(first=2, last=16), []
     for step in range(80):
-        if trials.is_due("a"):
+        if exploration.is_due("a"):
             tried.append(step)
     assert [b - a for a, b in pairwise(tried)] == [4, 8, 16, 16, 16, 16]
-    trials.worked("a")
-    assert [trials.is_due("a"), trials.is_due("a")] == [False, True]
-    assert not trials.is_due("b"), "each has a turn of its own"
-    assert trials.is_due("a", steps=4), "steps that nobody counted are counted together"
+    exploration.worked("a")
+    assert [exploration.is_due("a"), exploration.is_due("a")] == [False, True]
+    assert not exploration.is_due("b"), "each has a turn of its own"
+    assert exploration.is_due("a", steps=4), "steps that nobody counted are counted together"
 
 
 @given(
@@ -395,7 +397,7 @@ def test_roots_alone_of_unknown_cost_are_tried_before_a_draft_model_runs():
     costs, step = StepCosts(64), Step(1, 0, 1, 1)
     for _ in range(KNOWN):
         costs.observe(2, 0, 1, 0.045)
-    planner, asks = Planner(costs), [Ask(chain(0.3), 5)]
+    planner, asks = Planner(costs), [RequestCandidates(chain(0.3), 5)]
     assert planner.is_tried(1)  # so the plan's own next trial waits
 
     def size():

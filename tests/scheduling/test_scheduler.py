@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.scheduling.scheduler import Places, share
+from specserve.scheduling.scheduler import RunningCounts, share
 from tests.scheduling.simulation import filled, ids, request, rows, run, scheduler
 
 STREAM, PROMPT = (10, 9), (99, 0)  # known tokens, computed ones
@@ -82,11 +82,11 @@ def test_the_draft_model_may_catch_up_in_as_many_rows_as_prompts_leave_time_for(
     assert s.catch_up_rows == want
 
 
-@pytest.mark.parametrize(("max_tokens", "guesses"), [(1, 0), (2, 1), (5, 4), (50, 9)])
-def test_nobody_guesses_beyond_the_tokens_left(max_tokens, guesses):
+@pytest.mark.parametrize(("max_tokens", "draft_tokens"), [(1, 0), (2, 1), (5, 4), (50, 9)])
+def test_nobody_draft_tokens_beyond_the_tokens_left(max_tokens, draft_tokens):
     s = scheduler(max_nodes=9)
     run(s, [STREAM], max_tokens=max_tokens)
-    assert rows(filled(s)) == {0: (1, guesses)}
+    assert rows(filled(s)) == {0: (1, draft_tokens)}
 
 
 SHARES = {  # total, caps, step -> shares
@@ -331,7 +331,7 @@ def test_who_was_preempted_comes_before_who_waits_and_waits_for_blocks():
     s.add(request(s, 9, 1))
     s.plan()
     assert sorted(ids(s.waiting)) == [young.id, 9]
-    assert s.waiting.next(Places(s.running)) is young
+    assert s.waiting.next(RunningCounts(s.running)) is young
 
 
 def test_draft_blocks_go_before_a_request_does_the_youngests_first():
@@ -370,12 +370,12 @@ def test_draft_blocks_stay_where_they_would_not_be_enough():
     assert len(stream.draft_table.blocks) == 4
 
 
-@pytest.mark.parametrize(("num_blocks", "guesses"), [(1, 6), (2, 22), (3, 30)])
-def test_a_tree_without_blocks_is_cut_never_refused(num_blocks, guesses):
+@pytest.mark.parametrize(("num_blocks", "draft_tokens"), [(1, 6), (2, 22), (3, 30)])
+def test_a_tree_without_blocks_is_cut_never_refused(num_blocks, draft_tokens):
     s = scheduler(num_blocks=num_blocks, max_nodes=30)
     (stream,) = run(s, [STREAM])
-    assert rows(filled(s)) == {0: (1, guesses)}
-    assert stream.table.missing(10 + guesses) == 0
+    assert rows(filled(s)) == {0: (1, draft_tokens)}
+    assert stream.table.missing(10 + draft_tokens) == 0
 
 
 @pytest.mark.parametrize("place", ["running", "waiting"])
@@ -441,12 +441,12 @@ def test_every_step_keeps_to_its_limits_and_everyone_ends(
 
 def check_step(s, scheduled, budget, chunk, nodes, step_nodes):
     chunks = [w for w in scheduled if not w.is_root]
-    guesses = [len(w.draft) for w in scheduled]
+    draft_tokens = [len(w.draft) for w in scheduled]
     assert len({w.request.id for w in scheduled}) == len(scheduled)
-    assert sum(w.end - w.start for w in scheduled) + sum(guesses) <= budget
+    assert sum(w.end - w.start for w in scheduled) + sum(draft_tokens) <= budget
     rows = sum(w.end - w.start for w in chunks)
     assert rows <= chunk or len(chunks) == len(scheduled), "a stream waits for no more than a chunk"
-    assert sum(guesses) <= step_nodes and max(guesses) <= nodes
+    assert sum(draft_tokens) <= step_nodes and max(draft_tokens) <= nodes
     assert not any(w.draft_limit for w in chunks), "causal rows or a tree, never both"
     assert {r.id for r in s.running if r.is_due} == {w.request.id for w in scheduled if w.is_root}
     assert {r.id for r in s.running} >= {w.request.id for w in scheduled}
@@ -479,7 +479,7 @@ def with_targets(s, requests, tpot):
 @pytest.mark.parametrize(
     ("tpot", "rows_of_prompts"), [(0.101, 95), (0.0301, 23), (0.01, 16), (None, 32)]
 )
-def test_beside_streams_with_targets_prompts_have_the_rows_that_keep_them(tpot, rows_of_prompts):
+def test_next_to_streams_with_targets_prompts_have_the_rows_that_keep_them(tpot, rows_of_prompts):
     s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
     streams = run(s, [(120, 119)])
     s.add(request(s, 9, 2000, text=1000))
@@ -487,7 +487,7 @@ def test_beside_streams_with_targets_prompts_have_the_rows_that_keep_them(tpot, 
     assert rows(s.plan())[9] == (rows_of_prompts, 0)
 
 
-def test_beside_streams_with_targets_the_draft_model_catches_up_in_what_they_leave():
+def test_next_to_streams_with_targets_the_draft_model_catches_up_in_what_they_leave():
     caught_up = {}
     for tpot in (0.0301, 1.0, None):
         s = scheduler(max_batched_tokens=64, prefill_chunk=64, draft_rows_per_row=10)
@@ -498,7 +498,7 @@ def test_beside_streams_with_targets_the_draft_model_catches_up_in_what_they_lea
     assert caught_up == {0.0301: 220, 1.0: 640, None: 640}
 
 
-def test_making_guesses_leaves_prompts_beside_streams_with_targets_less_time():
+def test_making_draft_tokens_leaves_prompts_next_to_streams_with_targets_less_time():
     s = scheduler(max_batched_tokens=512, prefill_chunk=32, max_nodes=0)
     streams = run(s, [(120, 119)])
     s.add(request(s, 9, 2000, text=1000))

@@ -37,10 +37,10 @@ def best_fixed(acceptance, verify, draft, load):
     """The rate of the best setting, which is timed once more: some of many are best by luck."""
 
     def rate(setting, steps=500):
-        ngrams, levels, guesses = setting
+        ngrams, levels, draft_tokens = setting
         most = (12 if ngrams else 0) + (2 + 4 * (levels - 1) if levels else 0)
         drafting = sum(draft(load * min(2**level, 2)) for level in range(levels))
-        seconds = drafting + verify(load * (1 + min(guesses, most)))
+        seconds = drafting + verify(load * (1 + min(draft_tokens, most)))
         return load * tokens_per_step(acceptance, setting, steps) / seconds
 
     return rate(max(FIXED, key=rate), steps=4000)

@@ -12,7 +12,7 @@ import uvloop
 from specserve.config import load_config
 from specserve.engine import process
 from specserve.errors import EngineDied
-from specserve.exchange.messages import Begin
+from specserve.exchange.messages import EngineStart
 from specserve.exchange.spawn import Spawned
 from specserve.models import preflight
 from specserve.server import serve
@@ -31,7 +31,7 @@ def engine_thread(config):
 
     def run():
         with contextlib.suppress(EOFError, ConnectionError):
-            process.run(process.Link(theirs), Begin(config))
+            process.run(process.Link(theirs), EngineStart(config))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -11,7 +11,7 @@ import pytest
 from specserve import process
 from specserve.server.app import AccessLog
 from specserve.server.completion import EndedRequest
-from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body, is_running, saying, streaming
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, is_running, resume, saying, streaming
 from tests.server.server_process import ServerProcess, eventually
 
 ID = re.compile(r" \[[!-~]+\]$")
@@ -73,13 +73,13 @@ def test_a_text_that_stops_says_so(server, lines):
     assert [line.rpartition(", ")[2] for line in lines(2)] == ["length", "stop"]
 
 
-def test_a_client_that_left_is_told_of(server, lines):
+def test_a_client_that_left_is_warned_about(server, lines):
     with streaming(server, saying(500, ms=20)):
         pass
     [line] = lines()
     assert line.startswith(f"POST {COMPLETIONS} 200 N ms, 1 prompt tokens, ")
     assert line.endswith(" completed, TTFT N ms, client left")
-    with begun(server, saying(500, ms=20)):
+    with resume(server, saying(500, ms=20)):
         eventually(lambda: is_running(server))
     assert lines(2)[1].startswith(f"POST {COMPLETIONS} 499 N ms, ")
 
@@ -123,7 +123,7 @@ def test_no_text_key_or_query_is_written(server, lines, log):
 
 
 @pytest.mark.parametrize("log_format", ["text", pytest.param("json", marks=pytest.mark.slow)])
-def test_the_number_of_a_requests_key_is_told_of_refusals_too(paced, tmp_path, log_format):
+def test_the_number_of_a_requests_key_is_warned_about_refusals_too(paced, tmp_path, log_format):
     keys, file = tmp_path / "keys", tmp_path / "stderr"
     keys.write_text("# whose\nSECRET-1\n\nSECRET-2\n")
     settings = {"api_key_file": str(keys), "log_format": log_format, "access_log": "true"}

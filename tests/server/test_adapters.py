@@ -261,7 +261,7 @@ def test_the_running_request_keeps_what_was_unloaded(server):
     assert got == want
 
 
-def test_adapters_of_requests_are_told_to_routers(server):
+def test_adapters_of_requests_are_reported_to_routers(server):
     with server.open_stream(COMPLETIONS, LONG | {"model": "sql", "max_tokens": 400}) as events:
         next(events)
         told = {"max_lora": "2", "running_lora_adapters": "sql", "waiting_lora_adapters": ""}

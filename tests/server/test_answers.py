@@ -102,13 +102,13 @@ def test_every_step_is_one_event_with_all_that_it_brought(presets, preset):
     assert len(content_events(chunks)) == 1 + steps
 
 
-def test_right_guesses_make_fewer_events(presets):
+def test_right_draft_tokens_make_fewer_events(presets):
     body = completion_body(max_tokens=60)
     off, drafted = (presets[n].stream(COMPLETIONS, body)[:-1] for n in ("off", "model"))
     assert len(content_events(off)) == 60 > 1.5 * len(content_events(drafted))
 
 
-def test_the_fingerprint_does_not_tell_them_apart(presets):
+def test_the_fingerprint_does_not_distinguish_them(presets):
     answers = [s.post(CHAT, chat_body()).body for s in presets.values()]
     assert len({a["system_fingerprint"] for a in answers}) == 1
 

@@ -65,7 +65,7 @@ def test_any_server_streams_the_application(folder, llm):
     assert (end.type, end.body) == ("http.response.body", b"")
 
 
-def test_logprobs_are_written_beside_the_event_loop(folder, llm, monkeypatch):
+def test_logprobs_are_written_next_to_the_event_loop(folder, llm, monkeypatch):
     threads = []
     known = formatter.sealed
     monkeypatch.setattr(

@@ -119,7 +119,7 @@ QUESTION = "What does shutil.copytree do?"
 ASKED = {"temperature": 0, "seed": 5, "max_tokens": 60}
 
 
-def test_an_answer_is_colored_by_who_guessed_it(visit, demo):
+def test_an_answer_is_colored_by_who_drafted_it(visit, demo):
     here = visit()
     here.page.wait_for_selector("#sources input")
     events = here.ask(QUESTION, **ASKED)
@@ -308,7 +308,7 @@ def test_a_seed_below_0_is_drawn_once_for_both_lanes(visit):
 
 
 def test_what_is_scaled_is_said(browser):
-    with ServerProcess(None, "--demo-cost=qwen3-0.6b", **{"memory.kv_bytes": 1 << 30}) as server:
+    with ServerProcess(None, "--demo-compute=qwen3-0.6b", **{"memory.kv_bytes": 1 << 30}) as server:
         assert "a demo: specserve-demo at the cost of qwen3-0.6b" in server.said
         for path in ("", "dashboard"):
             here = Visit(browser, server.url, path)
@@ -331,7 +331,7 @@ def picture_of_race(page):
     picture(page, "race-at-cost")
 
 
-def test_a_dead_stream_is_told(visit, paced):
+def test_a_dead_stream_is_reported(visit, paced):
     with paced() as server:
         here = visit(server=server)
         here.set(seed=50, max_tokens=400)
@@ -440,7 +440,7 @@ def test_an_edited_message_replaces_what_follows_it(visit):
     assert here.page.locator("#kept li").count() == 1
 
 
-def test_conversations_with_one_question_are_told_apart_by_their_times(visit):
+def test_conversations_with_one_question_are_distinguished_by_their_times(visit):
     here = visit()
     page = here.page
     page.wait_for_selector("#sources input")

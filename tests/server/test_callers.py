@@ -106,7 +106,7 @@ def test_prompts_of_each_key_have_block_keys_of_their_own(monkeypatch):
     assert not {*first.keys["target"]} & {*second.keys["target"]}
 
 
-def test_long_prompts_are_hashed_beside_the_event_loop(monkeypatch):
+def test_long_prompts_are_hashed_next_to_the_event_loop(monkeypatch):
     """Also where many short ones are as long together."""
 
     async def threads_of(prompts):

@@ -176,7 +176,7 @@ def test_the_canary_works(trap, tmp_path):
     assert trap.canary.exists()
 
 
-def test_what_a_model_brings_beside_its_weights_is_never_run(trap, tmp_path):
+def test_what_a_model_brings_next_to_its_weights_is_never_run(trap, tmp_path):
     """As target and as draft model, with all of it at once."""
     models = [tiny_checkpoint(tmp_path / name) for name in ("target", "draft")]
     for folder, do in product(models, HARMLESS.values()):

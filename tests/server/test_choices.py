@@ -91,7 +91,7 @@ def test_generated_text_is_found_by_the_next_turn_of_a_chat(server):
     assert 64 <= again["prompt_tokens_details"]["cached_tokens"] <= answer["usage"]["total_tokens"]
 
 
-def test_a_guess_at_anothers_prompt_is_a_miss(server):
+def test_a_draft_at_anothers_prompt_is_a_miss(server):
     body = completion_body(prompt=LONG, max_tokens=4)
     mine, other = {"cache_salt": "mine"}, {"cache_salt": "other"}
     assert cached(server, body | mine) == 0
@@ -213,7 +213,7 @@ def test_each_choice_ends_at_its_own_time(server):
     assert whole(server, COMPLETIONS, body)[0] == streamed(server, COMPLETIONS, body)[0]
 
 
-def test_fallbacks_are_told_of_each_request_and_counted(presets):
+def test_fallbacks_are_reported_each_request_and_counted(presets):
     server, body = presets["model"], chat_body(cache_salt="new", max_tokens=30, n=2)
     body["messages"] = [{"role": "user", "content": 3 * LONG}]
     before = server.metric("specserve_draft_fallbacks_total")

@@ -132,7 +132,7 @@ def test_requests_may_name_the_sources_that_there_are_now(server):
     assert "there are ngram" in server.post(CHAT, asked).body["error"]["message"]
 
 
-def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
+def test_a_server_that_began_without_draft_tokens_can_make_some(folders, admin_keys):
     settings = {"drafter.name": "none"} | admitting(admin_keys)
     with server_threads(folders["target"], **settings) as server:
         server.headers = ADMIN
@@ -146,7 +146,7 @@ def test_a_server_that_began_without_guesses_can_make_some(folders, admin_keys):
 IN_USE = [({}, "auto"), ({"drafter": "ngram"}, "ngram"), ({"max_nodes": 0}, "none")]
 
 
-def test_the_metrics_tell_of_the_drafter_that_there_is_now(server):
+def test_the_metrics_report_of_the_drafter_that_there_is_now(server):
     for change, name in IN_USE:
         server.ask("PATCH", SPECULATION, change)
         series = re.findall(
@@ -215,7 +215,7 @@ def test_a_pipe_in_a_draft_models_folder_is_an_error_at_once(kept, folders, tmp_
 
 
 def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, tmp_path):
-    file, begun = tmp_path / "stderr", f"--admin-key-file={admin_keys}"
+    file, resume = tmp_path / "stderr", f"--admin-key-file={admin_keys}"
     other = str(folders["other"])
     asked = [
         ("PATCH", SPECULATION, {"sources": ["ngram"], "max_nodes": 8}),
@@ -225,7 +225,10 @@ def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, 
         ("PATCH", SPECULATION, {"source": []}),
         ("PATCH", SPECULATION, {}),
     ]
-    with file.open("w") as stderr, ServerProcess(folders["target"], begun, stderr=stderr) as server:
+    with (
+        file.open("w") as stderr,
+        ServerProcess(folders["target"], resume, stderr=stderr) as server,
+    ):
         for number, (method, path, body) in enumerate(asked):
             server.ask(method, path, body, ADMIN | {"X-Request-Id": f"ask-{number}"})
     lines = [line for line in file.read_text().splitlines() if "speculation" in line]
@@ -245,7 +248,7 @@ CHANGES = [
 ]
 
 
-def test_another_engine_process_guesses_as_the_one_before_was_told(replacing, folders):
+def test_another_engine_process_draft_tokens_as_the_one_before_was_reported(replacing, folders):
     replacing.post(DRAFT_MODEL, {"model": str(folders["same"]), "quantize": "w8"})
     replacing.ask("PATCH", SPECULATION, {"sources": ["suffix", "model"], "max_nodes": 5})
     before, want = state(replacing), streamed(replacing, COMPLETIONS, LONG)
@@ -283,7 +286,7 @@ def client_with(key, **limits):
     return TestClient(app_with(**limits), headers=headers, raise_server_exceptions=False)
 
 
-def test_without_a_file_of_admin_keys_nobody_changes_who_guesses(tmp_path):
+def test_without_a_file_of_admin_keys_nobody_changes_who_draft_tokens(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("first\n")
     for client in client_with(None), client_with("first", api_key_file=str(keys)):

@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.server.asking import COMPLETIONS, begun, is_running, is_waiting, saying
+from tests.server.asking import COMPLETIONS, is_running, is_waiting, resume, saying
 from tests.server.server_process import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -60,9 +60,9 @@ def told(paced):
     tight = {"server.max_queued_requests": 1, "scheduler.max_running": 1}
     with paced(**tight) as server:
         assert server.post(COMPLETIONS, saying(2)).status == 200
-        with begun(server, saying(400, ms=50)):
+        with resume(server, saying(400, ms=50)):
             eventually(lambda: is_running(server))
-            with begun(server, saying(1)):
+            with resume(server, saying(1)):
                 eventually(lambda: is_waiting(server))
                 assert server.post(COMPLETIONS, saying(1)).status == 503
         labels = {}
@@ -77,7 +77,7 @@ EXPRESSIONS = [target["expr"] for target in QUERIES] + [rule["expr"] for rule in
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_metric_and_label_of_an_expression_is_told(told, expression):
+def test_every_metric_and_label_of_an_expression_is_reported(told, expression):
     known = set(SCRAPED)
     for name, labels in selectors(expression):
         assert name in told or name in OF_PROMETHEUS
@@ -96,7 +96,7 @@ def test_every_label_of_a_legend_is_left_by_its_query(told, target):
     assert wanted <= shown
 
 
-def test_every_variable_is_defined_and_asks_for_what_is_told(told):
+def test_every_variable_is_defined_and_asks_for_what_is_reported(told):
     used = {*re.findall(r"\$\{?([a-z]\w*)", json.dumps(BOARD["panels"]))}
     assert used == {*VARIABLES} == {"datasource", "model", "instance"}
     for name in "model", "instance":

@@ -60,7 +60,7 @@ def test_a_request_ends_while(server, body):
     assert ended(server) >= 1
 
 
-def test_it_ends_while_its_prompt_is_computed_beside_a_stream(server):
+def test_it_ends_while_its_prompt_is_computed_next_to_a_stream(server):
     with streaming(server, saying(400, ms=20)) as events:
         check_ended(server.post(COMPLETIONS, saying(3, num_prompt=400, timeout_ms=300)))
         next(events)
@@ -75,7 +75,7 @@ def test_it_ends_while_it_waits_and_the_one_before_it_goes_on(server):
     server.wait_until_idle()
 
 
-def test_a_stream_tells_the_error_and_has_its_usual_end(server):
+def test_a_stream_reports_the_error_and_has_its_usual_end(server):
     *events, error, done = server.stream(COMPLETIONS, saying(400, ms=20, timeout_ms=500))
     assert done == "[DONE]" and error["error"]["code"] == "deadline_exceeded"
     assert len(events) > 2 and all("choices" in event for event in events)

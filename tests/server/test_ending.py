@@ -22,9 +22,9 @@ from specserve_kernels.cpu.compiler import cache_folder
 from tests.server.asking import (
     COMPLETIONS,
     answer_of,
-    begun,
     check_overloaded,
     extra,
+    resume,
     saying,
     streaming,
 )
@@ -36,7 +36,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"  # as lines of the log begin
 def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):
     with (
         paced(**{"server.drain_seconds": 1.5}) as server,
-        begun(server, saying(500, ms=20)) as whole,
+        resume(server, saying(500, ms=20)) as whole,
         streaming(server, saying(500, ms=20)) as long,
         streaming(server, saying(25, ms=20)) as short,
     ):
@@ -174,7 +174,7 @@ def test_when_five_engines_die_every_answer_ends_with_an_error_and_the_server_wi
         streaming(server, saying(500, ms=20)) as first,
         streaming(server, saying(500, ms=20)) as second,
         OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
-        begun(server, saying(500, ms=20)) as whole,
+        resume(server, saying(500, ms=20)) as whole,
     ):
         [model] = client.models.list().data
         third = client.completions.create(model=model.id, stream=True, **extra(500, ms=20))

@@ -88,7 +88,7 @@ def test_the_text_is_the_same_in_every_mode(server, path, options):
     assert text_of(path, events) == TEXT
 
 
-def test_token_ids_and_logprobs_are_told_once_each(server, mode):
+def test_token_ids_and_logprobs_are_reported_once_each(server, mode):
     body = BODIES[COMPLETIONS] | {"logprobs": 0, "return_token_ids": True}
     *events, _ = server.stream(COMPLETIONS, body)
     choices = [e["choices"][0] for e in events]
@@ -112,7 +112,7 @@ def test_usage_runs_along_with_the_events(server):
     assert last["usage"]["completion_tokens"] == told
 
 
-def test_calls_and_reasoning_are_told_the_same(server):
+def test_calls_and_reasoning_are_reported_the_same(server):
     said = (
         '<think>\nso\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     )
@@ -163,7 +163,7 @@ def streams(server):
 
 
 @pytest.mark.timed
-def test_at_an_interval_sizes_tell_nothing_of_acceptance(hidden):
+def test_at_an_interval_sizes_report_nothing_of_acceptance(hidden):
     (accepted, guessed), (alone, plain) = streams(hidden)
     assert accepted > 2 * alone
     text = [
@@ -175,7 +175,7 @@ def test_at_an_interval_sizes_tell_nothing_of_acceptance(hidden):
 
 
 @pytest.mark.timed
-def test_at_an_interval_gaps_tell_nothing_of_acceptance(hidden):
+def test_at_an_interval_gaps_report_nothing_of_acceptance(hidden):
     for _, events in streams(hidden):
         first = events[0][1]
         late = [(at - first) - n * SECONDS for n, (_, at) in enumerate(events)]

@@ -11,7 +11,7 @@ from tests.server.in_process import server_threads
     ("kind", "drafter", "is_invariant"),
     [("gpt_oss, sinks", "none", False), ("olmo", "ngram", True)],
 )
-def test_the_model_and_every_answer_tell_of_its_rows(tmp_path, kind, drafter, is_invariant):
+def test_the_model_and_every_answer_report_of_its_rows(tmp_path, kind, drafter, is_invariant):
     folder = foreign_checkpoint(tmp_path, **CASES[kind])
     settings = {
         "drafter.name": "ngram",

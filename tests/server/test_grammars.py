@@ -214,7 +214,7 @@ def test_what_many_ask_at_once_is_compiled_once_until_none_of_them_is_left(folde
     with_grammars(folder, test)
 
 
-def test_what_was_found_out_together_is_told_to_each(folder):
+def test_what_was_found_out_together_is_reported_to_each(folder):
     async def test(grammars):
         bad = grammar(json={"type": "strin"})
         for told in await asyncio.gather(*(refusal(grammars, bad) for _ in range(3))):
@@ -239,7 +239,7 @@ def test_closing_ends_a_check_and_starts_no_other_process(folder):
     with_grammars(folder, test)
 
 
-def test_a_check_whose_process_has_not_started_is_told_of_the_end_too(folder):
+def test_a_check_whose_process_has_not_started_is_warned_about_the_end_too(folder):
     async def test(grammars):
         grammars.begin_first()
         for process in grammars.processes:

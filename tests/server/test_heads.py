@@ -96,7 +96,7 @@ KINDS = {  # who guesses -> the target, settings, and what is told of the head
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_is_told_and_no_text_depends_on_it(folders, undisturbed, eager, kind):
+def test_a_head_is_reported_and_no_text_depends_on_it(folders, undisturbed, eager, kind):
     target, parts, (name, taps, size) = KINDS[kind]
     with server_threads(folders / target, **of(folders, **parts)) as server:
         [card] = server.get("/v1/models").body["data"]
@@ -139,7 +139,7 @@ CHANGES = [  # in the order in which they come: what is asked for, and who may g
 
 
 @pytest.mark.parametrize("key", ["model", "head", None])
-def test_who_guesses_beside_a_head_is_changed_while_texts_are_streamed(
+def test_who_draft_tokens_next_to_a_head_is_changed_while_texts_are_streamed(
     folders, undisturbed, eager, key
 ):
     """`key` names the head; the target has one of its own where it is None."""

@@ -26,7 +26,7 @@ CONVERSATIONS = {  # messages -> the paths that are told
 
 
 @pytest.mark.parametrize(("messages", "paths"), CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_only_fields_with_a_value_are_told(messages, paths):
+def test_only_fields_with_a_value_are_reported(messages, paths):
     body = {"messages": messages}
     assert drop_ignored(body) == paths
     assert not any(name in json.dumps(body) for name in ("annotations", "signature", "ts"))
@@ -67,14 +67,14 @@ def test_a_template_that_reads_the_effort_gets_it(value):
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{% broken", None])
-def test_an_effort_that_a_template_does_not_read_is_told(source):
+def test_an_effort_that_a_template_does_not_read_is_reported(source):
     body = effort(source, ChatBody(reasoning_effort="low", read_past=("id",)))
     assert (body.chat_template_kwargs, body.read_past) == (None, ("id", "reasoning_effort"))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("source", ["{{ messages }}", "{% for tools in [1] %}{% endfor %}"])
-def test_tools_that_a_template_does_not_show_are_told(source, choice):
+def test_tools_that_a_template_does_not_show_are_reported(source, choice):
     tools = ToolsAsked(({"type": "function", "function": {"name": "f"}},), choice=choice)
     assert effort(source, ChatBody(), tools).read_past == ("tools",)
     assert effort(source, ResponsesBody(), tools).read_past == ("tools",)
@@ -83,7 +83,7 @@ def test_tools_that_a_template_does_not_show_are_told(source, choice):
         assert effort(reads, ChatBody(), tools).read_past == ()
 
 
-def test_the_effort_of_a_templates_own_values_wins_and_the_other_is_told():
+def test_the_effort_of_a_templates_own_values_wins_and_the_other_is_reported():
     own = {"reasoning_effort": "high", "mood": 1}
     body = effort(READS, ChatBody(reasoning_effort="low", chat_template_kwargs=own))
     assert (body.chat_template_kwargs, body.read_past) == (own, ("reasoning_effort",))

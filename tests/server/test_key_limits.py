@@ -90,7 +90,7 @@ def test_a_key_has_room_in_the_queue_that_another_key_has_filled(paced, keys):
     assert answers == [503, 503, 200]  # an eighth of the queue is a key's share
 
 
-def test_a_keys_bodies_have_room_beside_those_of_another_key():
+def test_a_keys_bodies_have_room_next_to_those_of_another_key():
     config = load_config(None, {"server.max_incoming_bytes": 1 << 20}).server
     reader = BodyReader(msgspec.structs.replace(config, max_body_bytes=1 << 20), lambda _: None)
     owner.set(1)
@@ -141,7 +141,7 @@ def test_a_request_gives_its_place_back_when(two, ending):
     eventually(is_free)
 
 
-def test_answers_tell_the_limits_that_there_are_and_no_others(two):
+def test_answers_report_the_limits_that_there_are_and_no_others(two):
     headers = two.post(COMPLETIONS, saying(1), headers=SECOND).headers
     told = {name: value for name, value in headers.items() if name.startswith("x-ratelimit-")}
     names = "limit-requests", "remaining-requests", "reset-requests"

@@ -63,7 +63,7 @@ OTHERS = {  # what the engine process says -> whether the text may differ by it
 
 
 @pytest.mark.parametrize(("changes", "differs"), OTHERS.values(), ids=OTHERS)
-def test_the_fingerprint_tells_what_the_text_depends_on(folder, changes, differs):
+def test_the_fingerprint_reports_what_the_text_depends_on(folder, changes, differs):
     ready = Ready(**{name: getattr(READY, name) for name in Ready.__struct_fields__} | changes)
     assert (fingerprint(folder, ready) != fingerprint(folder, READY)) == differs
 

@@ -14,7 +14,7 @@ from specserve import SamplingParams
 from specserve.errors import RequestError
 from specserve.exchange.messages import TokenLogprobs
 from specserve.exchange.sampling_params import mix64
-from specserve.server.completions import check_told
+from specserve.server.completions import check_reported
 from specserve.server.logprobs import (
     Namer,
     ScoredTokens,
@@ -73,7 +73,7 @@ WAYS = {
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_stream_tells_what_a_whole_answer_does(server, path, way):
+def test_a_stream_reports_what_a_whole_answer_does(server, path, way):
     body = asked(path, **way)
     if path == COMPLETIONS and "top_logprobs" in body:
         body |= {"logprobs": 0}
@@ -86,7 +86,7 @@ def test_a_stream_tells_what_a_whole_answer_does(server, path, way):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("keeps_stop", [False, True])
-def test_tokens_around_a_stop_string_are_told(server, path, keeps_stop):
+def test_tokens_around_a_stop_string_are_reported(server, path, keeps_stop):
     free = answered(server, path, asked(path))[0]
     middle = len(said(free)) // 2
     stop = said(free)[middle : middle + 3]
@@ -134,7 +134,7 @@ def test_a_completions_tokens_stand_where_they_say(server):
     assert told.text_offset[-1] > 50
 
 
-def test_a_stop_token_is_told_and_stands_at_the_texts_end(server):
+def test_a_stop_token_is_reported_and_stands_at_the_texts_end(server):
     [free] = answered(server, COMPLETIONS, asked(COMPLETIONS, return_token_ids=True))
     stop = free["token_ids"][30]
     body = asked(COMPLETIONS, stop_token_ids=[stop], return_token_ids=True)
@@ -231,7 +231,7 @@ def test_a_stream_that_ends_while_its_long_prompt_is_written_is_whole(server):
 
 def test_no_answer_repeats_the_logprobs_of_prompts_without_end():
     def check(sizes, top=20, n=1):
-        check_told(SamplingParams(prompt_logprobs=top, n=n), [[5] * size for size in sizes])
+        check_reported(SamplingParams(prompt_logprobs=top, n=n), [[5] * size for size in sizes])
 
     check([1 << 20])  # as long as any context
     check([1 << 12] * 128, top=1)
@@ -243,7 +243,7 @@ def test_no_answer_repeats_the_logprobs_of_prompts_without_end():
         assert error.value.param == field
 
 
-def test_a_prompt_alone_is_told(server):
+def test_a_prompt_alone_is_reported(server):
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
     full = answered(server, COMPLETIONS, body | {"max_tokens": 1})[0]
     answer = server.post(COMPLETIONS, body | {"max_tokens": 0}).body
@@ -391,7 +391,7 @@ def test_minus_infinity_is_a_number(tokenizer):
     assert {id: entry.logprob for id, entry in table.items()} == {5: -9999.0, 6: -0.5}
 
 
-def test_of_tokens_with_one_text_the_likelier_is_told(tokenizer):
+def test_of_tokens_with_one_text_the_likelier_is_reported(tokenizer):
     none, other = 318, 319  # ids without text
     scored = ScoredTokens([none], [TokenLogprobs(-3.0, 2, [other], [-1.0])], [0])
     form = completion_logprobs(scored, Namer(tokenizer, 1, has_ids=False))

@@ -130,7 +130,7 @@ def test_token_ids_of_a_chat_come_with_each_choice_and_its_prompt_with_the_answe
     assert [all_ids(pieces, i) for i in (0, 1)] == [c.token_ids for c in output.choices]
 
 
-def test_what_stopped_a_choice_is_told_with_its_end(server):
+def test_what_stopped_a_choice_is_reported_with_its_end(server):
     body = completion_body(temperature=1, seed=7, max_tokens=60)
     [text] = [c["text"] for c in server.post(COMPLETIONS, body).body["choices"]]
     for asked, reason in (({"stop": text[5:7]}, text[5:7]), ({}, None)):
@@ -200,7 +200,7 @@ def test_parts_of_another_kind_are_refused(server, kind):
     ],
     ids=str,
 )
-def test_a_chat_ends_where_it_is_told_to(server, llm, options):
+def test_a_chat_ends_where_it_is_reported_to(server, llm, options):
     asked = {"seed": 3, "max_tokens": 9}
     want = in_process(llm.chat(MESSAGES[:3], SamplingParams(**asked), **options))
     body = {"messages": MESSAGES[:3]} | options
@@ -294,7 +294,7 @@ def test_fields_that_ask_for_nothing_are_read_past(server):
 FOREIGN = {"session_id": "a", "chat_id": ["b"], "features": {"web_search": False}}
 
 
-def test_what_frontends_send_for_themselves_is_read_past_and_told(server):
+def test_what_frontends_send_for_themselves_is_read_past_and_reported(server):
     for path, body in ((CHAT, chat_body(seed=1)), (COMPLETIONS, completion_body(seed=1))):
         assert whole(server, path, body | FOREIGN) == whole(server, path, body)
         told = '299 specserve "read past: session_id, chat_id, features"'
@@ -358,7 +358,7 @@ MESSAGE_FIELDS = {  # what clients send -> the paths that the header names
 
 
 @pytest.mark.parametrize(("messages", "paths"), MESSAGE_FIELDS.values(), ids=MESSAGE_FIELDS)
-def test_fields_of_messages_for_other_servers_are_read_past_and_told(server, messages, paths):
+def test_fields_of_messages_for_other_servers_are_read_past_and_reported(server, messages, paths):
     told = ", ".join(f"messages.{path}" for path in paths)
     want = f'299 specserve "read past: {told}"' if paths else None
     for path, body in ((CHAT, {"max_tokens": 1}), ("/tokenize", {})):
@@ -386,18 +386,18 @@ def test_other_fields_of_messages_are_refused_by_name(server, message, param):
 
 @pytest.mark.parametrize("field", ["prefix", "partial"])
 def test_a_last_message_that_is_a_beginning_is_continued(server, field):
-    begun = [*TALK, {"role": "assistant", "content": "once upon"}]
-    want = server.post("/tokenize", {"messages": begun, "continue_final_message": True}).body
-    begun[-1][field] = True
-    got = server.post("/tokenize", {"messages": begun})
+    resume = [*TALK, {"role": "assistant", "content": "once upon"}]
+    want = server.post("/tokenize", {"messages": resume, "continue_final_message": True}).body
+    resume[-1][field] = True
+    got = server.post("/tokenize", {"messages": resume})
     assert (got.body, got.headers.get("warning")) == (want, None)
     asked = {"max_tokens": 5, "temperature": 0}
-    continued = server.post(CHAT, {"messages": begun} | asked)
+    continued = server.post(CHAT, {"messages": resume} | asked)
     assert continued.status == 200
     assert continued.body["usage"]["prompt_tokens"] == want["count"]
 
 
-def test_the_fields_of_items_for_other_servers_are_read_past_and_told(server):
+def test_the_fields_of_items_for_other_servers_are_read_past_and_reported(server):
     part = {"type": "input_text", "text": "a", "cache_control": {"type": "ephemeral"}}
     item = {"role": "user", "content": [part], "timestamp": 5}
     answer = server.post(RESPONSES, {"input": [item], "max_output_tokens": 1})
@@ -416,7 +416,7 @@ def test_the_fields_of_items_for_other_servers_are_read_past_and_told(server):
     ],
     ids=range(5),
 )
-def test_an_effort_that_no_template_reads_is_told(server, path, asked, told):
+def test_an_effort_that_no_template_reads_is_reported(server, path, asked, told):
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     for stream in (False, True):
         answer = server.post(path, asked | {most: 1, "stream": stream})
@@ -500,7 +500,7 @@ def test_a_field_that_would_have_to_do_something_is_refused_by_name(server, fiel
         ("flat_logprobs", "logprobs"),
     ],
 )
-def test_an_unknown_field_is_told_the_nearest_name(server, field, near):
+def test_an_unknown_field_is_reported_the_nearest_name(server, field, near):
     answer = server.post(CHAT, chat_body(**{field: 1}))
     assert answer.status == 400
     error = answer.body["error"]

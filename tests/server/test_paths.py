@@ -47,7 +47,7 @@ def test_more_slashes_reach_the_same_route(server, path, body):
 
 
 @pytest.mark.parametrize("path", ["//health", "/metrics/", "/v1/models/?x=1", "//v1/models//tiny/"])
-def test_more_slashes_reach_what_only_tells(server, path):
+def test_more_slashes_reach_what_only_reports(server, path):
     answer = server.get(path)
     assert (answer.status, answer.headers["location"]) == (200, None)
 

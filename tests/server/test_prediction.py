@@ -38,7 +38,7 @@ def in_parts(text):
 
 @pytest.mark.parametrize("form", [str, of_openai, in_parts])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_text_is_the_same_and_usage_tells_how_much_of_the_prediction_came(demo, path, form):
+def test_the_text_is_the_same_and_usage_reports_how_much_of_the_prediction_came(demo, path, form):
     body = asked(path)
     alone = answer(demo, path, body)
     assert "completion_tokens_details" not in alone["usage"]
@@ -57,7 +57,7 @@ def num_tokens(server, text):
     return server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).body["count"]
 
 
-def test_the_counts_are_those_of_the_text_whoever_guesses(presets):
+def test_the_counts_are_those_of_the_text_whoever_draft_tokens(presets):
     body = completion_body(**LONG, n=2)
     text = said(answer(presets["off"], COMPLETIONS, body)["choices"][0])
     body |= {"prediction": text[:40] + "?" + text[41:]}

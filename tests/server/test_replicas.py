@@ -18,9 +18,9 @@ import pytest
 from tests.server.asking import (
     CHAT,
     COMPLETIONS,
-    begun,
     chat_body,
     completion_body,
+    resume,
     said,
     streamed,
     whole,
@@ -234,7 +234,7 @@ def test_a_client_that_leaves_ends_its_request(router):
 
 
 def test_a_client_that_leaves_before_a_whole_answer_ends_its_request(router):
-    with begun(router, completion_body(max_tokens=4000)):
+    with resume(router, completion_body(max_tokens=4000)):
         eventually(lambda: sum(router.num_running()) == 1)
     router.wait_until_idle()
 

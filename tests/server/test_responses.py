@@ -340,7 +340,7 @@ def test_a_text_has_the_form_that_was_asked_for(server, client, kind):
     assert text_of(same.body) == response.output_text
 
 
-def test_logprobs_are_told_where_they_are_included(server):
+def test_logprobs_are_reported_where_they_are_included(server):
     told = {"include": [LOGPROBS], "top_logprobs": 2}
     chat = server.post(CHAT, chat_body(logprobs=True, top_logprobs=2)).body
     expected = chat["choices"][0]["logprobs"]["content"]

@@ -40,13 +40,13 @@ def test_the_model_is_listed_by_its_served_name(server):
     assert abs(server.post(CHAT, chat_body()).body["created"] - card["created"]) < 3600
 
 
-def test_the_weights_of_the_draft_model_are_told_beside_the_targets(presets):
+def test_the_weights_of_the_draft_model_are_reported_next_to_the_targets(presets):
     [card] = presets["model"].get("/v1/models").body["data"]
     assert card["draft_weights"] == card["weights"]  # they are the same model's
     assert "draft_weights" not in presets["ngram"].get("/v1/models").body["data"][0]
 
 
-def test_a_server_without_guesses_tells_so_everywhere(presets):
+def test_a_server_without_draft_tokens_reports_so_everywhere(presets):
     server = presets["off"]
     [card] = server.get("/v1/models").body["data"]
     state = server.get("/v1/speculation").body
@@ -234,7 +234,7 @@ def test_a_prompt_without_an_answer_counts_as_a_request(presets):
     assert moved == [usage["prompt_tokens"], 0, 0, 0, 1, 1]
 
 
-def test_accepted_guesses_are_counted_by_their_depth(presets):
+def test_accepted_draft_tokens_are_counted_by_their_depth(presets):
     server = presets["model"]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     before = [server.metric(name, position=at) for at in range(8)]
@@ -261,7 +261,7 @@ def keys(tmp_path):
 @pytest.mark.parametrize(
     "authorization", [None, "Bearer other", "Bearer", "Bearer #", "Basic first", "first"]
 )
-def test_without_a_key_every_route_that_tells_of_this_server_is_shut(keys, authorization):
+def test_without_a_key_every_route_that_reports_of_this_server_is_shut(keys, authorization):
     app = app_with(api_key_file=str(keys))
     client = TestClient(app, headers={"Authorization": authorization} if authorization else None)
     assert {LIVENESS, "/docs", "/openapi.json", *PAGES, *PARTS} == OPEN

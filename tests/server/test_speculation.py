@@ -101,7 +101,7 @@ def test_null_in_a_wish_or_target_is_the_same_as_leaving_it_out(server):
     assert told["num_spec_tokens"] == 5 and told["num_draft_tokens"] > 0
 
 
-def test_an_unknown_field_in_a_target_is_told_the_nearest_name(server):
+def test_an_unknown_field_in_a_target_is_reported_the_nearest_name(server):
     error = server.post(CHAT, chat_body(slo={"tpot_m": 50})).body["error"]
     assert (error["param"], error["code"]) == ("slo.tpot_m", "unknown_parameter")
     assert "did you mean tpot_ms?" in error["message"]
@@ -140,13 +140,13 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(("asked", "limit", "depth"), LIMITS.values(), ids=LIMITS)
-def test_an_answer_tells_the_limits_that_held(server, asked, limit, depth):
+def test_an_answer_reports_the_limits_that_held(server, asked, limit, depth):
     answer = server.post(CHAT, chat_body(speculation=asked)).body
     told = answer["metrics"]["speculative_decoding"]
     assert (told["num_spec_tokens"], told["max_depth"]) == (limit, depth)
 
 
-def test_an_answer_counts_guesses_by_source_over_all_choices(server):
+def test_an_answer_counts_draft_tokens_by_source_over_all_choices(server):
     one = counted(server, completion_body())
     told = counted(server, completion_body(prompt=[CODE] * 3))
     assert told["sources"].keys() == set(SOURCES) and one["num_accepted_draft_tokens"] > 0
@@ -175,7 +175,7 @@ WISHES = {
 
 
 @pytest.mark.parametrize(("asked", "names", "most", "deepest"), WISHES.values(), ids=WISHES)
-def test_guesses_keep_to_what_was_asked(server, asked, names, most, deepest):
+def test_draft_tokens_keep_to_what_was_asked(server, asked, names, most, deepest):
     body = completion_body(speculation=asked, **DETAILED)
     answer = server.post(COMPLETIONS, body).body
     told = answer["metrics"]["speculative_decoding"]
@@ -216,7 +216,7 @@ def test_the_manuals_example_is_one_step():
 
 
 @each_route
-def test_every_chunk_tells_where_its_tokens_came_from(server, path, decode):
+def test_every_chunk_reports_where_its_tokens_came_from(server, path, decode):
     body = BODIES[path](n=2, **DETAILED)
     *chunks, _ = server.stream(path, body)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -229,7 +229,7 @@ def test_every_chunk_tells_where_its_tokens_came_from(server, path, decode):
         assert any(step["tree"]["accepted"] for [step] in each)
 
 
-def test_a_step_without_text_is_told_with_the_chunk_that_it_gets(server):
+def test_a_step_without_text_is_reported_with_the_chunk_that_it_gets(server):
     body = completion_body(stop=["\0"], **DETAILED)
     [(text, _, _)], _ = whole(server, COMPLETIONS, body)
     *chunks, _ = server.stream(COMPLETIONS, body | {"stop": [text + "\0"]})  # all of it is held
@@ -240,14 +240,14 @@ def test_a_step_without_text_is_told_with_the_chunk_that_it_gets(server):
     assert [step["ends"][-1] for step in steps] == [0] * (len(steps) - 1) + [len(text)]
 
 
-def test_a_whole_answer_tells_every_step(server, decode):
+def test_a_whole_answer_reports_every_step(server, decode):
     answer = server.post(COMPLETIONS, completion_body(n=2, **DETAILED)).body
     for choice in answer["choices"]:
         assert choice["speculation"]["sources"] == list(ALL)
         check(choice["speculation"]["steps"], choice["text"], decode)
 
 
-def test_tokens_after_a_stop_string_are_not_told(server, decode):
+def test_tokens_after_a_stop_string_are_not_reported(server, decode):
     [(text, _, _)], _ = whole(server, COMPLETIONS, completion_body())
     body = completion_body(stop=text[9:11], **DETAILED)
     answer = server.post(COMPLETIONS, body).body
@@ -257,13 +257,13 @@ def test_tokens_after_a_stop_string_are_not_told(server, decode):
     assert count == answer["usage"]["completion_tokens"] < LONG
 
 
-def test_who_did_not_ask_is_told_nothing_of_steps(server):
+def test_who_did_not_ask_is_reported_nothing_of_steps(server):
     assert "speculation" not in server.post(COMPLETIONS, completion_body()).body["choices"][0]
     *chunks, _ = server.stream(COMPLETIONS, completion_body())
     assert not any("speculation" in choice for chunk in chunks for choice in chunk["choices"])
 
 
-def test_the_state_is_told_while_requests_run_and_while_none_does(server):
+def test_the_state_is_reported_while_requests_run_and_while_none_does(server):
     server.post(COMPLETIONS, completion_body())
     state = server.get("/v1/speculation").body
     assert (state["max_nodes"], state["sources"]) == (16, list(ALL))
@@ -281,7 +281,7 @@ def test_the_state_is_told_while_requests_run_and_while_none_does(server):
         assert server.get("/v1/speculation").body.keys() == state.keys()
 
 
-def test_steps_without_draft_tokens_are_told_as_measured(server):
+def test_steps_without_draft_tokens_are_reported_as_measured(server):
     server.post(COMPLETIONS, completion_body(speculation={"enabled": False}))
     plain = server.get("/v1/speculation").body["plain_steps"]
     assert all(step["seconds"] == pytest.approx(0.0101) for step in plain)  # the clock's one row
@@ -290,7 +290,7 @@ def test_steps_without_draft_tokens_are_told_as_measured(server):
 
 
 @pytest.mark.usefixtures("server")  # whose clock is that of all engines
-def test_a_key_is_told_of_its_own_requests_alone(tmp_path, monkeypatch):
+def test_a_key_is_warned_about_its_own_requests_alone(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("first\nsecond\n")
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
     monkeypatch.setattr(ServerProcess, "headers", first)  # of whoever waits until it is ready
@@ -307,7 +307,7 @@ def test_the_card_names_the_sources(server):
     assert card["sources"] == list(ALL)
 
 
-def test_series_by_source_count_what_answers_tell(server):
+def test_series_by_source_count_what_answers_report(server):
     server.wait_until_idle()  # the stream of a test before this one may have a step left
     names = [f"specserve_source_{key}_tokens_total" for key in ("proposed", "verified")]
     before = [server.metric(name, source="ngram") for name in names]

@@ -243,7 +243,7 @@ def test_hostile_forms_are_refused_within_a_second_and_a_stream_keeps_its_pace(p
         stream = threading.Thread(target=lambda: beside.append(timed(server)))
         stream.start()
         for name in HOSTILE:
-            answer, seconds = told_of(server, EVERY[name])
+            answer, seconds = reported_for(server, EVERY[name])
             times.append(seconds)
             assert answer.status == 400, name
             assert answer.body["error"]["param"].startswith("structured_outputs"), name
@@ -254,7 +254,7 @@ def test_hostile_forms_are_refused_within_a_second_and_a_stream_keeps_its_pace(p
         whole(server, COMPLETIONS, asking(**TAKEN))
 
 
-def told_of(server, form):
+def reported_for(server, form):
     """The answer to a form, and its seconds; asked again where the machine was too busy to tell."""
     for _ in range(5):
         start = perf_counter()

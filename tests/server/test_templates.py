@@ -102,7 +102,7 @@ def test_a_chat_that_is_given_up_gives_its_process_back():
         ("half", "makes no text"),
     ],
 )
-def test_what_a_template_refuses_or_cannot_make_is_told_and_the_next_is_rendered(said, reason):
+def test_what_a_template_refuses_or_cannot_make_is_reported_and_the_next_is_rendered(said, reason):
     async def test(templates):
         assert reason in await refusal(templates, said)
         assert await templates.render(messages("next")) == "<s>next"
@@ -190,7 +190,7 @@ def test_chats_are_refused_only_while_no_process_can_be_started(monkeypatch):
     with_templates(test)
 
 
-def test_no_chat_pays_for_a_process_that_cannot_be_started_beside_its_own(monkeypatch, caplog):
+def test_no_chat_pays_for_a_process_that_cannot_be_started_next_to_its_own(monkeypatch, caplog):
     async def test(templates):
         spare = templates.free.get_nowait()
         templates.processes.remove(spare)

@@ -170,13 +170,13 @@ def num_files(server):
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
-def test_a_limit_on_open_files_that_is_too_low_is_told_at_the_start(caplog, monkeypatch):
+def test_a_limit_on_open_files_that_is_too_low_is_reported_at_the_start(caplog, monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    for hard, is_told in ((1000, True), (5000, False), (resource.RLIM_INFINITY, False)):
+    for hard, is_reported in ((1000, True), (5000, False), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (100, hard))
         caplog.clear()
         raise_file_limit(2048)
-        assert ("ulimit -n" in caplog.text) is is_told
+        assert ("ulimit -n" in caplog.text) is is_reported
 
 
 def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_second(
@@ -320,7 +320,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("spoil", "complaint"), WRONG.values(), ids=WRONG)
-def test_files_that_cannot_be_used_are_told_in_one_line_at_the_start(
+def test_files_that_cannot_be_used_are_reported_in_one_line_at_the_start(
     files, folder, capsys, spoil, complaint
 ):
     spoil(files)

@@ -22,7 +22,7 @@ from specserve.server.prompt import NUM_PROCESSES
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
-from tests.server.asking import CHAT, COMPLETIONS, begun, saying
+from tests.server.asking import CHAT, COMPLETIONS, resume, saying
 from tests.server.server_process import ServerProcess, eventually
 
 BEYOND = "<|320|>"
@@ -145,7 +145,7 @@ def test_more_chats_than_may_wait_are_refused(tmp_path):
 def test_the_templates_processes_end_with_the_server_even_in_the_middle_of_a_template(server):
     with (
         ServerProcess(server.folder, **{"server.template_seconds": 60}) as other,
-        begun(other, chat_with("power"), CHAT),
+        resume(other, chat_with("power"), CHAT),
     ):
         pids = other.children("specserve.server.template_process")
         assert len(pids) == 2

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from specserve.server import chat
 from specserve.text.grammars.compiled import compile_grammar, vocabulary_of
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.server.asking import CHAT, COMPLETIONS, begun, chat_body
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, resume
 from tests.server.scripted import Grammars, scripted, with_template
 from tests.server.server_process import eventually
 from tests.text.answer.outputs import JSON_TEMPLATE, TOOLS
@@ -124,7 +124,7 @@ def put_together(choices):
     return whole | {"calls": calls}, last
 
 
-def as_told(choice):
+def as_reported(choice):
     """The same of a whole choice."""
     message = choice["message"]
     calls = [
@@ -146,7 +146,7 @@ def test_a_whole_answer(qwen):
     with qwen.saying(TEXT) as num_tokens:
         answer = qwen.post(CHAT, ASK).body
     [choice] = answer["choices"]
-    assert as_told(choice) == (WANT, "tool_calls")
+    assert as_reported(choice) == (WANT, "tool_calls")
     assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
     usage = answer["usage"]
     assert usage["completion_tokens"] == num_tokens
@@ -190,7 +190,7 @@ def test_a_call_that_is_cut_by_max_tokens(qwen):
             choices, last = streamed(qwen, max_tokens=most)
             told, reason = put_together(choices)
             [whole] = qwen.post(CHAT, ASK | {"max_tokens": most}).body["choices"]
-            assert reason == "length" and as_told(whole) == (told, "length")
+            assert reason == "length" and as_reported(whole) == (told, "length")
             assert "Paris.\n</think>".startswith(told["reasoning"])
             for call, want in zip(told["calls"], WANT["calls"], strict=False):
                 assert call[0] == want[0] and want[1].startswith(call[1].rstrip("\ufffd"))
@@ -290,7 +290,7 @@ def test_a_prompt_that_begins_the_reasoning(qwen):
 def test_reasoning_can_be_left_out(qwen):
     with qwen.saying(TEXT):
         answer = qwen.post(CHAT, ASK | {"include_reasoning": False}).body
-    assert as_told(answer["choices"][0]) == (WANT | {"reasoning": ""}, "tool_calls")
+    assert as_reported(answer["choices"][0]) == (WANT | {"reasoning": ""}, "tool_calls")
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
@@ -316,7 +316,7 @@ def test_what_is_cut_of_a_call_that_had_to_be_made_is_no_content(qwen):
 @pytest.mark.parametrize(
     ("choice", "reason"), [("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop")]
 )
-def test_the_reason_tells_who_chose_the_call(qwen, choice, reason):
+def test_the_reason_reports_who_chose_the_call(qwen, choice, reason):
     with qwen.saying(CALL):
         [whole] = qwen.post(CHAT, ASK | {"tool_choice": choice}).body["choices"]
         choices, _ = streamed(qwen, tool_choice=choice)
@@ -386,7 +386,7 @@ def test_several_choices_and_all_details(qwen):
         choices, _ = streamed(qwen, **asked)
     for index, whole in enumerate(answer["choices"]):
         own = [c for c in choices if c["index"] == index]
-        assert put_together(own) == as_told(whole) == (WANT, "tool_calls")
+        assert put_together(own) == as_reported(whole) == (WANT, "tool_calls")
         ids = list(itertools.chain.from_iterable(c.get("token_ids", ()) for c in own))
         told = [t for c in own if c["logprobs"] for t in c["logprobs"]["content"]]
         assert ids == whole["token_ids"] and len(ids) == num_tokens
@@ -407,7 +407,7 @@ def test_special_tokens_reach_the_parser_and_no_text(mistral):
             [whole] = mistral.post(CHAT, ASK).body["choices"]
             chunks, _ = streamed(mistral)
         want = {"content": "Well.", "reasoning": "", "calls": WANT["calls"]}
-        assert as_told(whole) == (want, "tool_calls")
+        assert as_reported(whole) == (want, "tool_calls")
         ids = [
             c["id"] for chunk in chunks for c in chunk["delta"].get("tool_calls", ()) if "id" in c
         ]
@@ -436,7 +436,7 @@ def test_a_model_that_is_not_known_to_call(unknown):
     assert refused.body["error"]["param"] == "tools"
     with unknown.saying(CALL):
         [whole] = unknown.post(CHAT, ASK | {"tool_choice": "required"}).body["choices"]
-    assert as_told(whole)[0]["calls"] == [["now", '{"a": 1}']]
+    assert as_reported(whole)[0]["calls"] == [["now", '{"a": 1}']]
 
 
 def test_the_operator_may_name_the_parser():
@@ -447,7 +447,7 @@ def test_the_operator_may_name_the_parser():
     with scripted(tokenizer, **settings) as server, server.saying(text):
         [whole] = server.post(CHAT, ASK).body["choices"]
     told = {"content": "", "reasoning": "Hm.", "calls": [["now", "{}"]]}
-    assert as_told(whole) == (told, "tool_calls")
+    assert as_reported(whole) == (told, "tool_calls")
 
 
 def named(**function):
@@ -588,13 +588,13 @@ def test_an_engine_makes_the_calls_that_are_enforced(server, seed):
     [whole] = server.post(CHAT, body).body["choices"]
     *chunks, _ = server.stream(CHAT, body)
     told = put_together([c for chunk in chunks for c in chunk["choices"]])
-    assert as_told(whole) == told and told[1] == "stop"
+    assert as_reported(whole) == told and told[1] == "stop"
     [[name, arguments]] = told[0]["calls"]
     assert name == "weather" and told[0]["content"] == ""
     jsonschema.validate(json.loads(arguments), schema)
 
 
-def test_a_models_card_tells_the_parsers(qwen, unknown):
+def test_a_models_card_reports_the_parsers(qwen, unknown):
     cards = [server.get("/v1/models").body["data"][0] for server in (qwen, unknown)]
     parsers = [(card["tool_parser"], card["reasoning_parser"]) for card in cards]
     assert parsers == [("hermes", "think"), ("none", "none")]
@@ -619,12 +619,12 @@ def test_a_check_ends_when_its_client_leaves(qwen, monkeypatch, path, asked):
             told.append("ends")
 
     monkeypatch.setattr(Grammars, "check", check)
-    with begun(qwen, asked, path):
+    with resume(qwen, asked, path):
         eventually(lambda: told == ["begins"])
     eventually(lambda: told == ["begins", "ends"])
 
 
-def test_the_grammar_of_calls_is_written_beside_streams(qwen, monkeypatch):
+def test_the_grammar_of_calls_is_written_next_to_streams(qwen, monkeypatch):
     told, write = [], chat.call_grammar
 
     def noted(*args):

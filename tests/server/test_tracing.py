@@ -112,13 +112,13 @@ def attributes(span):
 def test_an_answer_is_a_span_by_the_conventions_below_its_clients(traced, spans):
     body = saying(6, num_prompt=3, n=2, temperature=0.5, seed=7, top_p=0.9, top_k=5, stop=["qqqq"])
     body |= {"frequency_penalty": 0.25, "presence_penalty": -0.5, "model": "tiny"}
-    begun = time.time_ns()
+    resume = time.time_ns()
     answer = asked(traced, COMPLETIONS, body, **{"X-Request-Id": "mine"})
     assert answer.status == 200, answer.body
     span, *children = spans(number=4)
     assert (span.name, span.kind) == ("text_completion tiny", SERVER)
     assert span.parent_span_id.hex() == PARENT
-    assert begun <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
+    assert resume <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
     told = attributes(span)
     milliseconds = "specserve.time_to_first_token_ms", "specserve.queue_time_ms"
     first, queued = map(told.pop, milliseconds)
@@ -181,7 +181,7 @@ def test_a_refused_request_is_a_span_with_the_status_as_its_error(traced, spans)
     assert not any(key.startswith("gen_ai.response") for key in told)
 
 
-def test_a_client_that_left_is_told_of(traced, collector):
+def test_a_client_that_left_is_warned_about(traced, collector):
     with streaming(traced, saying(400)):
         pass
 

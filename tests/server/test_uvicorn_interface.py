@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 @pytest.mark.parametrize("name", METHODS[HttpToolsProtocol])
-def test_a_method_that_is_gone_is_told_with_versions_and_remedy(monkeypatch, name):
+def test_a_method_that_is_gone_is_reported_with_versions_and_remedy(monkeypatch, name):
     monkeypatch.delattr(HttpToolsProtocol, name)
     installed = f"uvicorn {version('uvicorn')} with httptools {version('httptools')}"
     with pytest.raises(ConfigError) as refusal:
@@ -34,13 +34,13 @@ def test_a_method_that_is_gone_is_told_with_versions_and_remedy(monkeypatch, nam
     assert "pip install" in str(refusal.value)
 
 
-def test_another_parameter_is_told(monkeypatch):
+def test_another_parameter_is_reported(monkeypatch):
     monkeypatch.setattr(HttpToolsProtocol, "on_body", lambda self, body, is_last: None)
     with pytest.raises(ConfigError, match=r"HttpToolsProtocol\.on_body has changed"):
         check()
 
 
-def test_an_attribute_that_no_method_sets_is_told(monkeypatch):
+def test_an_attribute_that_no_method_sets_is_reported(monkeypatch):
     def without_keep_alive(self):
         self.body, self.message_event, self.disconnected = b"", None, False
         self.response_complete = self.response_started = self.chunked_encoding = False
@@ -52,7 +52,7 @@ def test_an_attribute_that_no_method_sets_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("args", [(), ("24",), (0,)])
-def test_a_parser_that_does_not_tell_where_an_upgrade_ends_is_refused(monkeypatch, args):
+def test_a_parser_that_does_not_report_where_an_upgrade_ends_is_refused(monkeypatch, args):
     class Parser:
         def __init__(self, protocol):
             pass

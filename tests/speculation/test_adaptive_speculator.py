@@ -15,7 +15,7 @@ from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source
-from specserve_drafters.owners import NO_OWNER
+from specserve_drafters.tenants import DEFAULT_SCOPE
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -99,7 +99,7 @@ class Late(Oracle):
         return super().candidates(items) if len(items[0].known) > 20 else [[] for _ in items]
 
 
-def test_sources_are_told_in_one_order_whoever_proposes_first(target):
+def test_sources_are_reported_in_one_order_whoever_proposes_first(target):
     case = Case(PROMPT, greedy(60))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=16)
@@ -117,15 +117,15 @@ def test_sources_are_told_in_one_order_whoever_proposes_first(target):
     assert [*told] == ["late", "soon"]
     assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
     soon_alone = DraftSources(Draft(), [], {"soon": 1})
-    assert [*engine.speculator.ledger.enter(soon_alone, [], False).sources] == ["late", "soon"]
+    assert [*engine.speculator.spec_stats.enter(soon_alone, [], False).sources] == ["late", "soon"]
 
 
-def test_sources_are_told_in_the_order_of_their_option(target):
+def test_sources_are_reported_in_the_order_of_their_option(target):
     engine = engine_for(target, target, "auto", options={"sources": ["model", "ngram"]})
     assert engine.sources == ("model", "ngram")
 
 
-def test_a_source_that_raises_costs_its_own_guesses_only(target):
+def test_a_source_that_raises_costs_its_own_draft_tokens_only(target):
     engine = run(target, lambda truth: [Raising("bad", truth), Oracle("good", truth)])
     sums = engine.stats.sources
     assert engine.stats.drafter_errors > 0
@@ -133,11 +133,13 @@ def test_a_source_that_raises_costs_its_own_guesses_only(target):
 
 
 @pytest.mark.parametrize("what", ["extend", "expand"])
-def test_a_draft_model_that_fails_costs_its_own_guesses_only(target, what):
+def test_a_draft_model_that_fails_costs_its_own_draft_tokens_only(target, what):
     case = Case(PROMPT, greedy(60))
     (truth,) = plain(target, [case])
     engine = engine_for(target, target, "auto", max_nodes=16)
-    engine.speculator = planned(engine, Next("good", truth, 0.3), growers=engine.speculator.growers)
+    engine.speculator = planned(
+        engine, Next("good", truth, 0.3), model_sources=engine.speculator.model_sources
+    )
 
     def fail(nodes):
         raise MemoryError
@@ -152,15 +154,15 @@ def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
     case = Case(PROMPT, greedy(200))
     (truth,) = plain(target, [case])
     engine, asked = engine_for(target, other, "auto", max_nodes=16), Counter()
-    growers = engine.speculator.growers
-    model = growers[0].source
-    engine.speculator = planned(engine, source := Next("good", truth), growers=growers)
+    model_sources = engine.speculator.model_sources
+    model = model_sources[0].source
+    engine.speculator = planned(engine, source := Next("good", truth), model_sources=model_sources)
     grow, candidates = model.grow, source.candidates
 
-    def slow(grown, levels, grammar):
+    def slow(request_tries, levels, grammar):
         asked["model"] += 1
         clock.now += 3 * STEP
-        grow(grown, levels)
+        grow(request_tries, levels)
 
     def counted(items):
         asked["good"] += 1
@@ -221,7 +223,7 @@ class Foretelling(Paced):
         super().__init__(clock, truth, right, takes)
         self.promises = promises
 
-    def promise(self, id, text):
+    def expected_accepted(self, id, text):
         return self.promises(len(text))
 
     def reset(self):
@@ -292,7 +294,7 @@ def test_a_turn_after_a_pause_takes_longer_than_one_in_every_step_will(
     assert (asked.count(True) > 50) == is_back
 
 
-def test_sources_are_told_apart_where_they_agree_and_where_they_do_not(target):
+def test_sources_are_distinguished_where_they_agree_and_where_they_do_not(target):
     case = Case(PROMPT, greedy(40, return_speculation_details=True))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=16)
@@ -331,7 +333,7 @@ ASKED = {  # what a request asks for -> the sources that guessed for it, guesses
 
 
 @pytest.mark.parametrize(("asked", "sources", "nodes", "depth"), ASKED.values(), ids=ASKED)
-def test_a_request_has_the_guesses_that_it_asks_for(target, asked, sources, nodes, depth):
+def test_a_request_has_the_draft_tokens_that_it_asks_for(target, asked, sources, nodes, depth):
     drafts = []
 
     class Watched(Oracle):
@@ -412,25 +414,25 @@ def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(t
     assert allowed == pytest.approx(1e-6)
 
 
-def test_where_guesses_save_no_time_nothing_is_asked_or_planned_in_most_steps(
+def test_where_draft_tokens_save_no_time_nothing_is_asked_or_planned_in_most_steps(
     target, clock, no_source_is_late
 ):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert 0.1 * len(source.asked) <= planner.AT_FIRST + planner.TRIALS * 270
+    assert 0.1 * len(source.asked) <= planner.AT_FIRST + planner.EXPLORATION * 270
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
-def test_a_request_is_asked_in_every_step_again_once_guesses_are_right(
+def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(
     target, clock, no_source_is_late, takes
 ):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert takes * len(early) <= planner.AT_FIRST + planner.TRIALS * LATER.start
+    assert takes * len(early) <= planner.AT_FIRST + planner.EXPLORATION * LATER.start
     assert engine.stats.num_steps < 200
 
 
-def test_a_source_that_foresees_its_guesses_is_asked_where_it_promises_more_than_planning_takes(
+def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(
     target, clock, no_source_is_late
 ):
     def promises(length):
@@ -442,7 +444,7 @@ def test_a_source_that_foresees_its_guesses_is_asked_where_it_promises_more_than
     assert engine.stats.num_steps < 150
 
 
-def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
+def test_a_slow_drafter_next_to_one_that_foresees_is_asked_in_trials_only(
     target, clock, no_source_is_late
 ):
     case = Case(PROMPT, greedy(270))
@@ -459,7 +461,7 @@ def test_a_slow_drafter_beside_one_that_foresees_is_asked_in_trials_only(
 
 
 def was_planned(guesses):
-    return any(learned.last is not None for learned in guesses.learned.every)
+    return any(acceptance.last is not None for acceptance in guesses.acceptance.every)
 
 
 def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
@@ -487,7 +489,7 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
     engine.reset_learned()
     assert source.promises is None
-    assert engine.speculator.learned.find(NO_OWNER) is None
+    assert engine.speculator.acceptance.find(DEFAULT_SCOPE) is None
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
@@ -499,7 +501,7 @@ def test_nothing_learnt_outlives_a_reset(target, clock):
     engine, _ = run_paced(target, clock, NEVER, 0.1)
     engine.reset_learned()
     guesses = engine.speculator
-    assert not guesses.learned.idle and not guesses.learned.live
+    assert not guesses.acceptance.idle and not guesses.acceptance.live
 
 
 def num_requests_of(launches):
@@ -509,7 +511,7 @@ def num_requests_of(launches):
 def run_draft(target, draft, max_tokens=250, num_requests=1, tell=num_requests_of):
     """The steps in which the draft model ran, as the only source, and what its launches tell."""
     engine = engine_for(target, draft, "auto", max_nodes=4)
-    engine.speculator = planned(engine, growers=engine.speculator.growers)
+    engine.speculator = planned(engine, model_sources=engine.speculator.model_sources)
     launches, found = row_counts(engine.draft_model.runner), {}
     for id in range(num_requests):
         engine.add([id + 1, *PROMPT], greedy(max_tokens))
@@ -544,9 +546,9 @@ def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(
     target, clock, every_turn
 ):
     clock.draft = lambda rows: 10 * STEP
-    first, *trials = run_draft(target, target, tell=len).values()
-    assert first == 1 and len(trials) > 5
-    assert {*trials[:-1]} == {3}
+    first, *exploration = run_draft(target, target, tell=len).values()
+    assert first == 1 and len(exploration) > 5
+    assert {*exploration[:-1]} == {3}
 
 
 def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
@@ -555,16 +557,16 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
     """Levels for four requests take as long as those for one, and would pay for all together."""
     clock.draft = lambda rows: 10 * STEP
     engine = engine_for(target, target, "auto", max_nodes=4)
-    guesses = engine.speculator = planned(engine, growers=engine.speculator.growers)
+    guesses = engine.speculator = planned(engine, model_sources=engine.speculator.model_sources)
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
-    turns, seen = guesses.learned.begin(99, NO_OWNER).level_turns["model"], []
+    benefits, seen = guesses.acceptance.begin(99, DEFAULT_SCOPE).level_benefits["model"], []
     while not engine.is_idle:
-        before = {r.id: turns.of(r.id).saved for r in requests}
-        is_alone = guesses.growers[0].is_trial_alone and len(guesses.roots) == 4
+        before = {r.id: benefits.of(r.id).saved for r in requests}
+        is_alone = guesses.model_sources[0].is_trial_alone and len(guesses.roots) == 4
         tried = [id for id, root in guesses.roots.items() if root.tried]
         engine.step()
-        changed = [id for id, saved in before.items() if turns.of(id).saved != saved]
+        changed = [id for id, saved in before.items() if benefits.of(id).saved != saved]
         if is_alone and all(r.id in engine.requests for r in requests):
             assert changed == tried and len(tried) == 1
-            seen.append(turns.of(tried[0]).saved)
+            seen.append(benefits.of(tried[0]).saved)
     assert seen and min(seen) > -20, "not all of three levels, which are 72 parts of a step"

@@ -7,7 +7,7 @@ import pytest
 from specserve.engine.runner import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.speculation.draft_model import split
-from specserve_drafters import Draft, DraftItem, Nodes
+from specserve_drafters import Draft, DraftRequest, Nodes
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
     Case,
@@ -106,7 +106,7 @@ def long_prompt(seed, known):
 
 
 @pytest.mark.parametrize("known", [640, 2000])
-def test_after_a_prompt_alone_every_step_has_guesses_of_the_draft_model(long_pair, known):
+def test_after_a_prompt_alone_every_step_has_draft_tokens_of_the_draft_model(long_pair, known):
     engine = engine_for(*long_pair, "model", max_len=LONG, max_nodes=4)
     seen, watch = launches(engine), Watch(engine)
     (request,) = watch.run([Case(long_prompt(1, known), sampling(20))])
@@ -177,7 +177,7 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
     engine = engine_for(target, target, "model")
     request = engine.add([1, 2, 3], sampling(4))
     engine.step()
-    lent, item = engine.draft_model, DraftItem(request.id, request.token_ids, 4, 0.0, 0)
+    lent, item = engine.draft_model, DraftRequest(request.id, request.token_ids, 4, 0.0, 0)
     with pytest.raises(KeyError):
         lent.extend([item])  # outside a step
     lent.lend([request])
@@ -185,7 +185,7 @@ def test_a_draft_model_asked_for_nonsense_refuses(target):
         lent.extend([item, item])
     assert request.draft_table.num_computed == 0
     # An item with more tokens than the request has is refused.
-    assert lent.extend([DraftItem(request.id, request.token_ids * 500, 4, 0.0, 0)])[0] == [0]
+    assert lent.extend([DraftRequest(request.id, request.token_ids * 500, 4, 0.0, 0)])[0] == [0]
     assert lent.expand([Nodes(request.id, [1] * 64, [0] * 64)])[0] == []
     with pytest.raises(IndexError):
         lent.expand([Nodes(request.id, [10**6], [0])])
@@ -200,7 +200,7 @@ def test_no_launch_of_a_draft_model_has_more_rows_than_a_step(target):
     requests = [engine.add([i, 2, 3], sampling(4)) for i in range(2)]
     engine.step()
     engine.draft_model.lend(requests)
-    engine.draft_model.extend([DraftItem(r.id, r.token_ids, 4, 0.0, 0) for r in requests])
+    engine.draft_model.extend([DraftRequest(r.id, r.token_ids, 4, 0.0, 0) for r in requests])
     for n, fit in ((9, []), (5, [0]), (4, [0, 1])):
         nodes = [Nodes(r.id, [1] * n, [0] * n) for r in requests]
         assert engine.draft_model.expand(nodes)[0] == fit

@@ -10,9 +10,9 @@ import pytest
 
 from specserve.models.eagle_head import load_eagle_head
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import DraftDepthPolicy, Turn
+from specserve.scheduling.planner import DraftDepthPolicy, SavedShare
 from specserve.speculation import adaptive_speculator
-from specserve.speculation.adaptive_speculator import Asked, in_order
+from specserve.speculation.adaptive_speculator import AskedSources, in_order
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.verify import LAST_TRIAL, AcceptanceStats
 from specserve_drafters.candidates import FINDS, ROOT, Calibration, Candidate, Trie
@@ -26,26 +26,28 @@ ROOTS, TARGET, FIRST, LEVEL = 2, 0.05, 0.009, 0.004  # requests, and seconds
 
 
 def asked(name, rate, by_costs=0.0):
-    grower = SimpleNamespace(name=name)
-    return SimpleNamespace(grower=grower, rate=lambda texts: rate if texts else by_costs)
+    model_source = SimpleNamespace(name=name)
+    return SimpleNamespace(
+        model_source=model_source, rate=lambda texts: rate if texts else by_costs
+    )
 
 
 def names(order):
-    return [one.grower.name for one in order]
+    return [one.model_source.name for one in order]
 
 
 def test_the_most_promising_is_first_and_the_others_now_and_then():
-    learned, firsts = AcceptanceStats(), []
+    acceptance, firsts = AcceptanceStats(), []
     for _ in range(4 * LAST_TRIAL):
-        order = in_order([asked("a", 40.0), asked("b", 60.0)], learned)
+        order = in_order([asked("a", 40.0), asked("b", 60.0)], acceptance)
         assert sorted(names(order)) == ["a", "b"]
         firsts += names(order)[:1]
     at = [i for i, name in enumerate(firsts) if name == "a"]
     assert at[:3] == [15, 47, 111] and len(at) == 6, "ever more rarely"
-    assert names(in_order([asked("a", 40.0)], learned)) == ["a"]
+    assert names(in_order([asked("a", 40.0)], acceptance)) == ["a"]
 
 
-def test_beside_others_no_texts_decide_who_is_first():
+def test_next_to_others_no_texts_decide_who_is_first():
     for _ in range(4 * LAST_TRIAL):
         growing = [asked("a", 40.0, by_costs=2.0), asked("b", 60.0, by_costs=1.0)]
         assert names(in_order(growing, None)) == ["a", "b"]
@@ -125,7 +127,7 @@ def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, m
     def ordered(growing, alone):
         order = in_order(growing, alone)
         if len(order) > 1:
-            firsts.append(order[0].grower.name)
+            firsts.append(order[0].model_source.name)
             rows.append(engine.head.num_rows)
         return order
 
@@ -144,7 +146,7 @@ def test_what_another_owner_has_shown_changes_nobodys_order(engine, monkeypatch)
     def ordered(growing, alone):
         order = in_order(growing, alone)
         if len(order) > 1:
-            seen[alone is not None][order[0].grower.name] += 1
+            seen[alone is not None][order[0].model_source.name] += 1
         return order
 
     monkeypatch.setattr(adaptive_speculator, "in_order", ordered)
@@ -160,19 +162,19 @@ def salted(sampling, salt):
 
 
 @pytest.mark.parametrize(("first", "other"), [("eagle", "model"), ("model", "eagle")])
-def test_what_both_guess_is_the_merit_of_the_one_that_was_run_first(engine, first, other):
+def test_what_both_draft_is_the_merit_of_the_one_that_was_run_first(engine, first, other):
     guesses = engine.speculator
-    guesses.saved_by_guess, guesses.row_seconds = 1.0, 0.25
+    guesses.saved_per_draft_token, guesses.row_seconds = 1.0, 0.25
     trie = Trie(Calibration(), 1)
     both = trie.put(ROOT, 5, trie.calibrators[first].weigh(0.6, 1))
     trie.agree(both, trie.calibrators[other].weigh(0.9, 1))
     own = trie.put(both, 6, trie.calibrators[other].weigh(0.9, 2))
     wrong = trie.put(own, 7, trie.calibrators[other].weigh(0.9, 3))
     sources = [trie.sources(node) for node in (both, own, wrong)]
-    turns = {"eagle": Turn(), "model": Turn()}
+    benefits = {"eagle": SavedShare(), "model": SavedShare()}
     request = SimpleNamespace(id=1)
     root = SimpleNamespace(
-        asked=Asked(False, None, turns), scheduled=SimpleNamespace(request=request)
+        asked=AskedSources(False, None, benefits), scheduled=SimpleNamespace(request=request)
     )
     guesses.note_savings(root, sources, [1, 2])
     assert root.saved_by == {first: 0.75, other: 0.75 - 0.25}

@@ -275,7 +275,7 @@ def test_a_head_that_fails_between_steps_loses_none_of_the_targets_kv(target, he
     assert watch.seen["moved"] and engine.stats.sources["eagle"].errors == len(calls[::2]) > 3
 
 
-def test_a_head_that_fails_among_its_guesses_loses_none_of_the_targets_kv(target, head):
+def test_a_head_that_fails_among_its_draft_tokens_loses_none_of_the_targets_kv(target, head):
     """Blocks that choices share are copied by the next launch."""
     cases = [Case(PROMPT[:n], sampling(12, 0.8, seed=n), n=4) for n in (37, 43)]
     options = {"min_gain": 0.0, "min_value": 0.0}
@@ -322,12 +322,16 @@ class Asks:
         levels = [([11, 12], [ROOT, ROOT]), ([13, 14, 15], [1, 3, 2])]
         paths = [[11], [12], [11, 13], [11, 13, 14], [12, 15]]
         for number, (tokens, parents) in enumerate(levels):
-            grown = [i for i in ready if number < items[i].id % 3]  # of some requests one, or none
-            fit, logits = self.executor.expand([Nodes(items[i].id, tokens, parents) for i in grown])
+            request_tries = [
+                i for i in ready if number < items[i].id % 3
+            ]  # of some requests one, or none
+            fit, logits = self.executor.expand(
+                [Nodes(items[i].id, tokens, parents) for i in request_tries]
+            )
             rows = iter(logits)
             for place in fit:
                 for path in paths[2 * number : 2 * number + len(tokens)]:
-                    oracle = Oracle(self.target, self.head, texts[grown[place]])
+                    oracle = Oracle(self.target, self.head, texts[request_tries[place]])
                     want = [oracle.guess(token) for token in path][-1]
                     close(next(rows), in_all(self.head, want))
                     self.num_seen += 1
@@ -344,7 +348,9 @@ class Asks:
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("block_size", [16, 3])
-def test_guesses_in_a_batch_of_other_trees_have_the_logits_of_their_paths(pairs, kind, block_size):
+def test_draft_tokens_in_a_batch_of_other_trees_have_the_logits_of_their_paths(
+    pairs, kind, block_size
+):
     target, head = pairs[kind]
     engine = engine_for(target, None, "ngram", head=head, block_size=block_size, max_nodes=8)
     asks = Asks(target, head, engine.head)

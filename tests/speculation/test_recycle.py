@@ -34,7 +34,7 @@ def engine(target, clock):
 
 
 def source_of(engine):
-    return engine.speculator.harvester.source
+    return engine.speculator.token_recycler.source
 
 
 def run(engine, tenant=0, prompt=PROMPT, **asked):
@@ -67,7 +67,7 @@ def test_successors_are_the_likeliest_by_the_targets_logits(engine, target, monk
     """Also where the request has a bias and a ban: they are of the model's own logits."""
     text, _ = run(engine)
     source, table = source_of(engine), source_of(engine).table
-    [known] = source.owners.idle.values()
+    [known] = source.scopes.idle.values()
     seen = set()
     for token, logits in zip(text[len(PROMPT) - 1 :], logits_after(target, text), strict=False):
         if token in seen:
@@ -86,12 +86,12 @@ def test_successors_are_of_raw_logits_whatever_a_request_bans(engine, target):
     text, _ = run(engine)
     first = text[len(PROMPT)]
     run(engine, cache_salt="b", logit_bias={first: -100.0})
-    known = source_of(engine).owners.find((0, "b", ""))
+    known = source_of(engine).scopes.find((0, "b", ""))
     slot = source_of(engine).table.find(known.number, PROMPT[-1])
     assert source_of(engine).table.best(slot)[0] == first
 
 
-def test_guesses_come_from_requests_of_the_same_key_and_salt_alone(engine):
+def test_draft_tokens_come_from_requests_of_the_same_key_and_salt_alone(engine):
     assert run(engine, tenant=1, cache_salt="a", max_tokens=1)[1] == 0
     source = source_of(engine)
     asked = {"max_tokens": 2, "speculation": SpeculationParams(learn=False)}
@@ -111,22 +111,22 @@ def test_what_is_not_to_be_learnt_leaves_nothing(engine):
     assert not source_of(engine).is_learnt
 
 
-def test_guesses_of_successors_are_accepted(engine):
+def test_draft_tokens_of_successors_are_accepted(engine):
     first, _ = run(engine)
     again, _ = run(engine)
     assert first == again and sum(engine.stats.sources["recycle"].accepted) > 5
 
 
 def test_taking_over_has_a_small_share_of_the_time(engine, clock):
-    harvester, taken, before = engine.speculator.harvester, [], clock.now
-    enter = harvester.enter
+    token_recycler, taken, before = engine.speculator.token_recycler, [], clock.now
+    enter = token_recycler.enter
 
     def slow(wanted, answers):
         taken.append(0.001)
         clock.now += 0.001
         enter(wanted, answers)
 
-    harvester.enter = slow
+    token_recycler.enter = slow
     for seed in range(6):
         run(engine, temperature=3.0, seed=seed, max_tokens=200)
     spent = clock.now - before
@@ -141,6 +141,6 @@ def test_rows_whose_logits_are_gone_are_left_out(engine):
 
 def test_an_error_in_taking_over_costs_no_text(engine):
     want, _ = run(engine)
-    engine.speculator.harvester.enter = lambda wanted, answers: 1 / 0
+    engine.speculator.token_recycler.enter = lambda wanted, answers: 1 / 0
     assert run(engine, cache_salt="b")[0] == want
     assert engine.stats.sources["recycle"].errors > 0

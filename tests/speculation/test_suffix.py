@@ -35,14 +35,14 @@ def accepted(engine, tenant=0, **asked):
     return engine.stats.num_accepted - before
 
 
-def test_what_comes_again_is_guessed_for_the_same_key_and_salt_alone(engine):
+def test_what_comes_again_is_drafted_for_the_same_key_and_salt_alone(engine):
     assert accepted(engine, tenant=1, cache_salt="a") == 0
     assert accepted(engine, tenant=2, cache_salt="a") == 0
     assert accepted(engine, tenant=1, cache_salt="b") == 0
     assert accepted(engine, tenant=1, cache_salt="a") > 20
 
 
-def test_what_is_not_to_be_learnt_is_not_guessed(engine):
+def test_what_is_not_to_be_learnt_is_not_drafted(engine):
     assert accepted(engine, speculation=SpeculationParams(learn=False)) == 0
     assert accepted(engine) == 0
     assert accepted(engine) > 20

@@ -27,7 +27,7 @@ CASES = [Case(PROMPT[i:], sampling(80, seed=i)) for i in range(3)]
 
 @pytest.mark.parametrize("num_together", [1, 3])
 @pytest.mark.parametrize("drafter", ["none", "eagle"])
-def test_a_head_that_is_never_right_is_told_of_once(models, caplog, drafter, num_together):
+def test_a_head_that_is_never_right_is_warned_about_once(models, caplog, drafter, num_together):
     """Whoever guesses: tokens of several requests count alike, and those of a request alone, whose
     rows may wait until it has ended.
     """
@@ -44,7 +44,7 @@ def test_a_head_that_is_never_right_is_told_of_once(models, caplog, drafter, num
     assert engine.head.watch is None
 
 
-def test_a_head_that_is_right_is_not_told_of(models, caplog, monkeypatch):
+def test_a_head_that_is_right_is_not_reported_of(models, caplog, monkeypatch):
     """It expects what the target says, before and after that."""
     target, head = models
     engine = engine_for(target, head=head, drafter="eagle")
@@ -72,10 +72,10 @@ def test_a_head_that_is_right_is_not_told_of(models, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_right", "is_told"),
+    ("num_right", "is_reported"),
     [(0, True), (round(LEAST * TOKENS) - 1, True), (LEAST * TOKENS, False)],
 )
-def test_the_share_that_is_right_decides(caplog, num_right, is_told):
+def test_the_share_that_is_right_decides(caplog, num_right, is_reported):
     watch = TapWatch("its taps")
     for token in range(TOKENS):
         assert not watch.is_over and warnings(caplog) == []
@@ -83,11 +83,11 @@ def test_the_share_that_is_right_decides(caplog, num_right, is_told):
         watch.see(2, 7)  # of which nothing was expected
         watch.see(1, 7 if token < num_right else 8)
         watch.see(1, 7)  # of the next step, of which nothing was expected
-    assert watch.is_over and len(warnings(caplog)) == is_told
+    assert watch.is_over and len(warnings(caplog)) == is_reported
     watch.expect([1], [7])
     watch.see(1, 8)
     watch.compare([7, 7], [8, 8])
-    assert len(warnings(caplog)) == is_told
+    assert len(warnings(caplog)) == is_reported
 
 
 @pytest.mark.parametrize("num_right", [0, TOKENS])
@@ -98,6 +98,6 @@ def test_tokens_are_compared_together_as_one_by_one(caplog, num_right):
     assert len(warnings(caplog)) == (num_right == 0)
 
 
-def test_what_is_read_is_told_in_words():
+def test_what_is_read_is_reported_in_words():
     assert tap_words([0, 2, 3], 4) == "what comes into the target's layers 0, 2, 3"
     assert tap_words([4], 4) == "what comes out of the target's last layer"

@@ -287,7 +287,7 @@ def test_where_an_early_stop_cuts_does_not_depend_on_the_steps_either(ids, sizes
     assert not one[2] or one[1] > least
 
 
-def test_of_stops_that_begin_together_the_shortest_is_told_and_kept():
+def test_of_stops_that_begin_together_the_shortest_is_reported_and_kept():
     (token,) = encode("the")
     for stops in (["the", "th"], ["th", "the"]):
         text = TextStream(tiny_tokenizer(), [], stops, keeps_stop=True)
@@ -315,7 +315,7 @@ def test_among_many_stops_the_first_to_end_cuts_the_text(text, stops, least):
     assert kept + ("" if found else got.finish()[0]) == (text[: end - len(want)] if end else text)
 
 
-def test_a_token_costs_little_beside_thousands_of_stops():
+def test_a_token_costs_little_next_to_thousands_of_stops():
     """Counted, not timed: each search looks once per length that occurs."""
     stops = [chr(0x400 + i) + "x" * (i % 3) for i in range(5000)]
     text = TextStream(tiny_tokenizer(), [], stops)
@@ -378,7 +378,7 @@ def test_a_character_never_finished_is_shown_at_the_end():
     assert text.finish()[0] == UNFINISHED
 
 
-def test_a_stop_beside_a_character_never_finished_is_none_the_less_cut():
+def test_a_stop_next_to_a_character_never_finished_is_none_the_less_cut():
     """A token may hold a whole letter and half a character, and be the last one."""
 
     class Pair:

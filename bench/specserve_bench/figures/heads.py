@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def load(
     loader: suite.Loader, name: str, settings: Mapping[str, Any], cost: str | None = None
 ) -> suite.Contender:
-    at_cost = {} if cost is None else {"model.demo_cost": cost}
+    at_cost = {} if cost is None else {"model.demo_compute": cost}
     return loader.load(
         name, load_config(None, {"memory.kv_bytes": KV_BYTES, **at_cost, **settings})
     )

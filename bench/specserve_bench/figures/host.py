@@ -207,8 +207,8 @@ def planning_parts(guesses: AdaptiveSpeculator) -> list[tuple[Any, str, str]]:
     ]
     parts += [(source, "candidates", "draft") for source in guesses.sources]
     named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
-    for grower in guesses.growers:
-        parts += [(grower.source, name, phase) for name, phase in named]
+    for model_source in guesses.model_sources:
+        parts += [(model_source.source, name, phase) for name, phase in named]
     parts += [(DraftDepthController, name, "choose") for name in ("first", "next", "ran")]
     parts += [(Trie, name, "merge") for name in ("merge", "draft")]
     return parts

@@ -16,7 +16,7 @@ from specserve_bench.local import Local
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
 from specserve_bench.workloads import Workload, workload
-from specserve_drafters.owners import Owners
+from specserve_drafters.tenants import PerTenant
 
 LIMIT = 16  # guesses of a step, at most
 # What the tree is compared with: the draft model with its own n-grams, also as deep as the tree.
@@ -131,16 +131,16 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
         guesses.planner.costs, model = RowCosts(price), guesses.draft_model
         # A draft model's levels take no time: so every one is run that may be of use.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
-        guesses.learned = Owners(asked_always)
+        guesses.acceptance = PerTenant(asked_always)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)
 
 
 def asked_always() -> AcceptanceStats:
-    learned = AcceptanceStats()
-    learned.turns, learned.level_turns = EveryTurn(), defaultdict(EveryTurn)
-    return learned
+    acceptance = AcceptanceStats()
+    acceptance.benefits, acceptance.level_benefits = EveryTurn(), defaultdict(EveryTurn)
+    return acceptance
 
 
 def at(guesses: float, trees: Sequence[TreeMeans]) -> float:

@@ -21,7 +21,7 @@ def measure() -> dict[str, Any]:
 
 
 def figure(pair: str, tokens: int, before: float, wanted: float) -> dict[str, Any]:
-    scaled: Sequence[str] = [] if pair == "demo" else [f"--demo-cost={pair}"]
+    scaled: Sequence[str] = [] if pair == "demo" else [f"--demo-compute={pair}"]
     limits = settings(memory__kv_bytes=1 << 30, server__access_log="false")
     with Served(*scaled, *limits) as server:
         _, undisturbed = one_round(server, tokens, before, is_killed=False)

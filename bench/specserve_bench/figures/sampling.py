@@ -43,7 +43,7 @@ class Bush:
     def __init__(self, options: Options) -> None:
         pass
 
-    def propose(self, items: Sequence[base.DraftItem]) -> list[Draft]:
+    def propose(self, items: Sequence[base.DraftRequest]) -> list[Draft]:
         return [self.tree(item.token_ids[-item.limit :].tolist()) for item in items]
 
     def tree(self, tokens: list[int]) -> Draft:
@@ -171,7 +171,7 @@ def watched(engine: Engine, subject: SamplingCase, clock: PhaseClock) -> ExitSta
         (TextState, "extend", TextState.extend, "host"),
         (ops, "sample", ops.sample, "sample"),
         (runner, "asked_logprobs", runner.asked_logprobs, "logprobs"),
-        (verify, "tell_drawn", verify.tell_drawn, "logprobs"),
+        (verify, "report_drawn", verify.report_drawn, "logprobs"),
         (ops, "logprobs", ops.logprobs, "logprobs"),
     ]
     for owner, name, real, phase in parts:

@@ -32,7 +32,7 @@ def measure() -> dict[str, Any]:
 
 
 def figure(pair: str) -> dict[str, Any]:
-    config = load_config(None, {} if pair == "demo" else {"model.demo_cost": pair})
+    config = load_config(None, {} if pair == "demo" else {"model.demo_compute": pair})
     limits = settings(memory__kv_bytes=1 << 30, server__access_log="false")
     draft = str(config.draft)
     with TemporaryDirectory() as folder:

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def flags(args: StageOptions) -> list[str]:
     if args.rehearse:
         return ["--set=model.device=cpu", "--set=memory.kv_bytes=268435456"]
-    return ["--set=model.device=cuda", "--set=model.demo_cost=qwen3-0.6b"]
+    return ["--set=model.device=cuda", "--set=model.demo_compute=qwen3-0.6b"]
 
 
 def measured(served: Served, clients: int, requests: int, tokens: int) -> dict[str, Any]:

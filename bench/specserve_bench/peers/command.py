@@ -131,14 +131,14 @@ def compare(
     cores = len(os.sched_getaffinity(0))
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
-    comparison = Comparison(systems, models.target, scratch, limits, tell_on_stderr, Bound().rates)
+    comparison = Comparison(systems, models.target, scratch, limits, print_on_stderr, Bound().rates)
     folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
     groups = comparison.run(make_cases(models.target, sizes), folders)
     machine = suite.machine(args.command)
     return {"machine": machine} | described(models, args.quantize, sizes, comparison, groups)
 
 
-def tell_on_stderr(text: str) -> None:
+def print_on_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -12,7 +12,7 @@ from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer, PeerError, one_line
 from specserve_bench.peers.protocol import Setup, Timed
-from specserve_bench.peers.systems import PeerChoice, System, guess_choices, thread_choices
+from specserve_bench.peers.systems import PeerChoice, System, draft_choices, thread_choices
 
 # Starts a system with some settings, with room for some cases.
 Start = Callable[[System, PeerChoice, Sequence[PeerCase]], AbstractContextManager[Peer]]
@@ -211,7 +211,7 @@ class Comparison:
         if plain.choice is None:
             return plain
         folder = None if draft is None else str(draft)
-        choices = guess_choices(system, plain.choice.threads, folder)
+        choices = draft_choices(system, plain.choice.threads, folder)
         return self.sweep.pick(system, choices, case, "tpot_ms")
 
     def measure(self, lanes: Sequence[Lane]) -> MeasuredGroup:

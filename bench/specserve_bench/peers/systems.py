@@ -80,7 +80,7 @@ def thread_choices(system: System, cores: int) -> list[PeerChoice]:
     return [PeerChoice(n, None) for n in sorted({*powers, cores}) if n <= cores]
 
 
-def guess_choices(system: System, threads: int | None, draft: str | None) -> list[PeerChoice]:
+def draft_choices(system: System, threads: int | None, draft: str | None) -> list[PeerChoice]:
     lookups: Iterable[PeerGuessing] = (PeerGuessing(LOOKUP, n) for n in system.lookups)
     drafts: Sequence[PeerGuessing] = [PeerGuessing(DRAFT, n, draft) for n in system.drafts]
     return [PeerChoice(threads, g) for g in [*lookups, *(drafts if draft else [])]]

@@ -210,7 +210,7 @@ class Source {
 
   double follow(int64_t id, Text text) { return followed(id, text).follow(text, odds); }
 
-  int64_t guess(int64_t id, Text text, int64_t limit, Out out) {
+  int64_t propose(int64_t id, Text text, int64_t limit, Out out) {
     Index& index = followed(id, text).index;
     index.grow(text);
     int64_t other = look_up(index, text, limit);
@@ -283,10 +283,10 @@ extern "C" double specserve_follow_text(Source* source, int64_t id, const int32_
 }
 
 // -> how many; `limit` is MAX_NODES at most, and each output has room for 2 MAX_NODES.
-extern "C" int64_t specserve_guess_ngrams(Source* source, int64_t id, const int32_t* tokens,
+extern "C" int64_t specserve_propose_ngrams(Source* source, int64_t id, const int32_t* tokens,
                                           int64_t size, int64_t limit, int32_t* out_tokens,
                                           int32_t* parents, double* scores) {
-  return source->guess(id, {tokens, size}, limit, {out_tokens, parents, scores});
+  return source->propose(id, {tokens, size}, limit, {out_tokens, parents, scores});
 }
 
 extern "C" void specserve_forget_text(Source* source, int64_t id) { source->forget(id); }

@@ -27,7 +27,7 @@ class Functions(NamedTuple):
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
     follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
-    guess: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
+    propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
     forget: Callable[[int, int], None]  # source, id
     reset: Callable[[int], None]
 
@@ -49,7 +49,7 @@ def functions_of(library: CDLL) -> Functions:
         named("ngram_source", c_void_p, c_void_p),
         named("free_ngram_source", None, c_void_p),
         named("follow_text", c_double, *text),
-        named("guess_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
+        named("propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
         named("forget_text", None, c_void_p, c_int64),
         named("reset_ngram_source", None, c_void_p),
     )

@@ -153,7 +153,7 @@ def test_unwanted_calls_and_reasoning_are_left_out():
 
 
 @pytest.mark.parametrize("name", ["think", "json"])
-def test_the_end_of_reasoning_is_told_in_characters(name):
+def test_the_end_of_reasoning_is_reported_in_characters(name):
     formats, cases, prompt = CASES[name]
     text = cases[0][0]
     end = text.index("</think>") + len("</think>")

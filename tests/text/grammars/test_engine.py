@@ -68,7 +68,7 @@ def plain(load):
 @pytest.mark.parametrize(
     "names", [[*SCHEMAS][::10], pytest.param([*SCHEMAS], marks=pytest.mark.slow)], ids=["20", "200"]
 )
-def test_texts_obey_their_schemas_whoever_guesses(load, plain, names, source):
+def test_texts_obey_their_schemas_whoever_draft_tokens(load, plain, names, source):
     want = plain(names)
     for name, text in zip(names, want, strict=True):
         jsonschema.validate(json.loads(text), SCHEMAS[name])

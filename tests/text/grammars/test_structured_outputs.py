@@ -232,7 +232,7 @@ def test_a_tag_of_many_triggers_is_written_once():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_compiled_is_told(name):
+def test_what_cannot_be_compiled_is_reported(name):
     asked, words = WRONG[name]
     with pytest.raises(GrammarError) as e:
         compiled(asked)

@@ -210,10 +210,10 @@ def load(setup: Setup) -> Llama:
     model = LlamaModel(
         quantized(setup.model, setup.quantize), setup.max_len, setup.max_requests, setup.threads
     )
-    return Llama(model, make_guesser(setup), str(llama_cpp.__version__))
+    return Llama(model, make_drafter(setup), str(llama_cpp.__version__))
 
 
-def make_guesser(setup: Setup) -> Guesser | None:
+def make_drafter(setup: Setup) -> Guesser | None:
     guessing: PeerGuessing | None = setup.guessing
     if guessing is None:
         return None

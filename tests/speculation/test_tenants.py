@@ -10,9 +10,9 @@ from specserve.speculation import verify
 from specserve_bench.figures.merged import RowCosts
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
-from specserve_drafters.owners import OwnSources
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
+from specserve_drafters.tenants import PerTenantSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, engine_for, load_small, plain, planned
@@ -48,7 +48,7 @@ class Predicted(PredictionSource):
         return super().candidates(items)
 
 
-class Repeated(OwnSources):
+class Repeated(PerTenantSource):
     clock = None
 
     def candidates(self, items):
@@ -64,7 +64,7 @@ class Recycled(RecycleSource):
         return super().candidates(items)
 
 
-class Known:
+class TenantSuccessors:
     """Knows a text, of which it says four tokens."""
 
     name = "known"
@@ -83,12 +83,12 @@ class Known:
 def engine_of(target, clock, text, draft=None, names=()):
     """With costs that nothing changes, and sources that take time."""
     engine = engine_for(target, draft, "auto", max_nodes=16)
-    growers = engine.speculator.growers
-    every = Predicted(), Repeated(ngram_source, "ngram"), Known(clock, text), Recycled()
+    model_sources = engine.speculator.model_sources
+    every = Predicted(), Repeated(ngram_source, "ngram"), TenantSuccessors(clock, text), Recycled()
     for source in every:
         source.clock = clock
     sources = [source for source in every if source.name in names]
-    engine.speculator = planned(engine, *sources, growers=growers)
+    engine.speculator = planned(engine, *sources, model_sources=model_sources)
     engine.scheduler.timed = lambda rows, seconds: None
     if draft is not None:
         engine.draft_model.costs.observe = lambda *step: None
@@ -139,7 +139,7 @@ def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monk
     assert steps_of(engine, **asked) != alone, "its own owner's texts do change what is guessed"
 
 
-class Liar(Known):
+class Liar(TenantSuccessors):
     """Lies to one request, and notes whom it is asked for."""
 
     def __init__(self, clock, text, id):
@@ -172,7 +172,7 @@ def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
     assert (asked[0] > 15) == is_shared, "for all of an owner's requests what it saves pays"
 
 
-def test_a_key_is_told_what_its_own_requests_have_shown(target, clock, text):
+def test_a_key_is_reported_what_its_own_requests_have_shown(target, clock, text):
     engine = engine_of(target, clock, text, names=("known",))
     steps_of(engine, tenant=1)
     steps_of(engine, tenant=2, cache_salt="a")
@@ -181,7 +181,7 @@ def test_a_key_is_told_what_its_own_requests_have_shown(target, clock, text):
     assert [state.tenant for state in told] == [0, 1, 2]
 
 
-def test_a_plan_is_told_to_whom_all_of_its_step_was(target, clock, text):
+def test_a_plan_is_reported_to_whom_all_of_its_step_was(target, clock, text):
     engine = engine_of(target, clock, text, names=["ngram", "known"])
     told = SpeculationState(tenant=1)
     steps_of(engine, tenant=1, max_tokens=8)
