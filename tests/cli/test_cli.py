@@ -117,7 +117,7 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         (["serve", "--demo-compute=gpt-9"], "--demo-compute: model.demo_compute = 'gpt-9'"),
         (
             ["serve", "m", "--demo-compute=qwen3-0.6b"],
-            "MODEL, --demo-compute: model.demo_compute = 'qwen3-0.6b' is of the demo pair",
+            "MODEL, --demo-compute: model.demo_compute = 'qwen3-0.6b' works only with",
         ),
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
@@ -160,8 +160,8 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         ),
         (
             ["serve", "--demo-compute=qwen3-0.6b", "--draft-head=h"],
-            "--demo-compute, --draft-head: model.demo_compute = 'qwen3-0.6b' is of the demo pair, and "
-            "drafter.head = 'h' another model",
+            "--demo-compute, --draft-head: model.demo_compute = 'qwen3-0.6b' works only with the "
+            "demo models, and drafter.head = 'h' names another model",
         ),
         (
             ["chat", "--draft-head=h", "--draft-quantize=w8"],
