@@ -495,8 +495,8 @@ class Config(Section, frozen=True):
         for key, named in zip(others, (self.model.path, drafter.model, drafter.head), strict=True):
             if self.model.demo_compute is not None and named is not None:
                 raise ValueError(
-                    f"model.demo_compute = {self.model.demo_compute!r} works only with the demo models, "
-                    f"and {key} = {named!r} names another model. Remove one of them"
+                    f"model.demo_compute = {self.model.demo_compute!r} works only with the demo "
+                    f"models, and {key} = {named!r} names another model. Remove one of them"
                 )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
         for key in ("quantize_head", "quantize_embedding"):

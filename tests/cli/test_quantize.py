@@ -236,6 +236,19 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.fixture
+def heeded():
+    """No signal is ignored, as SIGHUP is below nohup: the command would leave it so."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        if before[number] is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", ENDING)
 def test_signals_on_the_way_leave_nothing(tmp_path, monkeypatch, number):
     """Others come while what is half written is removed."""
