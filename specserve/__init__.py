@@ -1,4 +1,4 @@
-"""specserve: an LLM inference engine whose one obsession is latency.
+"""specserve: a low-latency LLM inference engine and server with speculative decoding.
 
 A drafter can change how fast text comes, never which text.
 """
@@ -64,7 +64,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and with it torch, on first access."""
+    """Import a public name on first access, because its module may import torch."""
     if name in MODULES:
         return getattr(import_module(MODULES[name]), name)
     raise AttributeError(f"module 'specserve' has no attribute {name!r}")

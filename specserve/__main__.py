@@ -1,4 +1,4 @@
-"""`python -m specserve` is the command `specserve`."""
+"""Runs the command `specserve` for `python -m specserve`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every knob of the engine, and where its value comes from.
+"""All settings with their types, ranges and defaults, and the code that loads them.
 
 Does not import torch, which would slow down `specserve --help`.
 """
@@ -18,14 +18,14 @@ from specserve.errors import ConfigError
 from specserve_drafters.base import EAGLE
 from specserve_drafters.candidates import MAX_NODES
 
-# A small pair of models in the package, used where none is named.
+# Small models in the package, used if no model is named.
 DEMO = Path(__file__).parent / "demo" / "weights"
 DEMO_TARGET, DEMO_DRAFT = DEMO / "specserve-demo", DEMO / "specserve-demo-draft"
-DEMO_HEAD = DEMO / "specserve-demo-head"  # EAGLE-3, of the pair's target
+DEMO_HEAD = DEMO / "specserve-demo-head"  # EAGLE-3 head for DEMO_TARGET
 STREAM_INTERVAL = 50.0  # milliseconds
-USUAL_LORAS = 4  # adapters whose requests run at once
+USUAL_LORAS = 4  # default number of adapters that may run concurrently
 TLS_FILES = "tls_certificate_file", "tls_key_file"
-DEMO_COST = DEMO.parent / "at_cost"  # files that say how the pair is scaled
+DEMO_COST = DEMO.parent / "at_cost"  # files that describe scaled demo models
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0)]
@@ -34,234 +34,243 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 def about(text: str) -> Meta:
-    """A description of a knob, shown by `specserve config show` and in errors."""
+    """The description of a setting, shown by `specserve config show` and in errors."""
     return Meta(description=text)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen group of knobs. A misspelt key is an error, not a default."""
+    """A group of settings. Unknown keys are errors."""
 
 
 class ModelConfig(Section, frozen=True):
-    """The target: the model whose tokens are emitted."""
+    """The target model, which decides every output token."""
 
     path: Annotated[
-        Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo pair")
+        Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo models")
     ] = None
     demo_compute: Annotated[
         Literal["qwen3-0.6b", "llama-3.1-8b"] | None,
         about(
-            "qwen3-0.6b or llama-3.1-8b: the demo pair's words in the time of a model of that "
-            "shape; unset: the pair as it is"
+            "qwen3-0.6b or llama-3.1-8b: pads the demo models to the compute of that model, with "
+            "the same text; unset: no padding"
         ),
     ] = None
     chat_template: Annotated[
         Name | None,
-        about("a file with the chat template, in jinja; unset: the model's own"),
+        about("file with the chat template in Jinja; unset: the model's own template"),
     ] = None
     implementation: Annotated[
         Literal["auto", "native", "transformers"],
         about(
-            "auto, native or transformers: whose code computes the target; auto is native where "
-            "that has the architecture, else transformers"
+            "auto, native or transformers: the code that runs the target model; auto is native if "
+            "it supports the architecture, else transformers"
         ),
     ] = "auto"
     dtype: Annotated[
-        Literal["auto", "bf16", "fp32"], about("auto, bf16 or fp32; auto is the checkpoint's")
+        Literal["auto", "bf16", "fp32"],
+        about("dtype of weights and activations: auto (the checkpoint's), bf16 or fp32"),
     ] = "auto"
     quantize: Annotated[
         Literal["w8a8", "w8", "w4"] | None,
         about(
-            "w8 or w4 rounds weights to 8 or 4 bits as they are loaded, w8a8 to 8 bits, and "
-            "activations, too; unset: as they are"
+            "quantizes weights at loading: w8 and w8a8 to 8 bits, w4 to 4 bits; w8a8 quantizes "
+            "activations to 8 bits, too; unset: no quantization"
         ),
     ] = None
     quantize_head: Annotated[
         Literal["none", "w8", "w4"],
-        about("none, w8 or w4: the heads of models whose weights are rounded"),
+        about("quantization of the LM head if the layers are quantized: none, w8 or w4"),
     ] = "w8"
     quantize_embedding: Annotated[
         Literal["none", "w8"],
-        about("none or w8: the embeddings of models whose weights are rounded"),
+        about("quantization of the embedding if the layers are quantized: none or w8"),
     ] = "none"
     device: Annotated[
         str,
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
-        about("auto, cpu, cuda, or cuda:1 for the second GPU; auto is a GPU where there is one"),
+        about("auto, cpu, cuda, or cuda:1 for the second GPU; auto is a GPU if there is one"),
     ] = "auto"
     attention: Annotated[
         Literal["auto", "flashinfer", "triton"],
-        about("on a GPU: auto, flashinfer or triton; auto is FlashInfer for prompts, if there"),
+        about(
+            "attention kernels on a GPU: auto, flashinfer or triton; auto uses FlashInfer for "
+            "prompts if it is installed"
+        ),
     ] = "auto"
-    threads: Annotated[Positive | None, about("CPU threads, at least 1; unset: by timing")] = None
+    threads: Annotated[
+        Positive | None, about("CPU threads, at least 1; unset: chosen by a timing at start-up")
+    ] = None
 
 
 class MemoryConfig(Section, frozen=True):
-    """The one paged pool that target and draft model share."""
+    """The KV cache: one paged pool for the target model and the draft model."""
 
-    block_size: Annotated[Positive, about("target tokens in a block, at least 1")] = 16
-    kv_bytes: Annotated[Positive | None, about("size of the pool; unset: kv_fraction decides")] = (
-        None
-    )
+    block_size: Annotated[Positive, about("target model tokens per block, at least 1")] = 16
+    kv_bytes: Annotated[
+        Positive | None, about("size of the pool in bytes; unset: kv_fraction sets it")
+    ] = None
     kv_fraction: Annotated[
         float,
         Meta(gt=0.0, le=1.0),
-        about("share of the memory free after the weights, above 0 and at most 1"),
+        about("the pool's share of the memory that the weights leave free, above 0, at most 1"),
     ] = 0.5
     draft_block_size: Annotated[
-        Positive | None, about("draft tokens in a block, at least 1; unset: as many as fit")
+        Positive | None, about("draft model tokens per block, at least 1; unset: as many as fit")
     ] = None
     kv_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         about(
-            "auto, int8 or fp8; auto is the model's; the others, with a scale for each token and "
-            "head, fit about twice the tokens of bf16"
+            "dtype of the KV cache: auto (the model's), int8 or fp8. Both 8-bit dtypes have one "
+            "scale per token and head, and fit about twice as many tokens as bf16"
         ),
     ] = "auto"
-    prefix_cache: Annotated[bool, about("whether prompts that begin alike are computed once")] = (
-        True
-    )
+    prefix_cache: Annotated[
+        bool, about("whether requests with a common prefix reuse its KV (prefix caching)")
+    ] = True
     share_prefix_cache: Annotated[
         bool,
         about(
-            "whether requests of all API keys share KV of prompts that begin alike; then "
-            "cached_tokens and the time to first token show a key what other keys have sent"
+            "whether all API keys share one prefix cache; if true, cached_tokens and TTFT reveal "
+            "to a key which prefixes other keys have sent"
         ),
     ] = False
 
 
 class SchedulerConfig(Section, frozen=True):
-    """How many requests run, and with how many rows a step."""
+    """Limits on running requests and rows per step, and latency targets."""
 
-    max_running: Annotated[Positive, about("requests that run at once, at least 1")] = 64
+    max_running: Annotated[Positive, about("maximum concurrent running requests")] = 64
     max_batched_tokens: Annotated[
         Positive,
-        about("rows of a step, more than max_running; while no stream runs, prompts take all"),
+        about("maximum rows per step, more than max_running; prompts use all if no stream runs"),
     ] = 512
     prefill_chunk: Annotated[
-        Positive, about("rows of prompts that a running stream waits for in a step, at least 1")
+        Positive, about("maximum prompt rows per step while streams run, at least 1")
     ] = 128
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None,  # a token of the prompt and one of the output
-        about("prompt and output tokens of a request, at least 2; unset: the model's"),
+        about("maximum prompt plus output tokens per request, at least 2; unset: the model's"),
     ] = None
     ttft_ms: Annotated[
         Milliseconds | None,
-        about("target of requests that give none: arrival to first token; unset: no target"),
+        about("TTFT target in milliseconds of requests that set none; unset: no target"),
     ] = None
     tpot_ms: Annotated[
         Milliseconds | None,
-        about("target of requests that give none: a token after the first; unset: no target"),
+        about("TPOT target in milliseconds of requests that set none; unset: no target"),
     ] = None
 
     def __post_init__(self) -> None:
         if self.max_batched_tokens <= self.max_running:
             raise ValueError(
                 f"scheduler.max_batched_tokens = {self.max_batched_tokens} must exceed "
-                f"scheduler.max_running = {self.max_running}, as every running request has a row "
-                "in every step: raise the first or lower the second"
+                f"scheduler.max_running = {self.max_running}, because every running request has a "
+                "row in every step. Raise the first or lower the second"
             )
 
 
 class SpeculationConfig(Section, frozen=True):
-    """Limits on guesses."""
+    """Limits on draft tokens."""
 
     max_nodes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_NODES)] | None,
         about(
-            f"guesses a request and step, 0 to {MAX_NODES}; 0: no speculation; unset: "
-            f"{MAX_NODES} for drafter.name = auto, else 16"
+            f"maximum draft tokens per request and step, 0 to {MAX_NODES}; 0 turns speculation "
+            f"off; unset: {MAX_NODES} for drafter.name = auto, else 16"
         ),
     ] = None
     max_step_nodes: Annotated[
         Natural | None,
-        about("guesses a step, over all requests, 0 or more; unset: 256 for auto, else 32"),
+        about(
+            "maximum draft tokens per step, over all requests; 0 turns speculation off; unset: 256 "
+            "for drafter.name = auto, else 32"
+        ),
     ] = None
 
 
 class DrafterConfig(Section, frozen=True):
-    """The drafter, which makes the guesses."""
+    """The drafter, which proposes draft tokens."""
 
     name: Annotated[
         Name,
         about(
-            'auto, none, ngram, model, eagle or a "package.module:Class"; auto asks n-grams and, '
-            "where there are such, a draft model and a head of the target, and verifies the "
-            "guesses that it expects to save time; the others verify all that they guess, up to "
-            "the limits of [speculation]"
+            'auto, none, ngram, model, eagle or a "package.module:Class". `auto` combines n-grams '
+            "with a draft model and a draft head, if there are any. It verifies only the draft "
+            "tokens that it expects to save time. All proposals of the other drafters are "
+            "verified, within the limits of [speculation]"
         ),
     ] = "auto"
     model: Annotated[
         Name | None,
         about(
-            "the draft model, as model.path, or an EAGLE-3 head; unset: none, or the demo pair's"
+            "draft model, named as in model.path, or an EAGLE-3 head; unset: none, or the demo's"
         ),
     ] = None
     head: Annotated[
         Name | None,
         about(
-            "an EAGLE-3 head of the target, a local folder or a hub id; unset: drafter.model where "
-            "that is one, or the target's own MTP layers, or the demo's where eagle is named"
+            "EAGLE-3 head for the target model, a local folder or a hub id. Unset: drafter.model "
+            "if it is a head, else the target model's MTP layers, or the demo head for eagle"
         ),
     ] = None
     quantize: Annotated[
-        Literal["w8a8", "w8", "w4"] | None, about("as model.quantize, for the draft model")
+        Literal["w8a8", "w8", "w4"] | None, about("the same as model.quantize, for the draft model")
     ] = None
     options: Annotated[
         dict[str, Any],
         about(
-            "the drafter's own knobs; of auto: sources, source_options (of drafters among them, by "
-            "name), max_depth, width and tau"
+            "options of the drafter; auto has sources, source_options (by drafter name), "
+            "max_depth, width and tau"
         ),
     ] = {}
 
     def __post_init__(self) -> None:
         if "." in self.name and ":" not in self.name:
             raise ValueError(
-                f"drafter.name = {self.name!r} is neither a built-in name (auto, none, ngram, "
-                "model, eagle) nor 'package.module:Class'"
+                f"drafter.name = {self.name!r} is not a built-in drafter (auto, none, ngram, "
+                "model, eagle). Name a class as 'package.module:Class'"
             )
 
 
 class LoraConfig(Section, frozen=True):
-    """LoRA adapters of the target, which requests choose by name."""
+    """LoRA adapters for the target model, which requests select by name."""
 
     max_loras: Annotated[
         Natural | None,
         about(
-            "adapters whose requests run at once, 0 or more; 0: there are none; unset: as many as "
-            "modules has, but 4 at least, and 0 where nothing else of [lora] is set"
+            "maximum adapters in use concurrently, 0 or more; 0: no adapters. Unset: the number of "
+            "modules, at least 4, and 0 if modules, folder and allow_hub are unset"
         ),
     ] = None
     max_rank: Annotated[
         Annotated[int, Meta(ge=1, le=512)],
-        about("the largest rank of an adapter, 1 to 512; every slot takes memory for it"),
+        about("maximum rank of an adapter, 1 to 512; every slot takes memory for this rank"),
     ] = 16
     modules: Annotated[
         dict[Name, Name],
-        about("adapters that are there from the start: name -> folder or hub id"),
+        about("adapters that are loaded at start-up: name -> folder or hub id"),
     ] = {}
     folder: Annotated[
         Name | None,
         about(
-            "where the adapters are that callers with an admin key may load while the server runs; "
+            "folder with the adapters that clients with an admin key may load at run time; "
             "unset: none"
         ),
     ] = None
-    allow_hub: Annotated[bool, about("whether these callers may name hub ids, too")] = False
+    allow_hub: Annotated[bool, about("whether these clients may load hub ids, too")] = False
 
     def __post_init__(self) -> None:
         names = "modules", "folder", "allow_hub"
         given = [name for name in names if getattr(self, name)]
         if self.max_loras == 0 and given:
             raise ValueError(
-                f"lora.{given[0]} is of no use where lora.max_loras = 0: raise that, or leave the "
-                "first out"
+                f"lora.{given[0]} has no effect if lora.max_loras = 0. Raise lora.max_loras, or "
+                f"remove lora.{given[0]}"
             )
 
     @property
     def num_slots(self) -> int:
-        """Adapters that the target has room for."""
+        """The number of adapter slots of the target model."""
         if self.max_loras is not None:
             return self.max_loras
         is_asked = bool(self.modules or self.folder or self.allow_hub)
@@ -271,177 +280,182 @@ class LoraConfig(Section, frozen=True):
 class ServerConfig(Section, frozen=True):
     """The HTTP server and its limits."""
 
-    host: Annotated[Name, about("address to listen at; 0.0.0.0 is all of them")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), about("0 to 65535; 0 takes any that is free")] = 8000
+    host: Annotated[Name, about("address to listen on; 0.0.0.0 is all addresses")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), about("0 to 65535; 0 takes any free port")] = 8000
     served_model_name: Annotated[
         Name | None,
-        about("what clients call the model; unset: its folder's or file's name, or its hub id"),
+        about("model name for clients; unset: the name of its folder or file, or its hub id"),
     ] = None
     tool_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "mistral", "command_r", "template", "none"],
         about(
-            "how the model writes tool calls: auto, hermes, llama3_json, mistral, command_r, "
-            "template (its tokenizer's own response template) or none; auto looks at its chat "
-            "template"
+            "format of the model's tool calls: auto, hermes, llama3_json, mistral, command_r, "
+            "template (the tokenizer's response template) or none; auto reads the chat template"
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "think", "none"],
-        about("how the model writes reasoning: auto, think (<think>...</think>) or none"),
+        about("format of the model's reasoning: auto, think (<think>...</think>) or none"),
     ] = "auto"
     api_key_file: Annotated[
         Name | None,
-        about("a file with the accepted API keys, one a line; unset: no key needed"),
+        about("file with the accepted API keys, one per line; unset: no key is required"),
     ] = None
     admin_key_file: Annotated[
         Name | None,
         about(
-            "a file with admin keys, one a line, each with its scopes behind a space: speculation, "
-            "cache, adapters, with commas between; none: all; unset: nobody may change who guesses"
+            "file with admin keys, one per line: the key, a space, and its scopes separated by "
+            "commas (speculation, cache, adapters). A key without scopes has all. Unset: no admin "
+            "calls"
         ),
     ] = None
     allow_no_keys: Annotated[
         bool,
         about(
-            "whether a server without API keys may listen where other machines reach it: at any "
-            "host but localhost, 127.0.0.0/8 and ::1"
+            "whether a server without API keys may listen on an address that other machines reach: "
+            "any host except localhost, 127.0.0.0/8 and ::1"
         ),
     ] = False
     tls_certificate_file: Annotated[
         Name | None,
-        about("the server's certificate and those above it, in PEM; unset: HTTP without TLS"),
+        about("the server's certificate chain in PEM; unset: HTTP without TLS"),
     ] = None
     tls_key_file: Annotated[
-        Name | None, about("the certificate's key, in PEM and not encrypted")
+        Name | None, about("the certificate's private key in PEM, not encrypted")
     ] = None
     cors_origins: Annotated[
         tuple[Name, ...],
-        about('origins of web pages that may call, as in ["https://chat.example"]; ["*"]: all'),
+        about('origins of web pages that may call, e.g. ["https://chat.example"]; ["*"]: all'),
     ] = ()
     hang_seconds: Annotated[
         float,
         Meta(gt=0),
         about(
-            "an engine process that has ended no step for so long is replaced by another one; it "
-            "has to be longer than any step"
+            "seconds without a completed step after which the engine process is restarted; must "
+            "exceed the longest step"
         ),
     ] = 120.0
     access_log: Annotated[
-        bool, about("whether each request that has ended is a line on stderr")
+        bool, about("whether each completed request is logged on stderr, one line per request")
     ] = True
     log_format: Annotated[
         Literal["text", "json"],
-        about("text or json: how lines on stderr are written; json: each is an object"),
+        about("format of log lines on stderr: text, or json with one object per line"),
     ] = "text"
     log_texts: Annotated[
         bool,
         about(
-            "whether a request's line has its prompt and its text, 2000 characters of each; they "
-            "are your users' own words"
+            "whether the log line of a request contains prompt and output, up to 2000 characters "
+            "each; these are texts of your users"
         ),
     ] = False
     max_connections: Annotated[
-        int, Meta(ge=1, le=1 << 20), about("connections at once, 1 to 1048576")
+        int, Meta(ge=1, le=1 << 20), about("maximum concurrent connections, 1 to 1048576")
     ] = 2048
-    max_header_bytes: Annotated[Positive, about("bytes of a request's line and headers")] = 65536
-    max_body_bytes: Annotated[Positive, about("bytes of a request's body")] = 4 << 20
-    max_body_items: Annotated[Positive, about("objects and lists in a request's body")] = 16384
+    max_header_bytes: Annotated[
+        Positive, about("maximum bytes of a request's first line and headers")
+    ] = 65536
+    max_body_bytes: Annotated[Positive, about("maximum bytes of a request's body")] = 4 << 20
+    max_body_items: Annotated[Positive, about("maximum objects and lists in a request's body")] = (
+        16384
+    )
     max_incoming_bytes: Annotated[
-        Positive, about("bytes of all incomplete bodies, beyond 64 KiB each; more get a 503")
+        Positive,
+        about("maximum bytes of all incomplete bodies, beyond 64 KiB each; more return 503"),
     ] = 256 << 20
-    header_seconds: Annotated[Seconds, about("time for a client to send its headers")] = 10.0
-    body_seconds: Annotated[Seconds, about("time for a client to send its body")] = 30.0
+    header_seconds: Annotated[Seconds, about("time limit for a client's headers")] = 10.0
+    body_seconds: Annotated[Seconds, about("time limit for a client's body")] = 30.0
     stall_seconds: Annotated[
-        Seconds, about("a client that reads nothing of its answer for so long is disconnected")
+        Seconds, about("seconds after which a client that does not read is disconnected")
     ] = 60.0
-    template_seconds: Annotated[Seconds, about("time for the chat template to run")] = 2.0
+    template_seconds: Annotated[Seconds, about("time limit for the chat template")] = 2.0
     comment_seconds: Annotated[
-        Seconds, about("time between comments in a silent stream, for proxies that close idle ones")
+        Seconds, about("time between comments in a silent stream, which keep connections open")
     ] = 10.0
     max_queued_requests: Annotated[
-        Positive, about("requests that wait for their first token, at least 1; more get a 503")
+        Positive, about("maximum requests without a first token, at least 1; more return 503")
     ] = 512
     max_queued_tokens: Annotated[
         Positive,
-        about("prompt tokens of waiting requests; one alone may be as long as the context"),
+        about("maximum prompt tokens of waiting requests, or the context length if that is larger"),
     ] = 1 << 20
-    max_prompts: Annotated[Positive, about("prompts in one completions request")] = 128
+    max_prompts: Annotated[Positive, about("maximum prompts per completions request")] = 128
     max_stop_strings: Annotated[
         Natural | None,
-        about("stop strings of a request, 0 or more; unset: any number, within 16 KiB in all"),
+        about("maximum stop strings per request, 0 or more; unset: any number, up to 16 KiB"),
     ] = None
     min_priority: Annotated[
         int,
         Meta(ge=-(2**31), le=0),
-        about("the smallest priority, and so the most urgent, that clients may ask for; 0 or less"),
+        about("the smallest (most urgent) priority that clients may set, 0 or less"),
     ] = 0
     min_tpot_ms: Annotated[
         Milliseconds | None,
         about(
-            "the smallest slo.tpot_ms that clients may ask for; unset: scheduler.tpot_ms, and "
-            "none at all where that is unset, too"
+            "the smallest slo.tpot_ms that clients may set; unset: scheduler.tpot_ms; if both are "
+            "unset, clients may not set slo.tpot_ms"
         ),
     ] = None
     max_requests_per_key: Annotated[
         Positive | None,
-        about("requests of an API key at once, whatever their choices; unset: no limit"),
+        about("maximum concurrent requests per API key, each counted once for any n; unset: none"),
     ] = None
     max_tokens_per_minute_per_key: Annotated[
         Positive | None,
         about(
-            "tokens of prompts and answers of an API key in a minute, of which a minute's may be "
-            "saved up; unset: no limit"
+            "maximum prompt and output tokens per API key and minute; bursts up to one minute's "
+            "tokens are allowed; unset: no limit"
         ),
     ] = None
     stream_flush: Annotated[
         Literal["event", "token", "interval"],
         about(
-            "when streams send: event, an event for each step; token, one for each token; "
-            "interval, padded ones at a fixed interval, which hide how many guesses are accepted"
+            "when streams send events: event (one per step), token (one per token) or interval. "
+            "Padded events at a fixed interval hide how many draft tokens are accepted"
         ),
     ] = "event"
     stream_interval_ms: Annotated[
         float,
         Meta(ge=1, le=10_000),
-        about("time between events where server.stream_flush = interval, 1 to 10000"),
+        about("milliseconds between events if server.stream_flush = interval, 1 to 10000"),
     ] = STREAM_INTERVAL
     timeout_ms: Annotated[
         Milliseconds | None,
         about(
-            "a request that has not been answered so long after its arrival ends with an error; "
-            "clients may ask for less; unset: no deadline but their own"
+            "milliseconds after arrival at which an unfinished request ends with an error; clients "
+            "may set less; unset: only the client's own deadline"
         ),
     ] = None
     drain_seconds: Annotated[
-        Annotated[float, Meta(ge=0)], about("time for running answers to end after SIGTERM")
+        Annotated[float, Meta(ge=0)], about("time for running requests to complete after SIGTERM")
     ] = 30.0
 
     def __post_init__(self) -> None:
         if self.served_model_name is not None and not self.served_model_name.isprintable():
             raise ValueError(
-                f"server.served_model_name = {self.served_model_name!r} has characters that cannot "
-                "be shown: take others"
+                f"server.served_model_name = {self.served_model_name!r} has unprintable "
+                "characters. Use only printable characters"
             )
         for key, other in TLS_FILES, TLS_FILES[::-1]:
             if getattr(self, key) is not None and getattr(self, other) is None:
                 raise ValueError(
-                    f"server.{key} = {getattr(self, key)!r} needs server.{other}: set both, or none"
+                    f"server.{key} = {getattr(self, key)!r} needs server.{other}. Set both, or none"
                 )
         if self.stream_interval_ms != STREAM_INTERVAL and self.stream_flush != "interval":
             raise ValueError(
-                f"server.stream_interval_ms = {self.stream_interval_ms:g} is of no use where "
-                f"server.stream_flush = {self.stream_flush!r}: set that to interval, or leave the "
-                "first out"
+                f"server.stream_interval_ms = {self.stream_interval_ms:g} has no effect if "
+                f"server.stream_flush = {self.stream_flush!r}. Set server.stream_flush = interval, "
+                "or remove server.stream_interval_ms"
             )
         for key in ("max_requests_per_key", "max_tokens_per_minute_per_key"):
             if getattr(self, key) is not None and self.api_key_file is None:
                 raise ValueError(
-                    f"server.{key} = {getattr(self, key)} needs server.api_key_file "
-                    "(--api-key-file): without keys all clients are the same"
+                    f"server.{key} = {getattr(self, key)} needs server.api_key_file. Set it "
+                    "(--api-key-file): without keys, all clients count as one"
                 )
         if self.log_texts and not self.access_log:
             raise ValueError(
-                "server.log_texts = true is of no use where server.access_log = false: drop one of "
+                "server.log_texts = true has no effect if server.access_log = false. Remove one of "
                 "them"
             )
 
@@ -458,103 +472,103 @@ class Config(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.drafter.name == "model" and self.draft is None:
             raise ValueError(
-                "drafter.name = 'model' needs a draft model: set drafter.model (--draft-model), "
-                "or take drafter.name = 'ngram', which needs none"
+                "drafter.name = 'model' needs a draft model. Set drafter.model (--draft-model), "
+                "or use drafter.name = 'ngram', which needs none"
             )
         if self.drafter.quantize is not None and self.draft is None:
             raise ValueError(
-                f"drafter.quantize = {self.drafter.quantize!r} needs a draft model: set "
-                "drafter.model (--draft-model), or leave it out"
+                f"drafter.quantize = {self.drafter.quantize!r} needs a draft model. Set "
+                "drafter.model (--draft-model), or remove drafter.quantize"
             )
         if self.drafter.name not in ("auto", "eagle") and self.drafter.head is not None:
             raise ValueError(
-                f"drafter.name = {self.drafter.name!r} has no use for drafter.head = "
-                f"{self.drafter.head!r}: drop one of them"
+                f"drafter.name = {self.drafter.name!r} does not use drafter.head = "
+                f"{self.drafter.head!r}. Remove one of them"
             )
         if self.drafter.name in ("none", "ngram") and self.drafter.quantize is not None:
             raise ValueError(
-                f"drafter.name = {self.drafter.name!r} has no use for drafter.quantize = "
-                f"{self.drafter.quantize!r}: drop one of them"
+                f"drafter.name = {self.drafter.name!r} does not use drafter.quantize = "
+                f"{self.drafter.quantize!r}. Remove one of them"
             )
         drafter = self.drafter
         others = "model.path", "drafter.model", "drafter.head"
         for key, named in zip(others, (self.model.path, drafter.model, drafter.head), strict=True):
             if self.model.demo_compute is not None and named is not None:
                 raise ValueError(
-                    f"model.demo_compute = {self.model.demo_compute!r} is of the demo pair, and {key} = "
-                    f"{named!r} another model: drop one of them"
+                    f"model.demo_compute = {self.model.demo_compute!r} works only with the demo "
+                    f"models, and {key} = {named!r} names another model. Remove one of them"
                 )
         is_rounded = self.model.quantize is not None or self.drafter.quantize is not None
         for key in ("quantize_head", "quantize_embedding"):
             asked = getattr(self.model, key)
             if asked != getattr(ModelConfig(), key) and not is_rounded:
                 raise ValueError(
-                    f"model.{key} = {asked!r} is of no use where no weights are rounded: set "
-                    "model.quantize or drafter.quantize, too, or take it back "
+                    f"model.{key} = {asked!r} has no effect if no weights are quantized. Set "
+                    "model.quantize or drafter.quantize, too, or unset it "
                     f"(--set model.{key}=)"
                 )
         if self.drafter.name == "none" and self.drafter.model is not None:
             raise ValueError(
-                f"drafter.name = 'none' has no use for drafter.model = {self.drafter.model!r}: "
-                "leave out the model (--set drafter.model= takes back a file's), or the name"
+                f"drafter.name = 'none' does not use drafter.model = {self.drafter.model!r}. "
+                "Remove drafter.model (--set drafter.model= unsets it), or drafter.name"
             )
         if self.drafter_name == "ngram" and self.drafter.model is not None:
             raise ValueError(
-                f"drafter.name = 'ngram' has no use for drafter.model = {self.drafter.model!r}: "
-                "drop the name to let both guess, or the model to let n-grams guess"
+                f"drafter.name = 'ngram' does not use drafter.model = {self.drafter.model!r}. "
+                "Remove drafter.name to use both, or drafter.model to use only n-grams"
             )
 
     @property
     def min_tpot_ms(self) -> float | None:
-        """The smallest target for a token after the first that clients may ask for, if any."""
+        """The smallest TPOT target that clients may set, in milliseconds; None: no TPOT targets."""
         asked = self.server.min_tpot_ms
         return self.scheduler.tpot_ms if asked is None else asked
 
     @property
     def target(self) -> str:
-        """The model that is served: a folder, a GGUF file or a hub id."""
+        """The target model: a folder, a GGUF file or a hub id."""
         return self.model.path or str(self.demo(DEMO_TARGET))
 
     def demo(self, model: Path) -> Path:
-        """A model of the demo pair, at the cost that is asked for."""
+        """A demo model, padded to the compute that `model.demo_compute` asks for."""
         cost = self.model.demo_compute
         return model if cost is None else DEMO_COST / f"{model.name}-{cost}.json"
 
     @property
     def draft(self) -> str | None:
-        """The draft model, if there is any; drafter.model may name a head instead."""
+        """The draft model, or None; drafter.model may name a head instead."""
         return str(self.demo(DEMO_DRAFT)) if self.names_nothing else self.drafter.model
 
     @property
     def head(self) -> str | None:
-        """The head of the target that is named as such; the demo's where `eagle` is asked for."""
+        """`drafter.head`, or the demo head if no model is named and `eagle` is selected."""
         sources = self.drafter.options.get("sources", ())
         is_asked = self.drafter.name == EAGLE or EAGLE in sources
         return str(self.demo(DEMO_HEAD)) if self.names_nothing and is_asked else self.drafter.head
 
     @property
     def names_nothing(self) -> bool:
-        """Whether all models are the demo's."""
+        """Whether the config names no model, so that the demo models are used."""
         return not (self.model.path or self.drafter.model or self.drafter.head)
 
     @property
     def drafter_name(self) -> str:
-        """The drafter that all knobs together select; "none" where there is no speculation."""
+        """The drafter that the settings select; "none" if speculation is off."""
         return "none" if 0 in self.max_draft_tokens else self.drafter.name
 
     @property
     def max_nodes(self) -> int:
-        """Guesses that a request may have in a step; 0 where there is no speculation."""
+        """Maximum draft tokens per request and step; 0 if speculation is off."""
         return 0 if self.drafter_name == "none" else self.max_draft_tokens[0]
 
     @property
     def max_step_nodes(self) -> int:
-        """Guesses that all requests together may have in a step."""
+        """Maximum draft tokens per step over all requests; 0 if speculation is off."""
         return 0 if self.drafter_name == "none" else self.max_draft_tokens[1]
 
     @property
     def max_draft_tokens(self) -> tuple[int, int]:
-        """What [speculation] allows a request and a step."""
+        """The limits of [speculation]: draft tokens per request, and per step."""
         usual = (MAX_NODES, 256) if self.drafter.name == "auto" else (16, 32)
         request, step = self.speculation.max_nodes, self.speculation.max_step_nodes
         return usual[0] if request is None else request, usual[1] if step is None else step
@@ -579,10 +593,10 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     arguments: Iterable[Setting] = (),
 ) -> Config:
-    """The files' settings, overridden by --set's, overridden by arguments of other names.
+    """Load settings from files; `overrides` win over the files, `arguments` win over both.
 
-    Of several files a later one wins, and its mappings add to those before. `overrides` are --set's
-    ("section.key" -> value). Each setting is checked as it comes.
+    A later file wins over earlier ones, and its mappings are merged into theirs. `overrides` are
+    the values of --set ("section.key" -> value). Raises ConfigError for an invalid setting.
     """
     paths = [path] if isinstance(path, Path) else path or ()
     settings = merged(setting for each in paths for setting in read_file(each))
@@ -600,7 +614,7 @@ def load_config(
 
 
 def merged(settings: Iterable[Setting]) -> list[Setting]:
-    """One setting per key: the last, and a mapping with the entries of those before."""
+    """Keep the last setting of each key; mappings of one key are merged."""
     found = dict[str, Setting]()
     for setting in settings:
         before, value = found.get(setting.key), setting.value
@@ -614,13 +628,13 @@ def read_file(path: Path) -> Iterator[Setting]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}): check the path") from e
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check the path") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not TOML: {e}") from e
     for section, table in tables.items():
         if section not in SECTIONS or not isinstance(table, dict):
             names = " ".join(f"[{s}]" for s in SECTIONS)
-            raise ConfigError(f"{path}: {section!r} is not a section; the sections are {names}")
+            raise ConfigError(f"{path}: unknown section {section!r}. The sections are {names}")
         yield from (Setting(str(path), f"{section}.{key}", v) for key, v in table.items())
 
 
@@ -633,11 +647,11 @@ ARGUMENTS = {  # of the Python API
     "draft_head": "drafter.head",
     "draft_quantize": "drafter.quantize",
     "drafter": "drafter.name",
-    # vLLM's own names
+    # vLLM's names
     "block_size": "memory.block_size",
     "device": "model.device",
     "enable_prefix_caching": "memory.prefix_cache",
-    "gpu_memory_utilization": "memory.kv_fraction",  # of what is free, not of all there is
+    "gpu_memory_utilization": "memory.kv_fraction",  # share of free memory, not of all memory
     "kv_cache_dtype": "memory.kv_dtype",
     "kv_cache_memory_bytes": "memory.kv_bytes",
     "max_model_len": "scheduler.max_model_len",
@@ -648,7 +662,7 @@ ARGUMENTS = {  # of the Python API
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
 }
-DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # others' names
+DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # vLLM's names
 
 
 def python_config(
@@ -657,11 +671,11 @@ def python_config(
     files: str | Path | Sequence[str | Path] | None,
     given: Any,
 ) -> Config:
-    """The config of a class of the Python API: its arguments win over its mapping `set`, which wins
-    over the files.
+    """The config of a class of the Python API. Arguments win over the mapping `given` (its argument
+    `set`), which wins over files.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"set = {given!r} is no mapping: give {{'section.key': value}}")
+        raise ConfigError(f"set = {given!r} is not a mapping. Pass {{'section.key': value}}")
     settings = [Setting(f"{owner}(set)", key, value) for key, value in (given or {}).items()]
     for name, value in arguments.items():
         plain = str(value) if isinstance(value, Path) else value
@@ -675,15 +689,15 @@ def python_config(
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """What --set's say. Mappings of one key are merged; two lists are refused, as either the first
-    or their sum could be meant.
+    """Parse all --set arguments. Mappings of one key are merged. Two different lists for one key
+    are an error, because they could mean the second list or both lists.
     """
     found = dict[str, Any]()
     for text in texts:
         key, value = parse_override(text)
         before = found.get(key)
         if isinstance(before, list) and isinstance(value, list) and before != value:
-            raise ConfigError(f"--set {key}: there are two lists, {before} and {value}; give one")
+            raise ConfigError(f"--set {key} has two lists, {before} and {value}. Pass only one")
         if isinstance(value, dict):
             options = {n: found.pop(n) for n in [*found] if n.startswith(f"{key}.")}
             kept = {n: v for n, v in options.items() if n.removeprefix(f"{key}.") not in value}
@@ -694,23 +708,23 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`section.key=value`: the value as TOML, or as a plain string where it is none; no value at
-    all is None.
+    """Parse `section.key=value`: the value as TOML, or as a string if it is not valid TOML. An
+    empty value is None.
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text}: write --set section.key=value")
+        raise ConfigError(f"--set {text} has no '='. Write --set section.key=value")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         parsed = {} if value.strip() else {"value": None}
-    # A value with a line break could add a second key: then it is taken as a string.
+    # A value with a line break could add a second key. It is read as a string.
     return key.strip(), parsed["value"] if parsed.keys() == {"value"} else value
 
 
 def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
-    """Check one setting by itself and enter it; None takes an earlier one back.
-    `drafter.options.x` sets one option of several.
+    """Check one setting and store it; the value None removes an earlier one. `drafter.options.x`
+    sets one option.
     """
     options, _, option = setting.key.partition("drafter.options.")
     if option and not options:
@@ -719,8 +733,8 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
         setting = Setting(setting.origin, "drafter.options", kept)
     if setting.key not in KNOBS:
         near = difflib.get_close_matches(setting.key, KNOBS, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "`specserve config show` prints every key"
-        raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}; {remedy}")
+        remedy = f"Did you mean {near[0]}?" if near else "`specserve config show` prints every key"
+        raise ConfigError(f"{setting.origin}: unknown key {setting.key!r}. {remedy}")
     section, _, key = setting.key.partition(".")
     if setting.value is None:
         values[section].pop(key, None)
@@ -729,18 +743,18 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
         value = msgspec.convert(setting.value, KNOBS[setting.key])
     except msgspec.ValidationError as e:
         raise ConfigError(
-            f"{setting.origin}: {setting.key} = {setting.value!r} is refused: "
+            f"{setting.origin}: {setting.key} = {setting.value!r} is invalid: "
             f"{choice(setting.key) or e} ({description(setting.key)})"
         ) from e
     values[section][key] = value
 
 
 def choice(key: str) -> str:
-    """The values of a knob that has a few, and how to have none; empty for other knobs."""
+    """The allowed values of an enumerated setting, and how to unset it; "" for other settings."""
     values = ", ".join(named_values(KNOBS[key]))
     is_optional = NoneType in get_args(get_args(KNOBS[key])[0])
     unset = f"; --set {key}= leaves it unset" if is_optional else ""
-    return values and f"it is none of {values}{unset}"
+    return values and f"it must be one of {values}{unset}"
 
 
 def named_values(kind: Any) -> tuple[str, ...]:
@@ -750,13 +764,13 @@ def named_values(kind: Any) -> tuple[str, ...]:
 
 
 def description(key: str) -> str:
-    """The text that `about` gives, wherever it is among the key's annotations."""
+    """The description that `about` attached to a setting; "" if there is none."""
     words = [m.description for m in KNOBS[key].__metadata__ if m.description]
     return words[-1] if words else ""
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as a file that `load_config` reads back, every key with its meaning."""
+    """The resolved config as TOML that `load_config` can read, with a description of every key."""
     lines = []
     for section, cls in SECTIONS.items():
         lines += ["", f"[{section}]  # {cls.__doc__}"]
@@ -775,6 +789,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):
-        # A JSON string is a TOML string, except that TOML wants DEL escaped.
+        # A JSON string is a TOML string, but TOML requires an escaped DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, float) else json.dumps(value, default=str)

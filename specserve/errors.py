@@ -1,15 +1,14 @@
-"""Everything specserve raises on purpose.
+"""The exceptions that specserve raises for users; all are subclasses of SpecserveError.
 
-* SpecserveError
-  - ConfigError        the operator's mistake; seen at start-up, never later
-  - RequestError       the caller's mistake; becomes a 4xx, affects no other request
-    · PromptTooLong
-  - Overloaded         no capacity, or shutting down; becomes a 503 with Retry-After
-  - EngineDied         the engine process ended; ends running answers, then the server
-    · EndsEngines      one did each time that it went on with this request; ends that alone
-  - DamagedModel       the model's logits are not finite; becomes a 500
+ConfigError    the operator's mistake; raised only at start-up
+RequestError   the client's mistake; becomes a 4xx, affects no other request
+PromptTooLong  a RequestError: the prompt exceeds the context length
+Overloaded     no capacity, or shutting down; becomes a 503 with Retry-After
+EngineDied     the engine process exited; ends running requests, then the server
+EndsEngines    an EngineDied: every engine process that resumed this request exited
+DamagedModel   the model's logits are not finite; becomes a 500
 
-A broken invariant is an `assert` or a plain RuntimeError: it must stop the engine.
+A broken invariant raises AssertionError or RuntimeError, which stops the engine.
 """
 
 
@@ -22,8 +21,8 @@ class ConfigError(SpecserveError):
 
 
 class RequestError(SpecserveError, ValueError):
-    """`param` is the path of the field that is wrong, if it is a field. A ValueError, too, as vLLM
-    raises for a wrong parameter.
+    """An invalid request. `param` is the path of the wrong field, or None. The class is a
+    ValueError, too, because vLLM raises ValueError for a wrong parameter.
     """
 
     status = 400
@@ -35,7 +34,9 @@ class RequestError(SpecserveError, ValueError):
 
 
 class PromptTooLong(RequestError):
-    """Clients find it by its code, or by OpenAI's first sentence, and compact the conversation."""
+    """The prompt exceeds the context length. Clients recognize the code, or OpenAI's first sentence
+    in the message, and compact the conversation.
+    """
 
     code = "context_length_exceeded"
 
@@ -53,7 +54,7 @@ class EngineDied(SpecserveError):
 
 
 class EndsEngines(EngineDied):
-    """Clients should not send it again: some libraries would, and end more engines."""
+    """A request that repeatedly ended the engine process. Clients must not retry it."""
 
     code = "engine_ended"
 
@@ -63,7 +64,7 @@ class DamagedModel(SpecserveError):
 
 
 class Overloaded(SpecserveError):
-    """`retry_after` is in seconds; None if retrying at this process is useless: it is ending."""
+    """The server has no capacity. `retry_after` is in seconds; None: the server shuts down."""
 
     status = 503
 
@@ -73,11 +74,11 @@ class Overloaded(SpecserveError):
         self.code = "server_is_ending" if retry_after is None else "server_is_overloaded"
 
 
-WEIGHTS = "weights"  # of the model, in place of a parameter that is to blame
+WEIGHTS = "weights"  # value of `blamed` for damaged weights instead of a wrong parameter
 
 
 def of_failure(message: str, blamed: str) -> SpecserveError:
-    """The error of a request that cannot continue, for a parameter that is to blame or for none."""
+    """The error of a request that cannot continue. `blamed` is a parameter, WEIGHTS or ""."""
     if blamed == WEIGHTS:
         return DamagedModel(message)
     return RequestError(message, blamed) if blamed else Overloaded(message)

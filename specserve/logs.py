@@ -1,4 +1,4 @@
-"""The log lines of the server's processes on stderr: as text, or each as a JSON object."""
+"""Logging of the server's processes on stderr, as text or as one JSON object per line."""
 
 import io
 import json
@@ -11,18 +11,18 @@ from time import localtime, strftime
 from types import TracebackType
 from typing import IO, Any, TextIO
 
-ACCESS = "specserve.access"  # the logger of the lines of requests that have ended
+ACCESS = "specserve.access"  # name of the logger for completed requests
 
-# Of the HTTP request that the current task answers; empty outside of one.
+# Id of the HTTP request that the current task serves; "" outside of a request.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 printed, uncaught = logging.getLogger("stderr"), logging.getLogger("specserve")
 
 
 def configure(log_format: str) -> None:
-    """Write log records to stderr. With "json" what is printed to `sys.stderr`, warnings and
-    exceptions that nobody catches become records, too.
+    """Write log records to stderr. The format "json" also turns lines printed to `sys.stderr`,
+    warnings and uncaught exceptions into records.
 
-    To be called again after `sys.stderr` has been replaced.
+    Call it again after `sys.stderr` has been replaced.
     """
     handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -36,7 +36,7 @@ def configure(log_format: str) -> None:
 
 
 def current() -> str:
-    """The format of this process's lines."""
+    """The log format of this process: "text" or "json"."""
     return "json" if isinstance(sys.stderr, PrintedLines) else "text"
 
 
@@ -51,20 +51,20 @@ def take_over() -> None:
         args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
     )
     for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.handlers:  # a library's own
+        if isinstance(logger, logging.Logger) and logger.handlers:  # set by a library
             logger.handlers, logger.propagate = [], True
 
 
 def relay(lines: IO[bytes]) -> None:
-    """Log what a child process writes to its stderr: objects as they are, and what native code
-    prints as records of this process.
+    """Log the stderr of a child process: JSON objects unchanged, other lines (of native code) as
+    records of this process.
     """
 
     def relay_all() -> None:
         with lines:
             for line in lines:
                 text = line.decode(errors="backslashreplace").rstrip()
-                if text.startswith('{"time": "'):  # as lines in JSON begin
+                if text.startswith('{"time": "'):  # the beginning of lines from JsonFormatter
                     printed.info("", extra={"raw": text})
                 elif text:
                     printed.info("%s", text)
@@ -73,13 +73,13 @@ def relay(lines: IO[bytes]) -> None:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at the time, each record with the id of its request."""
+    """Writes records to the current `sys.stderr`, and adds the request id to each record."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        # Where a record has no id of its own, it is the one of the current task.
+        # A record without an id gets the id of the current task.
         record.request_id = getattr(record, "request_id", "") or request_id.get()
         return super().handle(record)
 
@@ -89,7 +89,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class Seldom(logging.Filter):
-    """Lets a record through every so many seconds, with the number of those left out before it."""
+    """Passes at most one record per `seconds`, and appends the number of dropped records to it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class PrintedLines(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self.begun = (self.begun + text).split("\n")
         for line in filter(str.strip, lines):
-            is_error = line.startswith("error: ")  # as commands tell their errors
+            is_error = line.startswith("error: ")  # prefix of errors of the commands
             printed.log(logging.ERROR if is_error else logging.INFO, "%s", line)
         return len(text)
 
@@ -131,7 +131,7 @@ class PrintedLines(io.TextIOBase):
 
 
 class TextFormatter(logging.Formatter):
-    """The time and the message; of an ended request with its texts, where they are logged."""
+    """Formats time and message, and a completed request's prompt and output if they are logged."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields, words = fields_of(record), [record.message.rstrip()]
@@ -142,7 +142,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object on one line, in ASCII."""
+    """Formats a record as one line of JSON in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
         if raw := getattr(record, "raw", ""):
@@ -167,16 +167,16 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def quoted(text: str) -> str:
-    """In quotation marks; what cannot be shown is escaped."""
+    """The text in quotation marks, with unprintable characters escaped."""
     return escaped(json.dumps(text, ensure_ascii=False))
 
 
 def escaped(text: str) -> str:
-    """With what cannot be shown, the ends of lines too, as escapes."""
+    """The text with unprintable characters, including line breaks, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def log_exception(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    uncaught.critical("an exception that nobody caught", exc_info=(kind, error, traceback))
+    uncaught.critical("uncaught exception", exc_info=(kind, error, traceback))

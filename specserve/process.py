@@ -1,4 +1,4 @@
-"""Process-wide settings: malloc, garbage, OpenMP, standard streams, and ending with the parent."""
+"""Process-wide settings: malloc, garbage collection, OpenMP, standard streams, signals."""
 
 import atexit
 import ctypes
@@ -14,35 +14,34 @@ from threading import Condition, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
-AT_ONCE = signal.SIGTERM, signal.SIGINT  # the second one ends a server without a drain
-# What terminals, batch systems and `timeout --signal` send; each ends a process by default.
+AT_ONCE = signal.SIGTERM, signal.SIGINT  # the second of these ends a server without draining
+# Signals of terminals, batch systems and `timeout --signal` that end a process by default.
 ENDING = *AT_ONCE, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
 
 
 def prepare() -> None:
     """Keep freed memory in the process, and let idle OpenMP threads sleep.
 
-    A page fault is expensive on virtual machines: temporaries that glibc maps and unmaps in
-    every step cost more than the arithmetic on them. Threads that spin at a barrier burn the
-    time of the thread they wait for as soon as another process wants a core. What the user has
-    set in the environment wins.
+    Page faults are expensive on virtual machines: if glibc maps and unmaps temporaries in every
+    step, this takes longer than the arithmetic. Threads that spin at a barrier take CPU time from
+    other threads if another process needs a core. Variables in the user's environment win.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     set_malloc(mmap_threshold=1 << 30, trim_threshold=2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Undo what `prepare` does to malloc, in a process that does no arithmetic.
+    """Undo the malloc settings of `prepare`, in a process without arithmetic.
 
-    Otherwise the HTTP process would keep its peak memory: 50 incomplete bodies of 4 MiB took it
-    from 270 to 500 MB, and by fragmentation every further round added to that. With large blocks
-    mapped one by one and the end of the heap trimmed, it returns to 300 MB and stays there.
+    Otherwise the HTTP process keeps its peak memory. After 50 incomplete bodies of 4 MiB it grew
+    from 270 to 500 MB, and fragmentation added to that. If malloc maps large blocks separately and
+    trims the end of the heap, the process returns to 300 MB.
     """
     set_malloc(mmap_threshold=1 << 18, trim_threshold=1 << 22)
 
 
 def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
-    """Bytes from which malloc maps a block by itself, and trims the end of the heap."""
+    """Set the sizes in bytes from which malloc maps a block separately, and trims the heap."""
     if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from musl
@@ -52,20 +51,20 @@ def set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
 
 
 def switch_threads_often() -> None:
-    """Bound how long the thread of steps, or of the event loop, waits for Python code of others.
+    """Limit how long the step thread, or the event loop, waits for the GIL.
 
-    The other threads have the usual priority. A niced thread keeps the GIL while it gets no CPU,
-    which stalls streams on a busy host for up to 1.3 s.
+    The other threads have the normal priority. A niced thread without CPU time keeps the GIL, which
+    stalls streams on a busy host for up to 1.3 s.
     """
-    sys.setswitchinterval(1e-4)  # seconds that a thread runs while another waits for the GIL
+    sys.setswitchinterval(1e-4)  # seconds that a thread keeps the GIL while another waits for it
 
 
 def keep_objects() -> None:
     """Exclude existing objects from garbage collection, in a process that is ready to serve.
 
-    What start-up made stays for good. To look at all of it again, in the middle of an answer, would
-    be felt as a gap, as torch alone makes very many objects. The second collection finds nothing:
-    from it the collector learns that there is little to look at, and does so often.
+    Objects from start-up live as long as the process. Scanning them again would delay a step,
+    because torch creates very many objects. After the second collection, which finds nothing, the
+    collector expects few objects and runs full collections often.
     """
     gc.collect()
     gc.freeze()
@@ -73,49 +72,49 @@ def keep_objects() -> None:
 
 
 def empty_free_lists() -> None:
-    """Return the memory of a great many small objects, once they are gone.
+    """Return the memory of many small objects after they were freed.
 
-    Python keeps freed lists and tuples for new ones. One that was made while the objects were there
-    keeps 1 MiB of memory in use: after bodies of 300,000 numbers, all of them kept up to 40 MiB.
-    Only a full collection frees them. It takes 0.03 ms if no answer runs, 7 ms beside 400 streams.
+    Python keeps freed lists and tuples for reuse. Each can keep 1 MiB of memory in use: after
+    bodies of 300,000 numbers, they kept up to 40 MiB. Only a full collection frees them. It takes
+    0.03 ms on an idle server, and 7 ms with 400 streams.
     """
     gc.collect()
 
 
 def ensure_streams() -> None:
-    """Open those of stdin, stdout and stderr that are closed, on /dev/null.
+    """Open /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Else the next file that is opened, maybe a socket, would get one of their descriptors, and
-    receive what is printed.
+    Otherwise the next opened file, e.g. a socket, gets one of their descriptors, and receives
+    printed text.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, open for good
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, never closed
 
 
 class LossyFile(io.FileIO):
-    """A file that drops what cannot be written, as when the disk is full."""
+    """A file that drops data it cannot write, e.g. because the disk is full."""
 
     def write(self, data: Any) -> int:
-        written: int | None = None  # also the result for a full non-blocking pipe
+        written: int | None = None  # `write` returns None, too, for a full non-blocking pipe
         with suppress(OSError):
             written = super().write(data)
         return memoryview(data).nbytes if written is None else written
 
 
 class QueuedFile(io.RawIOBase):
-    """A file that a thread writes, so that nobody waits for a reader that has stopped to read.
+    """A file that a thread writes, so that a caller never waits for a reader that has stopped.
 
-    What does not fit into the queue is dropped, and so is what cannot be written.
+    Data is dropped if the queue is full or the write fails.
     """
 
-    MOST = 2000  # writes that may wait
-    LAST_SECONDS = 1.0  # for them at the end of the process
+    MOST = 2000  # maximum queued writes
+    LAST_SECONDS = 1.0  # maximum wait for queued writes at the end of the process
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -155,15 +154,15 @@ class QueuedFile(io.RawIOBase):
 
 
 def keep_stderr_from_failing() -> None:
-    """Make failed writes to stderr, by any library, harmless to the process."""
+    """Ignore failed writes to stderr, including writes of libraries."""
     stream = sys.__stderr__
     if stream is None or sys.stderr is not stream:
-        return  # redirected already, as in tests
+        return  # redirected, e.g. in tests
     sys.stderr = lines_to(LossyFile(stream.fileno(), "w", closefd=False), stream.encoding)
 
 
 def keep_stderr_from_blocking() -> None:
-    """The same, where somebody else waits for whoever writes, as in an event loop."""
+    """Write to stderr from a separate thread, e.g. to keep an event loop from blocking."""
     stream = sys.__stderr__
     if stream is not None:
         sys.stderr.flush()
@@ -178,15 +177,15 @@ def lines_to(raw: io.RawIOBase, encoding: str) -> io.TextIOWrapper:
 
 @contextmanager
 def raising_signals() -> Iterator[None]:
-    """The first signal that ends the process raises, so that what is half written is removed;
-    further ones are ignored meanwhile.
+    """Raise at the first signal that would end the process, so that partial files are removed.
+    Further signals are ignored within the block.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
         ignore_signals()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + number)  # as shells report a command that a signal ended
+        raise SystemExit(128 + number)  # exit status after a signal, as in shells
 
     before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
@@ -202,11 +201,11 @@ def raising_signals() -> Iterator[None]:
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Delay SIGINT's Python handler to the end of the block, even if the block raises. The handler
-    gets the frame that was interrupted.
+    gets the interrupted frame.
 
-    Any other handling takes effect at once, as it runs no Python that could leave the block half
-    done: SIG_DFL ends the process, SIG_IGN does nothing, and a handler that was not installed
-    from Python (None) could not be restored.
+    Other kinds of handlers act at once, because they run no Python that could interrupt the block:
+    SIG_DFL ends the process, and SIG_IGN does nothing. A handler that was not installed from Python
+    (None) could not be restored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or not callable(handler):
@@ -223,8 +222,8 @@ def interrupts_held() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Those that end a process. A service manager sends them to all processes of a service, and the
-    parent alone acts on them.
+    """Ignore the signals that end a process. A service manager sends them to all processes of a
+    service, but only the parent acts on them.
     """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
@@ -233,7 +232,7 @@ def ignore_signals() -> None:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends.
 
-    A parent that ended before this call shows as a closed socket.
+    If the parent ended before this call, its socket is closed.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # prctl(2)

@@ -97,14 +97,14 @@ def test_a_target_that_has_lost_its_mtp_layers_says_so_where_they_were_to_guess(
     write_target(tmp_path, edit=lambda tensors: tensors.clear())
     with load(tmp_path / "target", **settings) as llm:
         assert llm.engine.head is None
-    told = [] if settings else ["of layers for multi-token prediction, and their tensors are not"]
+    told = [] if settings else ["describes MTP layers, but their tensors are missing"]
     assert len(warnings(caplog)) == len(told)
     assert all(a in b for a, b in zip(told, warnings(caplog), strict=True))
 
 
 def test_a_drafter_that_lacks_mtp_layers_which_were_lost_is_refused_with_the_reason(tmp_path):
     write_target(tmp_path, edit=lambda tensors: tensors.clear())
-    with pytest.raises(ConfigError, match=r"--draft-head\)\. .*/target: .* tensors are not there"):
+    with pytest.raises(ConfigError, match=r"--draft-head\)\. .*/target: .* tensors are missing"):
         load(tmp_path / "target", **{"drafter.name": "eagle"})
 
 

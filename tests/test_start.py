@@ -106,7 +106,7 @@ def test_without_a_cache_folder_a_private_temporary_one_has_the_kernels(
     for said in 1, 0:  # lines: the second start finds what the first has compiled
         done = run(code, **env)
         assert done.stdout == "specserve_kernels.cpu\n"
-        assert done.stderr.count("set XDG_CACHE_HOME to keep them elsewhere") == said
+        assert done.stderr.count("set XDG_CACHE_HOME to change that") == said
     own = tmp_path / f"specserve-{os.geteuid()}"
     assert own.stat().st_mode & 0o777 == 0o700
 
@@ -117,7 +117,7 @@ def test_without_a_private_folder_the_reference_serves_with_one_warning_line(tmp
     own.chmod(0o770)
     done = run(LOAD, XDG_CACHE_HOME="/dev/null/x", TMPDIR=str(tmp_path), CXX=copying)
     assert done.stdout == "specserve_kernels.reference\n"
-    assert done.stderr.count("\n") == 1 and "set XDG_CACHE_HOME" in done.stderr
+    assert done.stderr.count("\n") == 1 and "Set XDG_CACHE_HOME" in done.stderr
     assert list(own.iterdir()) == []
 
 
@@ -128,7 +128,7 @@ def test_a_spoilt_library_in_the_cache_is_compiled_afresh(tmp_path, copying, kep
     path.parent.mkdir()
     path.write_bytes(whole.read_bytes()[: int(kept * whole.stat().st_size)] or bytes(99))
     done = run(LOAD, CXX=copying, XDG_CACHE_HOME=str(tmp_path))
-    said = "compiling the C++ kernels for this CPU, once: about 15 s\n"
+    said = "Compiling the C++ kernels for this CPU once, in about 15 s\n"
     assert (done.stdout, done.stderr) == ("specserve_kernels.cpu\n", said)
     assert path.stat().st_size == whole.stat().st_size
 

@@ -1,4 +1,4 @@
-"""Functions from tensors to tensors, in builds of equal signatures; `load` picks one."""
+"""Tensor ops in several builds with equal signatures. `load` returns one build."""
 
 import logging
 
@@ -55,12 +55,13 @@ log = logging.getLogger("specserve")
 
 
 def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
-    """The build for a device, DeviceError if it cannot be used; auto: a GPU where there is one.
+    """Return the build for a device. DeviceError if the device cannot be used.
 
-    attention  on a GPU: `flashinfer` or `triton`, without a fallback; auto: FlashInfer where it is
+    device     `cpu`, `cuda` or `cuda:N`; auto: a GPU if there is one, else the CPU
+    attention  on a GPU: `flashinfer` or `triton`, without a fallback; auto: FlashInfer if it is
                installed and has kernels for the model, else Triton
 
-    Called once, at start-up: no code above the ops depends on the device.
+    Callers call it once, at start-up. No code outside this package depends on the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,9 +71,9 @@ def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
 
         return build(device, attention)
     if device.type != "cpu":
-        raise DeviceError(f"there are no kernels for {device.type!r}: take 'cpu' or 'cuda'")
+        raise DeviceError(f"Device {device.type!r} has no kernels. Use 'cpu' or 'cuda'.")
     if attention != "auto":
-        raise DeviceError(f"there is no choice of attention on a CPU: {attention!r} is for a GPU")
+        raise DeviceError(f"Attention backend {attention!r} needs a GPU. On a CPU, use 'auto'.")
     from specserve_kernels import cpu, reference
 
     limit_threads()
@@ -80,6 +81,6 @@ def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
         cpu.library()
     except cpu.BuildError as e:
         reason = str(e).splitlines()[0]
-        log.warning("%s; the reference kernels serve instead, slowly", reason)
+        log.warning("%s Using the slow reference kernels instead.", reason)
         return reference
     return cpu

@@ -1,4 +1,4 @@
-"""Weights in integers of few bits, and rounding weights to codes of 4 or 8 bits."""
+"""Weights quantized to integer codes of 4 or 8 bits."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,26 +6,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WIDENED = 1 << 22  # values that are widened at a time, so that float32 numbers are few
-# Columns of a weight whose rows are rounded: so many products of 127 and 255 add up to less than
-# 2^31.
+WIDENED = 1 << 22  # values widened per pass; limits the temporary float32 memory
+# Maximum columns of a weight that rounds rows: 2^16 products of 127 and 255 sum to less than 2^31.
 MAX_ROUNDED = 1 << 16
 
 
 class Codes(NamedTuple):
-    """A weight [N, K] of which each value is (q - zero) * scale, or that and an offset.
+    """A quantized weight [N, K]. Each value is (q - zero) * scale + offset.
 
-    `group` columns of a row share a scale, a zero and an offset; it divides K. Codes that round
-    rows have 8 bits, neither zeros nor offsets, one group and at most MAX_ROUNDED columns.
+    Each `group` consecutive columns of a row share a scale, a zero and an offset; `group` divides
+    K. Codes that round rows have 8 bits, no zeros, no offsets, one group, and at most MAX_ROUNDED
+    columns.
     """
 
     bits: int  # 4 or 8
     group: int
-    q: Tensor  # [N, K] uint8, below 2 ** bits
+    q: Tensor  # [N, K] uint8, less than 2 ** bits
     scale: Tensor  # [N, K / group] float32
     zero: Tensor | None = None  # [N, K / group] uint8; None: 2 ** (bits - 1) everywhere
     offset: Tensor | None = None  # [N, K / group] float32; None: 0 everywhere
-    # Rows get 8 bits, too, and a scale each, before they are multiplied: reference/layers.py.
+    # Input rows are quantized to int8 with one scale per row: reference/layers.py.
     rounds_rows: bool = False
 
     @property
@@ -35,7 +35,7 @@ class Codes(NamedTuple):
         return is_plain and self.group == K <= MAX_ROUNDED
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """The values, [N, K], each rounded once from float32."""
+        """Return the values, [N, K], each rounded once from float32."""
         N, K = self.q.shape
         wide = torch.empty(N, K, dtype=dtype, device=self.q.device)
         height = max(1, WIDENED // K)
@@ -45,25 +45,25 @@ class Codes(NamedTuple):
         return wide
 
     def _values(self, rows: slice) -> Tensor:
-        """Those of some rows, [rows, K / group, group] float32."""
+        """Return the values of some rows, [rows, K / group, group] float32."""
         values = self.q[rows].float().view(-1, self.scale.shape[1], self.group)
         values -= self.middle if self.zero is None else self.zero[rows, :, None]
         values *= self.scale[rows, :, None]
         return values if self.offset is None else values.add_(self.offset[rows, :, None])
 
     def take(self, rows: Tensor) -> "Codes":
-        """Some rows [n] int64, in the order given."""
+        """Select rows [n] int64, in the given order."""
         return self.each(lambda x: x.index_select(0, rows))
 
     def each(self, do: Callable[[Tensor], Tensor]) -> "Codes":
-        """With what a function makes of each tensor."""
+        """Apply a function to each tensor."""
         zero, offset = (None if x is None else do(x) for x in (self.zero, self.offset))
         return self._replace(q=do(self.q), scale=do(self.scale), zero=zero, offset=offset)
 
     def centered(self) -> "Codes":
-        """With the middle for every zero, where there are offsets: they take in the difference.
+        """Fold the zeros into the offsets, if there are both. Every zero is then the middle.
 
-        Kernels then have one of the two to add. An offset is rounded once more.
+        Kernels then add either a zero or an offset, never both. The fold rounds each offset once.
         """
         if self.offset is None or self.zero is None:
             return self
@@ -75,23 +75,24 @@ class Codes(NamedTuple):
         return 1 << (self.bits - 1)
 
 
-GROUP = 64  # columns that share a scale of 4-bit codes; 8-bit codes have one for a whole row
-# What the code of a group's extreme would be if codes were not limited: all are tried.
+GROUP = 64  # columns per scale of 4-bit codes; 8-bit codes have one scale per row
+# Candidate unclamped codes of a group's extreme; `quantize` tries each.
 ENDS = {4: (7.33, 7.67, 8.0, 8.33, 8.67, 9.0, 9.5, 10.25), 8: (128.0,)}
-LEAST = 2.0**-100  # a scale whose inverse is far from overflow
-LANES = 16  # sums over a group are added up in so many parts
-PIECE = 1 << 20  # values that are rounded at a time
+LEAST = 2.0**-100  # minimum |scale|, so that its inverse cannot overflow; a smaller scale becomes 1
+LANES = 16  # partial sums of a sum over a group
+PIECE = 1 << 20  # values rounded per pass
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:
-    """The weight rounded to codes, with the scales that make the error of a group small.
+    """Round a weight to codes, with scales that minimize each group's error.
 
-    A scale is negative where a group's extreme is positive, as the lowest code has no positive
-    counterpart. It is a bfloat16 number: so much is kept of it in a file. Where a group has NaN or
-    infinities, it is NaN.
+    A scale is negative if a group's extreme is positive, because the lowest code has no positive
+    counterpart. Scales are bfloat16 values, because files store them as bfloat16. A group that
+    contains NaN or infinity has a NaN scale.
 
     weight  [N, K]  bfloat16 | float32; for 4 bits K is a multiple of 64
-    bits    4: groups of 64, a scale with the least sum of squares among several; 8: a scale a row
+    bits    4: groups of 64, each with the candidate scale of least squared error; 8: one scale per
+            row
     """
     N, K = weight.shape
     group = GROUP if bits == 4 else K
@@ -102,7 +103,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
 
 
 def _round(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups [n, group], as in quantize.cpp: with equal bits."""
+    """Return codes and scales of groups [n, group], bit-identical to quantize.cpp."""
     low, high = x.aminmax(dim=1)
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     extreme = torch.where(-low >= high, low, high)
@@ -128,7 +129,7 @@ def _code(x: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over rows, in the order of vec.h."""
+    """Sum each row, in the summation order of vec.h."""
     first, *others = x.view(len(x), -1, LANES).unbind(1)
     for part in others:
         first = first + part

@@ -1,15 +1,15 @@
-"""Errors of the ops: a device that cannot be used, and memory that ran out."""
+"""Errors of the ops: an unusable device, and running out of memory."""
 
 import torch
 
 
 class DeviceError(RuntimeError):
-    """The device cannot be used; the message says what to do about it."""
+    """The device cannot be used. The message states the remedy."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a device or of the host; other steps may still fit."""
+    """Whether the device or the host ran out of memory. Smaller steps may still fit."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # torch's allocator for the host raises a plain RuntimeError.
+    # Torch's host allocator raises a plain RuntimeError.
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

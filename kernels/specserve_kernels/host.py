@@ -1,4 +1,4 @@
-"""The host's memory and CPU, for the builds that compute there."""
+"""Host memory and CPU features, for the builds that compute on the host."""
 
 import mmap
 import platform
@@ -12,24 +12,24 @@ from specserve_kernels.errors import DeviceError
 
 
 def place(x: Tensor) -> Tensor:
-    """A host tensor in the memory that the ops read; the tensor itself, if it is there already."""
+    """Return a host tensor in the memory that the ops read: on the host, the tensor itself."""
     return x
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Zeroed bytes for weights and KV, [num_bytes] uint8.
+    """Allocate zeroed bytes for weights and KV, [num_bytes] uint8.
 
-    The system assigns pages as they are touched: huge ones, if it can, as each page that is read
-    for the first time in a step has to be found.
+    The system assigns pages at their first write. Huge pages, if available, reduce the page lookups
+    of each step.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a system without huge pages
+    with suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy whole blocks of the arena, in the order given.
+    """Copy whole blocks of the arena, in the given order.
 
     blocks          [num_blocks, block_bytes]  uint8
     source, target  [c]                        int64
@@ -43,16 +43,16 @@ def free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise DeviceError("this system does not tell its free memory")
+    raise DeviceError("this system does not report its free memory")
 
 
 def has_bf16() -> bool:
-    """Whether the hardware multiplies bf16; where it does not, torch's ops are faster in fp32."""
+    """Whether the hardware multiplies bf16. If not, torch's ops are faster in fp32."""
     return "bf16" in instruction_set()
 
 
 def instruction_set() -> str:
-    """The extensions of this CPU on which the arithmetic of kernels depends."""
+    """Return the CPU extensions that decide the arithmetic of the kernels."""
     known = "amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

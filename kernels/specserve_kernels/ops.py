@@ -1,4 +1,4 @@
-"""What a build offers: the ops, and a model's forward prepared for its steps."""
+"""The interface of a build: the ops, and programs that run a model's forward."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,14 +22,14 @@ from specserve_kernels.types import (
 
 
 class ModelForward(Protocol):
-    """A forward written against the ops alone. With a recorder's ops it gets handles as tensors."""
+    """A model's forward, which calls only ops. A recorder's ops pass handles instead of tensors."""
 
     @property
     def num_heads(self) -> int: ...
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """The windows of its layers, each once; None is full attention."""
+        """The distinct attention windows of its layers; None is full attention."""
         ...
 
     def on(self, ops: "Ops") -> "ModelForward": ...
@@ -41,8 +41,9 @@ class ModelForward(Protocol):
     def forward(
         self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """`plan.also` begins with the token ids, where a run has any, so that a forward can read
-        them beside the residual.
+        """Run all layers; return the final residual and the auxiliary hidden states.
+
+        If a run has token ids, `plan.also` begins with them, so that the forward can read them.
         """
         ...
 
@@ -50,12 +51,12 @@ class ModelForward(Protocol):
 
 
 class Outputs(NamedTuple):
-    """What a forward gave. The tensors may be overwritten by the program's next run.
+    """Results of a forward. The program's next run may overwrite the tensors.
 
     residual  [R, hidden]  after the last layer
-    logits    [n, V]       of the rows that are read; None where none is
-    taps      [R, hidden]  by layer: the residual that came into it, for the layers that are tapped
-    also      other tensors of the step, on the ops' device
+    logits    [n, V]       of the rows in `read`; None if `read` is empty
+    taps      [R, hidden]  auxiliary hidden states: the residual before each requested layer
+    also      the run's `also` tensors, on the ops' device
     """
 
     residual: Tensor
@@ -69,7 +70,7 @@ class Program(Protocol):
 
     @property
     def words(self) -> str:
-        """How it runs, for the start-up's table."""
+        """A description of how it runs, for the start-up table."""
         ...
 
     def run(
@@ -80,33 +81,33 @@ class Program(Protocol):
         also: Sequence[Tensor] = (),
         residual: Tensor | None = None,
     ) -> Outputs:
-        """One forward, from token ids or from a residual.
+        """Run one forward, from token ids or from a residual.
 
-        token_ids  [R]          int64            host tensor; beside a residual they are for a model
-                                                 whose forward reads them, too
-        read       [n]          int64            host tensor: the rows whose logits are wanted
+        token_ids  [R]          int64            host tensor; with a residual, only models whose
+                                                 forward reads token ids use them
+        read       [n]          int64            host tensor: the rows whose logits are returned
         also       host tensors that later ops of the step take
-        residual   [R, hidden]  the model's dtype  on the ops' device, in the embeddings' place
+        residual   [R, hidden]  the model's dtype  on the ops' device; replaces the embeddings
         """
         ...
 
     def logits(self, read: Tensor) -> Tensor:
-        """The logits of other rows of the last run, [n, V]; `read` as for `run`."""
+        """Return logits of other rows of the last run, [n, V]; `read` as for `run`."""
         ...
 
 
 class Ops(Protocol):
-    """What a build must offer. The reference build's docstrings are the contract.
+    """The ops of a build. The docstrings of the reference build are the contract.
 
-    A packed weight, a routing and a plan are a build's own objects: callers only hand them back,
-    and read nothing of them but `plan.also`.
+    Packed weights, routings and plans are opaque: callers only pass them back to the same build.
+    Callers may read `plan.also`.
     """
 
-    samples_ahead: bool  # fetching one token takes as long as fetching all of a step's
-    rounds_rows: bool  # codes that ask for it are multiplied by rounded rows
-    records_steps: bool  # a program records a step when it first sees its size
+    samples_ahead: bool  # fetching one token takes as long as fetching all tokens of a step
+    rounds_rows: bool  # honors `Codes.rounds_rows`
+    records_steps: bool  # a program records the first step of each size
 
-    # Held from a forward's plan until its results are read, as a device's buffers are shared.
+    # Callers hold it from a forward's plan until they have read the results: buffers are shared.
     @property
     def lock(self) -> AbstractContextManager[None]: ...
 
@@ -246,7 +247,9 @@ class Ops(Protocol):
 
 
 class EagerProgram:
-    """Calls the forward at every run: for builds that record nothing, and the oracle of others."""
+    """Calls the forward in every run. It serves builds without recordings, and tests of other
+    programs.
+    """
 
     def __init__(
         self, model: ModelForward, kv: KVCache, taps: Collection[int] = (), words: str = "op by op"
@@ -265,12 +268,12 @@ class EagerProgram:
         ids = [] if token_ids is None else [token_ids]
         plan = self.model.plan(rows, self.kv, [*ids, read, *also])
         ids, (read, *also) = plan.also[: len(ids)], plan.also[len(ids) :]
-        # The layers add to it in place.
+        # The layers modify it in place.
         entry = self.model.embed(*ids) if residual is None else residual.clone()
         self.residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
         logits = self.model.logits(self.residual, read) if len(read) else None
         return Outputs(self.residual, logits, taps, also)
 
     def logits(self, read: Tensor) -> Tensor:
-        assert self.residual is not None, "no step has been run"
+        assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))

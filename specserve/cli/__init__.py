@@ -1,1 +1,1 @@
-"""The `specserve` command: serve, generate, chat, config, quantize, and a client of servers."""
+"""The `specserve` command: serve, generate, chat, config, quantize, and a chat client."""

@@ -1,6 +1,6 @@
-"""A conversation at a terminal, with a local model or with a server.
+"""A chat in a terminal, with a local model or with a server.
 
-Does not import torch, as a conversation with a server does not need it.
+Does not import torch, because a chat with a server does not need it.
 """
 
 import re
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from specserve.exchange.sampling_params import SamplingParams
 
 HELP = (
-    "/help says this, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an "
-    "answer"
+    "/help prints this, /reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops a "
+    "response"
 )
 COMMAND = re.compile(r"/[a-z]+")
 
 
 class AnswerStatistics(NamedTuple):
-    """Measurements of an answer; None where there is none, or the server did not send it."""
+    """Measurements of a response; None if there is none, or if the server did not send it."""
 
     finish_reason: str
     num_tokens: int | None = None
@@ -65,16 +65,16 @@ def measured(output: "Output") -> AnswerStatistics:
 
 
 class Answerer(Protocol):
-    name: str  # what the model is called
-    colored: Colored | None  # if tokens are shown in the color of their source
+    name: str  # of the model
+    colored: Colored | None  # None: tokens are not colored by draft source
 
     def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
-        """The answer's text as it comes; closing the generator aborts the answer."""
+        """Yield the response's text piece by piece; closing the generator aborts the response."""
         ...
 
 
 class ChatSession:
-    """The messages so far. An answer that was aborted is kept as far as it came."""
+    """The messages of a chat. An aborted response is kept up to its last token."""
 
     def __init__(self, answerer: Answerer, system: str | None = None) -> None:
         self.answerer = answerer
@@ -86,19 +86,19 @@ class ChatSession:
 
     @property
     def introduction(self) -> str:
-        return f"{harmless(self.answerer.name)} answers; {HELP}"
+        return f"Chat with {harmless(self.answerer.name)}. {HELP}"
 
     def ask(self, text: str) -> None:
-        """Print the answer, and a footer or what went wrong on stderr.
+        """Print the response, and a footer or an error on stderr.
 
-        A message whose answer fails before its first text is dropped: many chat templates refuse
-        two user messages in a row.
+        A message whose response fails before its first text is dropped, because many chat templates
+        refuse two consecutive user messages.
         """
         asked, parts = [*self.messages, {"role": "user", "content": text}], list[str]()
         is_kept = True
         try:
             if self.answerer.colored is not None:
-                self.answerer.colored = Colored()  # of this answer
+                self.answerer.colored = Colored()  # a new one for each response
             ending = self.show(self.answerer.stream_answer(asked), parts).footer()
         except KeyboardInterrupt:
             ending, is_kept = "[stopped]", bool(parts)
@@ -113,7 +113,7 @@ class ChatSession:
     def show(
         self, pieces: Generator[str, None, AnswerStatistics], parts: list[str]
     ) -> AnswerStatistics:
-        """Print the pieces, and note them in `parts`."""
+        """Print the pieces, and append them to `parts`."""
         colored = self.answerer.colored
         with closing(pieces):  # Ctrl-C may come while the generator is suspended
             while True:
@@ -131,15 +131,15 @@ class ChatSession:
                     print(shown, end="", flush=True)
 
     def complaint(self, error: SpecserveError) -> str:
-        """The error on one line, with a hint where /reset helps."""
+        """The error on one line, with a hint if /reset helps."""
         is_too_long = isinstance(error, RequestError) and error.code == PromptTooLong.code
         has_past = len(self.messages) > len(self.opening)
-        hint = "; /reset forgets what was said before" if is_too_long and has_past else ""
+        hint = " (/reset removes the earlier messages)" if is_too_long and has_past else ""
         return f"error: {' '.join(str(error).split())}{hint}"
 
 
 def converse(chat: ChatSession) -> None:
-    """Answer lines until the input ends, /exit, or Ctrl-C while no answer runs."""
+    """Respond to lines until the input ends, /exit, or Ctrl-C while no response is streaming."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -156,7 +156,7 @@ def converse(chat: ChatSession) -> None:
                 case "/help":
                     print(HELP)
                 case command if COMMAND.fullmatch(command):
-                    print(f"{command}: no command; {HELP}", file=sys.stderr)
+                    print(f"{command} is not a command. {HELP}", file=sys.stderr)
                 case message:
                     chat.ask(message)
     except KeyboardInterrupt:
@@ -164,9 +164,9 @@ def converse(chat: ChatSession) -> None:
 
 
 def typed(introduction: str) -> Iterator[str]:
-    """Lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
+    """Yield lines from a terminal. Ctrl-C clears the line, or ends the input if it is empty."""
     print(introduction)
-    try:  # line editing and a history for `input`
+    try:  # importing readline adds line editing and a history to `input`
         line_buffer: Callable[[], str] = import_module("readline").get_line_buffer
     except ImportError:
         line_buffer = str
@@ -190,10 +190,10 @@ class LocalModel:
     def __init__(
         self, llm: "LLM", params: "SamplingParams", colored: Colored | None = None
     ) -> None:
-        """`colored`: the parameters have to ask for the details of speculation."""
+        """`colored` needs `params` with return_speculation_details."""
         self.llm, self.params, self.colored = llm, params, colored
         self.name = name_of(llm.config.target)
-        # Errors that no message can avoid, as a missing template, are raised before the first.
+        # Raise errors that every message would cause, e.g. a missing template, at the start.
         llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
 
     def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:

@@ -1,4 +1,4 @@
-"""The command `specserve`. It imports the engine only for subcommands that need it."""
+"""The command `specserve`. Imports the engine only for subcommands that need it."""
 
 import argparse
 import io
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from specserve.api.outputs import Output
     from specserve.models.folder import Scaled
 
-INTERRUPTED = 130  # as shells report a command that Ctrl-C ended
-BROKEN_PIPE = 141  # .. and one whose output pipe was closed
-COMPLETING = "_ARGCOMPLETE"  # set where a shell asks what may follow
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
+BROKEN_PIPE = 141  # exit status if the output pipe was closed, as in shells
+COMPLETING = "_ARGCOMPLETE"  # environment variable that a shell sets to get completions
 DETAILS = "return_speculation_details"
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_streams()
         keep_stderr_from_failing()
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack some characters
         return run(argv)
     except SpecserveError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout again at exit: send that to /dev/null.
+        # Python flushes stdout again at exit; /dev/null receives it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except Exception as e:  # safetensors has an error of its own for a full disk
+    except Exception as e:  # safetensors raises its own error class for a full disk
         if not is_full(e):
             raise
         place = getattr(e, "filename", None) or "the output"
-        print(f"error: {place}: a disk is full; free space", file=sys.stderr)
+        print(f"error: {place}: the disk is full. Free some space", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -77,17 +77,17 @@ def run(argv: list[str]) -> int:
         from specserve.api.vllm_arguments import flag_words
 
         words = f"unrecognized arguments: {' '.join(unknown)}{flag_words(unknown)}"
-        args.command.error(words)  # with its own usage
+        args.command.error(words)  # prints the usage of the subcommand
     action: Callable[[argparse.Namespace], int | None] = args.action
     code = action(args)
-    sys.stdout.flush()  # here, where a broken pipe is still caught
+    sys.stdout.flush()  # before `main` returns, which still handles a broken pipe
     return code or 0
 
 
 def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="specserve",
-        description="An LLM inference engine whose one obsession is latency.",
+        description="A low-latency LLM inference engine and server.",
         epilog=f"more commands: {', '.join(sorted(others))}" if others else None,
     )
     top.add_argument("--version", action="version", version=f"specserve {VERSION}")
@@ -95,7 +95,7 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     add_generate(commands.add_parser("generate", help="generate text from prompts"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
     add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
-    add_quantize(commands.add_parser("quantize", help="write a model with 8- or 4-bit weights"))
+    add_quantize(commands.add_parser("quantize", help="write a copy with 8- or 4-bit weights"))
     config = commands.add_parser("config", help="show or check the resolved configuration")
     config.add_argument("what", choices=["show", "check"])
     add_settings(config)
@@ -104,21 +104,23 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     shells.add_argument("shell", choices=["bash", "zsh", "fish"])
     shells.set_defaults(action=print_completion, command=shells)
     for name in others if COMPLETING in os.environ else ():
-        commands.add_parser(name)  # its name is completed; its arguments are its own
+        commands.add_parser(name)  # completes the name; the command completes its arguments
     return top
 
 
 def add_generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("prompts", nargs="+", metavar="PROMPT")
     p.add_argument(
-        "--model", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+        "--model", help="a local folder, a .gguf file or a hub id; default: the demo models"
     )
     add_drafting(p)
     add_sampling(p)
     how = p.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="JSON lines on stdout, one a prompt")
+    how.add_argument("--json", action="store_true", help="print one JSON line per prompt")
     how.add_argument(
-        "--watch", action="store_true", help="draw the guesses of each step, and what came of them"
+        "--watch",
+        action="store_true",
+        help="draw the tree of draft tokens of each step, and which ones were accepted",
     )
     add_settings(p)
     p.set_defaults(action=generate, command=p)
@@ -126,79 +128,97 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
 def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "model", nargs="?", help="a local folder, a .gguf file or a hub id; default: the demo pair"
+        "model",
+        nargs="?",
+        help="a local folder, a .gguf file or a hub id; default: the demo models",
     )
     add_drafting(p)
-    p.add_argument("--served-model-name", help="what clients call it; default: its own name")
-    p.add_argument("--host", help="address to listen at; default: 127.0.0.1")
-    p.add_argument("--port", type=int, help="default: 8000; 0 takes any that is free")
-    p.add_argument("--api-key-file", help="a file with the accepted API keys, one a line")
     p.add_argument(
-        "--admin-key-file", help="a file with the keys that may change who guesses, one a line"
+        "--served-model-name", help="model name for clients; default: the folder's, or the hub id"
+    )
+    p.add_argument("--host", help="address to listen on; default: 127.0.0.1")
+    p.add_argument("--port", type=int, help="port to listen on; 0: any free port; default: 8000")
+    p.add_argument("--api-key-file", help="file with the accepted API keys, one per line")
+    p.add_argument(
+        "--admin-key-file",
+        help="file with admin keys, one per line: they may change speculation, load adapters and "
+        "reset the cache",
     )
     p.add_argument(
         "--allow-no-keys",
         action="store_const",
         const=True,
-        help="listen at a --host that other machines reach, though no API key is needed",
+        help="allow a --host that other machines reach although no API key is required",
     )
     p.add_argument(
         "--tls-certificate-file",
         "--ssl-certfile",
         metavar="FILE",
-        help="serve HTTPS with this certificate, in PEM",
+        help="serve HTTPS with this certificate in PEM; default: HTTP",
     )
     p.add_argument(
-        "--tls-key-file", "--ssl-keyfile", metavar="FILE", help="the certificate's key, in PEM"
+        "--tls-key-file",
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="private key of the certificate in PEM",
     )
     p.add_argument(
         "--tool-parser",
         "--tool-call-parser",
         metavar="NAME",
-        help="auto (the default), hermes, llama3_json, mistral, command_r, template or none",
+        help="format of the model's tool calls: auto, hermes, llama3_json, mistral, command_r, "
+        "template or none; default: auto",
     )
     p.add_argument(
         "--enable-auto-tool-choice",
         action="store_true",
-        help="vLLM's switch; it is on in any case, unless --tool-parser is none",
+        help="accepted for vLLM; automatic tool choice is on unless --tool-parser is none",
     )
-    p.add_argument("--reasoning-parser", metavar="NAME", help="auto (the default), think or none")
+    p.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="format of the model's reasoning: auto, think or none; default: auto",
+    )
     add_template(p)
     p.add_argument(
         "--enable-lora",
         action="store_true",
-        help="take LoRA adapters; --lora-modules and --max-loras do so, too",
+        help="enable LoRA adapters; --lora-modules and --max-loras enable them, too",
     )
     p.add_argument(
         "--lora-modules",
         nargs="+",
         action="extend",
         metavar="NAME=PATH",
-        help="adapters, as requests name them, and their folders or hub ids",
+        help="adapters to load: their names in requests, and their folders or hub ids",
     )
     p.add_argument(
-        "--max-loras", type=int, help="adapters whose requests run at once; default: 4, or all"
+        "--max-loras",
+        type=int,
+        help="maximum adapters in use concurrently; default: the number of modules, at least 4",
     )
-    p.add_argument("--max-lora-rank", type=int, help="the largest rank; default: 16")
+    p.add_argument("--max-lora-rank", type=int, help="maximum rank of an adapter; default: 16")
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
 
 def add_chat(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--url", help="the server to chat with; default: a model in this process")
+    p.add_argument("--url", help="server to chat with; default: a model in this process")
     p.add_argument(
         "--model",
-        help="a local folder, a .gguf file or a hub id; default: the demo pair; with --url, its "
-        "name there",
+        help="a local folder, a .gguf file or a hub id; default: the demo models; with --url: the "
+        "model's name on the server",
     )
     p.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="with --url: a file with the API key"
+        "--api-key-file", type=Path, metavar="FILE", help="with --url: file with the API key"
     )
     add_template(p)
     add_drafting(p)
-    p.add_argument("--system", metavar="TEXT", help="the system message")
+    p.add_argument("--system", metavar="TEXT", help="system message; default: none")
     p.add_argument(
-        "--show-drafts", action="store_true", help="show each token by who had guessed it"
+        "--show-drafts",
+        action="store_true",
+        help="color each token by the drafter that proposed it",
     )
     add_sampling(p)
     add_settings(p)
@@ -206,32 +226,41 @@ def add_chat(p: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--max-tokens", type=int, help="default: the rest of the context")
-    p.add_argument("--temperature", type=float, help="0 is greedy; default: the model's, else 1")
-    p.add_argument("--seed", type=int, help="the same seed gives the same text; default: drawn")
+    p.add_argument(
+        "--max-tokens", type=int, help="maximum output tokens; default: the rest of the context"
+    )
+    p.add_argument(
+        "--temperature", type=float, help="0 is greedy; default: the model's default, else 1"
+    )
+    p.add_argument(
+        "--seed", type=int, help="the same seed gives the same text; default: a random seed"
+    )
 
 
 def add_drafting(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--demo-compute",
         metavar="qwen3-0.6b|llama-3.1-8b",
-        help="the demo pair's words in the time of a model of that shape",
+        help="pad the demo models to the compute of this model, with the same text",
     )
     p.add_argument(
         "--quantize",
         metavar="w8a8|w8|w4",
-        help="round the weights to 8 or 4 bits; w8a8: to 8 bits, and activations, too",
+        help="quantize the weights at loading: w8 to 8 bits, w4 to 4 bits, w8a8 to 8 bits with "
+        "8-bit activations; default: as stored",
     )
     p.add_argument(
         "--draft-model", help="a small draft model with the same vocabulary, or an EAGLE-3 head"
     )
+    p.add_argument("--draft-head", help="an EAGLE-3 head trained for the model")
     p.add_argument(
-        "--draft-head", help="an EAGLE-3 head of the model; a draft model beside it has to be named"
+        "--draft-quantize",
+        metavar="w8a8|w8|w4",
+        help="quantize the weights of the draft model; default: as stored",
     )
-    p.add_argument("--draft-quantize", metavar="w8a8|w8|w4", help="the same for the draft model")
     p.add_argument(
         "--drafter",
-        help="auto (the default), none, ngram, model, eagle or package.module:Class",
+        help="auto, none, ngram, model, eagle or package.module:Class; default: auto",
     )
 
 
@@ -239,18 +268,21 @@ def add_template(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="the chat template, in jinja; default: the model's own",
+        help="file with the chat template in Jinja; default: the model's own template",
     )
 
 
 def add_quantize(p: argparse.ArgumentParser) -> None:
-    p.add_argument("source", help="a local folder or a hub id")
-    p.add_argument("target", type=Path, help="a folder, which must not exist")
+    p.add_argument("source", help="the model to read: a local folder or a hub id")
+    p.add_argument("target", type=Path, help="the folder to write; must not exist")
     p.add_argument(
-        "--to", choices=["w8a8", "w8", "w4"], required=True, help="the weights of the layers"
+        "--to", choices=["w8a8", "w8", "w4"], required=True, help="quantization of the layers"
     )
     p.add_argument(
-        "--head", choices=["none", "w8", "w4"], default="w8", help="those of the head; default: w8"
+        "--head",
+        choices=["none", "w8", "w4"],
+        default="w8",
+        help="quantization of the LM head; default: w8",
     )
     p.set_defaults(action=quantize, command=p)
 
@@ -261,14 +293,14 @@ def add_settings(p: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="settings in TOML; of several files a later one wins",
+        help="settings in TOML; may be repeated, later files win",
     )
     p.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="one setting, which overrides the file's; without VALUE, the default; mappings of one "
+        help="one setting, which overrides the files; without VALUE: the default; mappings of one "
         "key are merged; `specserve config show` lists the keys",
     )
 
@@ -283,7 +315,7 @@ def show_config(args: argparse.Namespace) -> None:
 
     check_drafter(config)
     tls_of(config.server)
-    print("OK: the settings, the drafter's name and its options are valid; no model was checked")
+    print("OK: settings, drafter and drafter options are valid. Models were not checked")
 
 
 def print_completion(args: argparse.Namespace) -> None:
@@ -298,14 +330,14 @@ def quantize(args: argparse.Namespace) -> None:
 
     source = resolve(args.source)
     if source.is_file():
-        raise ConfigError(f"{source}: a file; take the folder that it was made of")
+        raise ConfigError(f"{source} is a file. Name the folder that it was converted from")
     if args.target.suffix.lower() == GGUF:
-        raise ConfigError(f"{args.target}: a folder is written, no GGUF file; name a folder")
+        raise ConfigError(f"{args.target}: quantize cannot write GGUF files. Name a folder")
     if source.resolve() in Path(os.path.realpath(args.target)).parents:
-        raise ConfigError(f"{args.target}: is in the folder that is read; name another folder")
+        raise ConfigError(f"{args.target} is inside the source folder. Name another folder")
     if (told := preflight.check_model(source).quantization) is not None:
         raise ConfigError(
-            f"{source}: quantized already ({told.words}); take the model that is not quantized"
+            f"{source} is quantized already ({told.words}). Name the unquantized model"
         )
     from specserve.api.progress import LoadProgress
     from specserve.cli.quantize import quantize
@@ -314,7 +346,7 @@ def quantize(args: argparse.Namespace) -> None:
     with raising_signals(), LoadProgress(sys.stderr.isatty()) as bar:
         rounding = Rounding.named(args.to, args.head)
         num_bytes, num_odd = quantize(source, args.target, rounding, partial(bar, source.name))
-    odd = f", {num_odd} maps with 8 bits, as 64 does not divide their width" if num_odd else ""
+    odd = f", {num_odd} maps in 8 bits because 64 does not divide their width" if num_odd else ""
     print(f"{args.target}: {num_bytes / 2**20:.0f} MiB of weights: {rounding.words}{odd}")
 
 
@@ -335,7 +367,7 @@ def generate(args: argparse.Namespace) -> None:
                 print(msgspec.json.encode(output).decode())
             return
         steps: Callable[..., Any] = llm.watch if args.watch else llm.stream
-        streams = [steps(prompt, params) for prompt in args.prompts]  # all are checked here
+        streams = [steps(prompt, params) for prompt in args.prompts]  # checks all prompts
         say_scaled(scaled_models(llm.folders[:3]))
         if args.watch:
             show_legend(llm.speculation().known_sources)
@@ -344,7 +376,7 @@ def generate(args: argparse.Namespace) -> None:
                 print(f"[prompt {number} of {len(streams)}]", file=sys.stderr, flush=True)
             draw = partial(draw_stream, text_of=lambda token: llm.tokenizer.decode([token]))
             done = draw(stream) if args.watch else print_stream(stream)
-            # On stderr, so that a pipe gets the text alone.
+            # On stderr, so that a pipe receives only the text.
             print(measured(done).footer(), file=sys.stderr)
 
 
@@ -352,7 +384,9 @@ def serve(args: argparse.Namespace) -> int:
     started_at = perf_counter()
     config = configured(args)
     if args.enable_auto_tool_choice and config.server.tool_parser == "none":
-        raise ConfigError("--enable-auto-tool-choice: server.tool_parser = 'none': leave out one")
+        raise ConfigError(
+            "--enable-auto-tool-choice contradicts server.tool_parser = 'none'. Remove one of them"
+        )
     from specserve import logs
     from specserve.api.lora import modules_of
     from specserve.exchange.spawn import ForkServer
@@ -372,7 +406,7 @@ def serve(args: argparse.Namespace) -> int:
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
         engines = ForkServer(config, folders.drafters)
-        spawned = engines.start()  # it imports and loads while this process does
+        spawned = engines.start()  # imports and loads in parallel with this process
         from specserve.server.serve import Start, serve
 
         return serve(Start(config, folders, engines, spawned, listener, started_at, tls))
@@ -396,9 +430,9 @@ def chat(args: argparse.Namespace) -> None:
         converse(ChatSession(remote, args.system))
         return
     if args.api_key_file is not None:
-        raise ConfigError("--api-key-file: only a server takes a key; name it with --url")
+        raise ConfigError("--api-key-file needs a server. Name the server with --url")
     sampled, settings = checked_sampling(args), checked(args)
-    if sys.stderr.isatty():  # importing torch takes seconds, in which nothing else is said
+    if sys.stderr.isatty():  # importing torch takes seconds without any output
         print("loading the model", file=sys.stderr)
     from specserve import LLM, SamplingParams
     from specserve.models.selection import scaled_models
@@ -414,13 +448,13 @@ def chat(args: argparse.Namespace) -> None:
 
 def say_scaled(models: "Sequence[Scaled]") -> None:
     for model in models:
-        print(f"a demo: {model.source} at the cost of {model.like}", file=sys.stderr)
+        print(f"demo: {model.source}, padded to {model.like} compute (same text)", file=sys.stderr)
 
 
 def show_legend(sources: Sequence[str]) -> None:
     from specserve.api.watch import legend
 
-    print(legend(sources) if sources else "nobody makes guesses here", file=sys.stderr)
+    print(legend(sources) if sources else "speculation is off", file=sys.stderr)
 
 
 def refuse_with_url(args: argparse.Namespace) -> None:
@@ -429,7 +463,7 @@ def refuse_with_url(args: argparse.Namespace) -> None:
     for flag in (*models, *drafting, "config", "set"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is a setting of the server: leave it out with --url")
+            raise ConfigError(f"--{name} has no effect with --url. Set it on the server")
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -438,7 +472,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters for a model in this process; ConfigError if one is refused."""
+    """The sampling parameters for a model in this process; ConfigError if one is invalid."""
     from specserve.exchange.sampling_params import SamplingParams, check
 
     given = sampling(args)
@@ -452,7 +486,7 @@ def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
             check(SamplingParams(**{name: value}))
         except RequestError as e:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: {value} is refused; give {ranges[name]}") from e
+            raise ConfigError(f"--{flag} {value} is invalid. Pass {ranges[name]}") from e
     return given
 
 
@@ -479,7 +513,7 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def configured(args: argparse.Namespace) -> Config:
-    """The config: the file, overridden by --set, overridden by the other flags."""
+    """The config from files and flags: --set wins over files, the other flags win over both."""
     flags = {
         "MODEL" if args.action is serve else "--model": ("model.path", args.model),
         "--demo-compute": ("model.demo_compute", args.demo_compute),
@@ -503,7 +537,7 @@ def configured(args: argparse.Namespace) -> Config:
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     config = load_config(args.config, parse_overrides(args.set), given)
     if args.action is serve and args.enable_lora and config.lora.max_loras == 0:
-        raise ConfigError("--enable-lora: lora.max_loras = 0: leave out one of them")
+        raise ConfigError("--enable-lora contradicts lora.max_loras = 0. Remove one of them")
     if args.action is serve and args.enable_lora and config.lora.num_slots == 0:
         given.append(Setting("--enable-lora", "lora.max_loras", USUAL_LORAS))
         config = load_config(args.config, parse_overrides(args.set), given)
@@ -511,7 +545,7 @@ def configured(args: argparse.Namespace) -> Config:
 
 
 def named_paths(given: Sequence[str] | None) -> dict[str, str] | None:
-    """From NAME=PATH, each name once."""
+    """Parse NAME=PATH arguments; ConfigError if a name occurs twice."""
     if given is None:
         return None
     found = dict[str, str]()
@@ -519,10 +553,13 @@ def named_paths(given: Sequence[str] | None) -> dict[str, str] | None:
         name, _, path = text.partition("=")
         if not (name and path) or text.startswith("{"):
             raise ConfigError(
-                f"--lora-modules {text}: write NAME=PATH; the model comes before this flag"
+                f"--lora-modules {text} is not NAME=PATH. Write NAME=PATH, and put the model "
+                "before this flag"
             )
         if name in found:
-            raise ConfigError(f"--lora-modules {text}: the name {name!r} is there twice")
+            raise ConfigError(
+                f"--lora-modules {text} repeats the name {name!r}. Use each name only once"
+            )
         found[name] = path
     return found
 

@@ -1,6 +1,6 @@
-"""Completion of the command's arguments in bash, zsh and fish, by argcomplete.
+"""Completion of the command's arguments in bash, zsh and fish, with argcomplete.
 
-A shell's script runs `specserve` with the line in the environment, which asks for what may follow.
+A shell's script runs `specserve` with the typed line in the environment to get completions.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from argcomplete.shell_integration import shellcode
 from specserve.config import KNOBS, TLS_FILES, named_values
 from specserve_drafters.base import BUILT_IN
 
-KEYS = {  # of options whose values are those of a knob
+KEYS = {  # flags that take the values of a setting
     "demo_compute": "model.demo_compute",
     "quantize": "model.quantize",
     "drafter": "drafter.name",
@@ -26,7 +26,7 @@ KEYS = {  # of options whose values are those of a knob
     "tool_parser": "server.tool_parser",
     "reasoning_parser": "server.reasoning_parser",
 }
-# Where a name may be a file's.
+# Arguments that may be paths.
 MODELS = "model", "draft_model", "draft_head"
 FILES = *MODELS, "source", "subjects", "api_key_file", "admin_key_file", *TLS_FILES
 
@@ -36,8 +36,8 @@ def script(shell: str) -> str:
 
 
 def complete(top: argparse.ArgumentParser, others: dict[str, EntryPoint]) -> None:
-    """Answer the shell that asks, and exit. Another package's command is completed if its module
-    has a function `parser`, which returns its ArgumentParser.
+    """Print completions for the shell, and exit. Commands of other packages are completed if their
+    module has a function `parser` that returns an ArgumentParser.
     """
     point = os.environ.get("COMP_POINT", "")
     typed = os.environ["COMP_LINE"].encode()[: int(point) if point.isdecimal() else None]
@@ -47,13 +47,13 @@ def complete(top: argparse.ArgumentParser, others: dict[str, EntryPoint]) -> Non
     if name in others:
         others[name].load()
         own = getattr(sys.modules[others[name].module], "parser", None)
-        os.environ["_ARGCOMPLETE"] = "2"  # as many words of the line are the command
+        os.environ["_ARGCOMPLETE"] = "2"  # number of words that name the command
         top = argparse.ArgumentParser(add_help=False) if own is None else own()
     autocomplete(top, always_complete_options="long", default_completer=Values())
 
 
 class Values(BaseCompleter):
-    """What an argument without choices may be."""
+    """Completes arguments without `choices`."""
 
     def __call__(self, *, prefix: str, action: argparse.Action, **told: Any) -> Iterable[str]:
         if action.dest == "set":

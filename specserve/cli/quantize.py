@@ -1,6 +1,6 @@
-"""Writing a checkpoint with its weights rounded to codes, in the format of compressed-tensors.
+"""Writes a checkpoint with quantized weights in the format of compressed-tensors.
 
-Loading it gives the same bits as loading its source with `model.quantize`.
+Loading the result gives the same bits as loading its source with `model.quantize`.
 """
 
 import math
@@ -26,7 +26,7 @@ CHANNEL = {"strategy": "channel"}
 
 
 class Form(NamedTuple):
-    """How a linear map is written."""
+    """The stored form of a linear map."""
 
     bits: int | None
     rounds_rows: bool
@@ -51,14 +51,14 @@ def quantize(
     rounding: Rounding,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, int]:
-    """Write `target`, a folder that must not be there. The bytes of its weights, and the number of
-    maps that have 8 bits instead of 4, as no group divides their width.
+    """Write the folder `target`, which must not exist. Return the bytes of its weights and the
+    number of maps in 8 bits instead of 4: the group size does not divide their width.
     """
     config = open_source(source).config()
     if config.mixture is not None and config.mixture.style.is_stacked:
         raise ConfigError(
-            f"{source}: experts that share tensors cannot be written rounded, as nothing else "
-            "would read them: set model.quantize when it is served"
+            f"{source}: quantize cannot write experts that share tensors. Set model.quantize when "
+            "you serve the model"
         )
     reader = open_reader(source, config, "auto", load("cpu"), rounding)
     if progress is not None:
@@ -76,7 +76,7 @@ def quantize(
 
 
 def written_bytes(reader: Reader, name: str) -> int:
-    """Of a tensor in the new folder: one that is not rounded stays as it is stored."""
+    """Bytes of a tensor in the new folder; unquantized tensors keep their stored form."""
     if reader.bits(name) is not None:
         return reader.expected_bytes(name)
     module, _, suffix = name.rpartition(".")
@@ -89,39 +89,41 @@ def tensors_of(reader: Reader, name: str) -> Mapping[str, Tensor]:
         reader.advance(math.prod(reader.shapes[name]))
         return {name: reader.checkpoint.tensors(module, [suffix])[suffix]}
     codes = reader.weight(module)
-    assert isinstance(codes, Codes), "it is to be rounded"
+    assert isinstance(codes, Codes), "the weight must be quantized"
     parts = stored_bytes(codes) if codes.rounds_rows else packed(codes)
     return {f"{module}.{part}": tensor for part, tensor in parts.items()}
 
 
 def stored_bytes(codes: Codes) -> dict[str, Tensor]:
-    """Codes of 8 bits as compressed-tensors stores those of maps whose activations get 8, too."""
+    """8-bit codes in compressed-tensors' int-quantized format (8-bit weights and activations)."""
     return {
         "weight": (codes.q ^ 128).view(torch.int8),
-        "weight_scale": codes.scale.bfloat16(),  # they are such numbers
+        "weight_scale": codes.scale.bfloat16(),  # exact: scales are bfloat16 numbers
     }
 
 
 def packed(codes: Codes) -> dict[str, Tensor]:
-    """Codes without zeros as compressed-tensors packs them: the first in a word's lowest bits."""
+    """Codes without zero points in compressed-tensors' pack-quantized format: the first code is in
+    the lowest bits of a word.
+    """
     per_word = 32 // codes.bits
     q = pad(codes.q, (0, -codes.q.shape[1] % per_word))
     octets = q if codes.bits == 8 else q[:, 0::2] | q[:, 1::2] << 4
     return {
         "weight_packed": octets.contiguous().view(torch.int32),
-        "weight_scale": codes.scale.bfloat16(),  # they are such numbers
+        "weight_scale": codes.scale.bfloat16(),  # exact: scales are bfloat16 numbers
         "weight_shape": torch.tensor(codes.q.shape),
     }
 
 
 def quantization_config(reader: Reader) -> dict[str, Any]:
-    """What config.json says of the maps: those that differ from most are named."""
+    """The `quantization_config` of config.json; it lists maps that differ from the default form."""
     names = [name for name in reader.shapes if reader.bits(name) is not None]
     modules = {module_of(name): form_of(reader, name) for name in names}
     most = Form(reader.rounding.layers, reader.rounding.with_rows)
     targets: dict[Form, list[str]] = {most: ["Linear"]}
     for module, form in modules.items():
-        if form != most or module == "lm_head":  # others take a head for no Linear
+        if form != most or module == "lm_head":  # other programs do not count a head as Linear
             targets.setdefault(form, []).append(module)
     formats = {form.format for form in targets}
     routers = [name for name in map(module_of, reader.shapes) if is_router(name)]
@@ -139,7 +141,7 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
 
 
 def group_config(form: Form, targets: Sequence[str], is_one_of_several: bool) -> dict[str, Any]:
-    """`is_one_of_several`: other groups are stored in another format."""
+    """One entry of `config_groups`. `is_one_of_several`: other groups have another format."""
     kind = {"num_bits": form.bits, "type": "int", "symmetric": True}
     strategy = {"strategy": "group", "group_size": GROUP} if form.bits == 4 else CHANNEL
     group: dict[str, Any] = {"targets": targets, "weights": kind | {"dynamic": False} | strategy}

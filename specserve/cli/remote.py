@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers, which answer in a chat."""
+"""A chat client for OpenAI-compatible servers."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from specserve.exchange.messages import StepDetails
 from specserve.models.folder import Scaled
 from specserve.text.template_messages import Message
 
-CUT = "the connection was cut before the answer had ended"
+CUT = "the connection closed before the response was complete"
 T = TypeVar("T")
 
 
 class NoAnswer(SpecserveError):
-    """The server cannot be reached, or did not complete its answer."""
+    """The server cannot be reached, or did not complete its response."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -36,11 +36,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 class Card(msgspec.Struct, frozen=True):
     id: str
-    # Sent by specserve only; `scaled` are demos that cost as much as another model.
+    # Only specserve sends these. `scaled`: demo models, padded to the compute of other models.
     drafter: str | None = None
     max_nodes: int | None = None
     scaled: list[Scaled] = []
-    sources: list[str] = []  # of draft tokens
+    sources: list[str] = []  # draft sources
 
 
 class Cards(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class ChunkDelta(msgspec.Struct, frozen=True):
 class ServerChoice(msgspec.Struct, frozen=True):
     delta: ChunkDelta
     finish_reason: str | None = None
-    speculation: ChunkDetails | None = None  # sent by specserve only, where it is asked for
+    speculation: ChunkDetails | None = None  # only specserve sends it, if the request asks for it
 
 
 class ChunkUsage(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class ChunkUsage(msgspec.Struct, frozen=True):
 class ChunkSpeculation(msgspec.Struct, frozen=True):
     num_draft_tokens: int
     mean_acceptance_length: float | None
-    drafter: str | None = None  # sent by specserve only
+    drafter: str | None = None  # only specserve sends it
 
 
 class ChunkMetrics(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class ServerChunk(msgspec.Struct, frozen=True):
 
 
 class Remote:
-    """A server of the OpenAI API. `fields` go into every request; None is left out."""
+    """An OpenAI-compatible server. Every request contains all `fields` that are not None."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Remote:
             self.fields["return_speculation_details"] = True
 
     def pick(self, model: str | None) -> Card:
-        """The model to request: the one that is named, or the server's first."""
+        """The model to request: `model`, or the server's first if it is None."""
         try:
             with self.request("GET", "/models") as response:
                 cards = {card.id: card for card in decode(response.read(), Cards).data}
@@ -121,39 +121,41 @@ class Remote:
             return next(iter(cards.values()))
         if model in cards:
             return cards[model]
-        raise ConfigError(f"--model {model}: the server at {self.url} has {', '.join(cards)}")
+        raise ConfigError(
+            f"--model {model} is unknown to {self.url}. Its models are {', '.join(cards)}"
+        )
 
     def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
-        # json, unlike msgspec, accepts the surrogates that stand for undecodable input
+        # json, unlike msgspec, accepts surrogates, which stand for undecodable input
         body = json.dumps({**self.fields, "messages": messages}).encode()
         with self.request("POST", "/chat/completions", body) as response:
             return (yield from read_answer(events(response), self.noted))
 
     def noted(self, steps: Sequence[StepDetails]) -> None:
         if any(len(step.ends) != len(step.sources) for step in steps):
-            raise NoAnswer("the server tells of steps in another way than specserve does")
+            raise NoAnswer("the server's step details do not have specserve's format")
         if self.colored is not None:
             self.colored.add_steps(steps)
 
     @contextmanager
     def request(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
-        """One request on a connection of its own, which is closed when the block is left."""
+        """Send one request on a new connection, which closes at the end of the block."""
         with closing(self.connection()) as connection:
             try:
                 connection.connect()
-                # A long prompt takes time, and not every server sends comments meanwhile.
+                # A long prompt takes time, and some servers send no comments meanwhile.
                 connection.sock.settimeout(300.0)
                 connection.request(method, self.path + path, body, self.headers)
                 response = connection.getresponse()
             except SSLCertVerificationError as e:
                 raise NoAnswer(
-                    f"the certificate of {self.url} is not trusted ({e.verify_message}): where its "
-                    "authority is unknown here, name a file with the authority's certificate in "
-                    "the environment variable SSL_CERT_FILE"
+                    f"the certificate of {self.url} is not trusted ({e.verify_message}). To trust "
+                    "its authority, set the environment variable SSL_CERT_FILE to a file with the "
+                    "authority's certificate"
                 ) from e
             except (OSError, HTTPException, UnicodeError) as e:  # UnicodeError: a bad host name
                 raise NoAnswer(
-                    f"no server answers at {self.url} ({e}): start one with `specserve serve`, "
+                    f"cannot connect to {self.url} ({e}). Start a server with `specserve serve`, "
                     "or correct --url"
                 ) from e
             try:
@@ -177,7 +179,9 @@ def read_url(url: str) -> SplitResult:
         is_known = False
     is_plain = url.isascii() and url.isprintable() and not set(url) & set(" @?#")
     if not is_known or not is_plain:
-        raise ConfigError(f"--url {url}: write http://HOST:PORT, as in http://127.0.0.1:8000")
+        raise ConfigError(
+            f"--url {url} is invalid. Write http://HOST:PORT, e.g. http://127.0.0.1:8000"
+        )
     return split
 
 
@@ -187,9 +191,9 @@ def refusal(response: HTTPResponse) -> SpecserveError:
     try:
         failure = msgspec.json.decode(raw, type=ErrorBody).error
     except msgspec.MsgspecError:
-        failure = Failure(f"{status}: is that a server of the OpenAI API?")
+        failure = Failure(f"{status}: the URL may not be an OpenAI-compatible server")
     if response.status == 401:
-        return RequestError(f"{failure.message} (--api-key-file FILE sends it)")
+        return RequestError(f"{failure.message} (pass the key with --api-key-file FILE)")
     if not 400 <= response.status < 500:
         return NoAnswer(failure.message)
     error = RequestError(failure.message)
@@ -198,7 +202,7 @@ def refusal(response: HTTPResponse) -> SpecserveError:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events; comments and other fields are skipped."""
+    """Yield the data of server-sent events; comments and other fields are skipped."""
     data: list[bytes] = []
     for line in lines:
         field, _, value = line.partition(b":")
@@ -212,8 +216,8 @@ def events(lines: Iterable[bytes]) -> Iterator[bytes]:
 def read_answer(
     events: Iterable[bytes], note: Callable[[Sequence[StepDetails]], None]
 ) -> Generator[str, None, AnswerStatistics]:
-    """The text of chunks, whose steps are noted; NoAnswer unless they end with a finish reason and
-    [DONE].
+    """Yield the text of chunks, and pass their steps to `note`. Raises NoAnswer unless the stream
+    ends with a finish reason and [DONE].
     """
     last, reason = ServerChunk(), None
     for data in events:
@@ -229,7 +233,7 @@ def read_answer(
     else:
         raise NoAnswer(CUT)
     if reason is None:
-        raise NoAnswer("the server gave up the answer without a finish reason")
+        raise NoAnswer("the server ended the response without a finish reason")
     return statistics_of(last, reason)
 
 
@@ -250,4 +254,4 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as e:
-        raise NoAnswer(f"that is no server of the OpenAI API: {e}") from e
+        raise NoAnswer(f"the server is not OpenAI-compatible: {e}") from e

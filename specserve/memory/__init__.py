@@ -1,1 +1,1 @@
-"""Blocks of KV: the pool, block tables, keys of blocks, and the arena that holds them."""
+"""The paged KV cache: block pool, block tables, prefix-cache keys, and the memory arena."""

@@ -1,4 +1,4 @@
-"""The memory of the pool: equal blocks in one flat arena, and each model's view of them."""
+"""The memory of the KV pool: equal blocks in one flat arena, and each model's view of them."""
 
 from collections.abc import Sequence
 
@@ -8,28 +8,28 @@ from torch import Tensor
 
 from specserve_kernels import KVCache, KVLayer
 
-ALIGNMENT = 16  # bytes: vector loads
+ALIGNMENT = 16  # bytes, for vector loads
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """How one layer's KV lies in a block: [K|V][slot][kv_head][head_dim], and behind them, where
-    the dtype has 8 bits, the scales: [K|V][kv_head][slot] float32.
+    """The layout of one layer's KV in a block: [K|V][slot][kv_head][head_dim]. An 8-bit dtype adds
+    scales after it: [K|V][kv_head][slot] float32.
     """
 
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # its own: KV may be narrower than the activations
+    dtype: torch.dtype  # may be narrower than the dtype of the activations
 
     @property
     def has_scales(self) -> bool:
         return self.dtype.itemsize == 1
 
     def slab_bytes(self, block_size: int) -> int:
-        """Bytes of its K in a block, or of its V."""
+        """Bytes of the layer's K in a block, or of its V."""
         return aligned(block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize)
 
     def scales_bytes(self, block_size: int) -> int:
-        """Bytes of the scales of its K in a block, or of its V."""
+        """Bytes of the scales for the layer's K in a block, or for its V."""
         return aligned(block_size * self.num_kv_heads * 4) if self.has_scales else 0
 
     def layer_bytes(self, block_size: int) -> int:
@@ -37,22 +37,22 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 def aligned(size: int) -> int:
-    """Rounded up to a multiple of ALIGNMENT."""
+    """Round a size up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def used_bytes(layouts: Sequence[KVLayout], block_size: int) -> int:
-    """Bytes of a block that `block_size` tokens of a model take."""
+    """Bytes that `block_size` tokens of a model take in a block."""
     return sum(layout.layer_bytes(block_size) for layout in layouts)
 
 
 def block_bytes(layouts: Sequence[KVLayout], block_size: int, others: Sequence[KVLayout]) -> int:
-    """Bytes of a block that fits `block_size` target tokens or one token of the other model."""
+    """Bytes of a block for `block_size` target model tokens or one token of the other model."""
     return max(used_bytes(layouts, block_size), used_bytes(others, 1))
 
 
 def tokens_that_fit(layouts: Sequence[KVLayout], block_bytes: int) -> int:
-    """The largest block size of a model whose KV lies in blocks of so many bytes."""
+    """The maximum number of a model's tokens in a block of `block_bytes`."""
     size = 0
     while used_bytes(layouts, size + 1) <= block_bytes:
         size += 1
@@ -60,10 +60,10 @@ def tokens_that_fit(layouts: Sequence[KVLayout], block_bytes: int) -> int:
 
 
 class Arena:
-    """As many blocks of `block_bytes` as there is memory for.
+    """All blocks of `block_bytes` that fit into `memory`.
 
     blocks  [num_blocks, block_bytes]  uint8, zeroed
-    views   all blocks as each model's KV, by its name; at a time one model uses a block
+    views   by model name: all blocks as that model's KV; one model at a time uses a block
     """
 
     def __init__(self, memory: Tensor, block_bytes: int) -> None:
@@ -72,14 +72,14 @@ class Arena:
         self.views: dict[str, KVCache] = {}
 
     def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
-        """`view`, by which updates of the model's KV go from now on."""
+        """Add and return a `view`; later updates of this model's KV use it."""
         self.views[name] = self.view(layouts, block_size)
         return self.views[name]
 
     def view(self, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
-        """All blocks as a model's KV: its layers lie in a block one by one."""
+        """All blocks as a model's KV; the layers follow each other within a block."""
         used, block_bytes = used_bytes(layouts, block_size), self.blocks.shape[1]
-        assert used <= block_bytes, "more tokens a block than fit into it"
+        assert used <= block_bytes, "block_size does not fit into a block"
         layers, begin = [], 0
         for layout in layouts:
             layers.append(self.layer(layout, block_size, begin))
@@ -87,7 +87,7 @@ class Arena:
         return KVCache(tuple(layers))
 
     def layer(self, layout: KVLayout, block_size: int, begin: int) -> KVLayer:
-        """A layer, which begins at this byte of every block."""
+        """The KV of a layer that begins at byte `begin` of every block."""
         slab, heads, D = layout.slab_bytes(block_size), layout.num_kv_heads, layout.head_dim
         inner, strides = (block_size, heads, D), (heads * D, D, 1)
         k, v = (self.strided(layout.dtype, at, inner, strides) for at in (begin, begin + slab))
@@ -103,7 +103,7 @@ class Arena:
     def strided(
         self, dtype: torch.dtype, begin: int, inner: Sequence[int], strides: Sequence[int]
     ) -> Tensor:
-        """The numbers of this shape and these strides from this byte on, in every block."""
+        """A strided view of every block from byte `begin` on: [num_blocks, *inner]."""
         num_blocks, block_bytes = self.blocks.shape
         flat, size = self.blocks.view(-1).view(dtype), dtype.itemsize
         at = flat.storage_offset() + begin // size

@@ -1,4 +1,4 @@
-"""Blocks of the KV pool: which are free, cached or held, and the block table of a request."""
+"""The KV block pool (free, cached and held blocks), and the block table of a request."""
 
 import hashlib
 from array import array
@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import msgspec
 
-Keys = dict[str, list[bytes]]  # of a prompt's full blocks, by the name of the KV's format
+Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
 def root_key(*parts: str | int) -> bytes:
-    """The first key of a chain, over what KV depends on besides the tokens."""
+    """The first key of a chain: a hash of everything besides tokens that KV depends on."""
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
 
 class BlockHasher:
-    """The keys of one request's full blocks of one model, in order.
+    """The keys of one request's full blocks for one model, in order.
 
-    key = SHA-256(parent key, tokens): equal keys mean equal tokens from the first one on. Not a
-    weaker hash: by a collision, one prompt could be answered with the KV of another.
+    key = SHA-256(parent key, tokens): equal keys mean equal prefixes. A weaker hash could collide,
+    and give one prompt the KV of another.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
@@ -28,7 +28,7 @@ class BlockHasher:
         self.keys: list[bytes] = []
 
     def extend(self, token_ids: "array[int]", num_tokens: int) -> list[bytes]:
-        """Add the keys of full blocks among the first `num_tokens` tokens; returns all keys."""
+        """Add the keys of full blocks in the first `num_tokens` tokens; return all keys."""
         size, keys = self.block_size, self.keys
         for start in range(len(keys) * size, num_tokens - size + 1, size):
             tokens = token_ids[start : start + size].tobytes()
@@ -37,17 +37,17 @@ class BlockHasher:
 
 
 class KVFormat(msgspec.Struct, frozen=True):
-    """What the keys of one model's blocks depend on besides tokens and salt."""
+    """The inputs of one model's block keys besides tokens and salt."""
 
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
-    is_per_tenant: bool = False  # each API key finds only blocks of its own requests
+    is_per_tenant: bool = False  # an API key finds only blocks of its own requests
 
     def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
-        """`adapter` is the digest of what changes the model, if anything does."""
+        """A hasher for one request; `adapter` is the digest of its LoRA adapter, or ""."""
         parts: list[str | int] = [salt, adapter] if adapter else [salt]
         if self.is_per_tenant and tenant:
-            parts.append(tenant)  # a number, as an adapter is a text
+            parts.append(tenant)  # an int, so that it differs from any adapter
         return BlockHasher(root_key(self.name, *parts), self.block_size)
 
 
@@ -58,8 +58,8 @@ def prompt_keys(
     adapter: str = "",
     tenant: int = 0,
 ) -> Keys:
-    """The keys of a prompt's full blocks for every model with a prefix cache. Adapters change the
-    target alone.
+    """The keys of a prompt's full blocks for every model with a prefix cache. Adapters change only
+    the target model.
     """
     tokens = array("i", token_ids)
     hashers = {
@@ -70,10 +70,10 @@ def prompt_keys(
 
 
 class KVUpdates(NamedTuple):
-    """What a launch does to the arena before anything else: the moves in order, then the copies.
+    """Updates of the arena at the start of a launch: the moves in order, then the copies.
 
-    moves   by model: KV of a token, from slot to slot: block * block_size + offset
-    copies  whole blocks, from block to block
+    moves   by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
+    copies  (from block, to block) of whole blocks
     """
 
     moves: dict[str, list[tuple[int, int]]]
@@ -84,11 +84,11 @@ class KVUpdates(NamedTuple):
 
 
 class PendingUpdates:
-    """Updates that no launch has taken yet.
+    """Updates for the next launch.
 
-    The next launch, of either model, moves the accepted nodes of the last step, and so before
-    another request can write to their blocks. Copies are noted while a step is planned or drafted,
-    which comes after the last step's moves.
+    The next launch of either model moves the accepted nodes of the last step before another
+    request can write to their blocks. Copies are added while a step is planned or drafted, after
+    the moves of the last step.
     """
 
     def __init__(self) -> None:
@@ -96,14 +96,14 @@ class PendingUpdates:
         self.copies: list[tuple[int, int]] = []
 
     def move(self, model: str, slots: Iterable[tuple[int, int]]) -> None:
-        assert not self.copies, "a move after a copy would be done before it"
+        assert not self.copies, "a launch would run this move before the earlier copies"
         self.moves[model] += slots
 
     def copy(self, source: int, target: int) -> None:
         self.copies.append((source, target))
 
     def take(self) -> KVUpdates:
-        """All pending updates; the caller has to carry them out."""
+        """Return and clear all pending updates; the caller must run them."""
         moves = {model: slots for model, slots in self.moves.items() if slots}
         updates = KVUpdates(moves, self.copies)
         self.moves, self.copies = defaultdict(list), []
@@ -111,10 +111,11 @@ class PendingUpdates:
 
 
 class BlockPool:
-    """Invariant: free + cached + held = all blocks, and every block's count equals its holders.
+    """All KV blocks, with their reference counts and prefix-cache keys.
 
-    A block with a key can be found by it. While no table holds it, it is cached: it is evicted only
-    where no free block is left, the least recently held first.
+    Invariant: free + cached + held = all blocks, and a block's count is the number of tables that
+    hold it. `find` finds a block by its key. A block with a key that no table holds is cached.
+    Cached blocks are evicted in least-recently-used order if no block is free.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.updates = PendingUpdates()
-        # A stack: memory that was touched is used again before memory that was not.
+        # A stack, so that recently used memory is reused first.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self.counts = [0] * num_blocks
-        self.owners = [""] * num_blocks  # the model whose KV it has: "target" or "draft"
+        self.owners = [""] * num_blocks  # the model whose KV a block has: "target" or "draft"
         self.keys: list[bytes | None] = [None] * num_blocks
         self.found: dict[bytes, int] = {}
         self.num_held: Counter[str] = Counter()  # by owner
@@ -136,7 +137,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `try_allocate` can give out."""
+        """Number of blocks that `try_allocate` can return."""
         return len(self.free) + len(self.cached)
 
     @property
@@ -150,7 +151,7 @@ class BlockPool:
         return {**held, "cached": len(self.cached), "free": len(self.free)}
 
     def try_allocate(self, n: int, owner: str = "target") -> list[int] | None:
-        """n blocks with one holder each, or none at all."""
+        """Allocate n blocks with one holder each; None if fewer are available."""
         if n > self.num_available:
             return None
         blocks = [self.free.pop() if self.free else self.evict() for _ in range(n)]
@@ -171,7 +172,7 @@ class BlockPool:
             self.keys[block] = None
 
     def unpublish(self, blocks: Iterable[int]) -> None:
-        """Forget the keys of blocks, which nobody finds any more; cached ones are free."""
+        """Drop the keys of blocks, so that no request finds them; cached blocks become free."""
         for block in blocks:
             self.forget(block)
             if block in self.cached:
@@ -186,7 +187,7 @@ class BlockPool:
         self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each block, in order: cached ones are evicted in that order."""
+        """Remove a holder from each block. Blocks that become cached are evicted in this order."""
         for block in blocks:
             self.counts[block] -= 1
             assert self.counts[block] >= 0, f"block {block} was released twice"
@@ -199,10 +200,10 @@ class BlockPool:
                 self.cached[block] = None
 
     def publish(self, block: int, key: bytes) -> int:
-        """Give a held block a key; the block that the key finds.
+        """Give a held block a key; return the block that the key finds.
 
-        Where another block has the key already, the caller's hold passes to that one, so that a
-        table with a block of a prefix holds all the blocks that are found before it.
+        If another block has the key, the caller holds that block instead of its own. Then a table
+        with a block of a prefix also holds the blocks that are found before it.
         """
         twin = self.found.setdefault(key, block)
         if twin == block:
@@ -213,7 +214,7 @@ class BlockPool:
         return twin
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of these keys, up to the first key that no block has."""
+        """The blocks of these keys, up to the first unknown key."""
         blocks = []
         for key in keys:
             block = self.found.get(key)
@@ -223,14 +224,14 @@ class BlockPool:
         return blocks
 
     def drop(self, owner: str) -> None:
-        """Free the cached blocks of a model that is gone."""
+        """Free the cached blocks of a model that was removed."""
         for block in [block for block in self.cached if self.owners[block] == owner]:
             del self.cached[block]
             self.forget(block)
             self.free.append(block)
 
     def reset_cache(self) -> None:
-        """Forget all keys: no KV computed before is found again."""
+        """Drop all keys, so that no earlier KV is found."""
         self.num_resets += 1
         self.keys = [None] * self.num_blocks
         self.found.clear()
@@ -238,28 +239,28 @@ class BlockPool:
         self.cached.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert the invariant, given the blocks of all tables."""
+        """Assert the invariant; `tables` are the blocks of all tables."""
         holders = Counter(block for table in tables for block in table)
         free = set(self.free)
         assert len(free) == len(self.free), "a block is free twice"
         for block, count in enumerate(self.counts):
             assert count == holders[block], f"block {block}: {count} != {holders[block]} holders"
             places = (count > 0) + (block in free) + (block in self.cached)
-            assert places == 1, f"block {block} is lost, or in two places"
+            assert places == 1, f"block {block} is in {places} of held, free and cached, not in 1"
             key = self.keys[block]
             assert key is None or self.found.get(key) == block, f"block {block} is not found"
-            assert key is not None or block not in self.cached, f"block {block} cannot be found"
-            assert key is None or block not in free, f"block {block} is free, and can be found"
+            assert key is not None or block not in self.cached, f"block {block} has no key"
+            assert key is None or block not in free, f"block {block} is free, but has a key"
         num_held, num_keys = (sum(map(bool, x)) for x in (self.counts, self.keys))
         owned = self.num_held.total()
-        assert owned == num_held, f"owners hold {owned} blocks, and {num_held} are held"
-        assert len(self.found) == num_keys, "more keys than blocks that have one"
+        assert owned == num_held, f"num_held counts {owned} blocks, but {num_held} are held"
+        assert len(self.found) == num_keys, "more keys than blocks with a key"
 
 
 class BlockTable:
-    """The slots 0, 1, .. of a request; the KV of its first `num_computed` tokens stands in them.
+    """The blocks of a request for one model; they hold the KV of its first `num_computed` tokens.
 
-    Several tables may hold a block. It is written only while a single table holds it and it has no
+    Several tables may hold a block. A block is writable only if one table holds it and it has no
     key, so that shared KV never changes.
     """
 
@@ -271,15 +272,15 @@ class BlockTable:
         hasher: BlockHasher | None = None,
     ) -> None:
         self.pool, self.block_size, self.owner = pool, block_size, owner
-        self.hasher = hasher  # None: its blocks get no keys
+        self.hasher = hasher  # None: no prefix cache
         self.blocks = array("i")
         self.num_computed = 0
         self.num_published = 0  # blocks
-        self.epoch = pool.num_resets  # when its first block was taken
+        self.epoch = pool.num_resets  # number of cache resets when the first block was added
 
     @property
     def is_copy_due(self) -> bool:
-        """Whether the next slot lies in a block that may not be written: shared, or with a key."""
+        """Whether the next slot is in a block that is not writable: shared, or with a key."""
         place = self.num_computed // self.block_size
         if place >= len(self.blocks):
             return False
@@ -292,7 +293,7 @@ class BlockTable:
         return new + (num_slots > self.num_computed and self.is_copy_due)
 
     def try_reserve(self, num_slots: int) -> bool:
-        """Hold blocks for `num_slots` slots; False, with nothing changed, where too few are
+        """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are
         available.
         """
         missing = self.missing(num_slots)
@@ -314,7 +315,7 @@ class BlockTable:
         self.pool.release([shared])
 
     def reserve_some(self, num_slots: int, spare: int) -> int:
-        """Hold blocks for up to `num_slots` slots, `spare` more at most; the slots that fit."""
+        """Hold up to `spare` more blocks for up to `num_slots` slots; return the slots that fit."""
         missing, spare = self.missing(num_slots), max(0, spare)
         if missing == 0:
             return num_slots
@@ -322,12 +323,12 @@ class BlockTable:
             more = spare - self.is_copy_due
             num_slots = max(self.num_computed, (len(self.blocks) + more) * self.block_size)
         reserved = self.try_reserve(num_slots)
-        assert reserved, "fewer blocks are available than the caller said"
+        assert reserved, "fewer blocks are available than `spare`"
         return num_slots
 
     def num_keys(self, token_ids: "array[int]") -> int:
-        """Number of full blocks that a lookup of these tokens may return: those before the last
-        token, which is always computed, as its logits are needed.
+        """Maximum number of full blocks that a lookup of these tokens returns. They end before the
+        last token, which is always computed because its logits are needed.
         """
         return 0 if self.hasher is None else (len(token_ids) - 1) // self.block_size
 
@@ -337,16 +338,16 @@ class BlockTable:
         return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
     def find(self, token_ids: "array[int]") -> list[int]:
-        """The blocks that the prefix cache has for these tokens, from the end of the table on."""
+        """The cached blocks for these tokens that follow the blocks in the table."""
         if self.hasher is None:
             return []
         keys = self.hasher.extend(token_ids, len(token_ids) - 1)
         return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
-        """Extend the table by the longest run of found blocks, if it ends with a full block.
+        """Extend the table by all blocks that the prefix cache finds, if its last block is full.
 
-        At most `spare` of them may be cached ones, which no table holds.
+        At most `spare` of these blocks may be cached, i.e. held by no table.
         """
         if not self.blocks:
             self.epoch = self.pool.num_resets
@@ -364,8 +365,8 @@ class BlockTable:
             self.num_computed = self.num_published * self.block_size
 
     def fork(self, other: "BlockTable", num_tokens: int) -> None:
-        """Share the blocks of another table's first tokens. A partly full block is copied by the
-        first of its holders that writes to it.
+        """Share the blocks of another table's first tokens. The first holder that writes to a
+        partly full block copies it.
         """
         assert not self.blocks, "only an empty table can fork another"
         assert num_tokens <= other.num_computed
@@ -377,11 +378,11 @@ class BlockTable:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether its blocks get keys; not if the cache was reset since the first was taken."""
+        """Whether the blocks get keys: not without a prefix cache, and not after a cache reset."""
         return self.hasher is not None and self.epoch == self.pool.num_resets
 
     def publish(self, token_ids: "array[int]") -> None:
-        """Give keys to the blocks full of computed tokens, so that other requests find them."""
+        """Give keys to the blocks that are full of computed tokens, so that requests find them."""
         full = self.num_computed // self.block_size
         if full == self.num_published or self.hasher is None or not self.is_publishing:
             return
@@ -391,12 +392,12 @@ class BlockTable:
         self.num_published = full
 
     def slot(self, place: int) -> int:
-        """The arena slot with the KV of the request's token at this place."""
+        """The arena slot with the KV of the request's token at index `place`."""
         block, offset = divmod(place, self.block_size)
         return self.blocks[block] * self.block_size + offset
 
     def slots(self, begin: int, end: int) -> list[int]:
-        """The arena slots of the places [begin, end)."""
+        """The arena slots of the token indices [begin, end)."""
         slots, size = list[int](), self.block_size
         while begin < end:
             block, offset = divmod(begin, size)
@@ -406,8 +407,8 @@ class BlockTable:
         return slots
 
     def trim(self) -> None:
-        """Give back the blocks without a computed token, the last one first: then the cache evicts
-        the end of a prefix before its beginning.
+        """Release the blocks without a computed token, the last one first. Then the end of a prefix
+        is evicted before its beginning.
         """
         kept = -(-self.num_computed // self.block_size)
         if kept < len(self.blocks):
@@ -416,15 +417,15 @@ class BlockTable:
             self.pool.release(reversed(given_back))
 
     def clear(self) -> None:
-        """Give all blocks back; the KV has to be found or computed again."""
+        """Release all blocks; the KV must be found or computed again."""
         self.num_computed = self.num_published = 0
         self.trim()
 
 
 class KVTables:
-    """Makes the block tables of requests, and their prompts' keys.
+    """Creates the block tables of requests, and the keys of their prompts.
 
-    formats  of each model whose KV has a prefix cache: "target", "draft"
+    formats  by model ("target", "draft"): the KV format, for models with a prefix cache
     """
 
     def __init__(
@@ -434,8 +435,8 @@ class KVTables:
         names: Mapping[str, str] | None = None,
         is_per_tenant: bool = False,
     ) -> None:
-        """`block_sizes` is in tokens, by model. `names` identifies each model's KV: a model without
-        a name has no prefix cache. `is_per_tenant`: no tenant finds KV of another one's requests.
+        """`block_sizes` is in tokens, by model. `names` identifies each model's KV; a model without
+        a name has no prefix cache. `is_per_tenant`: a tenant finds only KV of its own requests.
         """
         self.pool, self.block_sizes = pool, block_sizes
         self.formats = {
@@ -447,14 +448,14 @@ class KVTables:
     def prompt_keys(
         self, token_ids: Sequence[int], salt: str, adapter: str = "", tenant: int = 0
     ) -> Keys:
-        """The keys of a prompt's full blocks for every model; safe in any thread."""
+        """The keys of a prompt's full blocks for every model; thread-safe."""
         return prompt_keys(self.formats, token_ids, salt, adapter, tenant)
 
     def table(
         self, model: str, salt: str, keys: Keys | None = None, adapter: str = "", tenant: int = 0
     ) -> BlockTable:
-        """An empty table for a model's KV. `keys` are its prompt's, `adapter` is the digest of what
-        changes the model.
+        """An empty table for a model's KV. `keys` are the keys of the request's prompt, `adapter`
+        is the digest of its LoRA adapter.
         """
         format = self.formats.get(model)
         hasher = None if format is None else format.hasher(salt, adapter, tenant)

@@ -1,4 +1,4 @@
-"""What a LoRA adapter's adapter_config.json says of its modules, read as peft reads it."""
+"""Parses adapter_config.json of a LoRA adapter in the same way as peft."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from specserve.models.decoder_config import flag, is_int, positive
 from specserve.models.folder import read_json
 
 NAME = "adapter_config.json"
-DEFAULTS: dict[str, Any] = {  # of peft, for fields that the file lacks
+DEFAULTS: dict[str, Any] = {  # peft's values for missing fields
     "peft_type": None,
     "r": 8,
     "lora_alpha": 8,
@@ -28,16 +28,15 @@ DEFAULTS: dict[str, Any] = {  # of peft, for fields that the file lacks
     "exclude_modules": None,
     "layers_to_transform": None,
 }
-ALLOWED: dict[str, tuple[Any, ...]] = {  # of fields that may change what the tensors mean
+ALLOWED: dict[str, tuple[Any, ...]] = {  # supported values of fields that change the computation
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
     "layers_pattern": (None, "", [], "layers", ["layers"]),
 }
-# The others of peft begin by changing the model's own weights, and the tensors complete those.
+# Supported values of init_lora_weights. peft's other values change the model's weights first.
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# Fields that say where an adapter comes from and how it was trained, or what only counts beside a
-# field that is refused.
+# Ignored fields: the origin of an adapter, its training, and options of unsupported fields.
 HARMLESS = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -56,40 +55,40 @@ HARMLESS = (
     "runtime_config",
 )
 REMEDY = (
-    "take another adapter, correct the file if it is wrong, or merge the adapter into its model "
+    "Use another adapter, correct the file if it is wrong, or merge the adapter into its model "
     "(peft's merge_and_unload)"
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-LARGEST = 1 << 20  # rank, and alpha: whatever is larger is a mistake
-SECONDS = 5.0  # that an adapter's regular expressions may take
-LARGEST_PATTERN = 1 << 16  # characters times all counts of its repetitions: compiling has no limit
+LARGEST = 1 << 20  # maximum rank and alpha
+SECONDS = 5.0  # time limit for all regular expressions of an adapter
+LARGEST_PATTERN = 1 << 16  # maximum characters times repetition counts; limits the compile time
 COUNT = re.compile(r"\{(\d*),?(\d*)\}")
-MOST_BYTES = 1 << 20  # of the file
+MOST_BYTES = 1 << 20  # maximum size of the file
 
 
 class Pattern:
-    """A regular expression of an adapter's file. As it may be one that never ends, there is a limit
-    of time, and other threads run meanwhile: `re` has neither.
+    """A regular expression from an adapter's file. Uses the package `regex`, not `re`, because
+    `regex` has a time limit, and lets other threads run while it matches.
     """
 
     def __init__(self, text: str, left: list[float]) -> None:
-        """`left` holds the seconds that it and others may take."""
+        """`left` is a list with the seconds that all expressions of the file may still take."""
         self.text, self.left = text, left
         if size_of(text) > LARGEST_PATTERN:
             raise ValueError(
-                f"the regular expression {text!r:.200} is too large: it may have "
-                f"{LARGEST_PATTERN} characters, times the counts of its repetitions. List the "
-                "names of the modules instead"
+                f"the regular expression {text!r:.200} is too large: at most {LARGEST_PATTERN} "
+                "characters, times its repetition counts, are allowed. List the names of the "
+                "modules instead"
             )
         with self.timed():
             try:
                 self.compiled = regex.compile(text, cache_pattern=False)
             except (regex.error, RecursionError, OverflowError) as e:
-                raise ValueError(f"{text!r:.200} is no regular expression ({e!s:.200})") from e
+                raise ValueError(f"{text!r:.200} is not a regular expression ({e!s:.200})") from e
 
     def matches(self, module: str, whole: bool = True) -> bool:
-        """Whether it matches all of a module's name, or how that begins; TimeoutError once there is
-        no time left.
+        """Whether the expression matches a module's whole name, or else a prefix of it. Raises
+        TimeoutError if no time is left.
         """
         find = self.compiled.fullmatch if whole else self.compiled.match
         with self.timed() as left:
@@ -97,7 +96,7 @@ class Pattern:
 
     @contextmanager
     def timed(self) -> Iterator[float]:
-        """A block that takes of the time that is left, which it is given."""
+        """Yield the time left in seconds, and subtract the time of the block from it."""
         start = perf_counter()
         try:
             yield max(self.left[0], 1e-3)
@@ -109,7 +108,7 @@ class Pattern:
 
 
 class Names:
-    """Modules whose name is one of these, or ends with one of these after a period."""
+    """Matches modules whose name is in a list, or ends with a period and a name of the list."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
@@ -120,12 +119,12 @@ class Names:
 
 
 def size_of(pattern: str) -> int:
-    """About how many nodes a regular expression compiles to: repetitions are written out."""
+    """An estimate of the number of nodes that a regular expression compiles to."""
     counts = (max(1, *(int(n[:9] or 1) for n in found)) for found in COUNT.findall(pattern))
     return len(pattern) * math.prod(counts)
 
 
-Patterns = tuple[tuple[Pattern, Any], ...]  # the first that matches counts
+Patterns = tuple[tuple[Pattern, Any], ...]  # the first match wins
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,8 +135,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     alphas: Patterns
     targets: Pattern | Names
     excluded: Pattern | Names
-    whole_names: frozenset[str]  # targets in whichever layer they are
-    layers: frozenset[int] | None  # where the other targets are; None: in all
+    whole_names: frozenset[str]  # targets in any layer
+    layers: frozenset[int] | None  # layers of the other targets; None: all layers
 
     def rank_of(self, module: str) -> int:
         rank: int = first_match(self.ranks, module, self.rank)
@@ -162,26 +161,26 @@ def load_adapter_config(folder: Path) -> AdapterConfig:
     path = folder / NAME
     if not path.exists():
         raise ConfigError(
-            f"{path}: missing; an adapter is a folder as peft's save_pretrained writes it, with "
-            f"{NAME} and adapter_model.safetensors"
+            f"{path} is missing. Name a folder that peft's save_pretrained wrote, with {NAME} and "
+            "adapter_model.safetensors"
         )
     if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path}: more than {MOST_BYTES} bytes; download the adapter again")
+        raise ConfigError(f"{path} exceeds {MOST_BYTES} bytes. Download the adapter again")
     try:
         return parse(read_json(path))
     except (ValueError, TimeoutError) as e:
-        raise ConfigError(f"{path}: {e}; {REMEDY}") from e
+        raise ConfigError(f"{path}: {e}. {REMEDY}") from e
 
 
 def parse(written: Mapping[str, Any]) -> AdapterConfig:
-    """ValueError says what cannot be served."""
+    """Parse the fields of adapter_config.json. Raises ValueError for unsupported fields."""
     fields = DEFAULTS | dict(written)
     check_fields(fields)
     targets, layers = fields["target_modules"], layers_of(fields["layers_to_transform"])
     if isinstance(targets, str) and layers is not None:
-        raise ValueError("layers_to_transform is for a list of target_modules")
+        raise ValueError("layers_to_transform needs a list of target_modules")
     if not targets:
-        raise ValueError(f"target_modules = {targets!r} names no module")
+        raise ValueError(f"target_modules = {targets!r} does not name any module")
     left = [SECONDS]
     return AdapterConfig(
         rank=positive(fields, "r", LARGEST),
@@ -197,28 +196,28 @@ def parse(written: Mapping[str, Any]) -> AdapterConfig:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """ValueError for what would be ignored. Fields of later versions of peft are off if empty, as
-    those of known ones are.
+    """Raise ValueError for fields that would be ignored. Empty fields are accepted, because peft's
+    later versions turn features off with empty fields.
     """
     for key, value in fields.items():
         if key in ALLOWED:
             if value not in ALLOWED[key]:
                 raise ValueError(
-                    f"{key} = {shortened(value)} is not supported: only "
-                    f"{' and '.join(repr(known) for known in ALLOWED[key] if known)} is"
+                    f"{key} = {shortened(value)} is not supported, only "
+                    f"{' and '.join(repr(known) for known in ALLOWED[key] if known)}"
                 )
         elif value and key == "modules_to_save":
             raise ValueError(
-                f"{key} = {shortened(value)} is not supported: it replaces whole modules, and an "
-                "adapter changes the linear maps of layers here"
+                f"{key} = {shortened(value)} is not supported: it replaces whole modules, and "
+                "specserve adapts only the linear maps of layers"
             )
         elif value and key not in DEFAULTS and key not in HARMLESS:
             raise ValueError(f"{key} = {shortened(value)} is not supported")
     if (beginning := fields.get("init_lora_weights")) not in BEGINNINGS:
         raise ValueError(
-            f"init_lora_weights = {shortened(beginning)} is not supported, as it changes the "
-            "model's own weights (peft's path_initial_model_for_weight_conversion saves an adapter "
-            "that needs no such change)"
+            f"init_lora_weights = {shortened(beginning)} is not supported: it changes the model's "
+            "weights (peft's path_initial_model_for_weight_conversion saves an adapter that does "
+            "not)"
         )
 
 
@@ -228,7 +227,9 @@ def first_match(patterns: Patterns, module: str, otherwise: Any) -> Any:
 
 
 def patterns(fields: Mapping[str, Any], key: str, value_of: Any, left: list[float]) -> Patterns:
-    """Values by regular expression, which matches a module's name, or its end after a period."""
+    """The values of a field that maps expressions to values. An expression matches a module's name,
+    or its end after a period.
+    """
     told = fields[key] or {}
     if not isinstance(told, dict):
         raise ValueError(f"{key} = {shortened(told)} must be an object")
@@ -241,12 +242,10 @@ def patterns(fields: Mapping[str, Any], key: str, value_of: Any, left: list[floa
 
 
 def names(fields: Mapping[str, Any], key: str, left: list[float]) -> Pattern | Names:
-    """What the modules' whole names match: a regular expression of its own, or any of these names,
-    alone or after a period.
-    """
+    """The matcher of a field with module names: a regular expression or a list of names."""
     told = fields[key] or []
     if isinstance(told, str):
-        is_all = told.lower() == "all-linear"  # in peft's words; the head is not among them
+        is_all = told.lower() == "all-linear"  # peft's name for all maps but the head
         return Pattern(r"model\.layers\..*" if is_all else told, left)
     if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
         raise ValueError(f"{key} = {shortened(told)} must be names or a regular expression")
@@ -258,7 +257,7 @@ def layers_of(told: Any) -> frozenset[int] | None:
         return None
     layers = told if isinstance(told, list) else [told]
     if not all(is_int(layer) for layer in layers):
-        raise ValueError(f"layers_to_transform = {shortened(told)} must be numbers of layers")
+        raise ValueError(f"layers_to_transform = {shortened(told)} must be layer numbers")
     return frozenset(layers)
 
 

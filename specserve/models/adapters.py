@@ -1,4 +1,4 @@
-"""A LoRA adapter in peft's format, as changes of the decoder's fused linear maps."""
+"""Reads LoRA adapters in peft's format, and applies them to the decoder's fused linear maps."""
 
 import hashlib
 import json
@@ -25,11 +25,11 @@ from specserve.models.weight_files import check_is_at_home
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
-HEADER_BYTES = 4 << 20  # of a file, at most
-OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft could change, and no kernel does
-WHOLE = re.compile(r"embed_tokens|lm_head|modules_to_save")  # in a tensor's name
+HEADER_BYTES = 4 << 20  # maximum size of a file's header
+OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft can adapt, but the kernels cannot
+WHOLE = re.compile(r"embed_tokens|lm_head|modules_to_save")  # in names of unsupported tensors
 ONLY_LAYERS = (
-    "An adapter changes the linear maps of layers here; merge this one into its model (peft's "
+    "specserve adapts only the linear maps of layers. Merge the adapter into its model (peft's "
     "merge_and_unload), or train it without embed_tokens, lm_head and modules_to_save"
 )
 
@@ -37,8 +37,8 @@ ONLY_LAYERS = (
 class AdapterMap(NamedTuple):
     """The change of one fused linear map [N, K]: `up @ down`.
 
-    The map has P parts, which are modules of their own in the checkpoint. Each has `max_rank` rows
-    of `down` and columns of `up`; beyond its own rank they are zero.
+    The map has P parts, which are separate modules in the checkpoint. A part has `max_rank` rows of
+    `down` and columns of `up`; they are zero beyond the part's rank.
     """
 
     down: Tensor  # [P * max_rank, K]
@@ -46,13 +46,13 @@ class AdapterMap(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    digest: bytes  # SHA-256 of what it does: equal for equal tensors, however they are stored
-    rank: int  # the largest of its modules
-    layers: tuple[Mapping[str, AdapterMap], ...]  # qkv, out, gate_up, down, where it changes them
+    digest: bytes  # SHA-256 of tensors and scalings: equal for equal changes of the model
+    rank: int  # maximum over its modules
+    layers: tuple[Mapping[str, AdapterMap], ...]  # by layer; keys: qkv, out, gate_up, down
 
 
 class PackedAdapter(NamedTuple):
-    """As `AdapterSlots.put` takes it: the maps are as kernels read them."""
+    """An adapter for `AdapterSlots.put`, with its maps in the kernels' format."""
 
     digest: str  # in hexadecimal
     rank: int
@@ -60,18 +60,18 @@ class PackedAdapter(NamedTuple):
 
 
 class AdaptedModule(NamedTuple):
-    """A module that is a fused map, or a part of one."""
+    """A module of the checkpoint that is a fused map, or a part of one."""
 
     module: str
     height: int
     width: int
 
 
-FusedMaps = Mapping[str, Sequence[AdaptedModule]]  # of a layer, by name
+FusedMaps = Mapping[str, Sequence[AdaptedModule]]  # a layer's fused maps and their parts, by name
 
 
 def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
-    """ConfigError unless all of it can be served."""
+    """Read an adapter's folder. Raises ConfigError if a part of it is not supported."""
     check_regular(folder)
     check_files(folder)
     told = load_adapter_config(folder)
@@ -83,12 +83,12 @@ def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torc
         rows = rows_of_qkv(config)
         read = tuple(reader.read_layer(maps, rows) for maps in layers)
         return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
-    except TimeoutError as e:  # of a regular expression
-        raise ConfigError(f"{folder / NAME}: {e}; {REMEDY}") from e
+    except TimeoutError as e:  # from a regular expression
+        raise ConfigError(f"{folder / NAME}: {e}. {REMEDY}") from e
 
 
 def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> int:
-    """The memory of an adapter that changes every map; no other needs more."""
+    """Bytes of an adapter that changes every map: the maximum for this rank."""
     layers = (fused_maps(config, layer).values() for layer in range(config.num_layers))
     sizes = (
         len(parts) * max_rank * (parts[0].width + sum(part.height for part in parts))
@@ -99,7 +99,7 @@ def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> i
 
 
 def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
-    """A layer's maps that an adapter may change: not those of experts."""
+    """A layer's maps that an adapter may change; maps of experts are not supported."""
     maps = {"qkv": config.qkv_names, "out": ["self_attn.o_proj"]}
     has_experts = config.has_experts(layer)
     if not has_experts:
@@ -112,34 +112,34 @@ def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
 
 
 class AdapterReader:
-    """Reads an adapter's tensors, one after the other."""
+    """Reads and checks an adapter's tensors."""
 
     def __init__(
         self, path: Path, told: AdapterConfig, max_rank: int, dtype: torch.dtype, most: int
     ) -> None:
-        """ConfigError for a file of more than `most` bytes."""
+        """Raises ConfigError for a file of more than `most` bytes."""
         self.path, self.told, self.max_rank, self.dtype = path, told, max_rank, dtype
         self.tensors = load_tensors(path, most)
         found = (TENSOR.fullmatch(name) for name in self.tensors)
         self.modules = {match[1] for match in found if match is not None}
-        self.content = hashlib.sha256()  # of the tensors that were read, in the model's order
+        self.content = hashlib.sha256()  # over the tensors in the model's order
 
     def check(self, parts: Iterable[AdaptedModule]) -> None:
-        """ConfigError for a tensor that is missing, wrong or would not be used."""
+        """Raise ConfigError for a tensor that is missing, wrong or unused."""
         by_module = {part.module: part for part in parts}
         self.check_names(by_module)
         for module, part in by_module.items():
             has_tensors = module in self.modules
             if self.told.is_target(module) != has_tensors:
-                mistake = "tensors, and is not" if has_tensors else "no tensors, and is"
+                mistake = "tensors, but is not" if has_tensors else "no tensors, but is"
                 raise ConfigError(
-                    f"{self.path}: {module} has {mistake} in target_modules of {NAME}; "
-                    f"download the adapter again, or correct {NAME}"
+                    f"{self.path}: {module} has {mistake} in target_modules of {NAME}. "
+                    f"Download the adapter again, or correct {NAME}"
                 )
             if has_tensors:
                 self.check_part(part)
         if not self.modules:
-            raise ConfigError(f"{self.path}: it has no tensors; download the adapter again")
+            raise ConfigError(f"{self.path} has no tensors. Download the adapter again")
 
     def check_names(self, parts: Mapping[str, AdaptedModule]) -> None:
         for name in sorted(self.tensors):
@@ -148,23 +148,23 @@ class AdapterReader:
             if match is None or match[1] not in parts:
                 ends = sorted({".".join(part.split(".")[3:]) for part in parts})
                 raise ConfigError(
-                    f"{self.path}: the tensor {name} is of no module that an adapter can change "
-                    f"here, which are {', '.join(ends)} of the model's layers; take an adapter of "
-                    "this model that changes these alone, or merge this one into its model "
-                    "(peft's merge_and_unload)"
+                    f"{self.path}: the tensor {name} changes an unsupported module. Supported are "
+                    f"{', '.join(ends)} of the model's layers. Use an adapter for this model that "
+                    "changes only these, or merge this one into its model (peft's "
+                    "merge_and_unload)"
                 )
         for module in OTHERS:
             if self.told.is_target(module):
                 raise ConfigError(
-                    f"{self.path.with_name(NAME)}: target_modules has {module}. {ONLY_LAYERS}"
+                    f"{self.path.with_name(NAME)}: target_modules includes {module}. {ONLY_LAYERS}"
                 )
 
     def check_part(self, part: AdaptedModule) -> None:
         rank = self.told.rank_of(part.module)
         if rank > self.max_rank:
             raise ConfigError(
-                f"{self.path}: {part.module} has the rank {rank}, and at most {self.max_rank} is "
-                f"served; raise lora.max_rank to {rank}"
+                f"{self.path}: {part.module} has rank {rank}, and the maximum is {self.max_rank}. "
+                f"Raise lora.max_rank to {rank}"
             )
         self.check_tensor(tensor_name(part.module, "A"), [rank, part.width])
         self.check_tensor(tensor_name(part.module, "B"), [part.height, rank])
@@ -172,20 +172,19 @@ class AdapterReader:
     def check_tensor(self, name: str, shape: list[int]) -> None:
         if name not in self.tensors:
             raise ConfigError(
-                f"{self.path}: the tensor {name} is missing, and the other one of its module is "
-                "there; download the adapter again"
+                f"{self.path}: the tensor {name} is missing, but its module has the other one. "
+                "Download the adapter again"
             )
         tensor = self.tensors[name]
         if (found := list(tensor.shape)) != shape:
             raise ConfigError(
-                f"{self.path}: the tensor {name} has the shape {found}, and the model and {NAME} "
-                f"ask for {shape}; take an adapter of this model, or correct r and rank_pattern"
+                f"{self.path}: the tensor {name} has the shape {found}, but the model and {NAME} "
+                f"require {shape}. Use an adapter for this model, or correct r and rank_pattern"
             )
         if tensor.dtype not in DTYPES.values():
             raise ConfigError(
-                f"{self.path}: the tensor {name} has the type {name_of(tensor.dtype)}; supported "
-                f"are {', '.join(map(name_of, DTYPES.values()))}, so save the adapter in one of "
-                "these"
+                f"{self.path}: the tensor {name} has the dtype {name_of(tensor.dtype)}. Save the "
+                f"adapter in a supported dtype: {', '.join(map(name_of, DTYPES.values()))}"
             )
 
     def read_layer(self, maps: FusedMaps, rows_of_qkv: Tensor | None) -> dict[str, AdapterMap]:
@@ -196,7 +195,7 @@ class AdapterReader:
         }
 
     def read_map(self, parts: Sequence[AdaptedModule], rows: Tensor | None) -> AdapterMap:
-        """With the rows of `up` in this order."""
+        """Read the parts of a fused map; `rows` is the order of the rows of `up`."""
         heights, R = [part.height for part in parts], self.max_rank
         down = torch.zeros(len(parts) * R, parts[0].width, dtype=self.dtype)
         up = torch.zeros(sum(heights), len(parts) * R, dtype=self.dtype)
@@ -214,49 +213,47 @@ class AdapterReader:
         out.copy_(stored.float() * scaling)
         if not out.isfinite().all():
             raise ConfigError(
-                f"{self.path}: the tensor {name} has numbers that are not finite, or not once they "
-                "are scaled; download the adapter again, or take another"
+                f"{self.path}: the tensor {name} has values that are not finite, or not after "
+                "scaling. Download the adapter again, or use another one"
             )
         self.content.update(f"{name} {stored.dtype} {list(stored.shape)} {scaling!r}\n".encode())
         self.content.update(stored.view(torch.uint8).numpy().data)
 
 
 def load_tensors(path: Path, most: int) -> dict[str, Tensor]:
-    """Those of a file, which is read and not mapped, as it may be written to while it is used."""
+    """Read all tensors of a file. The file is not mapped, because it may change during use."""
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check the file") from e
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check the file") from e
     size = int.from_bytes(data[:8], "little")
     if size > HEADER_BYTES:
-        raise ConfigError(f"{path}: its header is too large; download the adapter again")
+        raise ConfigError(f"{path}: the header is too large. Download the adapter again")
     if len(data) > most:
         with suppress(ValueError, RecursionError, TypeError):  # a damaged header
             for name in sorted(json.loads(data[8 : 8 + size])):
                 refuse_whole(path, name)
         raise ConfigError(
-            f"{path}: more than {most} bytes, which an adapter with the largest rank has at most; "
-            "take a smaller one, or raise lora.max_rank"
+            f"{path} exceeds {most} bytes, the maximum for lora.max_rank. Use a smaller adapter, "
+            "or raise lora.max_rank"
         )
     try:
         return tensors_of(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as e:
-        raise ConfigError(
-            f"{path}: no readable safetensors file, cut short or damaged ({e}); download it again"
-        ) from e
+        raise ConfigError(f"{path} is not a valid safetensors file ({e}). Download it again") from e
 
 
 def refuse_whole(path: Path, name: str) -> None:
-    """ConfigError for a tensor of the embedding table or of the head."""
+    """Raise ConfigError for a tensor of the embedding or the head."""
     if WHOLE.search(name):
         raise ConfigError(
-            f"{path}: the tensor {name} changes the embedding table or the head. {ONLY_LAYERS}"
+            f"{path}: the tensor {name} changes the embedding or the head. {ONLY_LAYERS}"
         )
 
 
 def tensors_of(data: bytes) -> dict[str, Tensor]:
-    """As safetensors' `load`, which copies all tensors in one call that holds the GIL."""
+    """The same as safetensors' `load`, but without holding the GIL while all tensors are copied."""
     if not hasattr(os, "memfd_create"):
         return load(data)
     with open(os.memfd_create("adapter"), "wb", buffering=0) as file:
@@ -276,14 +273,14 @@ def tensor_name(module: str, matrix: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """ConfigError unless the folder has the tensors as a file of its own, and not as a pickle."""
+    """Raise ConfigError unless the folder has the tensors in safetensors format."""
     if not (folder / WEIGHTS).exists():
         pickled = (folder / PICKLE).exists()
         raise ConfigError(
-            f"{folder / PICKLE}: a pickle, which can run code when it is read; save the adapter "
-            f"with peft's safe_serialization=True, as {WEIGHTS}"
+            f"{folder / PICKLE} is a pickle, which can run code when it is read. Save the adapter "
+            f"as {WEIGHTS} with peft's safe_serialization=True"
             if pickled
-            else f"{folder / WEIGHTS}: missing; download the adapter again"
+            else f"{folder / WEIGHTS} is missing. Download the adapter again"
         )
     for file in (folder / WEIGHTS, folder / NAME):
         check_is_at_home(folder.resolve(), file)
@@ -291,10 +288,10 @@ def check_files(folder: Path) -> None:
 
 
 class AdapterSlots:
-    """A decoder's slots: an adapter that is put into one counts for its rows from then on."""
+    """The adapter slots of a decoder; rows with a slot's number use the adapter in it."""
 
     def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
-        """The decoder of `self.decoder` has them, and shares all else."""
+        """Add slots to a decoder: `self.decoder` has them, and shares everything else."""
         ops, config, dtype = decoder.ops, decoder.config, decoder.dtype
         self.layers: list[LayerAdapters] = []
         for i in range(config.num_layers):
@@ -311,7 +308,7 @@ class AdapterSlots:
         self.decoder = Decoder(config, ops, decoder.rotary, adapted)
 
     def packed(self, adapter: Adapter) -> PackedAdapter:
-        """May be called beside steps."""
+        """Convert an adapter to the kernels' format. May run concurrently with steps."""
         each = zip(self.layers, adapter.layers, strict=True)
         layers = (
             {name: getattr(slots, name).packed(*map) for name, map in maps.items()}
@@ -320,7 +317,7 @@ class AdapterSlots:
         return PackedAdapter(adapter.digest.hex(), adapter.rank, tuple(layers))
 
     def put(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """Between two steps. None frees what was there."""
+        """Set the adapter of a slot; None clears the slot. Must run between two steps."""
         nothing = dict[str, Any]()
         for i, slots in enumerate(self.layers):
             maps = nothing if adapter is None else adapter.layers[i]

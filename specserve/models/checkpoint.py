@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: files mapped into memory, read one tensor at a time."""
+"""Reads a checkpoint's tensors from mapped files, one tensor at a time."""
 
 import ctypes
 import mmap
@@ -19,24 +19,24 @@ from specserve.models.source import open_made
 from specserve.models.weight_files import INDEX, SINGLE, Slice, find_weights, unreadable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READ_BYTES = 4 << 20  # of a file that are resident at a time
-IGNORED = re.compile(  # buffers that old versions saved, and that are computed from config.json
+READ_BYTES = 4 << 20  # maximum resident bytes of a file
+IGNORED = re.compile(  # buffers from old versions, which are computed from config.json
     r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids)"
 )
 
 
 def unquantized(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
-    """What a checkpoint that is not quantized has to have."""
+    """The expected tensors of an unquantized checkpoint."""
     return {name: Stored(shape, tuple(DTYPES)) for name, shape in shapes.items()}
 
 
 class TensorView(NamedTuple):
-    """A part of a file's tensor, with the interface of a safetensors file that has no other."""
+    """A part of a file's tensor, with the interface of a safetensors file with one tensor."""
 
     file: Any
     name: str  # of the whole tensor
-    header: Slice  # of the part
-    part: Callable[[Tensor], Tensor]  # a view of the whole
+    header: Slice  # shape and dtype of the part
+    part: Callable[[Tensor], Tensor]  # returns the part as a view of the whole tensor
 
     def get_slice(self, name: str) -> Slice:
         return self.header
@@ -46,15 +46,15 @@ class TensorView(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a folder, of a GGUF file or of a model that code makes, by name.
+    """The tensors of a folder, a GGUF file or a generated model, by name.
 
-    The files stay mapped for as long as this object lives.
+    The files stay mapped during the lifetime of this object.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        self.paths: dict[int, Path] = {}  # by the open file's id
+        self.files: dict[str, Any] = {}  # tensor name -> the open file with the tensor
+        self.paths: dict[int, Path] = {}  # id() of an open file -> its path
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
             file = self.open(folder if folder.is_file() else folder / SINGLE)
@@ -74,9 +74,9 @@ class Checkpoint:
         return file
 
     def show(self, files: dict[str, Any]) -> None:
-        """Have these tensors, each in the file that holds it."""
+        """Replace the visible tensors: tensor name -> the open file with the tensor."""
         self.files = files
-        self.suffixes: dict[str, list[str]] = {}  # by module, what follows its name
+        self.suffixes: dict[str, list[str]] = {}  # module -> suffixes of its tensors
         for name in files:
             module, _, suffix = name.rpartition(".")
             self.suffixes.setdefault(module, []).append(suffix)
@@ -90,8 +90,8 @@ class Checkpoint:
         for name, shard in shards.items():
             if name not in held[shard]:
                 raise ConfigError(
-                    f"{self.folder / INDEX}: {name} is said to be in {shard} and is not; download "
-                    "the model again"
+                    f"{self.folder / INDEX}: {name} is missing from {shard}. Download the model "
+                    "again"
                 )
             self.files[name] = opened[shard]
 
@@ -101,22 +101,22 @@ class Checkpoint:
         return TensorView(self.files[name], name, Slice(tuple(shape), stored.dtypes[0]), part)
 
     def check(self, expected: Mapping[str, Stored]) -> None:
-        """ConfigError if a tensor is missing, has a wrong shape or type, or would not be used.
+        """Raise ConfigError if a tensor is missing, has a wrong shape or dtype, or is unused.
 
         An unused tensor means that config.json describes another model than the weights.
         """
         for name, wanted in expected.items():
             if name not in self.files:
                 raise ConfigError(
-                    f"{self.folder}: the tensor {name} is missing, and config.json asks for it; "
-                    "download the model again, or correct config.json"
+                    f"{self.folder}: the tensor {name} is missing, but config.json requires it. "
+                    "Download the model again, or correct config.json"
                 )
             self.check_tensor(name, wanted)
         for name in self.files:
             if name not in expected and not IGNORED.fullmatch(name):
                 raise ConfigError(
-                    f"{self.folder}: the tensor {name} has no place in the model that config.json "
-                    "describes; correct config.json, or take a checkpoint of a supported "
+                    f"{self.folder}: the tensor {name} is not part of the model that config.json "
+                    "describes. Correct config.json, or use a checkpoint of a supported "
                     "architecture"
                 )
 
@@ -124,14 +124,14 @@ class Checkpoint:
         found = self.stored(name)
         if found.shape != wanted.shape:
             raise ConfigError(
-                f"{self.folder}: the tensor {name} has the shape {list(found.shape)}, and "
-                f"config.json asks for {list(wanted.shape)}; correct config.json, or download the "
+                f"{self.folder}: the tensor {name} has the shape {list(found.shape)}, but "
+                f"config.json requires {list(wanted.shape)}. Correct config.json, or download the "
                 "model again"
             )
         if found.dtypes[0] not in wanted.dtypes:
             raise ConfigError(
-                f"{self.folder}: the tensor {name} has the type {found.dtypes[0]}; supported "
-                f"are {', '.join(wanted.dtypes)}, so take an unquantized checkpoint"
+                f"{self.folder}: the tensor {name} has the dtype {found.dtypes[0]}, and supported "
+                f"are {', '.join(wanted.dtypes)}. Use an unquantized checkpoint"
             )
 
     def stored(self, name: str) -> Stored:
@@ -144,24 +144,24 @@ class Checkpoint:
         return {suffix: self.stored(f"{module}.{suffix}") for suffix in suffixes}
 
     def tensors(self, module: str, suffixes: Iterable[str]) -> dict[str, Tensor]:
-        """Mapped, not copied."""
+        """The tensors `module.suffix`, by suffix; mapped, not copied."""
         names = {suffix: f"{module}.{suffix}" for suffix in suffixes}
         return {suffix: self.files[name].get_tensor(name) for suffix, name in names.items()}
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """None for a tensor that is quantized."""
+        """The dtype of a tensor; None if it is quantized or missing."""
         return DTYPES.get(self.stored(name).dtypes[0]) if name in self.files else None
 
     def read(self, name: str, out: Tensor) -> None:
         """Copy a tensor into `out`, of the same shape and any dtype, and drop its mapped pages.
-        ConfigError for numbers that are not finite there.
+        Raises ConfigError for values that are not finite in `out`.
         """
         source = self.files[name].get_tensor(name)
         height = max(1, READ_BYTES * len(source) // source.nbytes)
         done = 0
         for part, rows in zip(torch.split(source, height), torch.split(out, height), strict=True):
             rows.copy_(part)
-            if not is_finite(rows):  # while they are in the processor's cache
+            if not is_finite(rows):  # while the rows are in the CPU cache
                 raise self.not_finite(name)
             done += len(part)
             drop_tensor(source[:done])
@@ -169,13 +169,13 @@ class Checkpoint:
     def not_finite(self, name: str) -> ConfigError:
         path, stored_name = self.origin(name)
         return ConfigError(
-            f"{path}: the tensor {stored_name} has numbers that are not finite (NaN or infinity); "
-            "download the model again, or take another checkpoint"
+            f"{path}: the tensor {stored_name} has values that are not finite (NaN or infinity). "
+            "Download the model again, or use another checkpoint"
         )
 
     def origin(self, name: str) -> tuple[Path, str]:
-        """The file that holds a tensor, and the tensor's name there."""
-        file: Any = self.files.get(name)  # None: transformers has another name for it
+        """The file with a tensor, and the tensor's name in it."""
+        file: Any = self.files.get(name)  # None: `name` is only transformers' name for it
         while isinstance(file, TensorView):
             file, name = file.file, file.name
         if isinstance(file, GgufTensors):
@@ -196,16 +196,16 @@ _madvise = _find_madvise()
 
 
 def drop_tensor(mapped: Tensor) -> None:
-    """Drop the pages of a tensor, which may be a view with gaps."""
+    """Drop the mapped pages of a tensor, which may be a strided view."""
     steps = zip(mapped.shape, mapped.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in steps)
     drop_pages(mapped.data_ptr(), span * mapped.itemsize)
 
 
 def drop_pages(start: int, size: int) -> None:
-    """Advise the kernel to drop the mapped pages that lie wholly inside [start, start + size).
+    """Advise the kernel to drop the mapped pages that are entirely in [start, start + size).
 
-    Where that fails or is unsupported, they are dropped when the file is closed.
+    If this fails or is unsupported, closing the file drops them.
     """
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family and its relatives, written against the ops, and its interface."""
+"""The decoder of Llama and related families, which runs on `Ops`, and the model interface."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -23,9 +23,9 @@ from specserve_kernels import (
 
 
 class LoadedModel(ModelForward, Protocol):
-    """Token ids or a residual in, logits out; the KV of every row is written on the way.
+    """Maps token ids, or a residual, to logits, and writes the KV of every row.
 
-    The methods that are not described here are those of `Decoder`.
+    `Decoder` documents the methods without a docstring.
     """
 
     @property
@@ -36,12 +36,12 @@ class LoadedModel(ModelForward, Protocol):
 
     @property
     def forms(self) -> WeightForms:
-        """What of its weights is codes, and how many bytes it has."""
+        """The quantization of the weights, and their size in bytes."""
         ...
 
     @property
     def num_positions(self) -> int:
-        """Positions [0, num_positions) may have rows, those of a tree's nodes included."""
+        """Rows, including rows of tree nodes, may have the positions [0, num_positions)."""
         ...
 
     @property
@@ -52,12 +52,14 @@ class LoadedModel(ModelForward, Protocol):
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
     ) -> Program:
-        """Its forward, prepared for steps of up to so many rows, and rows that are read."""
+        """The forward pass for up to `max_rows` rows per step, with logits for up to `max_read`.
+        `taps` are auxiliary layers, whose input hidden states the program returns.
+        """
         ...
 
 
 class SharedExpert(NamedTuple):
-    """The expert that all rows have, with a weight of each row's own; maps are packed."""
+    """The expert that all rows use, weighted per row by `gate`; maps are packed."""
 
     gate: Any  # [1, hidden]
     gate_up: Any
@@ -65,7 +67,7 @@ class SharedExpert(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A layer's mixture of experts, in place of the MLP."""
+    """A layer's mixture of experts, which replaces the MLP."""
 
     router: Any  # packed [experts, hidden]
     gate_up: Any
@@ -73,12 +75,12 @@ class Experts(NamedTuple):
     num_active: int
     normalizes: bool
     router_bias: Tensor | None = None
-    limit: float | None = None  # as of `Ops.experts`
+    limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
 
 
 class LayerAdapters(NamedTuple):
-    """The slots for adapters of a layer's maps; None: no adapter changes this map."""
+    """The adapter slots of a layer's maps; None: adapters do not change this map."""
 
     qkv: Any = None
     out: Any = None
@@ -87,8 +89,8 @@ class LayerAdapters(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer's weights and settings; linear maps are packed, what is absent is None. Norms have
-    the places of `Norms`, and float32 weights.
+    """One layer's weights and settings. Linear maps are packed, absent parts are None. Norms are
+    float32, at the places that `Norms` describes.
     """
 
     window: int | None
@@ -106,20 +108,20 @@ class Layer(NamedTuple):
     down: Any
     down_bias: Tensor | None
     after_mlp: Tensor | None = None
-    sinks: Tensor | None = None  # as of `Ops.attention`
-    experts: Experts | None = None  # else the MLP's maps are None
+    sinks: Tensor | None = None  # `sinks` of `Ops.attention`
+    experts: Experts | None = None  # if set, the MLP's maps are None
     adapters: LayerAdapters = LayerAdapters()
 
 
 class DecoderWeights(NamedTuple):
     """A model's weights.
 
-    embedding  [V, hidden]  the model's dtype, or codes
-    layers     L of them
+    embedding  [V, hidden]  in the model's dtype, or quantized
+    layers     one per layer
     norm       [hidden]     before the head, float32
     head       packed [V, hidden]
     dtype      of the activations
-    forms      what of this is codes, and how many bytes it has
+    forms      the quantization of the weights, and their size in bytes
     """
 
     embedding: Weight
@@ -131,43 +133,45 @@ class DecoderWeights(NamedTuple):
 
 
 class Decoder:
-    """Token ids or a residual in, logits out; the KV of every row is written on the way.
+    """Maps token ids, or a residual, to logits, and writes the KV of every row.
 
-    The caller holds torch.inference_mode, and calls `plan` once a step.
+    The caller enables torch.inference_mode, and calls `plan` once per step.
     """
 
     def __init__(
         self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: DecoderWeights
     ) -> None:
         self.config, self.ops, self.rotary, self.weights = config, ops, rotary, weights
-        self.forms, self.dtype = weights.forms, weights.dtype  # dtype: of the activations
+        self.forms, self.dtype = weights.forms, weights.dtype
         self.num_positions, self.num_heads = len(rotary.cos), config.num_heads
         self.windows = tuple(dict.fromkeys(config.windows))
-        # As a model of this dtype has it.
+        # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     def on(self, ops: Ops) -> "Decoder":
-        """The same model with other ops: a program's forward is recorded on such a one."""
+        """The same model with other ops, e.g. ops that record a program's forward pass."""
         return Decoder(self.config, ops, self.rotary, self.weights)
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        """The layout of each layer's KV, of this dtype; None is that of the activations."""
+        """The layout of each layer's KV in `dtype`; None: the dtype of the activations."""
         c = self.config
         return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
     ) -> Program:
-        """The build's, which may record the forward."""
+        """The program of the ops, which may record the forward pass."""
         return self.ops.program(self, kv, max_rows, max_read, taps)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
-        """The plan that all layers share; `plan.also` are the given tensors on the ops' device."""
+        """The attention plan of a step, which all layers share. `plan.also` has the tensors `also`
+        on the ops' device.
+        """
         plain = self.config.score_cap is None and all(x.sinks is None for x in self.weights.layers)
         return self.ops.plan(rows, kv, self.num_heads, self.windows, also, plain)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The residual stream before the first layer, [R, hidden], of token ids [R] int64."""
+        """The residual stream before the first layer, [R, hidden], for token ids [R] int64."""
         embedded = self.ops.embed(self.weights.embedding, token_ids, self.dtype)
         factor = self.embedding_scale
         return embedded if factor == 1 else self.ops.scale(embedded, factor)
@@ -175,13 +179,16 @@ class Decoder:
     def forward(
         self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The residual stream after the last layer, and as it came into the layers in `taps`.
+        """The residual stream after the last layer, and the auxiliary hidden states: the inputs of
+        the layers in `taps`.
 
-        residual  [R, hidden]  what `embed` gives; it is written to
-        ->        [R, hidden]  what `logits` takes; and by layer, transformers' hidden_states[i]
+        residual  [R, hidden]  from `embed`; overwritten
+        ->        [R, hidden]  for `logits`; and by layer, transformers' hidden_states[i]
         """
         if unknown := set(taps).difference(range(len(kv.layers))):
-            raise ValueError(f"no layers {sorted(unknown)} to tap: there are {len(kv.layers)}")
+            raise ValueError(
+                f"auxiliary layers {sorted(unknown)} do not exist: the model has {len(kv.layers)}"
+            )
         tapped = {}
         for i, (layer, cache) in enumerate(zip(self.weights.layers, kv.layers, strict=True)):
             if i in taps:
@@ -197,7 +204,7 @@ class Decoder:
         plan: Any,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """The residual after a layer; `qkv` is what its queries, keys and values are added to."""
+        """The residual after a layer. `qkv` is added to queries, keys and values."""
         ops, c = self.ops, self.config
         read = self.norm(residual, layer.attention_norm)
         q = self.write(layer, read, cache, plan, qkv)
@@ -217,7 +224,7 @@ class Decoder:
     def write(
         self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
     ) -> Tensor:
-        """Write a layer's KV of the rows; their queries [R, H, D]."""
+        """Write a layer's KV of the rows; return their queries [R, H, D]."""
         ops, c, qk_norm = self.ops, self.config, layer.qk_norm
         added = self.added(h, layer.adapters.qkv, plan)
         if qkv is None:
@@ -237,7 +244,7 @@ class Decoder:
         return norm(residual, weight, self.config.norm_eps)
 
     def added(self, x: Tensor, slots: Any, plan: Any) -> Any:
-        """What adapters add to a map of x."""
+        """The addition of adapters to a linear map of x; None without slots."""
         return None if slots is None else self.ops.adapted(x, slots, plan)
 
     def add(
@@ -249,16 +256,16 @@ class Decoder:
         residual: Tensor,
         added: Any,
     ) -> Tensor:
-        """Add a linear map's result to the residual stream, normalized where there is a norm."""
+        """Add a linear map's result, normalized if there is a norm, to the residual stream."""
         ops, c = self.ops, self.config
         if norm is None:
             return ops.linear_add(h, packed, bias, residual, c.residual_scale, added)
         return ops.rms_norm_add(ops.linear(h, packed, bias, added), norm, c.norm_eps, residual)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The logits after some rows: the final norm and the head, for those rows only.
+        """The logits of some rows: applies the final norm and the head to these rows only.
 
-        residual  [R, hidden]  what `forward` returned
+        residual  [R, hidden]  from `forward`
         rows      [n]          int64, ascending
         ->        [n, V]       float32
         """
@@ -270,7 +277,7 @@ class Decoder:
 
 
 def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
-    """Add to the residual what each row's experts make of it."""
+    """Add the output of each row's experts to the residual."""
     logits = ops.linear(h, layer.router, layer.router_bias)
     routing = ops.route(logits, layer.num_active, layer.normalizes)
     residual = ops.experts(h, routing, layer.gate_up, layer.down, residual, layer.limit)

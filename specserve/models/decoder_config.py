@@ -1,4 +1,4 @@
-"""The decoder that a config.json describes: its shape, and the tensors of its checkpoint."""
+"""Parses config.json of a decoder: its shape, and the tensors of its checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,22 +16,22 @@ from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
 
-MAX_HEAD_DIM = 512  # of the kernels: MAX_D in attention.cpp
+MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
-MAX_EXPERTS = 1024  # of the kernels, too: in experts.cpp
-ALPHA = 1.702  # of clamped gates, as of `Ops.experts`
-SINKS = "self_attn.sinks"  # of a layer
-# How many layers predict tokens beyond the next one: DeepSeek's, GLM's and MiMo's name, and Qwen's.
+MAX_EXPERTS = 1024  # limit of the kernels, in experts.cpp
+ALPHA = 1.702  # slope of clamped gates in `Ops.experts`
+SINKS = "self_attn.sinks"  # tensor name within a layer
+# Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as `Ops.linear_gated` has them
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> `Ops.linear_gated`'s names
 
 
 class Unsupported(ValueError):
-    """What native code lacks, and transformers' modules may have."""
+    """A feature that the native code lacks, and that transformers' modules may support."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that callers of a model need; of a kind of model for each implementation."""
+    """The sizes of a model that its callers need; each implementation has a subclass."""
 
     implementation: ClassVar[str]  # native | transformers
     architecture: str
@@ -47,43 +47,43 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the linear maps of all layers: a row is multiplied by each of them. Of a model
-        that transformers computes, about so many.
+        """Number of weights in the linear maps of all layers, each of which multiplies a row. It is
+        an estimate for models that transformers runs.
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
 class DecoderConfig(Shape, frozen=True, kw_only=True):
-    """All that the decoder needs of a model besides its weights."""
+    """Everything besides the weights that the decoder needs to run a model."""
 
     implementation = "native"
     norm_eps: float
-    activation: str  # of the MLP's gate: as `Ops.linear_gated` has them
+    activation: str  # of the MLP's gate, in `Ops.linear_gated`'s names
     score_scale: float
     score_cap: float | None
     embedding_scale: float
-    residual_scale: float  # what layers add to the residual stream is multiplied by it
+    residual_scale: float  # factor of the additions to the residual stream
     logit_scale: float
     logit_cap: float | None
-    tied: bool  # the head is the embedding table, unless the checkpoint has one of its own
+    tied: bool  # the head is the embedding table, unless the checkpoint has a head
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     family: Family
     windows: tuple[int | None, ...]  # by layer; None is full attention
-    rope: tuple[bool, ...]  # by layer; whether it has rotary embedding
+    rope: tuple[bool, ...]  # by layer: whether it has rotary embedding
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
     mixture: Mixture | None = None
-    num_mtp_layers: int = 0  # that may come with the model: mtp_config.py
+    num_mtp_layers: int = 0  # see mtp_config.py
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and self.mixture.layers[layer]
 
     @property
     def qkv_names(self) -> list[str]:
-        """Of a layer's maps to queries, keys and values."""
+        """Names of a layer's maps to queries, keys and values."""
         parts = ["qkv"] if self.family.fuses_qkv else ["q", "k", "v"]
         return [f"self_attn.{part}_proj" for part in parts]
 
@@ -94,7 +94,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
 
     @property
     def qk_norm_widths(self) -> tuple[int, int] | None:
-        """Of the norms of queries and of keys; None if there are none."""
+        """Widths of the norms of queries and keys; None if there are no such norms."""
         match self.family.qk_norm:
             case "none":
                 return None
@@ -105,14 +105,14 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the linear maps of all layers that a row is multiplied by."""
+        """Number of weights in the linear maps of all layers that multiply a row."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.hidden_size * sum(
             attention + self.row_width(layer) for layer in range(self.num_layers)
         )
 
     def row_width(self, layer: int) -> int:
-        """Of a layer's other maps: the weights that a row is multiplied by, over hidden_size."""
+        """Weights of a layer's MLP or experts that multiply a row, divided by hidden_size."""
         if self.mixture is None or not self.mixture.layers[layer]:
             return 3 * self.intermediate_size
         return self.mixture.row_width
@@ -127,33 +127,33 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` reads from a folder's config.json; its ValueError comes out as ConfigError."""
+    """Parse a folder's config.json with `parse`; its ValueError becomes a ConfigError."""
     path = folder / "config.json"
     try:
         return parse(read_json(path))
     except ValueError as e:
         raise ConfigError(
-            f"{path}: {e}; take another checkpoint, or correct the file if it is wrong"
+            f"{path}: {e}. Use another checkpoint, or correct the file if it is wrong"
         ) from e
 
 
 def names_family(written: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a supported family, or does not say of which it is."""
+    """Whether a config.json names a supported architecture, or none at all."""
     named = written.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
     return not named or (isinstance(first, str) and first in FAMILIES)
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes; ValueError says what cannot be served, and why."""
+    """The decoder that a config.json describes. Raises ValueError for unsupported models."""
     architecture, family = find_family(written)
     fields, keys = {**family.defaults, **written}, family.keys
     if fields.get("use_bidirectional_attention"):
         raise ValueError(
-            "use_bidirectional_attention = true is not supported: tokens see earlier ones"
+            "use_bidirectional_attention = true is not supported: attention must be causal"
         )
     if fields.get("clip_qkv") is not None:
-        raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported: only null is")
+        raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported, only null")
     heads, kv_heads, head_dim = head_shape(fields)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     seen = windows(fields, family, rotates)
@@ -208,14 +208,14 @@ def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantizati
     found = quantized.parse(written)
     is_stacked = family.experts is not None and family.experts.is_stacked
     if found is not None and found.method == "mxfp4" and not is_stacked:
-        raise ValueError("quantization_config.quant_method = 'mxfp4' is supported of gpt-oss alone")
+        raise ValueError("quantization_config.quant_method = 'mxfp4' is supported only for gpt-oss")
     return found
 
 
 def parse_mixture(
     fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
 ) -> Mixture | None:
-    """None where no layer has experts."""
+    """The layers' mixtures of experts; None if no layer has experts."""
     if style is None:
         return None
     name = number_field(fields)
@@ -227,7 +227,7 @@ def parse_mixture(
     if "decoder_sparse_step" in fields:
         every = positive(fields, "decoder_sparse_step")
     if not isinstance(without, list):
-        raise ValueError(f"mlp_only_layers = {without!r} is no list of layers")
+        raise ValueError(f"mlp_only_layers = {without!r} is not a list of layers")
     layers = tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))
     if not any(layers):
         return None
@@ -247,13 +247,13 @@ def parse_mixture(
 def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
     if fields["hidden_act"] != "silu":
         raise ValueError(
-            f"hidden_act = {fields['hidden_act']!r} is not supported of experts: only 'silu' is"
+            f"hidden_act = {fields['hidden_act']!r} is not supported for experts, only 'silu'"
         )
     if style.limit is None:
         return
     if fields["swiglu_alpha"] != ALPHA:
         raise ValueError(
-            f"swiglu_alpha = {fields['swiglu_alpha']!r} is not supported: only {ALPHA} is"
+            f"swiglu_alpha = {fields['swiglu_alpha']!r} is not supported, only {ALPHA}"
         )
     number(fields, style.limit)
 
@@ -262,12 +262,14 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     named = fields.get("architectures")
     if not named:
         raise ValueError(
-            f"architectures is missing or empty; it names the model's kind: {', '.join(FAMILIES)} "
-            "are supported"
+            f"architectures is missing or empty. Supported architectures: {', '.join(FAMILIES)}"
         )
     if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
         return named[0], FAMILIES[named[0]]
-    raise ValueError(f"architectures = {named!r} is not supported: {', '.join(FAMILIES)} are")
+    raise ValueError(
+        f"architectures = {named!r} is not supported. Supported architectures: "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -277,19 +279,21 @@ def head_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
     kv_heads = positive(fields, "num_key_value_heads") if has_own else heads
     if heads % kv_heads:
         raise ValueError(
-            f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
         )
     head_dim = fields["head_dim"]
     if head_dim is not None:
         head_dim = positive(fields, "head_dim")
     elif (hidden := positive(fields, "hidden_size")) % heads:
-        raise ValueError(f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}")
+        raise ValueError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}"
+        )
     else:
         head_dim = hidden // heads
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim = {head_dim} is not supported: rotary embedding needs pairs")
+        raise ValueError(f"head_dim = {head_dim} is not supported: it must be even for RoPE")
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim = {head_dim} is not supported: at most {MAX_HEAD_DIM} is")
+        raise ValueError(f"head_dim = {head_dim} exceeds the maximum {MAX_HEAD_DIM}")
     return heads, kv_heads, head_dim
 
 
@@ -303,7 +307,7 @@ def norm_eps(fields: Mapping[str, Any], key: str) -> float:
 def activation(fields: Mapping[str, Any], key: str) -> str:
     named = fields[key]
     if not isinstance(named, str) or named not in ACTIVATIONS:
-        raise Unsupported(f"{key} = {named!r} is not supported: {', '.join(ACTIVATIONS)} are")
+        raise Unsupported(f"{key} = {named!r} is not supported, only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[named]
 
 
@@ -327,7 +331,7 @@ def logit_scale(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
 
 
 def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with the rotary embedding of layers without a window, where there are two."""
+    """The fields, with `rope_parameters` for layers without a sliding window."""
     told = fields.get("rope_parameters")
     if not isinstance(told, dict) or "full_attention" not in told:
         return fields
@@ -335,7 +339,7 @@ def global_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def local_rope(fields: Mapping[str, Any], keys: ConfigKeys) -> Mapping[str, Any] | None:
-    """The fields with the rotary embedding of layers with a window; None: it is that of all."""
+    """The fields, with `rope_parameters` for layers with a window; None: the same as global."""
     told = fields.get("rope_parameters")
     if isinstance(told, dict) and "sliding_attention" in told:
         return {**fields, "rope_scaling": None, "rope_parameters": told["sliding_attention"]}
@@ -369,7 +373,7 @@ def windows(
         kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise ValueError(
-            f"layer_types = {kinds!r} is no list of {len(rotates)}, one for each layer"
+            f"layer_types = {kinds!r} is not a list of {len(rotates)} entries, one per layer"
         )
     return tuple(layer_window(kind, window) for kind in kinds)
 
@@ -377,7 +381,7 @@ def windows(
 def windowed_layers(
     fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
 ) -> list[bool]:
-    """Which layers have the window if there is one, by the family's own rule."""
+    """Which layers have the sliding window, by the rule of the family."""
     if family.windowed == "upper":
         first = natural(fields, "max_window_layers")
         return [i >= first for i in range(len(rotates))]
@@ -399,17 +403,17 @@ def layer_window(kind: Any, window: Any) -> int | None:
         return None
     if kind != "sliding_attention":
         raise ValueError(
-            f"layer type {kind!r} is not supported: full_attention and sliding_attention are"
+            f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
         )
     if not is_int(window) or not 1 <= window <= MAX_SIZE:
-        raise ValueError(f"a layer has sliding_attention, and the sliding_window is {window!r}")
+        raise ValueError(f"a layer has sliding_attention, but sliding_window = {window!r}")
     return int(window)
 
 
 def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether a layer has rotary embedding, by layer, as the config names them."""
+    """Whether each layer has rotary embedding, according to the config."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
-    layers = fields["no_rope_layers"]  # 1 means rotary embedding, despite the name
+    layers = fields["no_rope_layers"]  # despite the name, 1 means rotary embedding
     if layers is None and "no_rope_layer_interval" in fields:
         interval = positive(fields, "no_rope_layer_interval")
         layers = [(i + 1) % interval for i in range(num_layers)]
@@ -417,7 +421,7 @@ def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
         return (True,) * num_layers
     if not isinstance(layers, list) or len(layers) < num_layers:
         raise ValueError(
-            f"no_rope_layers = {layers!r} is no list of {num_layers}, one for each layer"
+            f"no_rope_layers = {layers!r} is not a list of {num_layers} entries, one per layer"
         )
     return tuple(bool(x) for x in layers[:num_layers])
 
@@ -449,7 +453,7 @@ def is_int(value: Any) -> bool:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint must hold, by its Hugging Face name."""
+    """The shapes of all tensors of a checkpoint, by Hugging Face name."""
     hidden, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),

@@ -1,4 +1,4 @@
-"""What a head that drafts from its target's layers offers to whoever runs it."""
+"""The interface of draft heads, which draft from hidden states of the target model."""
 
 from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
@@ -11,58 +11,56 @@ from specserve_kernels import KVCache, Program
 
 @runtime_checkable
 class DraftHead(LoadedModel, Protocol):
-    """Features and token ids in, logits out; the KV of every row is written on the way.
+    """Maps features and token ids to logits, and writes the KV of every row.
 
-    The row at position i has the feature of token i and the id of token i + 1, and its logits are
-    of token i + 2. A feature is made of the target's taps by `fuse`, or it is the row that an
-    earlier draft step gave: the residual of the program's outputs. A program's run takes features
-    as its residual, and token ids beside them.
+    The row at position i has the feature of token i and the id of token i + 1, and its logits
+    predict token i + 2. A feature comes from `fuse`, which reads auxiliary hidden states of the
+    target model, or it is the residual output of an earlier draft step. A program's run takes
+    features as its residual, and token ids next to them.
     """
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers of which it reads the residual that comes in, ascending; their number
-        stands for the residual after the last one.
+        """The auxiliary layers, ascending: layers of the target model whose inputs the head reads.
+        The number of layers stands for the output of the last one.
         """
         ...
 
     @property
     def draft_vocab_size(self) -> int:
-        """Of the logits."""
+        """The width of the logits."""
         ...
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights in the linear maps, but for the head, that a row is multiplied by, as of
-        `DecoderConfig`; those of `fuse` are among them.
+        """Number of weights in the linear maps that multiply a row, including the map of `fuse`
+        but without the LM head.
         """
         ...
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Features [R, hidden] of the target's taps side by side, [R, n * its hidden], in memory of
-        their own.
+        """Features [R, hidden], in new memory, from concatenated auxiliary hidden states of the
+        target model: [R, n * target hidden].
         """
         ...
 
     def write(self, features: Tensor, kv: KVCache, plan: Any) -> None:
-        """As `forward`, for rows of which nobody reads more than the KV: in the last layer there is
-        nothing to be done but write it.
-        """
+        """Write only the KV of rows: the same as `forward` without the rest of the last layer."""
         ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of tokens as the logits count them, both int64."""
+        """Convert token ids of the draft vocabulary to the target model's token ids, both int64."""
         ...
 
 
 class OverDecoder:
-    """The part of a head that is that of the decoder of its layers, `body`."""
+    """The methods of a draft head that its decoder `body` implements."""
 
     def __init__(self, body: Decoder) -> None:
         self.body, self.config, self.ops, self.dtype = body, body.config, body.ops, body.dtype
         self.forms, self.num_heads, self.windows = body.forms, body.num_heads, body.windows
         self.num_positions, self.kv_layouts = body.num_positions, body.kv_layouts
-        self.embed, self.plan = body.embed, body.plan  # `also` begins with the token ids
+        self.embed, self.plan = body.embed, body.plan  # the first tensor of `also`: token ids
 
     def program(
         self: DraftHead, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()

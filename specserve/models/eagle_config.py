@@ -1,8 +1,8 @@
-"""What an EAGLE-3 head's config.json says (Li et al. 2503.01840), in either of two forms.
+"""Parses config.json of an EAGLE-3 head (Li et al. 2503.01840), in two forms.
 
-speculators names `speculators_model_type`, and has the fields of the head's layers in
-`transformer_layer_config`. SpecForge, SGLang and vLLM have a Llama's fields with those of the head
-among them, or in `eagle_config`.
+The form of speculators has `speculators_model_type`, and the fields of the head's layers in
+`transformer_layer_config`. The form of SpecForge, SGLang and vLLM has Llama's fields; the head's
+fields are at the top level, or in `eagle_config`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from specserve.models.families import FAMILIES
 
 KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-OF_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by model_type
+OF_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # architecture by model_type
 LLAMA = OF_LAYERS["llama"]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -37,7 +37,7 @@ ROPE = (
     "rope_parameters",
     "rope_scaling",
 )
-ALLOWED: dict[str, tuple[Any, ...]] = {  # of fields that may change what the tensors mean
+ALLOWED: dict[str, tuple[Any, ...]] = {  # supported values of fields that change the computation
     "logit_scale": (None, 1),
     "next_layer_regular": (True,),
     "parallel_draft_step": (None, 1),
@@ -45,8 +45,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {  # of fields that may change what the te
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
 }
-# Fields that say where a head comes from and how it was trained, or what only counts beside a field
-# that is refused.
+# Ignored fields: the origin of a head, its training, and options of unsupported fields.
 HARMLESS = (
     "_name_or_path",
     "architectures",
@@ -71,38 +70,38 @@ HARMLESS = (
 
 
 class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a head needs besides its weights."""
+    """Everything besides the weights that a head needs."""
 
-    layers: DecoderConfig  # its own; the vocabulary is the target's
-    # The target's layers of which the head reads the residual that comes in, ascending:
+    layers: DecoderConfig  # the head's layers; the vocabulary is the target model's
+    # The auxiliary layers, ascending: layers of the target model whose inputs the head reads, i.e.
     # transformers' hidden_states[i].
     taps: tuple[int, ...]
     target_hidden_size: int
     draft_vocab_size: int
     norm_before_residual: bool  # the first layer adds to the normalized feature
-    norm_before_fc: bool  # of all taps together
-    fc_norm: bool  # of each tap
+    norm_before_fc: bool  # normalizes all auxiliary hidden states together
+    fc_norm: bool  # normalizes each auxiliary hidden state
     norm_output: bool  # the next draft step reads normalized rows
 
     @property
     def width(self) -> int:
-        """Of the taps side by side."""
+        """Width of the concatenated auxiliary hidden states."""
         return len(self.taps) * self.target_hidden_size
 
 
 def names_head(written: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of an EAGLE-3 head, supported or not."""
+    """Whether a config.json describes an EAGLE-3 head, supported or not."""
     named = written.get("architectures")
     is_listed = isinstance(named, list) and bool(named) and named[0] in ARCHITECTURES
     return KIND in written or is_listed
 
 
 def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
-    """ConfigError unless the head was made for such a target, and its layers can be read."""
+    """Raise ConfigError unless the head fits the target model, which must run natively."""
     if target.implementation != "native":
         raise ConfigError(
-            f"{folder}: a head reads the layers of a target that native code computes, and "
-            f"{target.implementation} computes this one; leave the head out"
+            f"{folder}: draft heads need a target model that the native code runs, but "
+            f"{target.implementation} runs this one. Remove the head"
         )
     sizes = {
         "target_hidden_size": (config.target_hidden_size, "hidden_size", target.hidden_size),
@@ -111,23 +110,24 @@ def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
     for key, (has, name, wanted) in sizes.items():
         if has != wanted:
             raise ConfigError(
-                f"{folder}/config.json: {key} = {has}, and the target's {name} is {wanted}; take a "
-                "head that was trained for this target"
+                f"{folder}/config.json: {key} = {has}, but the target model's {name} is {wanted}. "
+                "Use a head that was trained for this target model"
             )
     if config.taps[-1] >= target.num_layers:
         raise ConfigError(
-            f"{folder}/config.json: {TAPS} = {list(config.taps)}, and the target has the layers 0 "
-            f"to {target.num_layers - 1}; take a head that was trained for this target"
+            f"{folder}/config.json: {TAPS} = {list(config.taps)}, but the target model has only "
+            f"the layers 0 to {target.num_layers - 1}. Use a head that was trained for this target "
+            "model"
         )
 
 
 def parse(written: Mapping[str, Any]) -> EagleConfig:
-    """ValueError says what cannot be served, and why."""
+    """Parse a head's config.json. Raises ValueError for unsupported heads."""
     fields, of_layers = parts(written)
     layers = decoder_config.parse(of_layers)
     flags = {name: flag({name: False} | fields, name) for name in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
-        raise ValueError("norm_before_fc and fc_norm are both true, and they exclude each other")
+        raise ValueError("norm_before_fc and fc_norm are both true, but they exclude each other")
     return EagleConfig(
         layers=layers,
         taps=read_taps(fields),
@@ -143,40 +143,40 @@ def parse(written: Mapping[str, Any]) -> EagleConfig:
 
 
 def parts(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the head, and those of its layers with the name of their family."""
+    """The head's fields, and the fields of its layers with `architectures`."""
     return (of_speculators if KIND in written else of_llama)(written)
 
 
 def of_speculators(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `parts`."""
+    """`parts` for the form of speculators."""
     if written[KIND] != "eagle3":
-        raise ValueError(f"{KIND} = {written[KIND]!r} is not supported: only 'eagle3' is")
+        raise ValueError(f"{KIND} = {written[KIND]!r} is not supported, only 'eagle3'")
     check_fields(written, (*OWN, KIND, LAYERS, "tie_word_embeddings"))
     if "norm_before_residual" not in written:  # false to speculators, and true to vLLM
         raise ValueError(
-            "norm_before_residual is missing, and programs differ in what that means: add it, "
-            "true or false as the head was trained"
+            "norm_before_residual is missing, and programs differ in its default. Add it, true or "
+            "false as in the training of the head"
         )
     told = table(written, LAYERS)
     model_type = told.get("model_type")
     if not isinstance(model_type, str) or model_type not in OF_LAYERS:
         raise ValueError(
-            f"{LAYERS}.model_type = {model_type!r} is not supported: {', '.join(OF_LAYERS)} are"
+            f"{LAYERS}.model_type = {model_type!r} is not supported, only {', '.join(OF_LAYERS)}"
         )
     return dict(written), layer_fields(told, OF_LAYERS[model_type])
 
 
 def of_llama(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `parts`."""
+    """`parts` for the form with Llama's fields."""
     if not names_head(written):
         raise ValueError(
-            f"architectures = {shortened(written.get('architectures'))} names no EAGLE-3 head: "
-            f"{' and '.join(ARCHITECTURES)} do, or {KIND} = 'eagle3'"
+            f"architectures = {shortened(written.get('architectures'))} is not an EAGLE-3 head. "
+            f"EAGLE-3 heads have {' or '.join(ARCHITECTURES)}, or {KIND} = 'eagle3'"
         )
     if written.get("model_type", "llama") != "llama":
         raise ValueError(
-            f"model_type = {written['model_type']!r} is not supported of "
-            f"{written['architectures'][0]}: only 'llama' is"
+            f"model_type = {written['model_type']!r} is not supported for "
+            f"{written['architectures'][0]}, only 'llama'"
         )
     nested = table(written, NESTED) if written.get(NESTED) else {}
     check_fields(nested, OWN)
@@ -188,21 +188,21 @@ def of_llama(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def layer_fields(told: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields of a decoder with the head's layers; ValueError for what would be ignored."""
+    """The config.json of a decoder with the head's layers. Raises ValueError for unknown fields."""
     check_fields(told, (*FAMILIES[family].defaults, *ROPE))
     return dict(told) | {"architectures": [family]}
 
 
 def check_fields(fields: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """ValueError for what would be ignored; fields that nobody knows are off if empty."""
+    """Raise ValueError for fields that would be ignored; unknown empty fields are accepted."""
     for key, value in fields.items():
         if key in ALLOWED:
             if value not in ALLOWED[key]:
                 raise ValueError(
-                    f"{key} = {shortened(value)} is not supported: only {ALLOWED[key][-1]} is"
+                    f"{key} = {shortened(value)} is not supported, only {ALLOWED[key][-1]}"
                 )
         elif value and key not in known and key not in HARMLESS:
-            raise ValueError(f"{key} = {shortened(value)} is not supported of EAGLE-3 heads")
+            raise ValueError(f"{key} = {shortened(value)} is not supported for EAGLE-3 heads")
 
 
 def table(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -220,31 +220,33 @@ def read_taps(fields: Mapping[str, Any]) -> tuple[int, ...]:
     taps = fields.get(TAPS)
     if not taps:
         raise ValueError(
-            f"{TAPS} is missing: list there the layers of the target whose input the head was "
-            "trained on, e.g. [2, 18, 33]. They are not guessed, as wrong ones show in nothing but "
-            "rejected drafts"
+            f"{TAPS} is missing. List the target model's layers whose inputs the head was trained "
+            "on, e.g. [2, 18, 33]. A default would be unsafe: wrong layers cause no error, only "
+            "rejected draft tokens"
         )
     check_layers(taps)
     number = fields.get("num_aux_hidden_states")
     if number is not None and number != len(taps):
-        raise ValueError(f"num_aux_hidden_states = {number!r}, and {TAPS} = {taps} are {len(taps)}")
+        raise ValueError(
+            f"num_aux_hidden_states = {number!r}, but {TAPS} = {taps} has {len(taps)} entries"
+        )
     return tuple(taps)
 
 
 def check_layers(taps: Any) -> None:
     is_list = isinstance(taps, list) and all(is_int(layer) and layer >= 0 for layer in taps)
     if not is_list or taps != sorted(set(taps)):
-        raise ValueError(f"{TAPS} = {shortened(taps)} must be numbers of layers that ascend")
+        raise ValueError(f"{TAPS} = {shortened(taps)} must be ascending layer numbers")
 
 
 def check_counts_entries(taps: Any) -> None:
-    """ValueError where `eagle_config` has a list that programs read in two ways. One that begins
-    with 1 counts outputs of layers to SGLang, and to vLLM the layers that these go into.
+    """Raise ValueError for an ambiguous list in `eagle_config`. If the list begins with 1, SGLang
+    reads the outputs of these layers, and vLLM reads their inputs.
     """
     check_layers(taps)
     if taps[0] == 1:
         raise ValueError(
-            f"{NESTED}.{TAPS} = {taps} may mean outputs of these layers (SGLang) or inputs (vLLM), "
-            f"which is not guessed: add {TAPS} beside {NESTED}, in the first case "
-            f"{[layer + 1 for layer in taps]}, in the second {taps}"
+            f"{NESTED}.{TAPS} = {taps} is ambiguous: it means outputs of these layers in SGLang, "
+            f"and inputs in vLLM. Add {TAPS} next to {NESTED}: {[layer + 1 for layer in taps]} for "
+            f"outputs, {taps} for inputs"
         )

@@ -1,5 +1,6 @@
-"""An EAGLE-3 head (Li et al. 2503.01840): guesses tokens from what the target's layers had of the
-token before, and from its own last rows where the target has none yet.
+"""EAGLE-3 draft heads (Li et al. 2503.01840), which read hidden states of the target model.
+
+For tokens that are not verified yet, a head reads its own last outputs instead.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -33,15 +34,15 @@ from specserve_kernels import KVCache, KVLayer, Ops
 
 
 class EagleWeights(NamedTuple):
-    """What a head has beside a decoder's weights; linear maps are packed, norms are float32.
+    """The head's weights in addition to a decoder's; linear maps are packed, norms are float32.
 
-    fuse            [hidden, width of the taps]
-    taps_norm       [width of the taps]   None: they are not normalized together
-    tap_norms       [target's hidden] each; none: they are not normalized one by one
-    feature_norm    [hidden]              before the first layer; None: its own norm is as others'
+    fuse            [hidden, width]       width of the concatenated auxiliary hidden states
+    taps_norm       [width]               norm of all of them; None: no such norm
+    tap_norms       [target hidden] each  norms of each of them; empty: no such norms
+    feature_norm    [hidden]              before the first layer; None: the layer has a usual norm
     embedding_norm  [hidden]
     embedding_qkv   [(H + 2 Hk) D, hidden]  the embedding's part of the first layer's map
-    targets         [draft V] int64       the target's id of each token that the head knows
+    targets         [draft V] int64       the target model's id of each token of the head
     """
 
     fuse: Any
@@ -54,10 +55,10 @@ class EagleWeights(NamedTuple):
 
 
 class EagleHead(OverDecoder):
-    """A `DraftHead` whose logits are of a vocabulary of its own.
+    """A `DraftHead` with its own draft vocabulary.
 
-    `body` is a decoder of the head's layers. The first layer's map to queries, keys and values
-    takes embedding and feature side by side: here it is two maps, whose results are added.
+    `body` is a decoder with the head's layers. The first layer's QKV map takes the concatenation of
+    embedding and feature. It is stored here as two maps, whose results are added.
     """
 
     def __init__(self, settings: EagleConfig, body: Decoder, weights: EagleWeights) -> None:
@@ -94,12 +95,12 @@ class EagleHead(OverDecoder):
     def forward(
         self, features: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What the next draft step takes as features, and no taps.
+        """The features for the next draft step; the dict of auxiliary hidden states is empty.
 
-        features  [R, hidden]  they are written to
-        ->        [R, hidden]  what `logits` takes
+        features  [R, hidden]  overwritten
+        ->        [R, hidden]  for `logits`, too
         """
-        assert not taps, "a head's layers cannot be tapped"
+        assert not taps, "a head has no auxiliary hidden states"
         body, layers = self.body, zip(self.body.weights.layers, kv.layers, strict=True)
         residual, _ = self.through([*layers], features, plan)
         if self.settings.norm_output:
@@ -115,8 +116,8 @@ class EagleHead(OverDecoder):
     def through(
         self, layers: Sequence[tuple[Layer, KVLayer]], features: Tensor, plan: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual after the first layers, and what the next one's queries, keys and values are
-        added to.
+        """The residual after `layers`, and the embedding's QKV for the next layer: None unless
+        `layers` is empty.
         """
         body, weights = self.body, self.weights
         embedding = body.norm(body.embed(plan.also[0]), weights.embedding_norm)
@@ -128,7 +129,7 @@ class EagleHead(OverDecoder):
         return residual, qkv
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The logits [n, draft V] after some rows of what `forward` gave, [n] int64, ascending."""
+        """The logits [n, draft V] of some rows of the output of `forward`: [n] int64, ascending."""
         if not self.settings.norm_output:
             return self.body.logits(residual, rows)
         return self.ops.lm_head(self.ops.take_rows(residual, rows), self.body.weights.head)
@@ -137,16 +138,14 @@ class EagleHead(OverDecoder):
         return self.weights.targets[draft_ids]
 
 
-MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # files name the first layer so or so
+MODEL, FIRST, OTHER_FIRST = "model.", "layers.0", "midlayer"  # two names of the first layer
 EMBEDDED, EMBEDDING_NORM = "embedded", "embedding_norm.weight"  # see `places`
 FUSE, OFFSETS, KNOWN = "fc.weight", "d2t", "t2d"
 INTEGERS = ("I64", "I32")
 
 
 def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
-    """The head of a folder or a scaled demo, in the target's dtype, for as many positions as that
-    has.
-    """
+    """The head of a folder or a scaled demo, with the target model's dtype and positions."""
     config, ops = load_eagle_config(folder), target.ops
     check_target(folder, config, target.config)
     checkpoint = Checkpoint(folder)
@@ -156,8 +155,8 @@ def load_eagle_head(folder: Path, target: Decoder) -> EagleHead:
         hidden, width = config.layers.hidden_size, config.target_hidden_size
         if hidden != width:
             raise ConfigError(
-                f"{folder}: the tensor embed_tokens.weight is missing, and the target's has "
-                f"{width} columns in place of {hidden}; download the head again"
+                f"{folder}: the tensor embed_tokens.weight is missing, and the target model's has "
+                f"{width} columns instead of {hidden}. Download the head again"
             )
         del shapes[EMBEDDING]
     show(checkpoint, shapes, places(checkpoint, config, shapes))
@@ -190,7 +189,7 @@ def read_body(
 
 
 def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a head under the names that a decoder's have, where it has such."""
+    """The shapes of a head's tensors, under a decoder's names if the decoder has them."""
     layers, hidden = config.layers, config.layers.hidden_size
     shapes = tensor_shapes(layers) | {
         HEAD: (config.draft_vocab_size, hidden),
@@ -208,10 +207,10 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def places(checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]) -> dict[str, Place]:
-    """Where the file has what `shapes` names.
+    """The name and the columns in the file of each tensor in `shapes`.
 
-    The first layer's queries, keys and values are made of embedding and feature side by side. Shown
-    are a layer that reads the feature, as others read the residual, and maps of the embedding.
+    The first layer's QKV map takes the concatenation of embedding and feature. It is split into a
+    usual layer that reads the feature, and a map that reads the embedding.
     """
     has_other = any(name.startswith(f"{OTHER_FIRST}.") for name in checkpoint.files)
     first = OTHER_FIRST if has_other else FIRST
@@ -248,8 +247,8 @@ def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeigh
 
 
 def read_targets(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
-    """The target's id of each of the head's tokens, [draft V] int64; they are taken out of the
-    checkpoint, with the list of those that the head knows, which says the same.
+    """The target model's id of each of the head's tokens, [draft V] int64. Removes the tensors d2t
+    and t2d from the checkpoint; they contain the same mapping.
     """
     files, size = checkpoint.files, config.draft_vocab_size
     own = torch.arange(size)
@@ -258,25 +257,25 @@ def read_targets(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
         if stored.shape != (size,) or stored.dtypes[0] not in INTEGERS:
             raise ConfigError(
                 f"{checkpoint.folder}: the tensor {OFFSETS} has the shape {list(stored.shape)} and "
-                f"the type {stored.dtypes[0]}, and config.json asks for {size} integers; correct "
-                "its draft_vocab_size, or download the head again"
+                f"the dtype {stored.dtypes[0]}, but config.json requires {size} integers. Correct "
+                "draft_vocab_size, or download the head again"
             )
         own += files[OFFSETS].get_tensor(OFFSETS)
     elif size != config.layers.vocab_size:
         raise ConfigError(
-            f"{checkpoint.folder}: the tensor {OFFSETS} is missing, so that nothing says which of "
-            f"the target's {config.layers.vocab_size} tokens the head's {size} are; download the "
-            "head again"
+            f"{checkpoint.folder}: the tensor {OFFSETS} is missing. It maps the head's {size} "
+            f"tokens to the target model's {config.layers.vocab_size}. Download the head again"
         )
     if own.min() < 0 or own.max() >= config.layers.vocab_size:
         raise ConfigError(
-            f"{checkpoint.folder}: the tensor {OFFSETS} names tokens that the target lacks, from "
-            f"{own.min()} to {own.max()} of {config.layers.vocab_size}; download the head again"
+            f"{checkpoint.folder}: the tensor {OFFSETS} names token ids from {own.min()} to "
+            f"{own.max()}, but the target model has {config.layers.vocab_size}. Download the head "
+            "again"
         )
     if len(set(own.tolist())) < size:
         raise ConfigError(
-            f"{checkpoint.folder}: the tensor {OFFSETS} names a token of the target twice; "
-            "download the head again"
+            f"{checkpoint.folder}: the tensor {OFFSETS} names a token of the target model twice. "
+            "Download the head again"
         )
     checkpoint.show({name: file for name, file in files.items() if name not in (OFFSETS, KNOWN)})
     return own

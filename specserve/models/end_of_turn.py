@@ -1,6 +1,6 @@
-"""The text that a chat template writes after an assistant's message, found by rendering one.
+"""Finds the text that a chat template writes after an assistant's message, by rendering one.
 
-A template may run for ever or fill the memory, so a process with limits renders it.
+A template could loop endlessly or fill the memory, so a process with limits renders it.
 """
 
 import resource
@@ -15,16 +15,16 @@ from specserve.process import die_with_parent
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 
 MAX_MEMORY = 1 << 29  # bytes of address space
-MAX_CPU = 1  # seconds of CPU
-MAX_WAIT = 20  # seconds; a busy machine may take long to start the process
+MAX_CPU = 1  # seconds of CPU time
+MAX_WAIT = 20  # seconds, including the start of the process on a busy machine
 MAX_TEXT = 1000  # characters
-ANSWER = "specserve-answer"  # occurs in no template
+ANSWER = "specserve-answer"  # a text that templates do not contain
 ASKED = {"role": "user", "content": "Hi"}
 ANSWERED = [ASKED, {"role": "assistant", "content": ANSWER}]
 
 
 def text_after_answer(template: ChatTemplate) -> str:
-    """Empty if the template writes nothing there, refuses the messages or exceeds a limit."""
+    """The text after an assistant's message; "" if there is none, or if rendering fails."""
     return text_of(msgspec.msgpack.encode(template))
 
 
@@ -39,7 +39,9 @@ def text_of(encoded: bytes) -> str:
 
 
 def written(template: ChatTemplate) -> str:
-    """Some templates end the last message in another way than the others, or not at all."""
+    """Render the template, and return the text after an assistant's message. Some templates do not
+    end the last message, so an earlier message is tried, too.
+    """
     for messages in (ANSWERED, [*ANSWERED, ASKED]):
         try:
             text = template.render(messages, ChatOptions(add_generation_prompt=False))

@@ -1,4 +1,4 @@
-"""The tokens that end a text, and what of a model names each of them."""
+"""Finds the tokens that end a text, and the files or keys of a model that name them."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from specserve.text.defaults import CONFIG
 from specserve.text.tokenizer import Tokenizer
 
 BRACKETS = re.compile(r"<.+>|\[.+\]")
-EndTokens = dict[int, list[str]]  # id -> what names it: a file, a key or the chat template
+EndTokens = dict[int, list[str]]  # id -> where it is named: a file, a key or the chat template
 
 
 def find_end_tokens(source: ModelDescription, tokenizer: Tokenizer) -> EndTokens:
-    """config.json is often older than generation_config.json: next to that file it counts only if
-    it names special tokens.
+    """The end tokens of a model. If generation_config.json names some, config.json adds only
+    special tokens, because it is often out of date.
     """
     named: list[tuple[str, Sequence[int]]] = [*source.ends().items()]
     if (token := tokenizer.eos_token_id) is not None:
@@ -31,8 +31,8 @@ def find_end_tokens(source: ModelDescription, tokenizer: Tokenizer) -> EndTokens
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token that the chat template writes after an assistant's message: a special one, or one
-    that was added in brackets, as some models have <|im_end|>.
+    """The token that the chat template writes after an assistant's message. It must be a special
+    token, or an added token in brackets, e.g. <|im_end|> in some models.
     """
     if tokenizer.chat_template is None:
         return None
@@ -47,6 +47,6 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def report(ends: EndTokens, tokenizer: Tokenizer) -> str:
-    """One line: each end token, its id and what names it."""
+    """One line with each end token, its id and where it is named."""
     each = (f"{tokenizer.id_to_token(id)} {id} ({', '.join(names)})" for id, names in ends.items())
     return f"end tokens: {', '.join(each) or 'none'}"

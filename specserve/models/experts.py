@@ -1,4 +1,4 @@
-"""Mixtures of experts, as config.json describes them, and their tensors in a checkpoint."""
+"""Mixtures of experts: their description in config.json, and their tensors in a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,31 +7,31 @@ import msgspec
 
 
 class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's code fixes of its mixtures."""
+    """The properties of a family's mixtures of experts."""
 
     module: str = "mlp"  # of a layer
     router: str = "gate"
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    width: str  # which field has an expert's width
-    number: int  # of experts, where config.json does not say
+    width: str  # field with an expert's width
+    number: int  # default number of experts
     normalizes: bool | None = None  # None: norm_topk_prob
     has_biases: bool = False  # router and experts
-    limit: str | None = None  # which field has that of clamped gates; None: they are not
-    shared_width: str | None = None  # which field has that of the expert of all rows; None: none
+    limit: str | None = None  # field with the limit of clamped gates; None: not clamped
+    shared_width: str | None = None  # field with the shared expert's width; None: no such expert
     is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers' mixtures of experts. A row has `num_active` of them."""
+    """A model's mixtures of experts."""
 
     num_experts: int
-    num_active: int
-    width: int  # of an expert's inner rows
-    normalizes: bool  # the weights of a row's experts have the sum 1
-    layers: tuple[bool, ...]  # which layers have one in place of the MLP
+    num_active: int  # experts per row
+    width: int  # intermediate size of an expert
+    normalizes: bool  # the weights of a row's experts sum to 1
+    layers: tuple[bool, ...]  # by layer: whether experts replace the MLP
     style: ExpertStyle
-    limit: float | None = None  # as of `Ops.experts`
-    shared_width: int = 0  # of the inner rows of the expert that all rows have; 0: there is none
+    limit: float | None = None  # `limit` of `Ops.experts`
+    shared_width: int = 0  # intermediate size of the shared expert; 0: no such expert
 
     @property
     def router(self) -> str:
@@ -39,7 +39,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> str:
-        """The expert that all rows have."""
+        """The module of the shared expert, which all rows use."""
         return f"{self.style.module}.shared_expert"
 
     @property
@@ -55,12 +55,12 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row_width(self) -> int:
-        """The weights that a row is multiplied by, over hidden_size."""
+        """The weights that multiply a row, divided by hidden_size."""
         shared = 3 * self.shared_width + 1 if self.shared_width else 0
         return self.num_experts + 3 * self.num_active * self.width + shared
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
-        """A layer's linear maps: name, output and input width, whether it has a bias."""
+        """Yield a layer's linear maps: name, (output width, input width, whether it has a bias)."""
         has_bias = self.style.has_biases
         yield self.router, (self.num_experts, hidden, has_bias)
         for expert in range(self.num_experts):
@@ -78,15 +78,17 @@ ROUTERS = (".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".block_sparse
 
 
 def is_router(module: str) -> bool:
-    """Whether a linear map chooses or weighs experts: it is not rounded, as others then answer."""
+    """Whether a linear map selects or weights experts. These maps are not quantized, because this
+    would change the selection.
+    """
     return module.endswith(ROUTERS)
 
 
 def number_field(fields: Mapping[str, Any]) -> str:
-    """Which field has the number of experts."""
+    """The name of the field with the number of experts."""
     first, second = (fields.get(name) for name in ("num_local_experts", "num_experts"))
     if None not in (first, second) and first != second:
         raise ValueError(
-            f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} mean the same"
+            f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} must be equal"
         )
     return "num_local_experts" if "num_local_experts" in fields else "num_experts"

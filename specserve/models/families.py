@@ -1,4 +1,4 @@
-"""The supported model families: what each one's code fixes, and its config's names and defaults."""
+"""The supported model families: their properties, and the names and defaults of config fields."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from specserve.models.experts import (
     ExpertStyle,
 )
 
-LLAMA: dict[str, Any] = {  # values of missing fields
+LLAMA: dict[str, Any] = {  # defaults of missing fields
     "attention_bias": False,
     "head_dim": None,  # hidden_size / num_attention_heads
     "hidden_act": "silu",
@@ -60,10 +60,10 @@ GEMMA2 = LLAMA | {
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of a layer's norms in a checkpoint; None: there is none in this place.
+    """The names of a layer's norms in a checkpoint; None: no norm at this place.
 
-    Those before attention and MLP normalize what they read of the residual stream, those after them
-    what is added to it.
+    Norms before attention and MLP normalize their input, norms after them normalize their output
+    before it is added to the residual stream.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -86,15 +86,15 @@ NORMS_OF_GEMMA = Norms(
 
 
 class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's names of fields in config.json; None: it has none."""
+    """A family's names of fields in config.json; None: it has no such field."""
 
     activation: str = "hidden_act"
     qkv_bias: str = "attention_bias"
     norm_eps: str = "rms_norm_eps"
-    query_scalar: str | None = None  # scores are divided by its root
-    score_scale: str | None = None  # scores are multiplied by it; both None: by 1 / sqrt(head_dim)
+    query_scalar: str | None = None  # scores are divided by its square root
+    score_scale: str | None = None  # factor of scores; both None: 1 / sqrt(head_dim)
     embedding_scale: str | None = None
-    residual_scale: str | None = None  # what layers add to the residual stream is multiplied by it
+    residual_scale: str | None = None  # factor of additions to the residual stream
     logit_scale: str | None = None
     logit_divisor: str | None = None
     score_cap: str | None = None
@@ -111,32 +111,33 @@ GEMMA_KEYS = ConfigKeys(
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's code fixes, whatever its config says; None: the config's value is taken."""
+    """The properties of a model family. None: the config's field decides."""
 
-    models: str  # known ones, for the documentation
+    models: str  # known models, for the documentation
     defaults: Mapping[str, Any]
     keys: ConfigKeys = ConfigKeys()
-    qkv_bias: bool | None = None  # None: attention_bias, or what the family calls it
+    qkv_bias: bool | None = None  # None: attention_bias, or the name in `keys`
     out_bias: bool | None = None  # None: attention_bias
     mlp_bias: bool | None = None  # None: mlp_bias
-    qk_norm: Literal["none", "heads", "width"] = "none"  # of each head, or of all of them together
-    has_sinks: bool = False  # each head has one more score, of nothing
+    qk_norm: Literal["none", "heads", "width"] = "none"  # norm per head, or over all heads
+    has_sinks: bool = False  # attention sinks: one additional score per head, without a value
     norms: Norms = Norms()
-    adds_one: bool = False  # to the weights of norms
+    adds_one: bool = False  # norms multiply by 1 + weight
     is_centered: bool = False  # norms are LayerNorm
-    is_parallel: bool = False  # the MLP reads what attention reads
-    scales_by_width: bool = False  # embeddings, by sqrt(hidden_size)
+    is_parallel: bool = False  # attention and MLP read the same input
+    scales_by_width: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
     fuses_gate_up: bool = False
-    rotates_a_share: bool = False  # of each head's dimensions, by partial_rotary_factor
-    rotates_neighbors: bool = False  # a pair are dimensions 2i and 2i + 1, not i and i + D/2
-    rope_names: Mapping[str, str] = {}  # its own for kinds of rotary embedding
-    # Which layers have the sliding_window where there are no layer_types: all, or all but each
-    # sliding_window_pattern-th; or, if use_sliding_window says so, all, those from
-    # max_window_layers on, every second one below it, or those without rotary embedding.
+    rotates_a_share: bool = False  # partial_rotary_factor of each head's dimensions rotates
+    rotates_neighbors: bool = False  # pairs are dimensions 2i and 2i + 1, not i and i + D/2
+    rope_names: Mapping[str, str] = {}  # the family's names of RoPE types
+    # Layers with the sliding_window if layer_types is missing. `all`: all layers. `pattern`: all
+    # except every sliding_window_pattern-th. The others need use_sliding_window. `asked`: all
+    # layers. `upper`: layers from max_window_layers on. `lower`: every second layer below it.
+    # `unrotated`: layers without rotary embedding.
     windowed: Literal["none", "all", "asked", "upper", "lower", "unrotated", "pattern"] = "none"
-    # Which layers rotate: as no_rope_layers says, or those with a window, or these, but all where
-    # there is no sliding_window.
+    # Layers with rotary embedding. `named`: see no_rope_layers. `windowed`: layers with a window.
+    # `windowed if any`: layers with a window, or all layers if there is no sliding_window.
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
     experts: ExpertStyle | None = None
 
@@ -465,7 +466,7 @@ FAMILIES = {
             router="router",
             width="intermediate_size",
             number=128,
-            normalizes=True,  # the softmax is over the chosen ones
+            normalizes=True,  # the softmax covers only the chosen experts
             has_biases=True,
             limit="swiglu_limit",
             is_stacked=True,

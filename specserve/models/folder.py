@@ -1,4 +1,4 @@
-"""A model's folder: finding or downloading it, reading its JSON files, and errors of its disk.
+"""Finds or downloads a model's folder, reads its JSON files, and reports disk errors.
 
 Does not import torch.
 """
@@ -22,64 +22,64 @@ FULL = errno.ENOSPC, errno.EDQUOT
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk, or a user's share of one, is full. Some libraries tell only the reason."""
+    """Whether a disk or a disk quota is full. Some libraries give only the message, not errno."""
     if isinstance(error, OSError) and error.errno in FULL:
         return True
     return any(os.strerror(number) in str(error) for number in FULL)
 
 
 def not_written(path: object, error: Exception) -> ConfigError:
-    """The error of a file or a folder that cannot be written, with what to do about it."""
+    """The error for a file or a folder that cannot be written."""
     why = error.strerror if isinstance(error, OSError) else error
-    remedy = "free space there, or name one on another disk" if is_full(error) else "name another"
-    return ConfigError(f"{path}: cannot be written ({why}); {remedy}")
+    remedy = "Free some space, or use another disk" if is_full(error) else "Name another path"
+    return ConfigError(f"{path}: cannot be written ({why}). {remedy}")
 
 
-SCALED = "specserve_scaled"  # key in config.json of a demo that costs as much as a larger model
-# Nothing that executes: no *.py, and neither *.bin nor *.pth, which are pickles.
+SCALED = "specserve_scaled"  # key in config.json of a demo model padded to a larger model's compute
+# Without code: no *.py, and no *.bin and *.pth, which are pickles.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-# Mistral's hub repositories hold their weights twice, Llama's keep another copy in a folder.
+# Second copies of the weights in repositories of Mistral and Llama models.
 UNWANTED = ["consolidated*", "*/*"]
-GGUF, MAGIC = ".gguf", b"GGUF"  # how names of such files may end, and how the files begin
-LFS = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins
+GGUF, MAGIC = ".gguf", b"GGUF"  # suffix and first bytes of GGUF files
+LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
 FIRST_PART, LATER_PART = (
     re.compile(r"-00001-of-\d{5}$"),
     re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
 )
-# Bytes that tell a file of weights from others: at its beginning, and from all over it. Reading
-# all of it would take minutes.
+# Bytes that identify a file of weights: at its beginning, and at SAMPLES places. Reading the whole
+# file would take minutes.
 BEGINNING = 1 << 20
 SAMPLES, SAMPLE = 512, 1 << 12
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is required
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """How a small model was given the cost of a larger one."""
+    """A small model that is padded to the compute of a larger one."""
 
-    source: str  # the model whose text it gives
-    like: str  # the model whose cost it has
+    source: str  # the model that makes the text
+    like: str  # the model whose compute it has
     note: str = ""
 
 
 def resolve(path: str) -> Path:
-    """A model's folder or GGUF file: `path`, or a hub repository, downloaded if need be."""
+    """A model's folder or GGUF file: `path`, or a hub repository, downloaded if necessary."""
     try:
         return found(path, expanded(path))
-    except OSError as e:  # the system may refuse to look for a path
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check the path") from e
+    except OSError as e:  # the system may refuse to look up a path
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check the path") from e
 
 
 def expanded(path: str) -> Path:
-    """With the home folder of its user in place of `~` or `~user`."""
+    """The path with `~` or `~user` replaced by the user's home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as e:
-        raise ConfigError(f"{path}: no such user, or no home folder; check the path") from e
+        raise ConfigError(f"{path}: unknown user, or no home folder. Check the path") from e
 
 
 def found(path: str, folder: Path) -> Path:
     if folder.is_symlink() and not folder.exists():
-        raise ConfigError(f"{path}: a link that leads nowhere, or to itself; check the link")
+        raise ConfigError(f"{path} is a broken link. Check the link")
     if folder.is_dir():
         return only_gguf(folder) or folder
     if folder.exists() and (is_gguf(folder) or is_made(folder)):
@@ -87,45 +87,44 @@ def found(path: str, folder: Path) -> Path:
     if folder.exists():
         check_pointer(folder)
         raise ConfigError(
-            f"{path}: a file that does not begin with GGUF; name the folder that holds "
-            "config.json, or a GGUF file"
+            f"{path} is not a GGUF file. Name a GGUF file, or the folder with config.json"
         )
     if folder.suffix == GGUF:
-        raise ConfigError(f"{path}: no such file; check the path")
+        raise ConfigError(f"{path}: no such file. Check the path")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"{path}: no such folder; check the path, or give a hub id like org/name")
+        raise ConfigError(f"{path}: no such folder. Check the path, or name a hub id like org/name")
     return download(path)
 
 
 def is_made(path: Path) -> bool:
-    """Whether it is a file of this package that names the code that makes the model."""
+    """Whether a path is a file of this package that names code which generates the model."""
     return path.parent == DEMO_COST
 
 
 def download(path: str) -> Path:
-    """The folder of a hub repository, downloaded if need be."""
-    from huggingface_hub import snapshot_download  # slow to import, and only needed to download
+    """The folder of a hub repository, downloaded if necessary."""
+    from huggingface_hub import snapshot_download  # slow to import, and only downloads need it
 
     try:
         return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except Exception as e:  # the hub's client lets through whatever its transport raises
+    except Exception as e:  # the hub's client does not wrap errors of its transport
         reason = str(e).partition("\n")[0]
         if is_full(e):
             raise ConfigError(
-                f"{path}: cannot be downloaded ({reason}); free space on the disk of the hub's "
-                "cache, or set HF_HOME to a folder on another one"
+                f"{path}: cannot be downloaded ({reason}). Free some space on the disk of the hub "
+                "cache, or set HF_HOME to a folder on another disk"
             ) from e
         raise ConfigError(
-            f"{path}: neither a local folder nor a model that the hub gives out ({reason}); check "
-            "the name, the network and, for a gated model, `hf auth login`"
+            f"{path} is neither a local folder nor an accessible hub model ({reason}). Check the "
+            "name, the network and, for a gated model, `hf auth login`"
         ) from e
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder without safetensors; of a split one the first part. Files of
-    another name count if none is named *.gguf.
+    """The GGUF file of a folder without safetensors; for a split model, the first part. Files with
+    other names count if no file is named *.gguf.
 
-    ConfigError if there are several.
+    Raises ConfigError if there are several models.
     """
     if any(folder.glob("*.safetensors")):
         return None
@@ -133,17 +132,17 @@ def only_gguf(folder: Path) -> Path | None:
     files = named or sorted(filter(is_gguf, folder.glob("*")))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ConfigError(f"{folder}: {len(files)} models, {names}; name one of the files")
+        raise ConfigError(f"{folder} has {len(files)} models ({names}). Name one of the files")
     return files[0] if files else None
 
 
 def is_gguf(file: Path) -> bool:
-    """By the file's first bytes. A file named *.gguf is meant to be one, whatever it holds."""
+    """Whether a file is named *.gguf, or begins with GGUF's magic bytes."""
     return file.suffix == GGUF or beginning(file, len(MAGIC)) == MAGIC
 
 
 def beginning(file: Path, size: int) -> bytes:
-    """The first bytes of a regular file; none if it cannot be read: whoever opens it says why."""
+    """The first bytes of a regular file; empty if it cannot be read."""
     try:
         with file.open("rb") if file.is_file() else BytesIO() as opened:
             return opened.read(size)
@@ -152,16 +151,16 @@ def beginning(file: Path, size: int) -> bytes:
 
 
 def check_pointer(file: Path) -> None:
-    """ConfigError for a Git LFS pointer, which stands for a file that was not fetched."""
+    """Raise ConfigError for a Git LFS pointer, i.e. a file that was not fetched."""
     if beginning(file, len(LFS)) == LFS:
         raise ConfigError(
-            f"{file}: a Git LFS pointer, not the file itself. Run `git lfs pull` in its "
+            f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its "
             "repository, or download the file"
         )
 
 
 def name_of(path: str) -> str:
-    """A model's name: that of its folder, that of its GGUF file without ending, or its hub id."""
+    """A model's name: the name of its folder, of its GGUF file without suffix, or its hub id."""
     file = expanded(path)
     if is_made(file):
         return file.name.removesuffix(".json")
@@ -171,33 +170,33 @@ def name_of(path: str) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """ConfigError for a pipe, a socket or a device among the files of a folder, or in the place of
-    a model's one file: to open it, or to read all of it, may take for ever.
+    """Raise ConfigError for a pipe, a socket or a device at `path`, or in the folder `path`:
+    opening or reading it could block for ever.
     """
     for file in (path, *path.glob("*"), *path.glob("*/*.jinja")):
         try:
             mode = file.stat().st_mode
-        except OSError:  # whoever opens it says why it cannot be read
+        except OSError:  # opening the file will raise the error
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise ConfigError(
-                f"{file}: no regular file but a pipe, a socket or a device; put the model's own "
-                "file there, or remove it"
+                f"{file} is a pipe, a socket or a device, not a regular file. Replace it with the "
+                "model's file, or remove it"
             )
 
 
 def check_tokenizer(folder: Path) -> None:
     if not any((folder / name).exists() for name in TOKENIZERS):
         raise ConfigError(
-            f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); copy the tokenizer's files of the "
-            "original model into the folder"
+            f"{folder} has no tokenizer ({', '.join(TOKENIZERS)}). Copy the tokenizer's files of "
+            "the original model into the folder"
         )
     for name in (*TOKENIZERS, "merges.txt"):
         check_pointer(folder / name)
 
 
 def samples(file: Path, beginning: int) -> Iterator[bytes]:
-    """Its size, so many bytes at its beginning, and some at places all over it."""
+    """Yield a file's size, its first `beginning` bytes, and SAMPLES samples of the whole file."""
     size = file.stat().st_size
     with file.open("rb") as data:
         yield str(size).encode()
@@ -208,37 +207,37 @@ def samples(file: Path, beginning: int) -> Iterator[bytes]:
 
 
 def refuse_transformers(path: Path, implementation: str) -> None:
-    """ConfigError where transformers is to compute a model that it cannot read."""
+    """Raise ConfigError if transformers shall run a model that it cannot read."""
     if implementation == "transformers":
         raise ConfigError(
-            f"{path}: model.implementation = 'transformers' reads folders in the Hugging Face "
-            "layout alone; leave it out, or take the model in that form"
+            f"{path}: model.implementation = 'transformers' needs a folder in the Hugging Face "
+            "layout. Remove the setting, or use the model in this layout"
         )
 
 
 def scaled_from(folder: Path) -> Scaled | None:
-    """How a scaled model was made; None for any other model."""
+    """The description of a scaled model; None for other models."""
     file = folder / "config.json"
     try:
         return msgspec.convert(read_json(file).get(SCALED), Scaled | None)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{file}: {SCALED}: {e}; scale the model again") from e
+        raise ConfigError(f"{file}: {SCALED}: {e}. Scale the model again") from e
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that has to be there."""
+    """Read the object in a JSON file. Raises ConfigError if the file is missing or invalid."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise ConfigError(
-            f"{path}: missing; a model is a folder in the Hugging Face layout, with config.json, "
+            f"{path} is missing. Name a folder in the Hugging Face layout, with config.json, "
             "*.safetensors and a tokenizer, or a .gguf file"
         ) from e
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check its permissions") from e
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
     except (ValueError, RecursionError) as e:
         check_pointer(path)
-        raise ConfigError(f"{path}: no valid JSON ({e}); download the file again") from e
+        raise ConfigError(f"{path} is not valid JSON ({e}). Download the file again") from e
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: holds no JSON object; download the file again")
+        raise ConfigError(f"{path} is not a JSON object. Download the file again")
     return fields

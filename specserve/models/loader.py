@@ -1,4 +1,4 @@
-"""Loading a decoder from a folder, one tensor after the other."""
+"""Loads a decoder from a folder or file, one tensor at a time."""
 
 import logging
 import math
@@ -36,8 +36,8 @@ from specserve_kernels import Codes, Ops, QKNorm, Rotary
 from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # beside that of the activations
-LONGEST = 1 << 21  # positions of which there are tables unasked: a gigabyte for heads of 128
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to DTYPES
+LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -51,10 +51,10 @@ def load_decoder(
     progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
 ) -> Decoder:
-    """The folder's model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
+    """Load a model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
 
-    Files are mapped, and a tensor's pages are dropped as soon as it is packed: the weights are
-    never resident twice.
+    Files are mapped, and the pages of a tensor are dropped after it is packed, so that weights are
+    never in memory twice.
     """
     config = open_source(folder).config()
     reader = open_reader(folder, config, dtype, ops, rounding)
@@ -62,24 +62,23 @@ def load_decoder(
         reader.report = progress
     if max_len is None and config.max_positions > LONGEST:
         raise ConfigError(
-            f"{folder}: its context of {config.max_positions} tokens would need gigabytes for the "
-            "positions alone: set scheduler.max_model_len"
+            f"{folder}: RoPE tables for the context of {config.max_positions} tokens would need "
+            "gigabytes. Set scheduler.max_model_len"
         )
-    # A tree's nodes stand at positions beyond the last known token.
+    # The nodes of a draft tree have positions after the last verified token.
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
     weights = read_weights(reader, config, tables)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
-        log.warning("%s/config.json asks for %s: %s", folder, asks, weights.forms.activation_words)
+        words = weights.forms.activation_words
+        log.warning("%s/config.json asks for %s, but %s", folder, asks, words)
     return Decoder(config, ops, tables.all_positions, weights)
 
 
 class Tables(NamedTuple):
-    """The rotary embedding of layers that see all positions, of those with a window, and of those
-    that do not rotate.
-    """
+    """The RoPE tables of layers with full attention, with a sliding window, and without RoPE."""
 
     all_positions: Rotary
     windowed: Rotary
@@ -106,7 +105,7 @@ def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
 
 
 def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
-    """The bytes of a model's weights once `load_decoder` has loaded them."""
+    """The bytes of a model's weights after `load_decoder`."""
     reader = open_reader(folder, open_source(folder).config(), dtype, ops, rounding)
     return sum(map(reader.expected_bytes, reader.shapes))
 
@@ -114,21 +113,20 @@ def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STO
 def open_reader(
     folder: Path, config: DecoderConfig, dtype: str, ops: Ops, rounding: Rounding
 ) -> "Reader":
-    """ConfigError unless the checkpoint is what config.json says."""
+    """Open a checkpoint. Raises ConfigError unless its tensors match config.json."""
     checkpoint = Checkpoint(folder)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
     if config.mixture is not None and config.mixture.style.is_stacked:
         part_experts(checkpoint, config.mixture.num_experts)
     shapes = decoder_config.tensor_shapes(config)
-    if "lm_head" in checkpoint.suffixes:  # used even where config.json says that it is tied
+    if "lm_head" in checkpoint.suffixes:  # used even if config.json has tie_word_embeddings
         shapes[HEAD] = shapes[EMBEDDING]
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
     if rounding != AS_STORED and maps.shapes:
         raise ConfigError(
-            f"{folder}: its weights are quantized already, and cannot be rounded to other bits: "
-            "leave out its model.quantize or drafter.quantize, or take the model that is not "
-            "quantized"
+            f"{folder}: the weights are quantized already. Remove model.quantize or "
+            "drafter.quantize for this model, or use the unquantized model"
         )
     return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
 
@@ -137,7 +135,7 @@ def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
-        raise ConfigError(f"dtype {dtype!r} is not known; use auto, bf16 or fp32")
+        raise ConfigError(f"dtype {dtype!r} is unknown. Use auto, bf16 or fp32")
     is_fp32 = EMBEDDING in checkpoint and checkpoint.dtype(EMBEDDING) == torch.float32
     return torch.float32 if is_fp32 or not ops.has_bf16() else torch.bfloat16
 
@@ -147,8 +145,10 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Reader:
-    """Reads a checkpoint's tensors in the model's dtype, and its linear maps and embedding as codes
-    where they are stored so or are to be rounded, onto the ops' device.
+    """Reads a checkpoint's tensors in the model's dtype onto the ops' device.
+
+    Linear maps and the embedding become codes if they are stored quantized, or if `rounding`
+    quantizes them.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class Reader:
         self.checkpoint, self.shapes, self.maps = checkpoint, dict(shapes), maps
         self.dtype, self.ops, self.rounding = dtype, ops, rounding
         self.report: Callable[[int, int], None] = lambda done, total: None  # bytes
-        self.sources: dict[str, str] = {}  # which tensor is read, where its name is another
+        self.sources: dict[str, str] = {}  # name -> stored name, if they differ
         if HEAD not in shapes and rounding.head != rounding.embedding:
             self.shapes[HEAD], self.sources[HEAD] = shapes[EMBEDDING], EMBEDDING
         self.num_read, self.num_elements = 0, sum(map(math.prod, self.shapes.values()))
         self.maps_by_form: Counter[MapForm] = Counter()
-        self.num_bytes = self.num_odd = 0  # as in WeightForms
-        self.embedding_bits: int | None = None  # as there
+        self.num_bytes = self.num_odd = 0  # see WeightForms
+        self.embedding_bits: int | None = None  # see WeightForms
 
     def read(self, name: str) -> Tensor:
         memory = torch.empty(self.shapes[name], dtype=self.dtype)
@@ -177,8 +177,8 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
-        """The weight of a norm, as float32: 1 + weight would lose bits in another dtype. Or a
-        layer's sinks.
+        """Read the weight of a norm, or a layer's sinks, as float32: 1 + weight would lose bits in
+        bf16.
         """
         weight = torch.empty(self.shapes[name], dtype=torch.float32)
         self.num_bytes += weight.nbytes
@@ -186,8 +186,8 @@ class Reader:
         return self.ops.place((weight + 1 if adds_one else weight) * factor)
 
     def read_bias(self, *modules: str, rows: Tensor | None = None) -> Tensor | None:
-        """The biases of linear maps that are fused into one; None if they have none. `rows` as of
-        `read_weight`.
+        """Read the biases of linear maps that are fused into one; None if there are none. `rows` is
+        the order of the rows.
         """
         biases = [f"{module}.bias" for module in modules]
         if biases[0] not in self.shapes:
@@ -196,8 +196,8 @@ class Reader:
         return bias if rows is None else bias[rows.to(bias.device)]
 
     def read_weight(self, *modules: str, is_gated: bool = False, rows: Tensor | None = None) -> Any:
-        """The packed weights of linear maps that are fused into one, with their rows in this order;
-        the unpacked are freed.
+        """Read and pack the weights of linear maps that are fused into one. `rows` is the order of
+        the rows. The unpacked weights are freed.
         """
         weight = self.weight(*modules)
         if rows is not None:
@@ -209,7 +209,7 @@ class Reader:
         return self.ops.prepack(weight, is_gated)
 
     def read_experts(self, experts: Sequence[Sequence[str]], is_gated: bool = False) -> Any:
-        """One of the maps of each expert, packed; each is made of some that are fused."""
+        """Read and pack one map of each expert; `experts` lists the modules fused into each map."""
         each = [bias for modules in experts if (bias := self.read_bias(*modules)) is not None]
         bias = torch.stack(each) if each else None
         return self.ops.prepack_experts(self.expert_weights(experts), is_gated, bias)
@@ -221,17 +221,17 @@ class Reader:
             forms.add((form_of(weight), isinstance(weight, Codes) and weight.zero is not None))
             if len(forms) > 1:
                 raise ConfigError(
-                    f"{self.checkpoint.folder}: {modules[0]} is quantized in another way than the "
-                    "experts before it in its layer, which no kernel multiplies; take another "
-                    "quantization of the model"
+                    f"{self.checkpoint.folder}: {modules[0]} has another quantization than other "
+                    "experts of its layer, which is not supported. Use another quantization of the "
+                    "model"
                 )
             self.count(weight, is_head=False)
             yield weight
 
     def read_embedding(self) -> Weight:
-        """The embedding table, on the ops' device."""
+        """Read the embedding table onto the ops' device."""
         table = self.weight("model.embed_tokens")
-        parts = (table,) if isinstance(table, Tensor) else table  # kept as it is: a byte a code
+        parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
         self.num_bytes += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         if isinstance(table, Tensor):
             return self.ops.place(table)
@@ -239,20 +239,20 @@ class Reader:
         return table.each(self.ops.place)
 
     def count(self, weight: Weight, is_head: bool) -> None:
-        """Enter a linear map into `forms`."""
+        """Count a linear map in `forms`."""
         self.num_bytes += num_bytes(weight)
         self.maps_by_form[form_of(weight, is_head)] += 1
 
     @property
     def forms(self) -> WeightForms:
-        """Of what has been read."""
+        """The forms of all weights read so far."""
         counted = self.maps_by_form.items()
         maps = (msgspec.structs.replace(form, number=number) for form, number in counted)
         ordered = tuple(sorted(maps, key=lambda form: (form.is_head, form.bits)))
         return WeightForms(ordered, self.num_bytes, self.num_odd, self.embedding_bits)
 
     def weight(self, *modules: str) -> Weight:
-        """The weights of linear maps of one width, one below the other."""
+        """Read the weights of linear maps of equal width, concatenated along the rows."""
         names = [f"{module}.weight" for module in modules]
         if any(self.source(name) in self.maps for name in names):
             return fuse([self.read_part(name) for name in names], self.dtype)
@@ -261,7 +261,7 @@ class Reader:
             return self.read_plain(names, self.dtype)
         self.num_odd += self.rounding.is_odd(modules[0], self.shapes[names[0]][1])
         dtypes = {self.checkpoint.dtype(self.source(name)) for name in names}
-        # One that holds the tensors' numbers as they are stored.
+        # A dtype that represents the stored values exactly.
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
         codes = self.ops.quantize(self.read_plain(names, dtype), bits)
         width = self.shapes[names[0]][1]
@@ -269,7 +269,7 @@ class Reader:
         return codes._replace(rounds_rows=rounds_rows)
 
     def bits(self, name: str) -> int | None:
-        """To how many a tensor is rounded; None: it is not."""
+        """The number of bits to which a tensor is quantized; None: it is not quantized."""
         module, _, suffix = name.rpartition(".")
         shape = self.shapes[name]
         is_map = suffix == "weight" and len(shape) == 2
@@ -293,7 +293,7 @@ class Reader:
         return self.sources.get(name, name)
 
     def read_part(self, name: str) -> Weight:
-        """One of several weights of which some are stored as codes."""
+        """Read one of several weights, some of which are stored as codes."""
         if self.source(name) not in self.maps:
             return self.read_plain([name], self.dtype)
         weight = self.maps.read(self.source(name))
@@ -303,15 +303,15 @@ class Reader:
         return weight
 
     def read_plain(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Matrices of one width in memory of their own, one below the other."""
+        """Read matrices of equal width into new memory, concatenated along the rows."""
         height, width = sum(self.shapes[name][0] for name in names), self.shapes[names[0]][1]
         size = height * width * dtype.itemsize
-        # Not from malloc: freeing it would leave a hole in the heap between packed weights.
+        # Not from malloc: freed memory would leave holes in the heap between packed weights.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return self.read_into(torch.frombuffer(memory, dtype=dtype).view(-1, width), names)
 
     def read_into(self, out: Tensor, names: Sequence[str]) -> Tensor:
-        """Fill `out` with tensors, one below the other."""
+        """Fill `out` with tensors, concatenated along the rows."""
         heights = [self.shapes[name][0] for name in names]
         for name, part in zip(names, torch.split(out, heights), strict=True):
             self.checkpoint.read(self.source(name), part)
@@ -325,10 +325,10 @@ class Reader:
 
 
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
-    # The largest weight comes first: its unpacked form is freed before the others are loaded.
+    # The largest weight is read first: its unpacked form is freed before the others are loaded.
     head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
     embedding = reader.read_embedding()
-    if head is None:  # it is the embedding table as it stands
+    if head is None:  # the head is the embedding table
         head = reader.ops.prepack(embedding)
         if head is not embedding:
             reader.count(embedding, is_head=True)
@@ -339,7 +339,7 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
             read_layer(reader, config, i, table_of(config, i, tables))
             for i in range(config.num_layers)
         ),
-        # The head is linear: logits are scaled where that costs nothing.
+        # The head is linear, so that scaling the norm scales the logits without extra time.
         norm=reader.read_norm("model.norm.weight", config.family.adds_one, config.logit_scale),
         dtype=reader.dtype,
         forms=reader.forms,
@@ -388,7 +388,7 @@ def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any
 
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     mixture = config.mixture
-    assert mixture is not None, "a layer without experts"
+    assert mixture is not None, "the layer has no experts"
     each = range(mixture.num_experts)
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
@@ -413,12 +413,12 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
 
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
-    """The order in which kernels want the rows of queries, keys and values; None: as they are."""
+    """The order of the rows of queries, keys and values in kernels; None: as in the checkpoint."""
     rope, D = config.rope_parameters, config.head_dim
     has_neighbors = config.family.rotates_neighbors
     if not has_neighbors and rope.rotating(D) == D:
         return None
-    order = rotary.order(rope, D, has_neighbors)  # of a head's dimensions
+    order = rotary.order(rope, D, has_neighbors)  # dimensions of a head
     num_turned = config.num_heads + config.num_kv_heads
     turned = torch.arange(num_turned)[:, None] * D + order
     values = num_turned * D + torch.arange(config.num_kv_heads * D)

@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction (DeepSeek-AI 2412.19437, section 2.2) that come with a model:
-what a checkpoint calls their tensors, and whether it has them.
+"""MTP (multi-token prediction) layers of a model (DeepSeek-AI 2412.19437, section 2.2): the names
+of their tensors, and whether a checkpoint has them.
 
 Does not import torch.
 """
@@ -23,21 +23,21 @@ T = TypeVar("T")
 
 
 class MtpStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of the first such layer's tensors, and what else its makers' code fixes."""
+    """The names of the first MTP layer's tensors, and its other properties, for one model maker."""
 
-    module: str  # of all others but `layer`
-    layer: str  # a decoder layer of the model's own family
+    module: str  # prefix of all names below except `layer`
+    layer: str  # a decoder layer of the model's family
     embedding_norm: str
     feature_norm: str
-    join: str  # the map of embedding and feature side by side
-    norm: str  # before the head; what the next draft step reads has it, too
-    embedding: str | None = None  # the model's where there is none
-    head: str | None = None  # likewise
-    has_feature_first: bool = False  # in the columns of `join`
-    reads_normed: bool = True  # the feature has the model's last norm
+    join: str  # the map of the concatenated embedding and feature
+    norm: str  # applied before the head, and to the input of the next draft step
+    embedding: str | None = None  # None: the model's embedding
+    head: str | None = None  # None: the model's head
+    has_feature_first: bool = False  # order in the columns of `join`
+    reads_normed: bool = True  # the model's final norm is applied to the feature
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor belongs to it, and not to a further layer."""
+        """Whether a tensor belongs to the first MTP layer, and not to a later one."""
         if name.startswith(f"{self.layer}."):
             return True
         return name.startswith(f"{self.module}.") and not name.startswith(FURTHER)
@@ -45,8 +45,8 @@ class MtpStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 FURTHER = "mtp.layers."
 LOST = (
-    "config.json tells of layers for multi-token prediction, and their tensors are not there; take "
-    "a checkpoint that has kept them, or another drafter"
+    "config.json describes MTP layers, but their tensors are missing. Use a checkpoint with these "
+    "tensors, or another drafter"
 )
 QWEN = MtpStyle(
     module="mtp",
@@ -56,7 +56,7 @@ QWEN = MtpStyle(
     join="fc",
     norm="norm",
 )
-# MiMo's makers hand the residual over as it is (vLLM's mimo.py).
+# MiMo's layer reads the residual without the final norm (see vLLM's mimo.py).
 MIMO = MtpStyle(
     module="model.mtp_layers.0",
     layer="model.mtp_layers.0",
@@ -70,7 +70,7 @@ MIMO = MtpStyle(
 
 
 def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
-    """The style of a checkpoint's tensors; None if it has no such layer."""
+    """The style of a checkpoint's MTP layer; None if it has none."""
     behind = f"model.layers.{num_layers}"
     deepseek = MtpStyle(
         module=behind,
@@ -87,17 +87,17 @@ def find_style(names: Iterable[str], num_layers: int) -> MtpStyle | None:
 
 
 def has_mtp(folder: Path) -> bool:
-    """Whether a model has such layers, and native code for their kind."""
+    """Whether a model has MTP layers of a supported style."""
     return mtp_state(folder) == "there"
 
 
 def has_lost_mtp(folder: Path) -> bool:
-    """Whether its config.json tells of such layers that its weights lack."""
+    """Whether config.json describes MTP layers that the weights lack."""
     return mtp_state(folder) == "lost"
 
 
 def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
-    """Whether config.json tells of such layers, and whether the weights have them."""
+    """Whether config.json describes no MTP layers, or the weights have or lack them."""
     num_layers = 0 if folder.is_file() else read_config(folder, layers_before)
     if num_layers == 0:
         return "none"
@@ -105,14 +105,14 @@ def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
 
 
 def layers_before(written: Mapping[str, Any]) -> int:
-    """The layers of a model whose config.json tells of others behind them; 0 of any other."""
+    """The number of layers before the MTP layers; 0 if config.json describes no MTP layers."""
     if not names_family(written) or num_mtp_layers(written) == 0:
         return 0
     return positive({"num_hidden_layers": None} | dict(written), "num_hidden_layers", MAX_LAYERS)
 
 
 def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:
-    """A checkpoint's tensors but those of such layers, of which its config.json tells a number."""
+    """A checkpoint's tensors without the `number` MTP layers that config.json describes."""
     behind = [f"model.layers.{num_layers + i}." for i in range(number)]
     others = (*behind, "mtp.", "model.mtp_layers.") if number else ()
     return {name: file for name, file in files.items() if not name.startswith(others)}

@@ -1,6 +1,7 @@
-"""A layer for multi-token prediction that came with the target (DeepSeek-AI 2412.19437, section
-2.2): guesses tokens from the target's last residual, and from its own last rows where the target
-has none yet.
+"""MTP layers of the target model as draft heads (DeepSeek-AI 2412.19437, section 2.2).
+
+The layer reads the last hidden state of the target model. For tokens that are not verified yet, it
+reads its own last outputs instead.
 """
 
 from collections.abc import Collection
@@ -23,13 +24,13 @@ from specserve_kernels import KVCache, Ops
 
 
 class MtpWeights(NamedTuple):
-    """What there is beside a decoder's weights; linear maps are packed, norms are float32.
+    """The layer's weights in addition to a decoder's; linear maps are packed, norms are float32.
 
-    target_norm     [hidden]  of what the target hands over; None: it is not normalized
+    target_norm     [hidden]  norm of the target model's hidden state; None: no norm
     embedding_norm  [hidden]
     feature_norm    [hidden]
-    embedding_map   [hidden, hidden]  the embedding's part of the map that joins it with the feature
-    feature_map     [hidden, hidden]
+    embedding_map   [hidden, hidden]  the embedding's part of the map that joins both inputs
+    feature_map     [hidden, hidden]  the feature's part of this map
     """
 
     target_norm: Tensor | None
@@ -40,11 +41,11 @@ class MtpWeights(NamedTuple):
 
 
 class MtpHead(OverDecoder):
-    """A `DraftHead` of one decoder layer, `body`, whose vocabulary is the target's.
+    """A `DraftHead` of one decoder layer, `body`, with the target model's vocabulary.
 
-    The layer's input is made of embedding and feature side by side, by one map in the checkpoint:
-    here it is two maps, whose results are added. What the layer gives is normalized for the head
-    and for the next draft step alike, as the target's residual is for the first one.
+    The layer's input is a linear map of the concatenated embedding and feature. It is stored here
+    as two maps, whose results are added. The layer's output is normalized for the head and for the
+    next draft step. The same holds for the target model's hidden state in the first draft step.
     """
 
     def __init__(self, body: Decoder, weights: MtpWeights, taps: tuple[int, ...]) -> None:
@@ -70,12 +71,12 @@ class MtpHead(OverDecoder):
     def forward(
         self, features: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What the next draft step takes as features, and no taps.
+        """The features for the next draft step; the dict of auxiliary hidden states is empty.
 
         features  [R, hidden]
-        ->        [R, hidden]  what `logits` takes
+        ->        [R, hidden]  for `logits`, too
         """
-        assert not taps, "a head's layer cannot be tapped"
+        assert not taps, "a head has no auxiliary hidden states"
         body, [layer] = self.body, self.body.weights.layers
         residual = body.layer(layer, self.joined(features, plan), kv.layers[0], plan)
         return body.norm(residual, body.weights.norm), {}
@@ -94,7 +95,7 @@ class MtpHead(OverDecoder):
         return ops.linear_add(feature, weights.feature_map, None, found)
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """The logits [n, V] after some rows of what `forward` gave, [n] int64, ascending."""
+        """The logits [n, V] of some rows of the output of `forward`: [n] int64, ascending."""
         ops, config = self.ops, self.body.config
         hidden = ops.take_rows(residual, rows)
         if config.logit_scale != 1:
@@ -107,14 +108,14 @@ class MtpHead(OverDecoder):
 
 
 LAYER, NORM = "model.layers.0", "model.norm.weight"
-# Names of what a decoder does not have.
+# Names of tensors and maps that a decoder does not have.
 EMBEDDING_NORM, FEATURE_NORM = "embedding_norm.weight", "feature_norm.weight"
 EMBEDDING_MAP, FEATURE_MAP = "embedding_map", "feature_map"
 
 
 def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
-    """The head that came with a target, which was loaded from the same folder; in its dtype, for as
-    many positions. ConfigError says why there is none.
+    """Load the MTP layer from the target model's folder, with its dtype and positions. Raises
+    ConfigError if there is none.
     """
     checkpoint, style = open_layer(folder, target.config)
     config = config_of_layer(folder, target.config, style, checkpoint)
@@ -129,11 +130,11 @@ def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
 
 
 def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyle]:
-    """The checkpoint of a target with the tensors of its first such layer alone."""
+    """The checkpoint of a target model with only the tensors of its first MTP layer."""
     if target.num_mtp_layers == 0:
         raise ConfigError(
-            f"{folder}: config.json tells of no layers for multi-token prediction ("
-            f"{' or '.join(MTP_LAYERS)}); take a model that has them, or another drafter"
+            f"{folder}: config.json describes no MTP layers ({' or '.join(MTP_LAYERS)}). Use a "
+            "model with MTP layers, or another drafter"
         )
     checkpoint = Checkpoint(folder)
     style = find_style(checkpoint.files, target.num_layers)
@@ -143,9 +144,8 @@ def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyl
     for name in checkpoint.files:
         if (dtype := checkpoint.stored(name).dtypes[0]) not in DTYPES:
             raise ConfigError(
-                f"{folder}: the tensor {name} has the type {dtype}, and a layer for multi-token "
-                "prediction is read where it is not quantized alone; take a checkpoint that has it "
-                "so, or another drafter"
+                f"{folder}: the tensor {name} has the dtype {dtype}, but MTP layers must be "
+                "unquantized. Use a checkpoint with an unquantized layer, or another drafter"
             )
     if target.mixture is not None and target.mixture.style.is_stacked:
         part_experts(checkpoint, target.mixture.num_experts)
@@ -155,11 +155,11 @@ def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyl
 def config_of_layer(
     folder: Path, target: DecoderConfig, style: MtpStyle, checkpoint: Checkpoint
 ) -> DecoderConfig:
-    """A decoder of that layer. ConfigError where nothing says which of the target's it is like."""
+    """The decoder config of the layer. Raises ConfigError if the model does not determine it."""
     if len({*zip(target.windows, target.rope, strict=True)}) > 1:
         raise ConfigError(
-            f"{folder}: its layers differ in sliding windows or rotary embedding, and nothing says "
-            f"which of them {style.layer} is like; take another drafter"
+            f"{folder}: layers differ in sliding windows or rotary embedding, and config.json does "
+            f"not describe {style.layer}. Use another drafter"
         )
     mixture = target.mixture
     if mixture is not None:
@@ -178,7 +178,7 @@ def config_of_layer(
 
 
 def places_of(config: DecoderConfig, style: MtpStyle) -> dict[str, Place]:
-    """Where a checkpoint has what is shown under a decoder's names, and what is read beside it."""
+    """The name and the columns in the checkpoint of each tensor of the decoder and the head."""
     module, hidden = style.module, config.hidden_size
     halves = [slice(hidden), slice(hidden, None)]
     embedding, feature = reversed(halves) if style.has_feature_first else halves
@@ -203,7 +203,7 @@ def places_of(config: DecoderConfig, style: MtpStyle) -> dict[str, Place]:
 def shapes_of(
     config: DecoderConfig, checkpoint: Checkpoint, places: dict[str, Place]
 ) -> dict[str, tuple[int, ...]]:
-    """Of what is read; table and head are the target's where the layer has none of its own."""
+    """The shapes of the tensors to read, without embedding and head if the layer lacks them."""
     hidden = config.hidden_size
     maps = (f"{name}.weight" for name in (EMBEDDING_MAP, FEATURE_MAP))
     shapes = tensor_shapes(config) | dict.fromkeys((EMBEDDING_NORM, FEATURE_NORM), (hidden,))

@@ -1,4 +1,4 @@
-"""Checks of a config and its models' files, before anything heavy is imported."""
+"""Checks a config and its models' files before slow imports."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -24,13 +24,13 @@ class Folders(NamedTuple):
     """The folders of a config's models, or their GGUF files."""
 
     target: Path
-    draft: Path | None  # None where no drafter could use one
+    draft: Path | None  # None if the drafter does not use one
     head: Path | None
     drafters: Drafters
 
 
 def check(config: Config) -> Folders:
-    """ConfigError for the first mistake. A model that a hub id names is downloaded."""
+    """Find all models, and raise ConfigError for the first mistake. Hub models are downloaded."""
     check_drafter_name(config)
     target = resolve_model(config)
     check_template(config.model.chat_template)
@@ -42,13 +42,13 @@ def check(config: Config) -> Folders:
     if head is not None and head != target:
         check_head(head, shape)
     draft: Path | None = None
-    named = drafters.draft  # it may be named beside speculation.max_nodes = 0
+    named = drafters.draft  # None if speculation is off, even if drafter.model is set
     if named is None and config.drafter.model is not None:
         named = str(resolve(config.drafter.model))
     if named is not None and named != drafters.head:
         draft = Path(named)
         if (inner := head_inside(draft)) is not None:
-            raise ConfigError(f"{draft}: no draft model; name {inner}, which is a head")
+            raise ConfigError(f"{draft} is not a draft model. Name the head in it: {inner}")
         check_quantize("drafter.quantize", config.drafter.quantize, draft, check_model(draft))
     if drafters.draft is None:
         draft = None
@@ -56,34 +56,32 @@ def check(config: Config) -> Folders:
 
 
 def check_template(path: str | None) -> None:
-    """ConfigError for a chat template that cannot be read."""
+    """Raise ConfigError for an unreadable chat template."""
     if path is not None:
         check_regular(file := Path(path).expanduser())
         read_template(file)
 
 
 def check_head(folder: Path, target: Shape) -> None:
-    """ConfigError for a head that cannot be read, or that is none of the target. No weights are
-    read.
+    """Raise ConfigError for an unreadable head, or a head that does not fit the target model. Reads
+    no weights.
     """
     check_regular(folder)
     if folder.is_dir() and not (folder / "config.json").exists():
         inner = head_inside(folder)
-        remedy = "check the path" if inner is None else f"name {inner}, which is one"
-        raise ConfigError(
-            f"{folder}: no head, whose folder has config.json and model.safetensors: {remedy}"
-        )
+        remedy = "Check the path" if inner is None else f"Name the head in it: {inner}"
+        raise ConfigError(f"{folder} is not a head, because config.json is missing. {remedy}")
     check_target(folder, load_eagle_config(folder), target)
     if folder.is_dir():
         find_weights(folder)
 
 
 def check_model(path: Path, implementation: str = "auto") -> Shape:
-    """The model's shape; ConfigError if files are missing. No weights are read."""
+    """The model's shape. Raises ConfigError if files are missing. Reads no weights."""
     if is_head(path):
         raise ConfigError(
-            f"{path}: a draft head, which guesses for a model and is none: name it as "
-            "--draft-model or --draft-head, and the model that it was trained for as the model"
+            f"{path} is an EAGLE-3 head, not a model. Pass it with --draft-head, and name the "
+            "model that it was trained for"
         )
     source = open_source(path)
     shape = source.shape(implementation)
@@ -93,10 +91,10 @@ def check_model(path: Path, implementation: str = "auto") -> Shape:
 
 
 def check_quantize(key: str, asked: str | None, path: Path, shape: Shape) -> None:
-    """ConfigError if a model is to be quantized that is quantized already."""
+    """Raise ConfigError if the setting `key` quantizes a model that is quantized already."""
     if asked and shape.quantization is not None:
         flag = "--quantize" if key == "model.quantize" else "--draft-quantize"
         raise ConfigError(
             f"{key} = {asked!r} ({flag}): {path} is quantized already "
-            f"({shape.quantization.words}): leave it out, or take the model that is not quantized"
+            f"({shape.quantization.words}). Remove the setting, or use the unquantized model"
         )

@@ -1,4 +1,4 @@
-"""Rotary embedding parameters of a config.json, in the current spelling and in older ones."""
+"""Parses RoPE (rotary embedding) parameters of config.json, in the current and the old form."""
 
 import math
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ import msgspec
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 ORIGINAL = "original_max_position_embeddings"
-FACTORS = "factors"  # of each frequency: a GGUF file has what llama3 gives, and no config.json this
-LEAST, MOST = 1e-6, 1e18  # of any number here: frequencies are then finite in float32
+FACTORS = "factors"  # one factor per frequency: only in GGUF files, instead of llama3's parameters
+LEAST, MOST = 1e-6, 1e18  # range of all parameters, so that frequencies are finite in float32
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """The kind of rotary embedding and its numbers; `rotary.frequencies` has the formulas."""
+    """The type of RoPE and its parameters; `rotary.frequencies` has the formulas."""
 
     kind: str  # one of SUPPORTED, or FACTORS
     theta: float
-    factor: float = 1.0  # linear, llama3, yarn: by which positions are stretched
+    factor: float = 1.0  # linear, llama3, yarn: stretches positions
     original_length: int = 0  # llama3, yarn, longrope: context length before stretching
     low_freq_factor: float = 0.0  # llama3
     high_freq_factor: float = 0.0  # llama3
@@ -25,17 +25,17 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn, longrope: multiplies all cosines and sines
-    factors: tuple[float, ...] = ()  # FACTORS, longrope: by which frequencies are divided
-    long_factors: tuple[float, ...] = ()  # longrope: those of contexts beyond original_length
-    share: float = 1.0  # of a head's dimensions, that rotates: the first ones
+    factors: tuple[float, ...] = ()  # FACTORS, longrope: divide the frequencies
+    long_factors: tuple[float, ...] = ()  # longrope: for contexts beyond original_length
+    share: float = 1.0  # share of a head's dimensions that rotate, the first ones
 
     def rotating(self, head_dim: int) -> int:
-        """How many dimensions of a head rotate."""
+        """The number of dimensions of a head that rotate."""
         return int(head_dim * self.share)
 
     def of_context(self, length: int) -> "RopeParameters":
-        """What texts of up to so many tokens are served with: one set of factors for all, as KV
-        must not depend on how long a text becomes.
+        """The parameters for a context of `length` tokens. All texts use the same factors, because
+        KV must not depend on the final length of a text.
         """
         if self.kind != "longrope" or length <= self.original_length:
             return self
@@ -49,11 +49,10 @@ def parse(
     may_rotate_a_share: bool,
     other_names: Mapping[str, str],
 ) -> RopeParameters:
-    """The rotary embedding of a config.json; ValueError if it is not supported.
+    """The RoPE parameters of a config.json. Raises ValueError if they are not supported.
 
-    It is in `rope_parameters`, or in `rope_scaling` beside a `rope_theta` (the old spelling,
-    which wins where both are there, as in transformers). `other_names` are those that a family has
-    for kinds.
+    They are in `rope_parameters`, or in `rope_scaling` and `rope_theta`, the old form. The old form
+    wins if both exist, as in transformers. `other_names` are a family's names of types.
     """
     kind, rope = table(fields, max_positions, other_names)
     refuse_unsupported(kind, rope, may_rotate_a_share)
@@ -67,8 +66,8 @@ def parse(
 def longest_text(
     fields: Mapping[str, Any], max_positions: int, other_names: Mapping[str, str]
 ) -> int:
-    """The context length of a config.json, in tokens. YaRN multiplies the original length by its
-    factor, as in vLLM: Qwen's recipe leaves max_position_embeddings as it was.
+    """The context length of a config.json, in tokens. For YaRN, it is the original length times the
+    factor, as in vLLM, because Qwen's recipe does not change max_position_embeddings.
     """
     kind, rope = table(fields, max_positions, other_names)
     if kind != "yarn" or not rope.get("factor"):
@@ -79,10 +78,10 @@ def longest_text(
 def table(
     fields: Mapping[str, Any], max_positions: int, other_names: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
-    """The kind of rotary embedding that a config.json names, and its numbers."""
+    """The type of RoPE in a config.json, and its parameters."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters = {rope!r} is no table")
+        raise ValueError(f"rope_parameters = {rope!r} is not an object")
     outer = {key: fields[key] for key in ("rope_theta", "partial_rotary_factor") if key in fields}
     inner = {key: fields[key] for key in (ORIGINAL,) if key in fields}
     rope = {ORIGINAL: max_positions} | outer | rope | inner
@@ -104,44 +103,46 @@ def of_kind(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeParam
 
 
 def check_dimensions(rope: RopeParameters, head_dim: int) -> None:
-    """ValueError unless what rotates are pairs, and all factors are there."""
+    """Raise ValueError unless pairs of dimensions rotate, and all factors exist."""
     size = rope.rotating(head_dim)
     if rope.share > 1 or size < 2 or size % 2:
         raise ValueError(
-            f"partial_rotary_factor = {rope.share:g} of heads of {head_dim} is not supported: an "
-            "even number of dimensions rotates, all at most"
+            f"partial_rotary_factor = {rope.share:g} for head size {head_dim} is not supported: an "
+            "even number of dimensions, at most all, must rotate"
         )
     for factors in (rope.factors, rope.long_factors):
         if rope.kind == "longrope" and len(factors) != size // 2:
             raise ValueError(
-                f"rope_parameters: short_factor and long_factor have {size // 2} numbers each, one "
-                f"for each pair of dimensions that rotates; one of them has {len(factors)}"
+                f"rope_parameters: short_factor and long_factor need {size // 2} numbers each, one "
+                f"per rotating pair of dimensions, but one has {len(factors)}"
             )
 
 
 def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: bool) -> None:
     if kind == "dynamic":
         raise ValueError(
-            f"rope type {kind!r} is not supported: its frequencies depend on the length of the "
-            f"batch, and so would a token's KV; {', '.join(SUPPORTED)} are supported"
+            f"rope type {kind!r} is not supported, because KV would depend on the lengths in the "
+            f"batch. Supported types: {', '.join(SUPPORTED)}"
         )
     if kind not in (*SUPPORTED, FACTORS):
-        raise ValueError(f"rope type {kind!r} is not supported: {', '.join(SUPPORTED)} are")
+        raise ValueError(f"rope type {kind!r} is not supported, only {', '.join(SUPPORTED)}")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
-            "rope_parameters by layer type are not supported but for full_attention and "
+            "rope_parameters by layer type are supported only for full_attention and "
             "sliding_attention"
         )
     partial = rope.get("partial_rotary_factor")
     if partial is not None and partial != 1.0 and not may_rotate_a_share:
-        raise ValueError(f"partial_rotary_factor = {partial} is not supported: only 1.0 is")
+        raise ValueError(f"partial_rotary_factor = {partial} is not supported, only 1.0")
 
 
 def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
-    """As in https://github.com/meta-llama/llama-models, models/llama3/model.py (apply_scaling)."""
+    """Llama 3's scaling: apply_scaling in models/llama3/model.py of
+    https://github.com/meta-llama/llama-models.
+    """
     low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
     if low == high:
-        raise ValueError(f"rope_parameters: low_freq_factor and high_freq_factor are both {low}")
+        raise ValueError(f"rope_parameters: low_freq_factor = high_freq_factor = {low}")
     return RopeParameters(
         kind="llama3",
         theta=theta,
@@ -153,9 +154,9 @@ def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
 
 
 def yarn(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParameters:
-    """YaRN (Peng et al. 2309.00071), with DeepSeek's mscale where a config has it."""
+    """YaRN (Peng et al. 2309.00071), with DeepSeek's mscale if the config has it."""
     if theta == 1:
-        raise ValueError("rope_theta = 1 gives yarn no frequencies to choose from")
+        raise ValueError("rope_theta = 1 is not possible with yarn: all frequencies are equal")
     original = length(rope)
     ratio = max_positions / original
     factor = ratio if given(rope, "factor") is None else number(rope, "factor")
@@ -172,7 +173,7 @@ def yarn(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParam
 
 
 def longrope(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeParameters:
-    """LongRoPE (Ding et al. 2402.13753), as Phi-3 has it."""
+    """LongRoPE (Ding et al. 2402.13753), in the form of Phi-3."""
     original = length(rope)
     if original < 2:
         raise ValueError(f"original_max_position_embeddings = {original} must be at least 2")
@@ -192,7 +193,9 @@ def longrope(rope: Mapping[str, Any], theta: float, max_positions: int) -> RopeP
 
 
 def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Section 3.4: logits grow by (0.1 ln(factor) + 1)^2, so queries and keys by its root."""
+    """The factor of queries and keys in YaRN (section 3.4): 0.1 ln(factor) + 1, so that attention
+    scores grow by its square.
+    """
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -207,20 +210,20 @@ def temperature(factor: float, mscale: float = 1.0) -> float:
 
 def given(rope: Mapping[str, Any], key: str) -> Any:
     if key not in rope:
-        raise ValueError(f"rope_parameters = {dict(rope)} lack {key}")
+        raise ValueError(f"rope_parameters = {dict(rope)}: {key} is missing")
     return rope[key]
 
 
 def number(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number that gives finite frequencies; null and 0 mean the default, where there is one."""
+    """A number that gives finite frequencies. If `default` is set, it replaces null and 0."""
     if default is not None and not rope.get(key):
         return default
     value = given(rope, key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not LEAST <= value <= MOST:
         raise ValueError(
-            f"rope_parameters: {key} = {value!r} must be a number from {LEAST:g} to {MOST:g}, as "
-            "others give infinite frequencies"
+            f"rope_parameters: {key} = {value!r} must be a number from {LEAST:g} to {MOST:g}, so "
+            "that frequencies are finite"
         )
     return float(value)
 
@@ -228,7 +231,7 @@ def number(rope: Mapping[str, Any], key: str, default: float | None = None) -> f
 def numbers(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
     values = given(rope, key)
     if not isinstance(values, list):
-        raise ValueError(f"rope_parameters: {key} = {values!r} is no list")
+        raise ValueError(f"rope_parameters: {key} = {values!r} is not a list")
     return tuple(number({key: value}, key) for value in values)
 
 

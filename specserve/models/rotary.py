@@ -1,4 +1,4 @@
-"""Rotary embedding: the frequency of each pair of dimensions, and tables of cosines and sines."""
+"""RoPE (rotary embedding): frequencies of dimension pairs, and tables of cosines and sines."""
 
 import math
 
@@ -11,9 +11,9 @@ from specserve_kernels.types import Rotary
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions that rotates, [<= D/2] float32.
+    """Radians per position for each rotating pair of dimensions, [<= D/2] float32.
 
-    Computed in float32 in the same order as in transformers, so that the bits are equal.
+    Computed in float32 in transformers' order of operations, to get the same bits.
     """
     head_dim = rope.rotating(head_dim)
     inverse = 1.0 / wavelengths(rope.theta, head_dim)
@@ -38,7 +38,7 @@ def wavelengths(theta: float, head_dim: int) -> Tensor:
 
 
 def llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
-    """Short waves stay, long ones are stretched by the factor, those between in part."""
+    """Keep short waves, stretch long waves by the factor, and interpolate between them."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_length
     wave = 2 * math.pi / inverse
     stretched = torch.where(wave > original / low, inverse / rope.factor, inverse)
@@ -49,7 +49,7 @@ def llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
 
 
 def yarn(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Dimensions that turn often in the original length stay, slow ones are stretched."""
+    """Keep dimensions that rotate often within the original length, and stretch slow ones."""
     waves = wavelengths(rope.theta, head_dim)
     low, high = yarn_range(rope, head_dim)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
@@ -58,7 +58,7 @@ def yarn(rope: RopeParameters, head_dim: int) -> Tensor:
 
 
 def yarn_range(rope: RopeParameters, head_dim: int) -> tuple[float, float]:
-    """The dimensions that turn `beta_fast` and `beta_slow` times in the original length."""
+    """The dimensions that rotate `beta_fast` and `beta_slow` times in the original length."""
 
     def dimension(turns: float) -> float:
         ratio = rope.original_length / (turns * 2 * math.pi)
@@ -68,11 +68,11 @@ def yarn_range(rope: RopeParameters, head_dim: int) -> tuple[float, float]:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    return low, high + 0.001 if low == high else high  # a ramp of no width divides by zero
+    return low, high + 0.001 if low == high else high  # avoids a division by zero
 
 
 def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
-    """Cosines and sines of the positions [0, length); pairs that do not rotate come last."""
+    """Cosines and sines for positions [0, length); pairs that do not rotate are last."""
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     still = 0, head_dim // 2 - angles.shape[1]  # columns on the right
@@ -80,9 +80,9 @@ def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
 
 
 def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
-    """A head's dimensions [D] int64 as the kernels have them: dimension i and i + D/2 are a pair.
+    """A head's dimensions [D] int64 in the kernels' order: dimensions i and i + D/2 are a pair.
 
-    A checkpoint has the two halves of what rotates, or pairs of neighbors, then the rest.
+    A checkpoint has two halves of the rotating dimensions, or pairs of neighbors, then the rest.
     """
     half, size = head_dim // 2, rope.rotating(head_dim)
     turning, rest = torch.arange(size), torch.arange(size, head_dim)
@@ -92,5 +92,5 @@ def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
 
 
 def still(rotary: Rotary) -> Rotary:
-    """A table of the same size that rotates nothing, for a layer without rotary embedding."""
+    """A table of the same size without rotation, for a layer without RoPE."""
     return Rotary(torch.ones_like(rotary.cos), torch.zeros_like(rotary.sin))

@@ -1,7 +1,7 @@
-"""Whether a model gives a row the same bits whatever else a step computes, found by running it.
+"""Tests by running a model whether its results are batch-invariant.
 
-Guesses and prefix hits change which rows share a step. Where that changes a row's bits, they could
-change which text comes.
+Draft tokens and prefix hits change which rows share a step. If the results of a row depend on the
+batch, they could change the text.
 """
 
 import logging
@@ -13,19 +13,19 @@ from specserve.memory.arena import Arena, used_bytes
 from specserve.models.decoder import LoadedModel
 from specserve_kernels import Program, Rows
 
-SIZES = (1, 2, 17, 33, 64, 130)  # rows of a step: around those at which kernels change their ways
+SIZES = (1, 2, 17, 33, 64, 130)  # rows per step, near the sizes at which kernels switch algorithms
 CONTEXTS = (16, 32, 48)  # tokens before a row
-READ = 64  # rows whose logits are compared
+READ = 64  # maximum rows whose logits are compared
 
 log = logging.getLogger("specserve")
 
 
 @torch.inference_mode()
 def differing_rows(model: LoadedModel, most: int) -> int | None:
-    """The rows of the smallest step that gave one of them other bits than a step of `most` rows
-    does; None where none did. Reads no KV but its own, for which it takes memory meanwhile.
+    """The size of a step that computes a row with other bits than a step of `most` rows, or None if
+    the model is batch-invariant. Allocates its own KV.
 
-    Rows are of requests of their own, which share the KV of a prefix, in random order.
+    Each row is a separate request. The requests share the KV of a prefix, and are in random order.
     """
     most = max(most, SIZES[0] + 1)
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def differing_rows(model: LoadedModel, most: int) -> int | None:
 
 
 def differing_reads(model: LoadedModel, rows: Tensor, generator: torch.Generator) -> int | None:
-    """The same for the rows whose logits are read at once."""
+    """The same test for the number of rows whose logits are computed together."""
     most = min(READ, len(rows))
     want = model.logits(rows, model.ops.place(torch.arange(most)))
     for size in [size for size in SIZES if size < most]:
@@ -60,17 +60,17 @@ def differing_reads(model: LoadedModel, rows: Tensor, generator: torch.Generator
 
 
 def residual(program: Program, chosen: Tensor, ids: Tensor) -> Tensor:
-    """[n, hidden], of some rows in one step."""
+    """The residual [n, hidden] of the chosen rows, computed in one step."""
     return program.run(single_rows(chosen), ids[chosen], chosen[:0]).residual.clone()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is equal to the same NaN."""
+    """Whether two tensors are equal bit by bit."""
     return torch.equal(*(x.contiguous().view(torch.uint8) for x in (a, b)))
 
 
 def small_program(model: LoadedModel, num_tokens: int) -> Program:
-    """The model's forward over KV for so many tokens, each in a block of its own."""
+    """The model's forward pass over KV for `num_tokens` tokens, with one block per token."""
     layouts = model.kv_layouts()
     size = used_bytes(layouts, 1)
     arena = Arena(model.ops.allocate(num_tokens * size), size)
@@ -78,7 +78,7 @@ def small_program(model: LoadedModel, num_tokens: int) -> Program:
 
 
 def single_rows(chosen: Tensor) -> Rows:
-    """A row for each number chosen, of a request of its own: its block is that of its number."""
+    """One row per chosen number, each in a separate request; the number selects its KV block."""
     context = torch.tensor(CONTEXTS)[chosen % len(CONTEXTS)]
     slots = max(CONTEXTS) + chosen
     blocks = [
@@ -96,8 +96,8 @@ def rows_of(
     positions: Tensor,
     slots: Tensor | None = None,
 ) -> Rows:
-    """Causal rows of requests whose blocks hold a token each; a row's slot is at its position
-    unless it is given.
+    """Causal rows of requests with one token per block. `slots` are the rows' KV slots; None: their
+    positions.
     """
     slots = positions if slots is None else slots
     return Rows(

@@ -1,4 +1,4 @@
-"""The models and the drafter that a config selects. Does not import torch."""
+"""Resolves the models and the drafter of a config. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +27,7 @@ from specserve_drafters.base import (
 
 
 def served_name(config: Config) -> str:
-    """What clients call the target."""
+    """The target model's name for clients."""
     return config.server.served_model_name or name_of(config.target)
 
 
@@ -36,13 +36,13 @@ def resolve_model(config: Config) -> Path:
 
 
 class Drafters(msgspec.Struct, frozen=True):
-    """The models that draft for a target, resolved once from a config.
+    """The draft sources and draft models of a config.
 
-    sources     names of what drafts: the sources of auto, else the drafter
+    sources     names of the draft sources: the sources of auto, else the drafter
     draft       the draft model's folder, if the drafter may run one
-    head        the head's folder: of an EAGLE-3 head, or the target's for its own layers
-    needs_head  whether the head was named, or nothing else drafts
-    lost_head   why the target lacks the head that its config.json describes; "" if it does not
+    head        the folder of the EAGLE-3 head, or the target model's folder for its MTP layers
+    needs_head  whether the config names the head, or the head is the only draft source
+    lost_head   an error if config.json of the target model describes a head that is missing; or ""
     """
 
     sources: tuple[str, ...]
@@ -53,24 +53,25 @@ class Drafters(msgspec.Struct, frozen=True):
 
     @property
     def runs_head(self) -> bool:
-        """Whether the head drafts, so that it has to be loaded at the start."""
+        """Whether the head is a draft source, and must be loaded at start-up."""
         return self.head is not None and EAGLE in self.sources
 
 
 def resolve_drafters(config: Config) -> Drafters:
-    """ConfigError for models that do not fit the drafter. Imports no drafter that is not built in.
+    """Resolve draft models. Raises ConfigError for models that do not fit the drafter. Does not
+    import a user's drafter.
 
-    drafter.model may name a head: this function moves it to where heads belong.
+    If drafter.model names a head, the result has it in `head`.
     """
     name, head, is_model_head = config.drafter_name, config.head, names_head(config)
     if is_model_head:
         check_head_as_model(config)
         head = config.drafter.model
     elif name == EAGLE and config.drafter.model is not None:
-        remedy = "name the head there" if head is None else "drop drafter.model"
+        remedy = "name the head there" if head is None else "remove drafter.model"
         raise ConfigError(
-            f"drafter {EAGLE!r} has no use for drafter.model = {config.drafter.model!r}, which is "
-            f"no head: take drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
+            f"drafter {EAGLE!r} does not use drafter.model = {config.drafter.model!r}, which is "
+            f"not a head. Use drafter.name = 'auto', which runs both, or {remedy} (--draft-model)"
         )
     sources = tuple(auto_options(config).sources) if name == "auto" else (name,)
     target, lost = resolve_model(config), ""
@@ -81,8 +82,8 @@ def resolve_drafters(config: Config) -> Drafters:
         lost = f"{target}: {LOST}"
     if folder is None and sources == (EAGLE,):
         raise ConfigError(
-            f"drafter {EAGLE!r}, or auto with that source alone, needs a head of the target: set "
-            f"drafter.head (--draft-head){lost and '. '}{lost}"
+            f"drafter {EAGLE!r}, or auto with only this source, needs a head for the target model. "
+            f"Set drafter.head (--draft-head){lost and '. '}{lost}"
         )
     draft = None
     if not is_model_head and config.draft is not None and may_run_draft_model(config):
@@ -92,33 +93,33 @@ def resolve_drafters(config: Config) -> Drafters:
 
 
 def names_head(config: Config) -> bool:
-    """Whether drafter.model names a head of the target."""
+    """Whether drafter.model names a draft head."""
     named = config.drafter.model
     return named is not None and is_head(resolve(named))
 
 
 def check_head_as_model(config: Config) -> None:
-    """ConfigError for a head as drafter.model where it cannot be one."""
+    """Raise ConfigError if drafter.model names a head, but the drafter needs something else."""
     model, name = config.drafter.model, config.drafter_name
     if config.drafter.head is not None:
         raise ConfigError(
-            f"drafter.model = {model!r} is a head, and so is drafter.head = "
-            f"{config.drafter.head!r}: name one of them"
+            f"drafter.model = {model!r} and drafter.head = {config.drafter.head!r} are both heads. "
+            "Name only one"
         )
     if name not in ("none", "auto", EAGLE):
         raise ConfigError(
-            f"drafter {name!r} needs a draft model, and drafter.model = {model!r} is a head: take "
-            f"drafter.name = {EAGLE!r}, or name the head as drafter.head (--draft-head) beside a "
+            f"drafter {name!r} needs a draft model, but drafter.model = {model!r} is a head. Use "
+            f"drafter.name = {EAGLE!r}, or name the head in drafter.head (--draft-head) next to a "
             "draft model"
         )
     if config.drafter.quantize is not None:
         raise ConfigError(
-            f"drafter.quantize = {config.drafter.quantize!r}: a head is not rounded; leave it out"
+            f"drafter.quantize = {config.drafter.quantize!r} does not apply to heads. Remove it"
         )
 
 
 def may_run_draft_model(config: Config) -> bool:
-    """Whether the drafter may run a draft model; one that is not built in is not imported."""
+    """Whether the drafter may run a draft model. Does not import a user's drafter."""
     name = config.drafter_name
     if name != "auto":
         return name not in ("none", "ngram", EAGLE)
@@ -129,7 +130,7 @@ def may_run_draft_model(config: Config) -> bool:
 
 
 def needs_draft_model(config: Config, drafters: Drafters) -> bool:
-    """Whether the drafter runs the draft model; imports the drafter's module."""
+    """Whether the drafter runs the draft model. Imports the drafter's module."""
     name = config.drafter_name
     if name in ("none", *BUILT_IN):
         return name != "none" and drafters.draft is not None
@@ -139,7 +140,7 @@ def needs_draft_model(config: Config, drafters: Drafters) -> bool:
         raise ConfigError(f"drafter.name: {e}") from e
     if needs and drafters.draft is None:
         raise ConfigError(
-            f"drafter {name!r} needs a draft model: set drafter.model, or say --draft-model"
+            f"drafter {name!r} needs a draft model. Set drafter.model (--draft-model)"
         )
     return needs
 
@@ -149,7 +150,7 @@ def auto_options(config: Config) -> Any:
 
 
 def runs_draft_model(sources: Iterable[str]) -> bool:
-    """Whether one of these sources of `auto` runs the draft model; imports those of users."""
+    """Whether one of the sources of `auto` runs the draft model. Imports sources of users."""
     foreign = [name for name in sources if name not in AUTO_SOURCES]
     return "model" in sources or any(
         getattr(find_source(name), "needs_executor", False) for name in foreign
@@ -157,7 +158,7 @@ def runs_draft_model(sources: Iterable[str]) -> bool:
 
 
 def check_drafter(config: Config) -> None:
-    """ConfigError unless the drafter exists and takes the options; imports its module."""
+    """Raise ConfigError unless the drafter exists and accepts the options. Imports its module."""
     if config.drafter_name == "none":
         return
     try:
@@ -173,35 +174,35 @@ def check_drafter(config: Config) -> None:
 def check_sources(
     config: Config, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse sources of `auto` that are not there, and a draft model that none of them runs."""
+    """Raise DrafterError for unknown sources of `auto`, and for draft models without a source."""
     if twice := [name for name in names if names.count(name) > 1]:
-        raise DrafterError(f"drafter.options.sources: {twice[0]!r} is named twice: name it once")
+        raise DrafterError(f"drafter.options.sources names {twice[0]!r} twice. Name it once")
     foreign = [name for name in names if name not in AUTO_SOURCES]
     for name in foreign:
         find_source(name)
         drafter_options(name, options.get(name, {}))
     if idle := [name for name in options if name not in foreign]:
-        known = f"it has {', '.join(foreign)}" if foreign else "it has none"
+        known = f"Sources with options: {', '.join(foreign)}" if foreign else "Remove the options"
         raise DrafterError(
-            f"drafter.options.source_options: {idle[0]!r} is no package.module:Class in "
-            f"drafter.options.sources; {known}"
+            f"drafter.options.source_options: {idle[0]!r} is not a package.module:Class in "
+            f"drafter.options.sources. {known}"
         )
     if [*names] == ["model"] and config.draft is None:
-        raise DrafterError("drafter.options.sources has model alone: set drafter.model, too")
+        raise DrafterError("drafter.options.sources has only model. Set drafter.model, too")
     is_run = {"model": runs_draft_model(names), EAGLE: EAGLE in names}
-    # What nothing could run need not be looked at.
+    # The model's files are read only if a source could run it.
     is_head = any(is_run.values()) and names_head(config)
     runner = {"model": EAGLE if is_head else "model", "head": EAGLE}
     for key, source in runner.items():
         if (named := getattr(config.drafter, key)) is not None and not is_run[source]:
             raise DrafterError(
-                f"drafter.{key} = {named!r} is of no use: drafter.options.sources has no source "
-                f"that runs it, as {source} does"
+                f"drafter.{key} = {named!r} has no effect: no source in drafter.options.sources "
+                f"runs it. Add the source {source!r}, or remove drafter.{key}"
             )
 
 
 def check_drafter_name(config: Config) -> None:
-    """As `check_drafter`, but without importing a drafter that is not built in."""
+    """The same as `check_drafter` for built-in drafters. For others, check only the package."""
     if config.drafter_name not in ("none", *BUILT_IN):
         package = config.drafter_name.partition(":")[0].partition(".")[0]
         with suppress(ValueError):  # an empty name
@@ -211,17 +212,17 @@ def check_drafter_name(config: Config) -> None:
 
 
 def scaled_models(folders: Iterable[Path | None]) -> list[Scaled]:
-    """The small models among them that have the cost of larger ones."""
+    """The models that are padded to the compute of larger ones."""
     found = (open_source(folder).scaled() for folder in folders if folder is not None)
     return [scaled for scaled in found if scaled is not None]
 
 
 def context_length(config: Config, target: Shape) -> int:
-    """The most tokens, of prompt and output, that a request may have."""
+    """The maximum number of prompt and output tokens of a request."""
     longest, asked = target.max_positions, config.scheduler.max_model_len
     if asked is not None and asked > longest:
         raise ConfigError(
-            f"scheduler.max_model_len = {asked} is more than the model's {longest} positions: "
-            "lower it, or leave it out"
+            f"scheduler.max_model_len = {asked} exceeds the model's {longest} positions. Lower it, "
+            "or remove it"
         )
     return asked or longest

@@ -1,6 +1,6 @@
-"""What a model is read from: a folder in the Hugging Face layout, a GGUF file, or code.
+"""Model sources: a folder in the Hugging Face layout, a GGUF file, or code that generates a model.
 
-Does not import torch: `Checkpoint` reads the weights of all.
+Does not import torch: `Checkpoint` reads the weights.
 """
 
 import os
@@ -30,19 +30,19 @@ from specserve.models.weight_files import check_is_at_home, find_weights
 from specserve.text.defaults import GenerationDefaults, load_defaults, load_ends
 from specserve.text.tokenizer import Tokenizer, load_tokenizer
 
-# The files of a folder that decide the text, beside its weights.
+# The files of a folder, in addition to its weights, that affect the text.
 WORDS = ("*.json", "*.jinja", "*/*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 class ModelDescription(Protocol):
-    """All of a model but its weights. ConfigError says what is wrong with them."""
+    """Everything of a model except its weights. Methods raise ConfigError for invalid files."""
 
     def config(self) -> DecoderConfig:
-        """As native code reads it."""
+        """The model's config for the native implementation."""
         ...
 
     def shape(self, implementation: str) -> Shape:
-        """As the implementation reads it: auto, native or transformers."""
+        """The model's shape for an implementation: auto, native or transformers."""
         ...
 
     def defaults(self) -> GenerationDefaults: ...
@@ -56,16 +56,16 @@ class ModelDescription(Protocol):
     def scaled(self) -> Scaled | None: ...
 
     def check(self) -> None:
-        """ConfigError if weights or tokenizer are missing. No weights are read."""
+        """Raise ConfigError if weights or tokenizer are missing. Reads no weights."""
         ...
 
     def identity(self) -> Iterator[bytes]:
-        """Bytes that differ between models, as far as that can be told without reading all."""
+        """Yield bytes that identify the model: texts, and samples of the weights."""
         ...
 
 
 class MadeModel(ModelDescription, Protocol):
-    """A model whose weights are made as they are read; an EAGLE-3 head has `head_config`."""
+    """A model whose weights are generated on reading; an EAGLE-3 head has `head_config`."""
 
     @property
     def is_head(self) -> bool: ...
@@ -106,7 +106,7 @@ class Folder:
         for file in self.files(*WORDS):
             if file.resolve() != home / file.relative_to(self.path):
                 check_is_at_home(home, file)
-            if file.suffix == ".jinja":  # any text is a template
+            if file.suffix == ".jinja":  # a pointer would be a valid template
                 check_pointer(file)
 
     def identity(self) -> Iterator[bytes]:
@@ -121,7 +121,7 @@ class Folder:
             raise ConfigError(f"{e.filename}: cannot be read ({e.strerror})") from e
 
     def files(self, *patterns: str) -> list[Path]:
-        """Regular ones, or links to such, in order: nothing else is a part of a model."""
+        """The sorted regular files, or links to regular files, that match the patterns."""
         found = (file for pattern in patterns for file in self.path.glob(pattern))
         return sorted(file for file in found if file.is_file())
 
@@ -130,8 +130,8 @@ class Folder:
 
 
 def open_made(path: Path) -> MadeModel:
-    """The model that a file of this package names, as the class in its field `made_by` reads it."""
-    assert is_made(path), f"{path} is no file of the package"
+    """The model that a file of this package describes; its field `made_by` names the class."""
+    assert is_made(path), f"{path} is not a file of the package"
     module, _, name = read_json(path)["made_by"].partition(":")
     made: MadeModel = getattr(import_module(module), name)(path)
     return made
@@ -143,7 +143,7 @@ def open_source(path: Path) -> ModelDescription:
         return Folder(path)
     if is_made(path):
         return open_made(path)
-    from specserve.models.gguf.source import GgufFile  # few models need it
+    from specserve.models.gguf.source import GgufFile  # slow to import, and rarely needed
 
     return GgufFile(path)
 
@@ -157,12 +157,12 @@ def is_head(path: Path) -> bool:
 
 
 def head_inside(folder: Path) -> Path | None:
-    """A head in a folder that is none itself, as `specserve demo train-head` leaves one there."""
+    """A head in a subfolder, which `specserve demo train-head` writes; None if there is none."""
     if (folder / "config.json").exists():
         return None
     return next((inner for inner in sorted(folder.glob("*")) if is_head(inner)), None)
 
 
 def load_eagle_config(path: Path) -> EagleConfig:
-    """The head that a folder's config.json describes, or a file of the package."""
+    """The config of a head from a folder, or from a file of the package."""
     return open_made(path).head_config() if is_made(path) else read_config(path, parse_eagle)

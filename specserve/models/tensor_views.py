@@ -1,9 +1,9 @@
-"""A checkpoint's tensors under a decoder's names: parts of tensors, and experts that share one.
+"""Views of a checkpoint's tensors under a decoder's names: parts of tensors, and stacked experts.
 
-gpt-oss stores all experts of a layer together. `mlp.experts.gate_up_proj` [E, hidden, 2 F] has the
-outputs of gate and up by turns, transposed; `_bias` [E, 2 F] has their biases. In MXFP4, `_blocks`
-[E, 2 F, hidden / 32, 16] and `_scales` [E, 2 F, hidden / 32] replace it. `down_proj` is stored
-likewise.
+gpt-oss stores all experts of a layer together. `mlp.experts.gate_up_proj` [E, hidden, 2 F] is
+transposed, and has alternating outputs of gate and up; `_bias` [E, 2 F] has their biases. MXFP4 has
+`_blocks` [E, 2 F, hidden / 32, 16] and `_scales` [E, 2 F, hidden / 32] instead. `down_proj` has the
+same form.
 """
 
 import re
@@ -20,7 +20,7 @@ Place = tuple[str, slice]  # a tensor's name in the checkpoint, and its columns:
 STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 NUM_DIMS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
-OUTPUTS = {  # of each map in a stacked tensor
+OUTPUTS = {  # rows of each map in a stacked tensor
     "gate_up": {"gate": slice(0, None, 2), "up": slice(1, None, 2)},
     "down": {"down": ALL},
 }
@@ -29,7 +29,7 @@ OUTPUTS = {  # of each map in a stacked tensor
 def stored_shapes(
     shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Place]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the checkpoint's own tensors."""
+    """The shapes of the stored tensors."""
     stored = {}
     for name, shape in shapes.items():
         own, columns = places[name]
@@ -40,8 +40,8 @@ def stored_shapes(
 def show(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, Place]
 ) -> None:
-    """Give the checkpoint's tensors the names in `shapes`; ConfigError unless it has them all, and
-    no others.
+    """Give the checkpoint's tensors the names in `shapes`. Raises ConfigError if tensors are
+    missing or unused.
     """
 
     def columns(at: slice) -> Callable[[Tensor], Tensor]:
@@ -53,7 +53,7 @@ def show(
 
 
 def part_experts(checkpoint: Checkpoint, num_experts: int) -> None:
-    """Replace the tensors that all experts share by each expert's own."""
+    """Replace the tensors that all experts share by one view per expert."""
     parted: dict[str, Any] = {}
     for name, file in checkpoint.files.items():
         if (found := STACKED.fullmatch(name)) is None:
@@ -65,13 +65,13 @@ def part_experts(checkpoint: Checkpoint, num_experts: int) -> None:
 
 
 def check_stacked(checkpoint: Checkpoint, name: str, wanted: tuple[int, int]) -> None:
-    """ConfigError unless a tensor has so many experts and dimensions."""
+    """Raise ConfigError unless a tensor has `wanted` experts and dimensions."""
     shape = checkpoint.stored(name).shape
     if (shape[:1], len(shape)) != ((wanted[0],), wanted[1]):
         raise ConfigError(
-            f"{checkpoint.folder}: the tensor {name} has the shape {list(shape)}, and that of all "
-            f"experts has {wanted[1]} dimensions, the first of {wanted[0]} experts; correct "
-            "config.json, or download the model again"
+            f"{checkpoint.folder}: the tensor {name} has the shape {list(shape)}, but it must have "
+            f"{wanted[1]} dimensions and {wanted[0]} experts. Correct config.json, or download the "
+            "model again"
         )
 
 

@@ -1,7 +1,7 @@
-"""The shape of a model that transformers' own modules compute, and what of them is refused.
+"""The shape of a model that transformers' modules run, and checks for unsupported models.
 
-Does not import transformers, which would slow down every start: its table of models is read as
-text.
+Does not import transformers, which would slow down every start. Its table of models is parsed from
+its source file.
 """
 
 import ast
@@ -16,15 +16,15 @@ from specserve.models.decoder_config import MAX_LAYERS, Shape, head_shape, posit
 from specserve.models.families import FAMILIES
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-OTHER_NAMES = {  # of the same fields in older models' configs
+OTHER_NAMES = {  # names of fields in configs of older models
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
     "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions", "n_ctx"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
-ATTENTION = ("full_attention", "sliding_attention")  # layer types that have KV of their own
-# Fields of models that carry a state from token to token: a guess could not be taken back.
+ATTENTION = ("full_attention", "sliding_attention")  # supported layer types
+# Fields of models with a recurrent state, which rejected draft tokens would change.
 STATES = (
     "attn_layer_period",
     "conv_kernel",
@@ -36,22 +36,22 @@ STATES = (
     "mamba_d_state",
     "state_size",
 )
-RECURRENT = ("mamba", "recurrent", "rwkv", "xlstm")  # parts of model types
+RECURRENT = ("mamba", "recurrent", "rwkv", "xlstm")  # substrings of model types
 PARTS = ("text_config", "vision_config", "audio_config")
-# Kinds of rotary embedding that transformers chooses by the longest row of a step.
+# RoPE types whose frequencies in transformers depend on the longest text of a step.
 STEPWISE_ROPE = ("dynamic", "longrope", "su")
 
 
 class TransformersShape(Shape, frozen=True, kw_only=True):
-    """Of a model that transformers computes: all else is up to its modules."""
+    """The shape of a model that transformers runs."""
 
     implementation = "transformers"
 
 
 @cache
 def causal_models() -> Mapping[str, str]:
-    """The class of each type of model that transformers continues texts with. Empty where the
-    table is not where it was: then loading tells.
+    """The class of each causal language model in transformers, by model type. Empty if the table is
+    not found; then loading the model raises the error.
     """
     path = Path(str(distribution("transformers").locate_file(FILE)))
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
@@ -63,7 +63,7 @@ def causal_models() -> Mapping[str, str]:
 
 
 def parse(written: Mapping[str, Any]) -> TransformersShape:
-    """The shape that a config.json describes; ValueError says what cannot be served, and why."""
+    """The shape that a config.json describes. Raises ValueError for unsupported models."""
     architecture = find_architecture(written)
     refuse(written)
     fields = dict(written)
@@ -96,72 +96,74 @@ def find_architecture(written: Mapping[str, Any]) -> str:
     architecture = named[0] if isinstance(named, list) and named else named
     if not isinstance(architecture, str) or not isinstance(kind, str):
         raise ValueError(
-            f"architectures = {named!r} and model_type = {kind!r} have to name the model's kind"
+            f"architectures = {named!r} and model_type = {kind!r} must name the architecture"
         )
     known = causal_models()
     if known and known.get(kind) != architecture:
         raise ValueError(
-            f"architectures = {named!r} is not supported: there is native code for "
-            f"{', '.join(FAMILIES)}, and {without(written)}"
+            f"architectures = {named!r} is not supported. Native code supports "
+            f"{', '.join(FAMILIES)}. In transformers, {without(written)}"
         )
     return architecture
 
 
 def without(written: Mapping[str, Any]) -> str:
-    """Why transformers has no code for a model."""
+    """The reason why transformers cannot run a model."""
     if written.get("is_encoder_decoder"):
-        return "a model with an encoder is more than a decoder of text"
+        return "models with an encoder are not supported"
     if any(part in written for part in PARTS):
-        return "a model of images or sound is more than a decoder of text"
+        return "only text models are supported, without images or sound"
     if "auto_map" in written:
-        return "its own code (auto_map), which comes with the checkpoint, is never run"
+        return "code from a checkpoint (auto_map) is never run"
     return (
-        f"transformers {version('transformers')} has no decoder of this name for "
+        f"version {version('transformers')} has no decoder of this name for "
         f"model_type = {written['model_type']!r}"
     )
 
 
 def refuse(written: Mapping[str, Any]) -> None:
-    """ValueError for what can be seen to be out of reach, before any weights are read."""
+    """Raise ValueError for models that config.json shows to be unsupported."""
     kind, types = str(written["model_type"]), written.get("layer_types") or ()
     if written.get("is_encoder_decoder"):
         raise ValueError("is_encoder_decoder = true: only decoders are supported")
     for part in PARTS:
         if part in written:
-            raise ValueError(f"{part}: models of more than text are not supported")
+            raise ValueError(f"{part}: only text models are supported")
     if other := [name for name in types if name not in ATTENTION]:
-        raise ValueError(f"layer type {other[0]!r} is not supported: {' and '.join(ATTENTION)} are")
+        raise ValueError(f"layer type {other[0]!r} is not supported, only {', '.join(ATTENTION)}")
     states = [name for name in STATES if written.get(name) is not None]
     if states or any(part in kind for part in RECURRENT):
         told = states[0] if states else f"model_type = {kind!r}"
-        raise ValueError(f"{told}: layers with a state beside KV are not supported")
+        raise ValueError(f"{told}: layers with a recurrent state are not supported")
     refuse_attention(written)
     if "quantization_config" in written:
         raise ValueError(
-            "quantization_config: quantized weights are read for the architectures of native code "
-            "alone; take the model that is not quantized, and set model.quantize"
+            "quantization_config: quantized weights are supported only for architectures of the "
+            "native code. Use the unquantized model, and set model.quantize"
         )
 
 
 def refuse_attention(written: Mapping[str, Any]) -> None:
-    """ValueError for attention that the kernels do not have."""
+    """Raise ValueError for attention that the kernels do not support."""
     if written.get("kv_lora_rank") is not None:
         raise ValueError("kv_lora_rank: latent attention (MLA) is not supported")
     values, keys = written.get("v_head_dim"), written.get("head_dim")
     if values is not None and values != keys:
-        raise ValueError(f"v_head_dim = {values!r} differs from head_dim = {keys!r}")
+        raise ValueError(f"v_head_dim = {values!r} must equal head_dim = {keys!r}")
     if written.get("attention_chunk_size") is not None:
-        raise ValueError("attention_chunk_size: attention in chunks is not supported")
+        raise ValueError("attention_chunk_size: chunked attention is not supported")
     for name in ("rope_parameters", "rope_scaling"):
         if kind := stepwise_rope(written.get(name)):
             raise ValueError(
-                f"{name}: rope_type {kind!r} depends on the longest text of a step, and is "
-                "supported by native code alone"
+                f"{name}: rope_type {kind!r} depends on the longest text of a step in "
+                "transformers, so that only native code supports it"
             )
 
 
 def stepwise_rope(parameters: Any) -> str | None:
-    """The name of such a kind, if there is one; parameters may be grouped by layer type."""
+    """The RoPE type if it is in STEPWISE_ROPE, else None. Parameters may be grouped by layer
+    type.
+    """
     if not isinstance(parameters, Mapping):
         return None
     kind = parameters.get("rope_type", parameters.get("type"))
@@ -171,16 +173,12 @@ def stepwise_rope(parameters: Any) -> str | None:
 
 
 def parse_any(written: dict[str, Any], implementation: str) -> Shape:
-    """The shape for the implementation that is asked for; auto is native where that has the
-    architecture.
-    """
+    """The shape for an implementation; auto is native if that supports the architecture."""
     is_native = implementation == "native" or decoder_config.names_family(written)
     if not is_native or implementation == "transformers":
         return parse(written)
     try:
         return decoder_config.parse(written)
     except decoder_config.Unsupported as e:
-        parse(written)  # what transformers cannot compute either is told instead
-        raise ValueError(
-            f"{e}; model.implementation = 'transformers' may compute it, by transformers' modules"
-        ) from e
+        parse(written)  # raises if transformers does not support the model either
+        raise ValueError(f"{e}. Try model.implementation = 'transformers'") from e

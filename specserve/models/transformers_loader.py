@@ -1,8 +1,6 @@
-"""Loading a model that transformers' own modules compute, and checking that it is computed as
-transformers would.
+"""Loads a model that transformers' modules run, and checks its results against transformers.
 
-The linear maps of its modules are packed as our ops take them: those that read the same tensor as
-one.
+The modules' linear maps are packed for specserve's ops; maps that read the same tensor are fused.
 """
 
 import inspect
@@ -43,12 +41,12 @@ from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import Ops, Rotary
 
 LINEAR = torch.nn.Linear, Conv1D
-# Relative, of each value: transformers' norms round to the dtype before they multiply, too.
+# Relative tolerance of each value: transformers' norms round to the dtype before multiplying, too.
 NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 
 
 class Reading(NamedTuple):
-    """A call of a linear map: its input, and a copy of what that was."""
+    """A call of a linear map: its input, and a copy of the input's values."""
 
     name: str
     x: Tensor
@@ -61,7 +59,7 @@ def linears(causal: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def recording(causal: Any) -> Iterator[list[Reading]]:
-    """The calls of linear maps within it, which do not multiply meanwhile."""
+    """Record calls of linear maps within the block; the maps return constants meanwhile."""
     readings: list[Reading] = []
 
     def stand_in(name: str, num_columns: int) -> Any:
@@ -82,8 +80,8 @@ def recording(causal: Any) -> Iterator[list[Reading]]:
 
 
 def together(causal: Any, readings: Sequence[Reading], rounding: Rounding) -> list[list[str]]:
-    """The names of all linear maps. Those are together that were called once, for the very same
-    tensor with the same values, and whose weights will be of one form.
+    """The names of all linear maps, grouped by the maps to fuse. A group's maps were called once,
+    with the same tensor and the same values, and their weights will have the same form.
     """
     times = Counter(reading.name for reading in readings)
     groups: dict[Any, list[str]] = {}
@@ -98,7 +96,7 @@ def together(causal: Any, readings: Sequence[Reading], rounding: Rounding) -> li
 
 
 def kind(name: str, linear: Any, rounding: Rounding) -> Any:
-    """What is equal for maps whose weights can be one below the other."""
+    """A key that is equal for maps whose weights can be concatenated."""
     of = name, width(linear)
     asked = rounding.bits(*of), rounding.is_odd(*of), rounding.rounds_rows(*of)
     return linear.weight.dtype, linear.bias is None, asked
@@ -112,9 +110,7 @@ def pack(
     groups: Sequence[Sequence[str]],
     progress: Callable[[int, int], None] | None,
 ) -> WeightForms:
-    """Have the ops compute every linear map, those of a group as one; unpacked weights are freed as
-    they are packed.
-    """
+    """Replace every linear map by a map of the ops, fused per group. Frees the unpacked weights."""
     head = causal.get_output_embeddings()
     forms, num_odd, num_packed, done = Counter[MapForm](), 0, 0, 0
     size = sum(linear.weight.nbytes for _, linear in linears(causal))
@@ -149,7 +145,7 @@ def put(
     weight: Weight,
     is_head: bool,
 ) -> None:
-    """Replace linear maps by one of this weight."""
+    """Replace linear maps by a fused map with this weight."""
     has_bias = parts[0].bias is not None
     bias = ops.place(torch.cat([part.bias.data for part in parts])) if has_bias else None
     if is_head and len(names) == 1:
@@ -159,12 +155,12 @@ def put(
     maps = LinearMaps(hook, ops, ops.prepack(weight), bias, widths)
     for i, name in enumerate(names):
         packed: Any = PackedLinear(maps, i)
-        packed.specserve_hook = hook  # as all modules of the model have it
+        packed.specserve_hook = hook  # all modules of the model have it
         causal.set_submodule(name, packed)
 
 
 def weight_of(linear: Any) -> Tensor:
-    """[out, in]; a Conv1D, GPT-2's name for a linear map, has it the other way round."""
+    """The weight [out, in]; Conv1D, GPT-2's linear map, stores it transposed."""
     weight: Tensor = linear.weight.data
     return weight.t().contiguous() if type(linear) is Conv1D else weight
 
@@ -174,7 +170,7 @@ def width(linear: Any) -> int:
 
 
 def rounded(weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops) -> Weight:
-    """A map's weight, as codes where it is to be rounded; `of` is its name and width there."""
+    """A map's weight, as codes if `rounding` quantizes it; `of` is the map's name and width."""
     bits = rounding.bits(*of)
     if bits is None:
         return weight
@@ -184,8 +180,8 @@ def rounded(weight: Tensor, rounding: Rounding, of: tuple[str, int], ops: Ops) -
 
 @torch.inference_mode()
 def norm_of(module: Any, hook: Hook, ops: Ops) -> Norm | None:
-    """The same as our op computes it, in one pass where torch takes six; None for any other module.
-    Its epsilon is among its floats, and 1 may be added to its weight.
+    """An RMSNorm module as one op of specserve instead of six of torch; None for other modules. The
+    epsilon is one of the module's float attributes, and 1 may be added to its weight.
     """
     parameters = dict(module.named_parameters(recurse=False))
     weight: Tensor | None = parameters.get("weight")
@@ -203,7 +199,7 @@ def norm_of(module: Any, hook: Hook, ops: Ops) -> Norm | None:
 
 
 def is_close(module: Any, norm: Norm) -> bool:
-    """For rows around 0 and beside it, and rows that are as small as epsilon."""
+    """Compare results for rows with and without a mean of 0, and for rows as small as epsilon."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, len(norm.weight), generator=generator)
     x[0] += 0.5
@@ -218,10 +214,10 @@ def is_close(module: Any, norm: Norm) -> bool:
     return True
 
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a row's logits, relative
-CHECKED = 5  # rows that transformers' own attention computes, too
-FIRST = 2  # of these, those that a step of their own computes
-REMEDY = "take another checkpoint"
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative, of a row's logits
+CHECKED = 5  # rows that are compared with transformers' attention
+FIRST = 2  # number of these rows in the first of two steps
+REMEDY = "Use another checkpoint"
 
 log = logging.getLogger("specserve")
 
@@ -236,18 +232,18 @@ def load_transformers(
     progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
 ) -> TransformersModel:
-    """The folder's model, for requests of up to `max_len` tokens. ConfigError for a model whose
-    modules cannot take our attention.
+    """Load the folder's model for requests of up to `max_len` tokens. Raises ConfigError if its
+    modules cannot use specserve's attention.
     """
     context = max_len or shape.max_positions
     if max_len is None and context > LONGEST:
         raise ConfigError(
-            f"{folder}: its context of {context} tokens would need gigabytes for the positions "
-            "alone: set scheduler.max_model_len"
+            f"{folder}: RoPE tables for the context of {context} tokens would need gigabytes. Set "
+            "scheduler.max_model_len"
         )
     if rounding.embedding is not None:
         raise ConfigError(
-            f"{folder}: transformers computes its embedding, which cannot be rounded: leave out "
+            f"{folder}: the embedding of models that transformers runs cannot be quantized. Remove "
             "model.quantize_embedding"
         )
     causal = load_modules(folder, shape, compute_dtype(dtype, folder, ops))
@@ -272,8 +268,8 @@ def load_transformers(
 
 
 def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
-    """transformers' modules with the checkpoint's weights; ConfigError if some are missing, or have
-    no place.
+    """Load transformers' modules with the checkpoint's weights. Raises ConfigError if weights are
+    missing or unused.
     """
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     with quiet(), refusing(folder):
@@ -291,7 +287,7 @@ def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
         )
     for name in sorted(info["missing_keys"]):
         raise ConfigError(
-            f"{folder}: the tensor {name} is missing, and config.json asks for it; download the "
+            f"{folder}: the tensor {name} is missing, but config.json requires it. Download the "
             "model again, or correct config.json"
         )
     number = read_config(folder, num_mtp_layers)
@@ -299,8 +295,8 @@ def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
     for name in sorted(without_mtp(unexpected, shape.num_layers, number)):
         if not IGNORED.fullmatch(name):
             raise ConfigError(
-                f"{folder}: the tensor {name} has no place in the model that config.json "
-                "describes; correct config.json, or take another checkpoint"
+                f"{folder}: the tensor {name} is not part of the model that config.json "
+                "describes. Correct config.json, or use another checkpoint"
             )
     for name, weight in causal.named_parameters():
         if not is_finite(weight):
@@ -309,14 +305,14 @@ def load_modules(folder: Path, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def compute_dtype(dtype: str, folder: Path, ops: Ops) -> torch.dtype:
-    """The dtype of the activations; ConfigError for weights that are no floats."""
+    """The dtype of the activations. Raises ConfigError for quantized weights."""
     checkpoint = Checkpoint(folder)
     stored = {name: checkpoint.dtype(name) for name in checkpoint.files}
     for name, kind in stored.items():
         if kind is None:
             raise ConfigError(
-                f"{folder}: the tensor {name} has the type {checkpoint.stored(name).dtypes[0]}; "
-                "take a checkpoint that is not quantized"
+                f"{folder}: the tensor {name} has the dtype {checkpoint.stored(name).dtypes[0]}. "
+                "Use an unquantized checkpoint"
             )
     if dtype in DTYPES:
         return DTYPES[dtype]
@@ -325,7 +321,7 @@ def compute_dtype(dtype: str, folder: Path, ops: Ops) -> torch.dtype:
 
 
 def refuse_other_sizes(folder: Path, shape: Shape, config: Any) -> None:
-    """ConfigError where transformers reads config.json otherwise than we do without it."""
+    """Raise ConfigError if transformers reads other sizes from config.json than specserve."""
     for name, ours in (
         ("vocab_size", shape.vocab_size),
         ("num_hidden_layers", shape.num_layers),
@@ -333,13 +329,13 @@ def refuse_other_sizes(folder: Path, shape: Shape, config: Any) -> None:
     ):
         if (theirs := getattr(config, name, None)) != ours:
             raise ConfigError(
-                f"{folder}/config.json: {name} is {ours} there, and {theirs} to transformers; "
-                "correct the file if it is wrong, or take another checkpoint"
+                f"{folder}/config.json: {name} is {ours}, but transformers reads {theirs}. "
+                "Correct the file if it is wrong, or use another checkpoint"
             )
 
 
 def describe(causal: Any, hook: Hook) -> list[AttentionCall]:
-    """What each layer asks of attention, by layer, as a forward of two tokens shows it."""
+    """Each layer's call of attention, recorded in a forward pass of two tokens."""
     calls: list[AttentionCall] = []
 
     def attend(call: AttentionCall) -> Tensor:
@@ -352,44 +348,43 @@ def describe(causal: Any, hook: Hook) -> list[AttentionCall]:
 
 
 def refuse_unfit(folder: Path, shape: Shape, layers: Sequence[AttentionCall], config: Any) -> None:
-    """ConfigError for attention that is not there, or not as the kernels have it."""
+    """Raise ConfigError for attention that cannot be replaced or that kernels do not support."""
 
     def refusal(why: str) -> ConfigError:
-        return ConfigError(f"{folder}: {shape.architecture} in transformers: {why}; {REMEDY}")
+        return ConfigError(f"{folder}: {shape.architecture} in transformers: {why}. {REMEDY}")
 
     if [call.layer for call in layers] != list(range(shape.num_layers)):
         raise refusal(
-            f"attention can be replaced in the layers {[call.layer for call in layers]}, and has "
-            f"to be in each of {shape.num_layers}, once"
+            f"attention can be replaced only in the layers {[call.layer for call in layers]}, not "
+            f"in all of {shape.num_layers}"
         )
     for call in layers:
         if call.key.shape[3] != call.value.shape[3]:
             raise refusal("keys and values of different sizes (MLA) are not supported")
     sizes = {(call.query.shape[1], call.key.shape[1], call.key.shape[3]) for call in layers}
     if len(sizes) > 1:
-        raise refusal(f"layers differ in their heads ({sorted(sizes)})")
+        raise refusal(f"layers with different heads ({sorted(sizes)}) are not supported")
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     windowed = ["sliding_attention"] * len(layers) if kinds is None else kinds
     windows = [window if kind == "sliding_attention" else None for kind in windowed]
     if [call.window for call in layers] != windows:
-        raise refusal("its layers do not tell attention the windows that config.json has")
+        raise refusal("layers do not pass the windows of config.json to attention")
 
 
 def check(folder: Path, model: TransformersModel) -> None:
-    """ConfigError unless the logits are those that transformers' own attention leads to."""
+    """Raise ConfigError if the logits differ from those with transformers' attention."""
     ids = torch.arange(3, 3 + CHECKED) * 7 % model.config.vocab_size
     got, want = paged_logits(model, ids), eager_logits(model, ids)
     error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
     if not error <= TOLERANCE[model.dtype]:
         raise ConfigError(
-            f"{folder}: {model.config.architecture} over paged KV has other logits than with "
-            f"transformers' own attention (they differ by {error:.2g}): its code does more than "
-            f"its attention says; {REMEDY}"
+            f"{folder}: {model.config.architecture} with paged attention has other logits than "
+            f"with transformers' attention (relative error {error:.2g}). {REMEDY}"
         )
 
 
 def eager_logits(model: TransformersModel, ids: Tensor) -> Tensor:
-    """By transformers' attention in transformers' forward, with our linear maps."""
+    """The logits with transformers' attention and specserve's linear maps."""
     causal = model.causal
     causal.set_attn_implementation("eager")
     try:
@@ -400,7 +395,7 @@ def eager_logits(model: TransformersModel, ids: Tensor) -> Tensor:
 
 
 def paged_logits(model: TransformersModel, ids: Tensor) -> Tensor:
-    """In two steps, over paged KV."""
+    """The logits with paged KV, computed in two steps."""
     program, tokens, out = small_program(model, len(ids)), torch.arange(len(ids)), []
     for start, end in ((0, FIRST), (FIRST, len(ids))):
         rows = rows_of([0, end - start], [0, end], tokens[:end], tokens[start:end])
@@ -412,22 +407,21 @@ def paged_logits(model: TransformersModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """What transformers or its modules raise comes out as a ConfigError."""
+    """Convert errors of transformers and its modules to ConfigError."""
     try:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as e:  # of any model's code, which may raise anything
+    except Exception as e:  # a model's code may raise any error
         reason = str(e).partition("\n")[0]
         raise ConfigError(
-            f"{folder}: transformers' modules cannot run it here ({type(e).__name__}: {reason}); "
-            f"{REMEDY}"
+            f"{folder}: transformers cannot run the model ({type(e).__name__}: {reason}). {REMEDY}"
         ) from e
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Disable transformers' progress bars."""
     bars: Any = transformers_logging
     was_enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

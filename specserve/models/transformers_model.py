@@ -1,6 +1,4 @@
-"""A model whose forward is that of transformers' own modules, with attention over our paged KV, our
-linear maps and our norms in them.
-"""
+"""A model that transformers' modules run, with specserve's attention, linear maps and norms."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,15 +19,15 @@ from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rotary, Rows
 from specserve_kernels.ops import EagerProgram
 
-NAME = "specserve"  # of our attention among those that transformers knows
+NAME = "specserve"  # of specserve's attention in transformers' registry
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of attention.
+    """A layer's call of attention.
 
     query         [1, H, R, D]  rotated
     key, value    [1, Hk, R, D]  keys are rotated, too
-    scale, window, soft_cap, sinks  as of `Ops.attention`
+    scale, window, soft_cap, sinks  arguments of `Ops.attention`
     """
 
     layer: int
@@ -43,11 +41,11 @@ class AttentionCall(NamedTuple):
 
 
 class Hook:
-    """What all modules of a model reach while it computes.
+    """State of a running model that all its modules can access.
 
-    attend   what the attention of its layers calls. A field of theirs leads to it: some models drop
-             keyword arguments that they do not know
-    threads  of our ops, while torch's own run on one; None: both on those that torch has
+    attend   the attention function. Modules find it in an attribute, because some models drop
+             unknown keyword arguments
+    threads  of specserve's ops, while torch's ops have one; None: torch's setting for both
     """
 
     def __init__(self) -> None:
@@ -56,9 +54,8 @@ class Hook:
 
     @contextmanager
     def sparing_torch(self) -> Iterator[None]:
-        """Within it torch's ops have one thread. OpenMP's others would gain little on a step's
-        small tensors, and spin beside our threads for milliseconds after each, unless the
-        environment told OpenMP otherwise before torch was imported.
+        """Limit torch's ops to one thread within the block. More threads gain little on a step's
+        small tensors, and OpenMP's threads spin for milliseconds after each op by default.
         """
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -69,10 +66,10 @@ class Hook:
             self.threads = None
 
     def run(self, op: Callable[..., Tensor], *args: Any) -> Tensor:
-        """AttentionCall one of our ops, with the step's threads."""
+        """Call an op of specserve with the step's threads."""
         if self.threads is None:
             return op(*args)
-        torch.set_num_threads(self.threads)  # half a microsecond
+        torch.set_num_threads(self.threads)  # takes 0.5 us
         try:
             return op(*args)
         finally:
@@ -91,9 +88,9 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it; the mask is the plan's."""
+    """The attention function that transformers calls; the plan defines the mask."""
     hook: Hook = module.specserve_hook
-    assert hook.attend is not None, "attention is called within a forward"
+    assert hook.attend is not None, "attention is called outside of a forward pass"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     H, R = query.shape[1:3]
@@ -104,8 +101,8 @@ AttentionInterface.register(NAME, attention)
 
 
 class LinearMaps:
-    """Linear maps that read the same tensor. The first one that is called computes all of them as
-    one, so that few rows take one list of ops; each of the others finds its part.
+    """Fused linear maps that read the same tensor. The first call computes all maps; the calls of
+    the other maps return their parts.
     """
 
     def __init__(
@@ -113,10 +110,10 @@ class LinearMaps:
     ) -> None:
         self.hook, self.ops, self.packed, self.bias, self.widths = hook, ops, packed, bias, widths
         self.x: Tensor | None = None
-        self.parts: dict[int, Tensor] = {}  # of x, by map: those that were not called for it
+        self.parts: dict[int, Tensor] = {}  # by map: results for x that were not returned yet
 
     def part(self, x: Tensor, i: int) -> Tensor:
-        """What map `i` makes of x."""
+        """The result of map `i` for x."""
         if x is not self.x or i not in self.parts:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
             out = self.hook.run(self.ops.linear, flat, self.packed, self.bias)
@@ -125,11 +122,11 @@ class LinearMaps:
         part = self.parts.pop(i)
         if not self.parts:
             self.x = None
-        return part.contiguous()  # torch's bits and a module's views may depend on gaps
+        return part.contiguous()  # torch's results and a module's views may depend on strides
 
 
 class PackedLinear(torch.nn.Module):
-    """One of them."""
+    """One map of `LinearMaps`."""
 
     def __init__(self, maps: LinearMaps, i: int) -> None:
         super().__init__()
@@ -140,7 +137,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedHead(torch.nn.Module):
-    """The map from hidden states to logits, which are float32."""
+    """The LM head; its logits are float32."""
 
     def __init__(self, hook: Hook, ops: Ops, packed: Any, bias: Tensor | None) -> None:
         super().__init__()
@@ -156,7 +153,7 @@ class PackedHead(torch.nn.Module):
 
 
 class Norm:
-    """What an RMSNorm's module computes, by our op: `weight` [D] float32, and rows of `dtype`."""
+    """An RMSNorm module that runs specserve's op: `weight` [D] float32, rows of `dtype`."""
 
     def __init__(self, hook: Hook, ops: Ops, module: Any, weight: Tensor, eps: float) -> None:
         self.hook, self.ops, self.module, self.weight, self.eps = hook, ops, module, weight, eps
@@ -172,20 +169,23 @@ class Norm:
 
 @dataclass
 class BodyOutput(MoeModelOutputWithPast):
-    """With every field that some model's head copies."""
+    """The output of a model's body, with all fields that heads of models copy."""
 
     cross_attentions: Any = None
 
 
 class Given(torch.nn.Module):
-    """In the place of a model's body: hidden states that are there already."""
+    """Replaces a model's body: returns given hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
         return BodyOutput(last_hidden_state=inputs_embeds)
 
 
 class StepPlan(NamedTuple):
-    """positions  [1, R]  int64  on the ops' device"""
+    """The plan of a step.
+
+    positions  [1, R]  int64  on the ops' device
+    """
 
     of_ops: Any
     positions: Tensor
@@ -193,8 +193,8 @@ class StepPlan(NamedTuple):
 
 
 class TransformersModel:
-    """A `LoadedModel`. Its residual after the last layer is behind the final norm, where the body
-    of transformers' model ends.
+    """A `LoadedModel`. Its residual after the last layer includes the final norm, which belongs to
+    the body of transformers' model.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class TransformersModel:
         still: Rotary,
         forms: WeightForms,
     ) -> None:
-        """`layers` are examples of what each layer asks; `still` rotates nothing."""
-        # Weights of experts that torch multiplies by are worth all threads.
+        """`layers` has one recorded call per layer; `still` is a RoPE table without rotation."""
+        # Experts that torch multiplies need all threads.
         self.spares_torch = all(
             parameter.dim() == 1
             for module in causal.modules()
@@ -217,7 +217,7 @@ class TransformersModel:
         )
         self.config, self.ops, self.causal, self.still = shape, ops, causal, still
         self.hook, self.forms = hook, forms
-        # The head is the same model without its body: its own code makes logits of what that gives.
+        # The head is a copy of the model without its body, so that its code computes the logits.
         self.body, self.head = causal.base_model, copy.copy(causal)
         self.head._modules = {**causal._modules, causal.base_model_prefix: Given()}
         self.dtype: torch.dtype = causal.dtype
@@ -225,15 +225,15 @@ class TransformersModel:
         self.has_plain_scores = all(call.soft_cap is None and call.sinks is None for call in layers)
         self.kv_shapes = [(call.key.shape[1], call.key.shape[3]) for call in layers]
         self.num_heads = int(layers[0].query.shape[1])
-        self.lock = Lock()  # engines that share it may run it in several threads
+        self.lock = Lock()  # several engines may share the model, and run it in several threads
 
     @property
     def num_positions(self) -> int:
         return len(self.still.cos)
 
     def on(self, ops: Ops) -> "TransformersModel":
-        """Only with its own: its weights are packed for them, and nothing records it."""
-        assert ops is self.ops, "transformers' modules are not recorded"
+        """Return the model itself: only its own ops are supported, and nothing records it."""
+        assert ops is self.ops, "transformers' modules cannot be recorded"
         return self
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
@@ -245,8 +245,8 @@ class TransformersModel:
         return EagerProgram(self, kv, taps, "transformers' modules, run eagerly")
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> StepPlan:
-        # Only nodes of a tree stand behind the last position, and no text depends on those. A
-        # table of learned positions ends there.
+        # Only tree nodes that cannot be accepted have later positions. Tables of learned positions
+        # end at the last position.
         positions = rows.positions.long().clamp(max=self.config.max_positions - 1)
         asked = self.windows, [*also, positions], self.has_plain_scores
         plan = self.ops.plan(rows, kv, self.num_heads, *asked)
@@ -255,7 +255,7 @@ class TransformersModel:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around whatever modules compute."""
+        """Lock the model, and limit torch's threads, while modules compute."""
         with self.lock, self.hook.sparing_torch() if self.spares_torch else nullcontext():
             yield
 
@@ -268,7 +268,7 @@ class TransformersModel:
         self, residual: Tensor, kv: KVCache, plan: StepPlan, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         if taps:
-            raise ValueError(f"no layers {sorted(taps)} to tap: transformers' modules have no taps")
+            raise ValueError("models that transformers runs have no auxiliary hidden states")
         with self.computing():
             self.hook.attend = partial(self.attend, kv, plan.of_ops)
             out = self.body(
@@ -277,7 +277,7 @@ class TransformersModel:
         return out.last_hidden_state[0], {}
 
     def attend(self, kv: KVCache, plan: Any, call: AttentionCall) -> Tensor:
-        """Write the KV of a layer's rows, and attend to all that each may see: [R, H D]."""
+        """Write the KV of a layer's rows, and compute their attention: [R, H D]."""
         layer = kv.layers[call.layer]
         heads = call.query, call.key, call.value
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1) for x in heads], dim=1)

@@ -1,6 +1,4 @@
-"""The weight of a linear map, or of several that are multiplied as one, before it is packed; to how
-many bits it is rounded, and whether rows are, too.
-"""
+"""The unpacked weight of one linear map or of fused maps, and its quantization."""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +13,20 @@ from specserve_kernels import Codes
 from specserve_kernels.codes import GROUP, MAX_ROUNDED
 
 WIDTHS = {"w4": 4, "w8": 8, "w8a8": 8}
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # beside which all are the layers'
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # modules outside of layers
 
 
 class Rounding(NamedTuple):
-    """Bits of a weight in the layers, head and embedding; None: as the checkpoint has it."""
+    """Bits of weights in layers, head and embedding; None: not quantized at loading."""
 
     layers: int | None = None
     head: int | None = None
-    with_rows: bool = False  # rows that the layers' maps are multiplied by get 8 bits, too
+    with_rows: bool = False  # activations of the layers' maps are quantized to 8 bits, too
     embedding: int | None = None
 
     @classmethod
     def named(cls, layers: str | None, head: str, embedding: str = "none") -> "Rounding":
-        """As the config says it; nothing is rounded in a model whose layers are not."""
+        """The rounding for settings of the config; if `layers` is None, nothing is quantized."""
         if layers is None:
             return cls()
         is_w8a8, of_embedding = layers == "w8a8", WIDTHS.get(embedding)
@@ -36,13 +34,13 @@ class Rounding(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Of weights that are rounded."""
+        """A description of quantized weights."""
         rows = f" with activations in {self.layers}" * self.with_rows
-        head = f"in {self.head} bits" if self.head else "unrounded"
+        head = f"in {self.head} bits" if self.head else "not quantized"
         return f"maps in {self.layers} bits{rows}, head {head}"
 
     def bits(self, module: str, width: int) -> int | None:
-        """Of a weight with rows of this width: 4 bits need whole groups."""
+        """Bits of a weight with rows of `width`: 8 instead of 4 if GROUP does not divide it."""
         return 8 if self.is_odd(module, width) else self.asked(module)
 
     def rounds_rows(self, module: str, width: int) -> bool:
@@ -63,14 +61,14 @@ AS_STORED = Rounding()
 
 Weight = Tensor | Codes
 
-LEAST_GROUP = 8  # kernels fill smaller groups up: with their scales they would be larger than bf16
+LEAST_GROUP = 8  # columns; kernels pad smaller groups, which would take more memory than bf16
 
 
 def num_bytes(weight: Weight) -> int:
-    """Of its numbers; padding is up to the kernels."""
+    """Bytes of a weight, without the kernels' padding."""
     if isinstance(weight, Tensor):
         return weight.nbytes
-    beside = weight.zero if weight.offset is None else weight.offset  # which takes in zeros
+    beside = weight.zero if weight.offset is None else weight.offset  # offsets include zeros
     num_beside = 0 if beside is None else beside.nbytes
     return weight.q.numel() * weight.bits // 8 + weight.scale.nbytes + num_beside
 
@@ -89,11 +87,11 @@ def form_of(weight: Weight, is_head: bool = False) -> MapForm:
 
 
 def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Weights one below the other, as a copy: codes if all of them are and save memory, else values
-    in `dtype`.
+    """Concatenate weights along the rows: codes if all parts are codes and this saves memory, else
+    values in `dtype`.
 
-    Codes of different forms get the narrowest that all can have without a change of their values.
-    Rows are rounded if they are for all of them.
+    Codes of different forms get the smallest form that represents all values exactly. Activations
+    are quantized only if all parts quantize them.
     """
     codes = [part for part in parts if isinstance(part, Codes)]
     if len(codes) < len(parts):
@@ -124,14 +122,14 @@ def values(part: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def rebased(codes: Codes, bits: int) -> Codes:
-    """With so many bits; what is the middle of the range stays the middle."""
+    """Convert codes to `bits` bits; the middle of the range stays the middle."""
     up = (1 << bits - 1) - codes.middle
     zero = None if codes.zero is None else codes.zero + up
     return codes._replace(bits=bits, q=codes.q + up if up else codes.q, zero=zero)
 
 
 def regrouped(codes: Codes, group: int) -> Codes:
-    """With a scale for each `group` columns, which divides the codes' own group."""
+    """Convert codes to one scale per `group` columns; `group` divides the codes' group."""
     times = codes.group // group
     if times == 1:
         return codes

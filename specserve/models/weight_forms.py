@@ -1,16 +1,16 @@
-"""In which forms a model's weights are in memory, as data and in words."""
+"""The forms of a model's weights in memory: their quantization and size."""
 
 import msgspec
 
 
 class MapForm(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """The form of some linear maps. Maps that are multiplied as one count as one."""
+    """The form of some linear maps. Fused maps count as one."""
 
-    bits: int  # of a number
-    group: int | None  # columns that share a scale; None: all of a row, or there is no scale
+    bits: int  # per weight
+    group: int | None  # columns that share a scale; None: a whole row, or there is no scale
     number: int  # of maps
-    activation_bits: int | None = None  # to which activations are rounded; None: they are not
-    has_offsets: bool = False  # beside the scales
+    activation_bits: int | None = None  # quantization of activations; None: not quantized
+    has_offsets: bool = False  # in addition to scales
     is_head: bool = False
 
     @property
@@ -25,26 +25,28 @@ class MapForm(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
     maps: tuple[MapForm, ...] = ()  # in ascending order, the head last
     num_bytes: int = 0  # of all weights, scales included
-    num_odd: int = 0  # of the maps: asked for 4 bits, they have 8, as no group divides their width
-    embedding_bits: int | None = None  # of a number of the embedding; None: it is not codes
+    num_odd: int = 0  # maps in 8 bits instead of 4: the group size does not divide their width
+    embedding_bits: int | None = None  # per value of the embedding; None: not quantized
 
     @property
     def words(self) -> str:
         forms = "; ".join(form.words for form in self.maps)
-        odd = f"; 8 bits instead of 4 in {self.num_odd} of these, as 64 does not divide their width"
+        odd = (
+            f"; 8 bits instead of 4 in {self.num_odd} of these maps: 64 does not divide their width"
+        )
         table = f"; embedding in {self.embedding_bits} bits" if self.embedding_bits else ""
         return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd if self.num_odd else ''}{table}"
 
     @property
     def num_rounding(self) -> int:
-        """The maps whose activations are rounded."""
+        """The number of maps with quantized activations."""
         return sum(form.number for form in self.maps if form.activation_bits)
 
     @property
     def activation_words(self) -> str:
         if not self.num_rounding:
-            return "all stay in the model's dtype"
+            return "all activations stay in the model's dtype"
         number = sum(form.number for form in self.maps)
         others = ", others in the model's dtype" * (self.num_rounding < number)
-        how = "in integers of 8 bits (dynamic, per token)"
-        return f"those of {self.num_rounding} of {number} maps are {how}{others}"
+        how = "8-bit integer activations (dynamic, per token)"
+        return f"{self.num_rounding} of {number} maps have {how}{others}"

@@ -1,4 +1,4 @@
-"""Writing a model's folder: all of it or nothing, and no more in memory than a shard."""
+"""Writes a model's folder, completely or not at all, with at most one shard in memory."""
 
 import json
 import os
@@ -23,11 +23,11 @@ WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` at the end, and goes if that is not reached."""
+    """A temporary folder that is renamed to `target` at the end, or removed after an error."""
     if os.path.lexists(target):
-        raise ConfigError(f"{target}: exists; remove it or name another folder")
+        raise ConfigError(f"{target} exists. Remove it, or name another folder")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target}: there is no folder {target.parent}; make it, or name another")
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist. Create it first")
     try:
         with tempfile.TemporaryDirectory(
             prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
@@ -35,7 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             folder = Path(temporary) / target.name
             folder.mkdir()
             yield folder
-            # Some libraries write files that only their owner can read.
+            # Some libraries write files that only the owner can read.
             for file in folder.iterdir():
                 file.chmod(folder.stat().st_mode & 0o666)
             os.rename(folder, target)
@@ -48,7 +48,7 @@ def write_json(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """The tokenizer, the generation defaults: all that is neither weights nor their description."""
+    """Copy all files except weights, their index and config.json."""
     for path in source.iterdir():
         is_weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
@@ -58,7 +58,7 @@ def copy_companions(source: Path, target: Path) -> None:
 def write_weights(
     folder: Path, sizes: Mapping[str, int], make: Callable[[str], Mapping[str, Tensor]]
 ) -> None:
-    """Write the tensors that are made of each name; `sizes` are about their bytes."""
+    """Write the tensors that `make` returns for each name; `sizes` are their approximate bytes."""
     shards, total = split(sizes, SHARD_BYTES), 0
     weight_map: dict[str, str] = {}
     for file, names in shards.items():
@@ -66,14 +66,14 @@ def write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
-        del tensors  # before the next are made
+        del tensors  # before the next shard
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
 
 
 def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Files with their tensors: none above the limit, unless a single tensor is."""
+    """Divide names into files of at most `limit` bytes each; a larger tensor gets its own file."""
     groups: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():

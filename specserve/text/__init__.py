@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat templates, formats of answers, grammars. No torch."""
+"""Text processing without torch: tokenizer, chat templates, response formats, grammars."""

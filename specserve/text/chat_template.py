@@ -1,4 +1,4 @@
-"""A model's chat template: a program in the model's folder that turns messages into text."""
+"""A model's chat template: a program in the model's folder that renders messages as text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +18,8 @@ from specserve.text.template_messages import (
     with_written_arguments,
 )
 
-USED = "default", "tool_use"  # of templates with names
-# Arguments of every template; nobody else may give them.
+USED = "default", "tool_use"  # names of templates that are used
+# Arguments of every template, which requests cannot set.
 OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 SPECIAL_TOKENS = (  # names that templates may read
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -28,12 +28,13 @@ TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message; a template ma
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """How a conversation becomes text.
+    """Options of rendering a conversation.
 
-    add_generation_prompt   it ends where an answer begins; None: unless a message is continued
-    continue_final_message  it ends inside the last message, which is an assistant's
-    chat_template_kwargs    values of names that the template reads
-    tools                   functions that the model may call, as OpenAI describes them
+    add_generation_prompt   the text ends where a response begins; None: unless it continues a
+                            message
+    continue_final_message  the text ends inside the last message, which is an assistant message
+    chat_template_kwargs    values of variables that the template reads
+    tools                   functions that the model may call, in OpenAI's format
     """
 
     add_generation_prompt: bool | None = None
@@ -46,18 +47,18 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     """A template as plain data, so that another process can render it."""
 
     source: str
-    variables: dict[str, str]  # special tokens by their names: "bos_token" -> "<s>"
-    tool_use: str | None = None  # source of the template for requests with tools; None: the same
+    variables: dict[str, str]  # special tokens by name: "bos_token" -> "<s>"
+    tool_use: str | None = None  # template for requests with tools; None: the same
 
     def render(self, messages: Iterable[Message], options: ChatOptions | None = None) -> str:
-        """The conversation as text, up to where the answer begins; RequestError if it is refused.
+        """Render the conversation up to the response. RequestError if the template rejects it.
 
-        Neither time nor memory is bounded here.
+        This function limits neither time nor memory.
         """
         asked = options or ChatOptions()
         chat = [read_message(message) for message in messages]
         if not chat:
-            raise RequestError("messages: give at least one")
+            raise RequestError("messages: the list is empty. Send at least one message.")
         continued = continued_text(chat, asked) if asked.continue_final_message else None
         if continued is not None:
             chat[-1] = tagged(chat[-1])
@@ -70,7 +71,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         return [self.source] if self.tool_use is None else [self.source, self.tool_use]
 
     def run_either(self, source: str, chat: list[Fields], options: ChatOptions) -> str:
-        """With the arguments of calls as objects or, if the template refuses these, as text."""
+        """Render with call arguments as objects or, if the template rejects these, as text."""
         try:
             return self.run(source, chat, options)
         except RequestError as e:
@@ -102,14 +103,16 @@ class ChatTemplate(msgspec.Struct, frozen=True):
             return text
         except RequestError:
             raise
-        except MemoryError:  # its caller may have to end the process
+        except MemoryError:  # the caller may have to end the process
             raise
         except Exception as e:  # a template is a program, and may raise anything
             reason = str(e) or type(e).__name__
-            raise RequestError(f"the chat template refuses these messages: {reason:.200}") from e
+            raise RequestError(f"the chat template rejects these messages: {reason:.200}") from e
 
     def read_kwargs(self, source: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The values as templates see them; RequestError for a name that is not the template's."""
+        """Convert the values for templates. RequestError for a name that the template does not
+        read.
+        """
         if not given:
             return {}
         names = sorted(sandbox().names_read(source) - OWN - {*SPECIAL_TOKENS, *self.variables})
@@ -118,27 +121,27 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 known = ", ".join(names) or "none"
                 path = f"chat_template_kwargs.{name!s:.100}"
                 raise RequestError(
-                    f"{path}: the model's chat template reads no such name of a request; it reads "
-                    f"{known:.500}",
+                    f"{path}: the model's chat template does not read this name. It reads: "
+                    f"{known:.500}.",
                     path,
                 )
         return {name: plain(value) for name, value in given.items()}
 
     def reads(self, name: str) -> bool:
-        """Whether a request can give this name a value."""
-        with suppress(Exception):  # a template that is no valid program reads none
+        """Whether a request can set this variable."""
+        with suppress(Exception):  # an invalid template reads no variables
             known = OWN | {*SPECIAL_TOKENS, *self.variables}
             return name not in known and any(name in sandbox().names_read(s) for s in self.sources)
         return False
 
     def reads_tools(self) -> bool:
-        """Whether the template for requests with tools shows them to the model."""
+        """Whether the template for requests with tools reads `tools`."""
         with suppress(Exception):
             return "tools" in sandbox().names_read(self.sources[-1])
         return False
 
     def prepare(self) -> None:
-        """Compile ahead of the first rendering, which raises any error again."""
+        """Compile before the first rendering, which raises any error again."""
         for source in self.sources:
             with suppress(Exception):
                 sandbox().compile_template(source)
@@ -146,25 +149,24 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
 
 def sandbox() -> ModuleType:
-    """The module that runs templates; jinja2's import costs 30 ms."""
+    """Import the module that runs templates; importing jinja2 takes 30 ms."""
     from specserve.text import template_sandbox
 
     return template_sandbox
 
 
 def continued_text(chat: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
-    """What stands in the last message so far; RequestError if it cannot be continued."""
+    """Return the text of the last message. RequestError if it cannot be continued."""
     if options.add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt: a text ends inside the last message "
-            "or where another begins; send one of them",
+            "continue_final_message: it excludes add_generation_prompt. Send only one of the two.",
             "continue_final_message",
         )
     path = f"messages[{len(chat) - 1}]"
     if chat[-1].get("role") != "assistant":
         raise RequestError(
-            f"{path}.role: only an assistant's message can be continued, and the last one is of "
-            f"{chat[-1].get('role')!s:.50}",
+            f"{path}.role: the last message has the role {chat[-1].get('role')!s:.50}. "
+            "continue_final_message needs an assistant message.",
             f"{path}.role",
         )
     content = chat[-1].get("content")
@@ -172,13 +174,14 @@ def continued_text(chat: Sequence[Mapping[str, Any]], options: ChatOptions) -> s
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise RequestError(
-            f"{path}.content: there is no text that could be continued", f"{path}.content"
+            f"{path}.content: the message has no text to continue. Send a text content.",
+            f"{path}.content",
         )
     return text
 
 
 def tagged(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with the tag at the end of its text."""
+    """Append the tag to the text of a message."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + TAG}
@@ -187,12 +190,12 @@ def tagged(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def up_to_tag(text: str, continued: str) -> str:
-    """A conversation's text without what the template adds to the end of its last message."""
+    """Return a conversation's text without the template's text after the last message."""
     at = text.rfind(TAG.strip())
     if at < 0 or continued.strip() not in text:
         raise RequestError(
-            "continue_final_message: the model's chat template leaves out the last message or "
-            "changes it",
+            "continue_final_message: the model's chat template omits or changes the last message. "
+            "Send the request without it.",
             "continue_final_message",
         )
     return text[:at] if text[at:].startswith(TAG) else text[:at].rstrip()
@@ -201,7 +204,7 @@ def up_to_tag(text: str, continued: str) -> str:
 def find_chat_template(
     folder: Path, config: Mapping[str, Any], variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The files' templates if there are any, else tokenizer_config.json's."""
+    """Find the template in template files, or else in tokenizer_config.json."""
     files = template_files(folder)
     if files:
         named: Any = {name: read_template(files[name]) for name in USED if name in files}
@@ -218,7 +221,7 @@ def template_files(folder: Path) -> dict[str, Path]:
 
 
 def chat_template_of(written: Any, variables: dict[str, str]) -> ChatTemplate | None:
-    """Of a text, or of templates by name, of which the default and the one for tools are used."""
+    """Create a ChatTemplate from one text, or from templates by name (`default` and `tool_use`)."""
     if isinstance(written, Sequence) and not isinstance(written, str):
         written = {entry["name"]: entry["template"] for entry in written}
     named = written if isinstance(written, Mapping) else {"default": written}
@@ -231,6 +234,6 @@ def read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
         raise ConfigError(
-            f"{path}: the chat template cannot be read ({e}); name a text file, or download the "
-            "file again"
+            f"{path}: the chat template cannot be read ({e}). Pass a text file, or download the "
+            "file again."
         ) from e

@@ -14,10 +14,10 @@ TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # logits times it stay finite
+RepetitionPenalty = Annotated[float, Meta(ge=1e-4, le=1e4)]  # bounds that keep logits finite
 FILE, CONFIG = "generation_config.json", "config.json"
-MIN_TEMPERATURE = 1e-4  # below it, logits divided by it could overflow float32
-NOT_APPLIED: dict[str, Any] = {  # applied by transformers, but not here -> the value without effect
+MIN_TEMPERATURE = 1e-4  # minimum nonzero value, so that logits / it fit float32
+NOT_APPLIED: dict[str, Any] = {  # keys that only transformers applies -> value without effect
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "encoder_no_repeat_ngram_size": 0,
@@ -44,7 +44,7 @@ log = logging.getLogger("specserve")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of parameters that a request leaves unset."""
+    """Default values of parameters that a request leaves unset."""
 
     eos_token_ids: tuple[TokenId, ...] = ()
     temperature: Temperature = 1.0
@@ -61,22 +61,22 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def check_temperature(temperature: float) -> None:
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"temperature {temperature} is neither 0 nor at least {MIN_TEMPERATURE}; 0 always "
-            "takes the likeliest token"
+            f"temperature {temperature} is neither 0 nor at least {MIN_TEMPERATURE}. Use 0 for "
+            "greedy decoding."
         )
 
 
 def load_defaults(folder: Path) -> GenerationDefaults:
-    """The values in generation_config.json, except for end tokens.
+    """Read the values of generation_config.json, except end tokens.
 
-    Read directly, because transformers' GenerationConfig would fill in values of its own.
+    The file is read directly, because transformers' GenerationConfig adds default values.
     """
     path = folder / FILE
     return read_defaults(path, read_json(path) if path.exists() else {})
 
 
 def load_ends(folder: Path) -> dict[str, list[int]]:
-    """The end tokens of generation_config.json and of config.json, by file."""
+    """Read the end tokens of generation_config.json and config.json, by file."""
     paths = [path for name in (FILE, CONFIG) if (path := folder / name).exists()]
     return {path.name: ends for path in paths if (ends := read_ends(path, read_json(path)))}
 
@@ -86,21 +86,25 @@ def read_ends(path: Path, fields: dict[str, Any]) -> list[int]:
     try:
         return msgspec.convert([ids] if isinstance(ids, int) else ids or [], list[TokenId])
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{path}: eos_token_id: {e}; correct the file, or remove the key") from e
+        raise ConfigError(f"{path}: eos_token_id: {e}. Correct the file, or remove the key.") from e
 
 
 def read_defaults(path: Path, written: dict[str, Any]) -> GenerationDefaults:
-    """The values in a generation_config.json; `path` is where they are written."""
+    """Convert the values of a generation_config.json; `path` is its name in errors."""
     names = {*GenerationDefaults.__struct_fields__} - {"eos_token_ids"}
     values = {key: written.get(key) for key in names}
     if written.get("do_sample") is False:
         values["temperature"] = 0.0
     keys = [k for k, off in NOT_APPLIED.items() if written.get(k) not in (None, [], {}, off)]
     if keys:
-        log.warning("%s: not applied, though the text may depend on it: %s", path, ", ".join(keys))
+        log.warning(
+            "%s: specserve ignores these settings, which may change the text: %s",
+            path,
+            ", ".join(keys),
+        )
     try:
         return msgspec.convert(
             {key: value for key, value in values.items() if value is not None}, GenerationDefaults
         )
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{path}: {e}; correct the file, or remove the key") from e
+        raise ConfigError(f"{path}: {e}. Correct the file, or remove the key.") from e

@@ -1,4 +1,4 @@
-"""The messages of a chat as a template expects them."""
+"""Converting chat messages to the form that a template expects."""
 
 import hashlib
 import itertools
@@ -14,20 +14,22 @@ import msgspec
 from specserve.errors import RequestError
 
 Message = Mapping[str, Any]
-Fields = dict[str, Any]  # of a message, as JSON has them
+Fields = dict[str, Any]  # a message's fields in JSON types
 ARGUMENTS = "arguments"
 
 
 class Needs(NamedTuple):
-    """Properties of a template that decide how messages are written."""
+    """Properties of a template that decide how messages are converted."""
 
-    null_content: bool = False  # it tests whether a content is null
-    short_ids: bool = False  # it refuses ids of calls that have other than nine characters
+    null_content: bool = False  # the template tests whether content is null
+    short_ids: bool = False  # the template only accepts call ids of nine characters
 
 
 class WrittenArguments(str):
-    """Arguments of a call as the model wrote them. A template prints them unchanged, also as JSON;
-    one that iterates over arguments finds this text as the only one.
+    """A call's arguments as the text that the model wrote.
+
+    Templates print this text unchanged, also with tojson. A template that iterates over arguments
+    gets this text as the only argument.
     """
 
     def keys(self) -> Iterator[str]:
@@ -44,12 +46,14 @@ class WrittenArguments(str):
 
 
 def read_message(message: Any) -> Fields:
-    """Without null fields except a content, and with reasoning under both usual names."""
+    """Drop null fields except content, and set reasoning under both usual names."""
     if not isinstance(message, Mapping):
-        raise RequestError(f"a message is a mapping with role and content, not {message!r:.50}")
+        raise RequestError(
+            f"messages: a message is a mapping with role and content, not {message!r:.50}"
+        )
     given = {k: v for k, v in message.items() if v is not None or k == "content"}
     fields = {key: plain(value) for key, value in given.items()}
-    names = "reasoning_content", "thinking", "reasoning"  # clients use any; the first one is taken
+    names = "reasoning_content", "thinking", "reasoning"  # accepted names, the first one wins
     reasoning = next((fields[name] for name in names if name in fields), None)
     if reasoning is None:
         return fields
@@ -57,11 +61,11 @@ def read_message(message: Any) -> Fields:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's types: the sandbox does not restrict methods of other types."""
+    """Convert a value to JSON types. The sandbox does not restrict methods of other types."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # also of a subclass, only the characters
+        return str.__str__(value)  # also converts subclasses
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -74,14 +78,15 @@ def plain(value: Any) -> Any:
 
 
 def fitted(chat: Sequence[Fields], needs: Needs) -> list[Fields]:
-    """The messages with contents, ids and arguments as the template needs them."""
+    """Convert contents, ids and arguments of messages as the template needs them."""
     found = [with_arguments(with_content(message, needs), as_written) for message in chat]
     return with_short_ids(found) if needs.short_ids else found
 
 
 def with_content(message: Fields, needs: Needs) -> Fields:
-    """A message of calls alone has a null content, if the template tests for it, else an empty
-    one. Some clients send the other of them, or none.
+    """Set an empty content to null if the template tests for null, else to an empty string.
+
+    Clients differ in what they send with tool calls: null, an empty string or no content.
     """
     has_calls = bool(message.get("tool_calls"))
     content = message.get("content")
@@ -107,7 +112,7 @@ def with_changed_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def as_written(arguments: Any) -> Any:
-    """Arguments that are no object, as a call has them that was cut, stay what they are."""
+    """Keep arguments that are not a JSON object, as in truncated calls, as text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -118,7 +123,7 @@ def as_written(arguments: Any) -> Any:
 
 
 def with_written_arguments(chat: Sequence[Fields]) -> list[Fields]:
-    """For templates that add arguments to text, without tojson."""
+    """Convert arguments to text, for templates that concatenate them without tojson."""
 
     def change(arguments: Any) -> Any:
         if not isinstance(arguments, dict):
@@ -129,8 +134,9 @@ def with_written_arguments(chat: Sequence[Fields]) -> list[Fields]:
 
 
 def with_short_ids(chat: Sequence[Fields]) -> list[Fields]:
-    """Ids of another form become nine letters and digits: the same ids everywhere in the chat, and
-    in each later turn, and others for other ids.
+    """Replace other ids by nine letters and digits.
+
+    Equal ids get equal replacements in all turns; different ids get different replacements.
     """
     ids = [*ids_of(chat)]
     short = {id: id for id in ids if re.fullmatch("[a-zA-Z0-9]{9}", id)}

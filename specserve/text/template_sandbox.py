@@ -1,4 +1,4 @@
-"""What a chat template may use: jinja2's sandbox, with the names that templates expect."""
+"""The sandbox of chat templates: jinja2's sandbox, with the functions that templates expect."""
 
 import json
 from collections.abc import Iterable
@@ -15,25 +15,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.text.template_messages import Needs, WrittenArguments
 
-LENGTH = "length", "count"  # names of one filter
+LENGTH = "length", "count"  # names of the same filter
 
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """The template, sandboxed: it cannot reach the interpreter or change its arguments."""
+    """Compile a template in the sandbox: it can neither access the interpreter nor change
+    arguments.
+    """
     return environment().from_string(source)
 
 
 @lru_cache(maxsize=8)
 def names_read(source: str) -> frozenset[str]:
-    """The names that a template reads and that somebody has to give it."""
+    """Return the names that a template reads but does not define."""
     sandbox = environment()
     return frozenset(meta.find_undeclared_variables(sandbox.parse(source)) - {*sandbox.globals})
 
 
 @lru_cache(maxsize=8)
 def needs_of(source: str) -> Needs:
-    """What the template's code shows that it needs of messages."""
+    """Derive a template's needs from its code."""
     try:
         code = environment().parse(source)
         tested = [test.node for test in code.find_all(nodes.Test) if test.name == "none"]
@@ -76,9 +78,9 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationTag(Extension):
-    """{% generation %}: marks the assistant's text, which matters to training only."""
+    """{% generation %}: marks the assistant's text, which only training uses."""
 
-    tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -87,7 +89,7 @@ class GenerationTag(Extension):
 
 
 class Dict:
-    """`dict` for templates, without methods that change what they are given."""
+    """`dict` for templates, without methods that modify arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -97,7 +99,7 @@ class Dict:
 
 
 class Namespace(utils.Namespace):
-    """`namespace` for templates, without names that could reach into the interpreter."""
+    """`namespace` for templates, without names that could access the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         given = dict(*args[1:], **kwargs)
@@ -112,7 +114,7 @@ class Namespace(utils.Namespace):
 
 def check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace holds no name that begins with _, as {name!r} does")
+        raise SecurityError(f"namespace: the name {name!r} begins with _. Use another name.")
 
 
 def tojson(
@@ -122,7 +124,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it stands in a prompt: jinja2's own filter escapes it for HTML."""
+    """Write JSON for a prompt. The filter of jinja2 would escape it for HTML."""
     if isinstance(value, WrittenArguments):
         return str(value)
     return json.dumps(

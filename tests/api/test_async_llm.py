@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from specserve import LLM, AsyncLLM, SamplingParams
+from specserve.engine.engine import Engine
 from specserve.errors import ConfigError, EngineDied, RequestError
 from tests.checkpoints import tiny_checkpoint
 from tests.server.in_process import engine_thread
@@ -19,11 +21,13 @@ from tests.server.in_process import engine_thread
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
 PARAMS = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, seed=4, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=8000, seed=4, ignore_eos=True)  # seconds, to be left before
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1)
+    folder = tmp_path_factory.mktemp("target")
+    return tiny_checkpoint(folder, seed=1, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,29 @@ async def all_of(outputs):
     return [output async for output in outputs]
 
 
+@pytest.fixture
+def in_turns(monkeypatch):
+    """`all_of`, but a step waits until the output of the one before it has been taken: on a busy
+    machine several would come as one.
+    """
+    taken, step = threading.Semaphore(), Engine.step
+
+    def in_turn(engine):
+        if not engine.is_idle:
+            taken.acquire(timeout=1)
+        return step(engine)
+
+    async def all_of(outputs):
+        monkeypatch.setattr(Engine, "step", in_turn)
+        all = []
+        async for output in outputs:
+            all.append(output)
+            taken.release()
+        return all
+
+    return all_of
+
+
 def test_what_scripts_for_vllm_ask_for_besides(run):
     async def ask(a):
         conversation = [{"role": "user", "content": "hi"}]
@@ -73,7 +100,7 @@ def test_what_scripts_for_vllm_ask_for_besides(run):
 
 def test_shutdown_ends_requests_and_the_engine_without_being_awaited(run):
     async def ask(a):
-        stream = a.generate("the cat", LONG)
+        stream = a.generate("the cat", ENDLESS)
         await anext(stream)
         client = (await a.start()).client
         a.shutdown()
@@ -101,9 +128,9 @@ async def held_blocks(llm):
     return reports[-1].blocks["target"] + reports[-1].num_running + reports[-1].num_waiting
 
 
-def test_outputs_grow_into_what_generate_returns(run, llm):
-    outputs = run(lambda a: all_of(a.generate("the cat", LONG, request_id="mine")))
-    (want,) = llm.generate("the cat", LONG)
+def test_outputs_grow_into_what_generate_returns(run, llm, in_turns):
+    (want,) = llm.generate("the cat", PARAMS)
+    outputs = run(lambda a: in_turns(a.generate("the cat", PARAMS, request_id="mine")))
     last = outputs[-1]
     assert (last.text, last.token_ids, last.usage) == (want.text, want.token_ids, want.usage)
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -114,11 +141,10 @@ def test_outputs_grow_into_what_generate_returns(run, llm):
         assert next.text.startswith(one.text)
 
 
-def test_logprobs_grow_into_what_generate_returns(run, llm):
-    # So many tokens that there are several outputs even if some come together on a busy machine.
-    params = msgspec.structs.replace(PARAMS, max_tokens=90, logprobs=2, prompt_logprobs=1, n=2)
-    outputs = run(lambda a: all_of(a.generate("the cat", params)))
+def test_logprobs_grow_into_what_generate_returns(run, llm, in_turns):
+    params = msgspec.structs.replace(PARAMS, logprobs=2, prompt_logprobs=1, n=2)
     (want,) = llm.generate("the cat", params)
+    outputs = run(lambda a: in_turns(a.generate("the cat", params)))
     assert [c.logprobs for c in outputs[-1].choices] == [c.logprobs for c in want.choices]
     assert outputs[-1].cumulative_logprob == want.cumulative_logprob < 0
     assert outputs[-1].prompt_logprobs == want.prompt_logprobs and len(outputs) > 4
@@ -181,7 +207,7 @@ def test_who_leaves_aborts(run, how):
             return output
 
     async def ask(a):
-        outputs = a.generate("the cat", LONG)
+        outputs = a.generate("the cat", ENDLESS)
         if how == "cancelled":
             task = asyncio.create_task(all_of(outputs))
             while not a.live or not next(iter(a.live.values())).generations[0].token_ids:
@@ -204,19 +230,19 @@ def test_who_leaves_aborts(run, how):
 def test_an_aborted_request_reports_what_has_come(run):
     async def ask(a):
         reasons = []
-        async for output in a.generate("the cat", LONG, "mine"):
+        async for output in a.generate("the cat", ENDLESS, "mine"):
             reasons.append(output.finish_reason)
             await a.abort("mine")
         await a.abort("mine")
         return reasons, len(output.token_ids), await held_blocks(a)
 
     reasons, num_tokens, held = run(ask)
-    assert reasons[-1] == "abort" and 0 < num_tokens < 400 and held == 0
+    assert reasons[-1] == "abort" and 0 < num_tokens < 8000 and held == 0
 
 
 def test_closing_ends_what_runs_and_takes_no_more(run):
     async def ask(a):
-        outputs = a.generate("the cat", LONG)
+        outputs = a.generate("the cat", ENDLESS)
         await anext(outputs)
         await a.close()
         last = (await all_of(outputs))[-1]
@@ -233,7 +259,7 @@ REFUSED = {
     "an id beyond the vocabulary": (([320],), r"\[0, 320\)"),
     "no parameters": (("a", {"temperature": 0}), "not a SamplingParams"),
     "a wrong parameter": (("a", SamplingParams(temperature=-1)), "temperature"),
-    "too long a prompt": (([5] * 600,), "600 tokens"),
+    "too long a prompt": (([5] * 9000,), "9000 tokens"),
     "a name that is taken": (("a", None, "mine"), "another request has it"),
 }
 
@@ -271,9 +297,9 @@ def test_the_engine_is_a_process_that_ends_with_it_and_that_is_replaced_if_it_di
         llm = AsyncLLM(folder, set=SETTINGS)
         undisturbed = (await all_of(llm.generate("the cat", LONG)))[-1]
         client = (await llm.start()).client
-        for spawn in (client.respawn, None):
+        for spawn, params in ((client.respawn, LONG), (None, ENDLESS)):
             client.respawn = spawn
-            outputs = llm.generate("the cat", LONG)
+            outputs = llm.generate("the cat", params)
             await anext(outputs)
             client.process.kill()
             if spawn is not None:

@@ -251,7 +251,7 @@ def test_a_run_that_was_killed_leaves_no_model(tmp_path, source, monkeypatch):
     monkeypatch.setattr(scale, "save_file", fail_late)
     with pytest.raises(KeyboardInterrupt):
         scaled(tmp_path, source, shard_bytes=1 << 20)
-    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load_config(tmp_path / "target")
 
 

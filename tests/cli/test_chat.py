@@ -201,7 +201,7 @@ def test_draft_tokens_are_shown_where_that_is_asked_for(talk):
     assert (code, out) == (0, 2 * "[Hi]..\n")
     assert wire.asked[0]["return_speculation_details"] is True
     assert wire.asked[1]["messages"][1]["content"] == "Hi.."
-    assert "nobody makes guesses" in err  # as this server tells of none
+    assert "speculation is off" in err  # as this server tells of none
 
 
 def test_reset_forgets_all_but_the_system_text_and_exit_leaves(talk):
@@ -216,8 +216,8 @@ def test_help_and_what_is_no_command_are_answered_here(talk):
     with Wire(says("Hi.")) as wire:
         lines = ["/help", "/leave", "/etc/passwd is a file?"]
         code, out, err = talk(lines, "--url", wire.url)
-    assert code == 0 and out.startswith("/help says this, /reset") and out.endswith("\nHi.\n")
-    assert err.startswith("/leave: no command; /help says this")
+    assert code == 0 and out.startswith("/help prints this, /reset") and out.endswith("\nHi.\n")
+    assert err.startswith("/leave is not a command. /help prints this")
     assert [m["content"] for m in wire.asked[0]["messages"]] == [lines[-1]]
 
 
@@ -235,9 +235,9 @@ def test_the_key_in_the_file_is_shown(talk, tmp_path):
         (HEAD + chunk("On"), CUT),
         (HEAD + chunk("On") + chunk(None, "stop"), CUT),
         (HEAD[:-2] + b"Transfer-Encoding: chunked\r\n\r\nfff\r\n" + chunk("On"), CUT),
-        (HEAD + chunk("On") + DONE, "gave up"),
-        (HEAD + chunk("On") + b"data: what\n\n", "no server of the OpenAI API"),
-        (HEAD + chunk("On") + ODD_STEP + DONE, "tells of steps in another way"),
+        (HEAD + chunk("On") + DONE, "without a finish reason"),
+        (HEAD + chunk("On") + b"data: what\n\n", "is not OpenAI-compatible"),
+        (HEAD + chunk("On") + ODD_STEP + DONE, "step details do not have"),
         (HEAD + chunk("On") + event({"error": {"message": "\x1b[2J"}}) + DONE, "error: �[2J"),
     ],
     ids=[
@@ -265,7 +265,7 @@ def test_an_answer_that_does_not_end_well_is_one_line_and_stays_as_far_as_it_cam
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (b"", "no server answers at"),
+        (b"", "cannot connect to"),
         (b'HTTP/1.1 503 Busy\r\n\r\n{"error": {"message": "not yet"}}', "not yet"),
         (b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>", "HTTP 502 Bad Gateway"),
     ],
@@ -409,7 +409,7 @@ def test_ctrl_c_while_nothing_is_said_ends_the_program_with_0():
         assert process.stderr.readline().startswith("[4 tokens")
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
         assert process.stderr.read() == ""
 
 
@@ -428,7 +428,7 @@ def test_at_a_terminal_ctrl_c_drops_a_line_and_leaves_an_empty_one(terminal, end
     files = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     with Wire(says("Hi.")) as wire, chat_process(wire.url, **files) as process:
         introduction = read_until(ours, b"> ")
-        assert b"one answers; /help" in introduction and b"/reset" in introduction
+        assert b"Chat with one. /help" in introduction and b"/reset" in introduction
         os.write(ours, b"dropped")
         read_until(ours, b"dropped")
         process.send_signal(signal.SIGINT)
@@ -436,14 +436,14 @@ def test_at_a_terminal_ctrl_c_drops_a_line_and_leaves_an_empty_one(terminal, end
         os.write(ours, b"Hello\r")
         read_until(ours, b"ended by stop]\r\n> ")
         os.write(ours, b"\x04") if end == "Ctrl-D" else process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 0
+        assert process.wait(30) == 0
     assert [m["content"] for m in wire.asked[0]["messages"]] == ["Hello"]
 
 
 def read_until(terminal, text):
     seen = b""
     while not seen.endswith(text):
-        assert select.select([terminal], [], [], 5)[0], f"{text} did not come after {seen}"
+        assert select.select([terminal], [], [], 30)[0], f"{text} did not come after {seen}"
         seen += os.read(terminal, 4096)
     time.sleep(0.05)  # until it waits for keys again
     return seen

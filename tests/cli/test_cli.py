@@ -111,13 +111,13 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         (["serve", "--reasoning-parser=a"], "--reasoning-parser: server.reasoning_parser = 'a'"),
         (
             ["serve", "--enable-auto-tool-choice", "--tool-parser=none"],
-            "--enable-auto-tool-choice: server.tool_parser = 'none'",
+            "--enable-auto-tool-choice contradicts server.tool_parser = 'none'",
         ),
         (["serve", "--enable-auto-tool-choice", "--port=-1"], "--port: server.port = -1"),
         (["serve", "--demo-compute=gpt-9"], "--demo-compute: model.demo_compute = 'gpt-9'"),
         (
             ["serve", "m", "--demo-compute=qwen3-0.6b"],
-            "MODEL, --demo-compute: model.demo_compute = 'qwen3-0.6b' is of the demo pair",
+            "MODEL, --demo-compute: model.demo_compute = 'qwen3-0.6b' works only with the demo",
         ),
         (["serve", ""], "MODEL: model.path = ''"),
         (["serve", "--host=0.0.0.0", "--set=server.port=-1"], "--set: server.port = -1"),
@@ -129,39 +129,39 @@ def test_a_mistake_is_one_line_that_says_what_to_do(fake, capsys, args, complain
         ),
         (
             ["chat", "--set=model.quantize_head=w4"],
-            "--set: model.quantize_head = 'w4' is of no use",
+            "--set: model.quantize_head = 'w4' has no effect",
         ),
         (
             ["chat", "--set=model.quantize_embedding=w8"],
-            "--set: model.quantize_embedding = 'w8' is of no use",
+            "--set: model.quantize_embedding = 'w8' has no effect",
         ),
         (
             ["chat", "--drafter=none", "--draft-quantize=w8"],
-            "--draft-quantize, --drafter: drafter.name = 'none' has no use for drafter.quantize",
+            "--draft-quantize, --drafter: drafter.name = 'none' does not use drafter.quantize",
         ),
         (
             ["chat", "--quantize=none"],
-            "--quantize: model.quantize = 'none' is refused: it is none of w8a8, w8, w4; --set "
+            "--quantize: model.quantize = 'none' is invalid: it must be one of w8a8, w8, w4; --set "
             "model.quantize= leaves it unset (",
         ),
         (
             ["serve", "--drafter=none", "--draft-model=d"],
-            "--draft-model, --drafter: drafter.name = 'none' has no use for drafter.model = 'd'",
+            "--draft-model, --drafter: drafter.name = 'none' does not use drafter.model = 'd'",
         ),
         (["chat", "--draft-model=d", "--drafter=ngram"], "--draft-model, --drafter: drafter.name"),
         (["serve", "m", "--draft-head="], "--draft-head: drafter.head = ''"),
         (
             ["chat", "--draft-head=h", "--drafter=model", "--draft-model=d"],
-            "--draft-head, --drafter: drafter.name = 'model' has no use for drafter.head = 'h'",
+            "--draft-head, --drafter: drafter.name = 'model' does not use drafter.head = 'h'",
         ),
         (
             ["generate", "a", "--draft-head=h", "--drafter=ngram"],
-            "--draft-head, --drafter: drafter.name = 'ngram' has no use for drafter.head = 'h'",
+            "--draft-head, --drafter: drafter.name = 'ngram' does not use drafter.head = 'h'",
         ),
         (
             ["serve", "--demo-compute=qwen3-0.6b", "--draft-head=h"],
-            "--demo-compute, --draft-head: model.demo_compute = 'qwen3-0.6b' is of the demo pair, and "
-            "drafter.head = 'h' another model",
+            "--demo-compute, --draft-head: model.demo_compute = 'qwen3-0.6b' works only "
+            "with the demo models, and drafter.head = 'h' names another model",
         ),
         (
             ["chat", "--draft-head=h", "--draft-quantize=w8"],
@@ -192,14 +192,17 @@ def test_a_sampling_parameter_is_refused_before_a_model_is_loaded(
 ):
     monkeypatch.setattr(fake, "__init__", lambda *_, **__: pytest.fail("it is loaded"))
     assert cli.main([*command, "--model=m", f"{flag}={value}"]) == 1
-    assert capsys.readouterr().err == f"error: {flag}: {value} is refused; give {range}\n"
+    assert capsys.readouterr().err == f"error: {flag} {value} is invalid. Pass {range}\n"
 
 
 def test_an_output_on_a_full_disk_asks_for_space():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "specserve", "config", "show"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: the output: a disk is full; free space\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the output: the disk is full. Free some space\n",
+    )
 
 
 @pytest.mark.parametrize("how", [["--json"], []])
@@ -265,9 +268,7 @@ def test_config_show_prints_what_holds_and_check_says_ok(capsys):
     assert cli.main(["config", "show", "--set", "memory.block_size=4"]) == 0
     assert "block_size = 4  #" in capsys.readouterr().out
     assert cli.main(["config", "check"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "OK: the settings, the drafter's name and its options"
-    )
+    assert capsys.readouterr().out.startswith("OK: settings, drafter and drafter options are valid")
 
 
 def test_another_package_can_add_a_command(tmp_path, monkeypatch):

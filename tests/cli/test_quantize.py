@@ -108,7 +108,7 @@ def test_all_else_is_copied_and_readable(tmp_path):
     ("flags", "words"),
     [
         (["--to", "w4"], "maps in 4 bits, head in 8 bits"),
-        (["--to=w8a8", "--head=none"], "maps in 8 bits with activations in 8, head unrounded"),
+        (["--to=w8a8", "--head=none"], "maps in 8 bits with activations in 8, head not quantized"),
     ],
 )
 def test_the_last_line_reports_the_bits(tmp_path, capsys, flags, words):
@@ -132,7 +132,7 @@ def test_a_link_to_nowhere_is_not_written_over(tmp_path, capsys):
     source, target = tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
     target.symlink_to(tmp_path / "nowhere")
     assert cli.main(["quantize", str(source), str(target), "--to", "w4"]) == 1
-    assert "target: exists; remove it" in capsys.readouterr().err
+    assert "target exists. Remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("head", ["none", "w8", "w4"])
@@ -188,13 +188,13 @@ def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
 
 
 REFUSED = {  # source, target -> words of the complaint
-    "a target that exists": ("source", "source", "source: exists; remove it or name another"),
-    "a target in the source": ("source", "source/x", "is in the folder that is read; name another"),
-    "no folder for it": ("source", "no/target", "there is no folder"),
+    "a target that exists": ("source", "source", "source exists. Remove it, or name another"),
+    "a target in the source": ("source", "source/x", "is inside the source folder. Name another"),
+    "no folder for it": ("source", "no/target", "does not exist. Create it"),
     "no source": ("./nowhere", "target", "no such folder"),
     "a quantized source": ("quantized", "target", "quantized already (compressed-tensors)"),
-    "a GGUF file to write": ("source", "out.gguf", "a folder is written, no GGUF file; name"),
-    "a number that is none": ("broken", "target", "lm_head.weight has numbers that are not finite"),
+    "a GGUF file to write": ("source", "out.gguf", "quantize cannot write GGUF files. Name"),
+    "a number that is none": ("broken", "target", "lm_head.weight has values that are not finite"),
 }
 
 
@@ -230,11 +230,25 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, capsys, err
     source = tiny_checkpoint(tmp_path / "source")
     assert cli.main(["quantize", str(source), str(tmp_path / "target"), "--to", "w8"]) == 1
     assert (
-        "target: cannot be written (No space left on device); free space" in capsys.readouterr().err
+        "target: cannot be written (No space left on device). Free some space"
+        in capsys.readouterr().err
     )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.fixture
+def heeded():
+    """No signal is ignored, as SIGHUP is below nohup: the command would leave it so."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        if before[number] is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", ENDING)
 def test_signals_on_the_way_leave_nothing(tmp_path, monkeypatch, number):
     """Others come while what is half written is removed."""

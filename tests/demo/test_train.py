@@ -163,7 +163,7 @@ def test_a_training_is_not_continued_with_another_config(tmp_path):
     (tmp_path / "new" / "training.json").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"training\.json.*another folder"):
         check_config(tmp_path / "new" / "training.json", CONFIG)
-    with pytest.raises(ConfigError, match=r"cannot be written \(File exists\); name another"):
+    with pytest.raises(ConfigError, match=r"cannot be written \(File exists\)\. Name another"):
         check_config(tmp_path / "new" / "training.json" / "training.json", CONFIG)
 
 

@@ -286,7 +286,7 @@ def test_a_load_runs_what_a_later_step_would_compile_and_reports_who_attends(mod
     _, words = choose_threads(engine.target, engine.pool, config, MAX_LEN)
     assert calls.keys() == {"attention", "move_kv", "sample", "top_children"}
     assert any(masks) and not all(masks)
-    assert words == "a GPU, Triton attends, 1 threads beside it"
+    assert words == "a GPU, attention by Triton, 1 CPU threads"
     assert engine.pool.is_whole
 
 
@@ -327,7 +327,7 @@ def test_a_device_that_is_not_there_is_one_clear_line():
     with pytest.raises(ConfigError) as e:
         build.build(load_config(None, {"model.device": "cuda"}))
     assert str(e.value).startswith("model.device = 'cuda': ")
-    assert "or take 'cpu'" in str(e.value) and "\n" not in str(e.value)
+    assert "or use 'cpu'" in str(e.value) and "\n" not in str(e.value)
 
 
 def no_memory(*args, **kwargs):

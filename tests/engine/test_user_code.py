@@ -110,8 +110,8 @@ def test_candidates_that_are_dropped_are_reported_once(target, caplog):
 SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
     "one that is not there": (["ngram", "no_such.module:X"], None, "no drafter 'no_such.module:X'"),
     "auto itself": (["auto"], None, "no source 'auto'"),
-    "a model that is not there": (["model"], None, "set drafter.model"),
-    "no one to run the model": (["ngram"], "draft", "drafter.model = 'draft' is of no use"),
+    "a model that is not there": (["model"], None, "Set drafter.model"),
+    "no one to run the model": (["ngram"], "draft", "drafter.model = 'draft' has no effect"),
 }
 
 
@@ -162,8 +162,11 @@ def test_a_source_has_the_options_under_its_name(target):
     [
         ({NAME: {"lenght": 7}}, f"drafter.options for '{NAME}': .*lenght"),
         ({NAME: {"length": "long"}}, f"drafter.options for '{NAME}': .*length"),
-        ({"ngram": {}}, f"'ngram' is no package.module:Class .*; it has {NAME}"),
-        ({"my:Other": {}}, "'my:Other' is no"),
+        (
+            {"ngram": {}},
+            rf"'ngram' is not a package.module:Class .*\. Sources with options: {NAME}",
+        ),
+        ({"my:Other": {}}, "'my:Other' is not a"),
     ],
     ids=str,
 )

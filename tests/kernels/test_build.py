@@ -31,14 +31,14 @@ TRUE, FALSE = shutil.which("true"), shutil.which("false")
 COMPILERS = {  # CXX -> the complaint
     "there is none": (
         "nonsense-g++ -O2",
-        "no C++ compiler found at CXX='nonsense-g++ -O2': set CXX",
+        "no C++ compiler found at CXX='nonsense-g++ -O2'. Set CXX",
     ),
-    "it is no command": ("'g++", 'CXX="\'g++" is not a command (No closing quotation): set CXX'),
+    "it is no command": ("'g++", 'CXX="\'g++" is not a command (No closing quotation). Set CXX'),
     "it refuses the kernels": (
         FALSE,
-        f"{FALSE} could not compile the kernels (exit code 1): set CXX",
+        f"{FALSE} could not compile the kernels (exit code 1). Set CXX",
     ),
-    "it makes no library": (f"{TRUE} -x", f"{TRUE} -x made no library that can be used: set CXX"),
+    "it makes no library": (f"{TRUE} -x", f"{TRUE} -x produced no usable library. Set CXX"),
 }
 
 
@@ -49,7 +49,7 @@ def test_without_a_compiler_the_reference_serves_and_says_so(
     monkeypatch.setenv("CXX", compiler)
     assert load(torch.device("cpu")) is reference
     line = f"{complaint} to g++ 11 or later"
-    assert line in caplog.messages[-1] and "the reference kernels serve" in caplog.messages[-1]
+    assert line in caplog.messages[-1] and "Using the slow reference kernels" in caplog.messages[-1]
     assert list((tmp_path / "specserve").iterdir()) == []
     assert build.main() == 1
     assert f"kernels: {line}" in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_a_file_that_is_no_program_is_named(tmp_path, monkeypatch):
     text.write_text("no program")
     text.chmod(0o755)
     monkeypatch.setenv("CXX", str(text))
-    with pytest.raises(cpu.BuildError, match=r"g\+\+ cannot be run .*: set CXX"):
+    with pytest.raises(cpu.BuildError, match=r"g\+\+ cannot be run .*\. Set CXX"):
         build.library()
 
 
@@ -72,7 +72,7 @@ def test_what_the_compiler_says_follows_the_one_line(tmp_path, monkeypatch, caps
     assert build.main() == 1
     first, second = capsys.readouterr().err.splitlines()
     assert "(exit code 4; error: no such thing)" in first
-    assert first.endswith("; the reference kernels will serve, slowly")
+    assert first.endswith(". Using the slow reference kernels instead.")
     assert second == "error: no such thing"
 
 
@@ -98,7 +98,7 @@ def test_the_compiler_is_named_as_for_a_shell(value, command, monkeypatch):
 def test_no_compiler_at_all_is_reported_with_what_to_install(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(cpu.BuildError, match=r"no C\+\+ compiler found: install g\+\+"):
+    with pytest.raises(cpu.BuildError, match=r"no C\+\+ compiler found\. Install g\+\+"):
         compiler.compiler()
 
 
@@ -121,7 +121,7 @@ FOREIGN = {  # what is in the place of the private folder
 @pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
 def test_a_temporary_folder_that_others_can_change_has_no_kernels(no_cache, put):
     put(no_cache / f"specserve-{os.geteuid()}")
-    with pytest.raises(cpu.BuildError, match="is not private to this user: set XDG_CACHE_HOME"):
+    with pytest.raises(cpu.BuildError, match=r"is not private to this user\. Set XDG_CACHE_HOME"):
         compiler.cache_folder()
 
 
@@ -149,7 +149,9 @@ def test_a_full_disk_asks_for_space(tmp_path, monkeypatch):
     failing.write_text("#!/bin/sh\necho 'as: x.o: No space left on device' >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
-    with pytest.raises(cpu.BuildError, match=r"a disk is full: free space in .*, or set XDG_CACHE"):
+    with pytest.raises(
+        cpu.BuildError, match=r"a disk is full\. Free space in .*, or set XDG_CACHE"
+    ):
         build.library()
     monkeypatch.delenv("CXX")
 
@@ -157,7 +159,7 @@ def test_a_full_disk_asks_for_space(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(compiler, "keep", full)
-    with pytest.raises(cpu.BuildError, match="free space on its disk, or set XDG_CACHE_HOME"):
+    with pytest.raises(cpu.BuildError, match="Free space on its disk, or set XDG_CACHE_HOME"):
         build.library()
 
 
@@ -183,7 +185,7 @@ def test_kernels_are_compiled_once(compiled, caplog):
         build.kernels.cache_clear()
         assert build.library().specserve_sample
     assert compiled == [levels.native_flags()]
-    assert caplog.messages == ["compiling the C++ kernels for this CPU, once: about 15 s"]
+    assert caplog.messages == ["Compiling the C++ kernels for this CPU once, in about 15 s"]
 
 
 @pytest.fixture
@@ -218,7 +220,7 @@ def test_who_needs_what_is_being_compiled_waits_for_it_and_says_so(compiled, loc
     shutil.copy(native(), path)
     fcntl.flock(lock, fcntl.LOCK_UN)
     waiting.join()
-    assert caplog.messages == ["waiting for another process that is compiling C++ kernels"]
+    assert caplog.messages == ["Waiting for another process that is compiling the C++ kernels"]
     assert compiled == []
 
 

@@ -141,7 +141,7 @@ def test_a_step_may_be_all_causal_or_all_trees(kind, H, D):
 
 def test_a_tree_before_causal_rows_is_a_mistake_of_ours():
     rows = RandomStep([Req(3, parents=[0]), Req(2, 1)]).rows()
-    with pytest.raises(AssertionError, match="without a mask comes after one with"):
+    with pytest.raises(AssertionError, match="without a mask follows a request with"):
         attention.num_causal(rows)
 
 
@@ -370,7 +370,7 @@ def test_a_plan_takes_one_upload(D):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_is_one_clear_error():
     with pytest.raises(
-        DeviceError, match=r"^this torch \(2.* is built without CUDA: install a build"
+        DeviceError, match=r"^This torch \(2.* is built without CUDA. Install a CUDA"
     ):
         load("cuda")
 
@@ -378,14 +378,14 @@ def test_a_torch_without_cuda_is_one_clear_error():
 def test_a_machine_without_a_gpu_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(DeviceError, match=r"^torch sees no NVIDIA GPU: check nvidia-smi"):
+    with pytest.raises(DeviceError, match=r"^torch finds no NVIDIA GPU. Check nvidia-smi"):
         load("cuda")
 
 
 def test_a_gpu_that_is_not_there_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(DeviceError, match=r"^there are 2 GPUs, counted from 0"):
+    with pytest.raises(DeviceError, match=r"^GPU 2 does not exist. Use a GPU number from 0 to 1"):
         load("cuda:2")
 
 
@@ -406,7 +406,7 @@ except DeviceError as e:
 def test_a_missing_triton_is_one_clear_error():
     command = [sys.executable, "-c", LOAD_WITHOUT_TRITON]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    wanted = r"Triton cannot be imported \(.*triton.*\): pip install 'specserve\[gpu\]'\n"
+    wanted = r"Triton cannot be imported \(.*triton.*\). Install it with .*'specserve\[gpu\]'.\n"
     assert re.fullmatch(wanted, done.stdout)
 
 
@@ -426,8 +426,8 @@ def one_gpu(monkeypatch):
 
 FLASHINFERS = [  # what is installed, what is said of it
     (None, "FlashInfer cannot be imported ("),
-    (SimpleNamespace(__version__="0.6.3"), "FlashInfer 0.6.3 is outside the versions that"),
-    (SimpleNamespace(__version__="0.7.0"), "FlashInfer 0.7.0 is outside the versions that"),
+    (SimpleNamespace(__version__="0.6.3"), "FlashInfer 0.6.3 is not supported; 0.6.4 to"),
+    (SimpleNamespace(__version__="0.7.0"), "FlashInfer 0.7.0 is not supported; 0.6.4 to"),
 ]
 UNKNOWN = pytest.mark.parametrize(
     ("module", "complaint"), FLASHINFERS, ids=["missing", "old", "new"]
@@ -442,7 +442,7 @@ def test_triton_attends_where_flashinfer_is_not_there_or_not_known(
     assert load("cuda:0") is None
     (line,) = caplog.messages
     assert line.startswith(complaint)
-    assert line.endswith(": pip install 'specserve[gpu]'. Triton attends instead, more slowly")
+    assert line.endswith("'specserve[gpu]'. Using the slower Triton attention instead.")
 
 
 @UNKNOWN
@@ -450,7 +450,7 @@ def test_a_flashinfer_that_is_demanded_and_not_there_is_one_clear_error(
     module, complaint, one_gpu, monkeypatch, caplog
 ):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    with pytest.raises(DeviceError, match=f"^{re.escape(complaint)}.*: pip install"):
+    with pytest.raises(DeviceError, match=f"^{re.escape(complaint)}.* with pip install"):
         load("cuda:0", "flashinfer")
     assert not caplog.messages
 
@@ -477,7 +477,7 @@ def test_the_versions_of_flashinfer_are_those_that_are_installed():
 
 
 def test_a_choice_of_attention_is_for_a_gpu():
-    with pytest.raises(DeviceError, match="no choice of attention on a CPU: 'triton' is for a GPU"):
+    with pytest.raises(DeviceError, match="Attention backend 'triton' needs a GPU"):
         load("cpu", "triton")
 
 
@@ -524,8 +524,8 @@ def test_triton_attends_where_flashinfer_cannot_be_built(said, shown, caplog):
         check_attention(ops, step)
     assert ops.num_planned == {"Triton": 2}
     (line,) = caplog.messages
-    assert f"({shown}): it compiles them at their first use, which takes nvcc and ninja." in line
-    assert line.endswith("Triton attends instead, more slowly")
+    assert f"({shown}). It compiles them at first use: install nvcc and ninja." in line
+    assert line.endswith("Using the slower Triton attention instead.")
 
 
 def test_flashinfer_that_is_demanded_and_cannot_be_built_is_an_error():
@@ -540,7 +540,7 @@ def test_flashinfer_that_is_demanded_and_cannot_be_built_is_an_error():
 def test_flashinfer_that_is_demanded_for_heads_it_has_not_is_an_error(D, kv_dtype):
     step = RandomStep([Req(3, 1)], head_dim=D, dtype=torch.bfloat16, kv_dtype=kv_dtype)
     ops = CudaOps(CPU, fake_flashinfer, "flashinfer")
-    with pytest.raises(DeviceError, match=f"no kernels for {kv_dtype} heads of {D}: take 'auto'"):
+    with pytest.raises(DeviceError, match=rf"heads of size {D}\. Use attention 'auto'"):
         ops.plan(step.rows(), step.kv, 4)
 
 
@@ -616,7 +616,7 @@ def test_triton_attends_where_flashinfer_keeps_masks_otherwise(change, caplog):
     check_attention(ops, step)
     assert ops.num_planned == {"Triton": 1}
     (line,) = caplog.messages
-    assert line.startswith("FlashInfer 0.6.4 differs from the versions that are known to work")
+    assert line.startswith("FlashInfer 0.6.4 has an unknown interface")
 
 
 @INTERPRETED
@@ -638,7 +638,7 @@ def test_triton_attends_where_flashinfer_has_no_such_compiler(caplog):
     ops = CudaOps(CPU, flashinfer)
     check_attention(ops, small_step())
     assert ops.num_planned == {"Triton": 1}
-    assert "differs from the versions" in caplog.text
+    assert "has an unknown interface" in caplog.text
 
 
 def test_flashinfers_kernels_are_built_once_for_each_head_size_with_and_without_a_window():

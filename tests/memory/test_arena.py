@@ -116,5 +116,5 @@ def test_memory_is_zero_until_it_is_touched():
 
 
 def test_a_block_too_small_for_its_tokens_is_noticed():
-    with pytest.raises(AssertionError, match="more tokens a block than fit"):
+    with pytest.raises(AssertionError, match="block_size does not fit"):
         arena_of(2, 960).add_view("target", WIDE, 2)

@@ -196,15 +196,21 @@ def test_blocks_are_counted_by_holder_and_shared_ones_once():
 BROKEN = {  # what went wrong with blocks that are held, cached and free -> the complaint
     "a holder that nobody counts": (lambda pool: pool.counts.__setitem__(0, 2), "0: 2 != 1 holder"),
     "a count without a holder": (lambda pool: pool.counts.__setitem__(2, 1), "2: 1 != 0 holders"),
-    "free and held": (lambda pool: pool.free.append(0), "block 0 is lost, or in two places"),
-    "lost": (lambda pool: pool.free.clear(), "block 2 is lost, or in two places"),
+    "free and held": (lambda pool: pool.free.append(0), "block 0 is in 2 of held, free and cached"),
+    "lost": (lambda pool: pool.free.clear(), "block 2 is in 0 of held, free and cached"),
     "free twice": (lambda pool: pool.free.append(2), "a block is free twice"),
-    "free and cached": (lambda pool: pool.free.append(1), "block 1 is lost, or in two places"),
+    "free and cached": (
+        lambda pool: pool.free.append(1),
+        "block 1 is in 2 of held, free and cached",
+    ),
     "another's key": (lambda pool: pool.keys.__setitem__(0, b"one"), "block 0 is not found"),
-    "no key": (lambda pool: pool.forget(1), "block 1 cannot be found"),
-    "free with a key": (lambda pool: pool.publish(2, b"two"), "block 2 is free, and can be found"),
-    "two keys": (lambda pool: pool.found.update({b"x": 1}), "more keys than blocks that have one"),
-    "a lost count": (lambda pool: pool.num_held.clear(), "owners hold 0 blocks, and 1 are held"),
+    "no key": (lambda pool: pool.forget(1), "block 1 has no key"),
+    "free with a key": (lambda pool: pool.publish(2, b"two"), "block 2 is free, but has a key"),
+    "two keys": (lambda pool: pool.found.update({b"x": 1}), "more keys than blocks with a key"),
+    "a lost count": (
+        lambda pool: pool.num_held.clear(),
+        "num_held counts 0 blocks, but 1 are held",
+    ),
 }
 
 

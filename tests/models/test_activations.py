@@ -95,7 +95,7 @@ UNMET = {  # -> words of what is asked; none where it is computed so
     "in groups": (unmet({"strategy": "group", "group_size": 32}), "in groups (dynamic, per group)"),
     "4 bits": (unmet({"num_bits": 4}), "activations in integers of 4 bits (dynamic, per token)"),
     "floats": (unmet({"type": "float"}), "activations in floats of 8 bits (dynamic, per token)"),
-    "W4A8": (unmet({}, {"num_bits": 4}), "beside weights in integers of 4 bits"),
+    "W4A8": (unmet({}, {"num_bits": 4}), "with weights in integers of 4 bits"),
     "weights in groups": (unmet({}, {"group_size": 32}), "weights in integers of 8 bits in groups"),
     "weights with zeros": (unmet({}, {"symmetric": False}), "of 8 bits with zero points"),
     "outputs": (unmet({}, output_activations=BYTES), "output activations"),
@@ -116,13 +116,13 @@ WARNED = {  # fixture -> what the line says after the name of the file
     "compressed-w8a8": None,
     "compressed-w8a16": None,
     "compressed-w8a8-static": "asks for activations in integers of 8 bits with zero points "
-    "(static, per tensor) beside weights in integers of 8 bits with zero points: all stay in the "
-    "model's dtype",
-    "compressed-mixed": "asks for activations in floats of 8 bits (dynamic, per token) beside "
-    "weights in floats of 8 bits: those of 1 of 5 maps are in integers of 8 bits (dynamic, per "
+    "(static, per tensor) with weights in integers of 8 bits with zero points, but all activations "
+    "stay in the model's dtype",
+    "compressed-mixed": "asks for activations in floats of 8 bits (dynamic, per token) with "
+    "weights in floats of 8 bits, but 1 of 5 maps have 8-bit integer activations (dynamic, per "
     "token), others in the model's dtype",
-    "fp8-block": "asks for activations in floats of 8 bits (dynamic): all stay in the model's "
-    "dtype",
+    "fp8-block": "asks for activations in floats of 8 bits (dynamic), but all activations stay in "
+    "the model's dtype",
 }
 
 
@@ -137,7 +137,7 @@ def test_ops_that_round_no_rows_are_a_warning(tmp_path, caplog, monkeypatch):
     """As on a GPU."""
     monkeypatch.setattr(reference, "rounds_rows", False)
     load_decoder(quantized(tmp_path, "compressed-w8a8"), "fp32", reference)
-    assert "activations in integers of 8 bits: all stay in the model's dtype" in caplog.text
+    assert "integers of 8 bits, but all activations stay in the model's dtype" in caplog.text
 
 
 FORMS = {  # whether rows are rounded, of the map qkv, out, gate and up, down

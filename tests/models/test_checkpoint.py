@@ -68,7 +68,7 @@ def test_progress_counts_every_byte_once(folder):
 
 
 BROKEN = {  # what happened to the tensors -> the complaint
-    "one is missing": (lambda t: t.pop(LAST), f"{LAST} is missing.*download"),
+    "one is missing": (lambda t: t.pop(LAST), f"{LAST} is missing.*Download"),
     "one is misshapen": (
         lambda t: t.update({LAST: torch.zeros(128, 63)}),
         rf"{LAST} has the shape \[128, 63\].*\[128, 64\]",
@@ -76,15 +76,15 @@ BROKEN = {  # what happened to the tensors -> the complaint
     "one is flat": (lambda t: t.update({LAST: torch.zeros(128 * 64)}), r"\[8192\].*\[128, 64\]"),
     "one is of integers": (
         lambda t: t.update({LAST: torch.zeros(128, 64, dtype=torch.int8)}),
-        f"{LAST} has the type I8.*unquantized",
+        f"{LAST} has the dtype I8.*unquantized",
     ),
     "one is too many": (
         lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
-        "q_proj.bias has no place",
+        "q_proj.bias is not part of",
     ),
     "there is a layer more": (
         lambda t: t.update({LAST.replace("1", "2"): torch.zeros(128, 64)}),
-        "layers.2.mlp.up_proj.weight has no place",
+        "layers.2.mlp.up_proj.weight is not part of",
     ),
 }
 
@@ -115,7 +115,7 @@ def test_a_buffer_of_old_checkpoints_is_ignored(folder, name):
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.cos_cached.weight", "my_masked_bias"])
 def test_a_weight_with_the_name_of_a_buffer_in_its_own_is_refused(folder, name):
     rewrite(folder, lambda t: t.update({name: torch.zeros(8)}))
-    with pytest.raises(ConfigError, match=f"the tensor {name} has no place"):
+    with pytest.raises(ConfigError, match=f"the tensor {name} is not part of"):
         load(folder)
 
 
@@ -133,7 +133,7 @@ def test_a_git_lfs_pointer_is_named_as_one(folder, name):
     if name != SINGLE:
         shard(folder)
     (folder / name).write_text(POINTER)
-    with pytest.raises(ConfigError, match=rf"{name}: a Git LFS pointer, .* `git lfs pull`"):
+    with pytest.raises(ConfigError, match=rf"{name} is a Git LFS pointer, .* `git lfs pull`"):
         source = open_source(folder)
         source.check()
         source.shape("auto")
@@ -151,7 +151,7 @@ def test_a_git_lfs_pointer_next_to_the_model_does_no_harm(folder):
 def test_a_file_cut_short_is_refused(folder, size):
     content = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(content[:size])
-    with pytest.raises(ConfigError, match="cut short or damaged"):
+    with pytest.raises(ConfigError, match="is not a valid safetensors file"):
         load(folder)
 
 
@@ -159,26 +159,26 @@ def test_a_damaged_header_is_refused(folder):
     content = bytearray((folder / SINGLE).read_bytes())
     content[8:40] = b"x" * 32
     (folder / SINGLE).write_bytes(content)
-    with pytest.raises(ConfigError, match="cut short or damaged"):
+    with pytest.raises(ConfigError, match="is not a valid safetensors file"):
         load(folder)
 
 
 def test_pickles_are_refused(folder):
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pickles.*convert them to safetensors"):
+    with pytest.raises(ConfigError, match=r"pickles.*Convert them to safetensors"):
         load(folder)
 
 
 def test_a_folder_without_weights_is_refused(folder):
     (folder / SINGLE).unlink()
-    with pytest.raises(ConfigError, match=r"no weights; there must be model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"no weights\. Add model\.safetensors"):
         load(folder)
 
 
 def test_a_shard_that_is_not_there_is_refused(folder):
     shard(folder)
     (folder / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model-2-of-2\.safetensors: missing"):
+    with pytest.raises(ConfigError, match=r"model-2-of-2\.safetensors is missing"):
         load(folder)
 
 
@@ -186,7 +186,7 @@ def test_a_shard_without_the_tensor_it_should_hold_is_refused(folder):
     weight_map = shard(folder)
     first, second = sorted(set(weight_map.values()))
     write_map(folder, weight_map | {LAST: first if weight_map[LAST] == second else second})
-    with pytest.raises(ConfigError, match=f"{LAST} is said to be in"):
+    with pytest.raises(ConfigError, match=f"{LAST} is missing from"):
         load(folder)
 
 
@@ -194,7 +194,7 @@ def test_a_shard_without_the_tensor_it_should_hold_is_refused(folder):
 def test_an_index_without_a_map_is_refused(folder, weight_map):
     shard(folder)
     write_map(folder, weight_map)
-    with pytest.raises(ConfigError, match="no weight_map"):
+    with pytest.raises(ConfigError, match="weight_map is missing or invalid"):
         load(folder)
 
 
@@ -214,7 +214,7 @@ def test_an_index_without_a_map_is_refused(folder, weight_map):
 def test_a_weight_map_must_name_files_of_the_folder(folder, name):
     tiny_checkpoint(folder.parent / "other")
     write_map(folder, shard(folder) | {LAST: name})
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors file of this folder"):
+    with pytest.raises(ConfigError, match=r"not a \*\.safetensors file of this folder"):
         load(folder)
 
 
@@ -223,7 +223,7 @@ def test_a_link_out_of_the_folder_is_refused(folder):
     outside = folder.parent / "outside.safetensors"
     (folder / "model-2-of-2.safetensors").rename(outside)
     (folder / "model-2-of-2.safetensors").symlink_to(outside)
-    with pytest.raises(ConfigError, match="leaves the folder"):
+    with pytest.raises(ConfigError, match="outside of the folder"):
         load(folder)
 
 
@@ -294,7 +294,9 @@ def test_a_folder_may_have_links_into_the_hubs_cache(folder, monkeypatch):
     for name in {*shard(folder).values(), "tokenizer.json"}:
         (folder / name).rename(blobs / name)
         (folder / name).symlink_to(blobs / name)
-    with pytest.raises(ConfigError, match=r"leaves the folder, to .*, which is not in the hub's"):
+    with pytest.raises(
+        ConfigError, match=r"is a link to .*, outside of the folder and the hub cache"
+    ):
         open_source(folder).check()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     open_source(folder).check()
@@ -308,5 +310,5 @@ def test_a_link_into_another_repository_of_the_cache_is_refused(tmp_path):
     other.mkdir(parents=True)
     (folder / "model-2-of-2.safetensors").rename(other / "etag")
     (folder / "model-2-of-2.safetensors").symlink_to(other / "etag")
-    with pytest.raises(ConfigError, match="leaves the folder"):
+    with pytest.raises(ConfigError, match="outside of the folder"):
         load(folder)

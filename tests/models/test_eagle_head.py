@@ -204,19 +204,19 @@ def test_a_row_does_not_depend_on_other_requests_rows(ops, dtype, n, tmp_path):
 REFUSED = {  # what is wrong -> how the head is written, the complaint
     "a target of another width": (
         {"target_hidden_size": 48},
-        "target_hidden_size = 48, and the target's hidden_size is 64; take a head",
+        r"target_hidden_size = 48, but the target model's hidden_size is 64\. Use a head",
     ),
     "a target of other tokens": (
         {"vocab_size": 400},
-        "vocab_size = 400, and the target's vocab_size is 320; take a head",
+        r"vocab_size = 400, but the target model's vocab_size is 320\. Use a head",
     ),
     "a tap that the target lacks": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
-        r"eagle_aux_hidden_state_layer_ids = \[1, 2, 4\], and the target has the layers 0 to 3",
+        r"eagle_aux_hidden_state_layer_ids = \[1, 2, 4\], but the target model has only",
     ),
     "an embedding of another width": (
         {"hidden_size": 48, "target_hidden_size": 64, "without": ["embed_tokens.weight"]},
-        "embed_tokens.weight is missing, and the target's has 64 columns in place of 48",
+        "embed_tokens.weight is missing, and the target model's has 64 columns instead of 48",
     ),
     "no fc": ({"without": ["fc.weight"]}, "the tensor fc.weight is missing"),
     "no map of queries": (
@@ -224,7 +224,10 @@ REFUSED = {  # what is wrong -> how the head is written, the complaint
         "the tensor midlayer.self_attn.q_proj.weight is missing",
     ),
     "no head": ({"without": ["lm_head.weight"]}, "the tensor lm_head.weight is missing"),
-    "no offsets": ({"without": ["d2t"]}, "d2t is missing, so that nothing says .* 320 tokens"),
+    "no offsets": (
+        {"without": ["d2t"]},
+        r"d2t is missing\. It maps the head's 200 tokens to the target model's 320",
+    ),
 }
 
 
@@ -257,11 +260,11 @@ def edit_type(tensors):
 
 
 EDITED = {
-    edit_no_norm: r"the tensor fc_norm.0.weight has no place",
-    edit_shape: r"q_proj.weight has the shape \[64, 64\], and config.json asks for \[64, 128\]",
-    edit_offsets: "d2t names tokens that the target lacks, from .* to 320 of 320; download",
-    edit_number: r"d2t has the shape \[199\] and the type I64, and config.json asks for 200",
-    edit_type: r"d2t has the shape \[200\] and the type F32, and config.json asks for 200 integers",
+    edit_no_norm: r"the tensor fc_norm.0.weight is not part of",
+    edit_shape: r"q_proj.weight has the shape \[64, 64\], but config.json requires \[64, 128\]",
+    edit_offsets: r"d2t names token ids from .* to 320, but the target model has 320\. Download",
+    edit_number: r"d2t has the shape \[199\] and the dtype I64, but config.json requires 200",
+    edit_type: r"d2t has the shape \[200\] and the dtype F32, but config.json requires 200",
 }
 
 

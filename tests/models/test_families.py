@@ -117,15 +117,15 @@ REFUSED = {  # what is wrong -> the change, the complaint
     ),
     "a number for a list of layers": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 1},
-        "mlp_only_layers = 1 is no list",
+        "mlp_only_layers = 1 is not a list",
     ),
     "null for a number": ({"intermediate_size": None}, "intermediate_size = None"),
     "heads of no whole size": ({"head_dim": None, "hidden_size": 66}, "hidden_size = 66.*= 4"),
     "a theta of nothing": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0"),
-    "a rope that is no table": ({"rope_parameters": "default"}, "'default' is no table"),
+    "a rope that is no table": ({"rope_parameters": "default"}, "'default' is not an object"),
     "a rope for another layer type": (
         {"rope_parameters": {"linear_attention": {"rope_type": "default"}}},
-        "by layer type are not supported but for full_attention",
+        "by layer type are supported only for full_attention",
     ),
     "tokens that see later ones": (
         {"use_bidirectional_attention": True},
@@ -152,7 +152,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
                 "high_freq_factor": 4,
             }
         },
-        "low_freq_factor and high_freq_factor",
+        "low_freq_factor = high_freq_factor",
     ),
     "a word for a number": ({"hidden_size": "64"}, "hidden_size"),
     "another layer type": (
@@ -162,8 +162,8 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "too few for mistral": (MISTRAL | {"layer_types": ["full_attention"]}, "layer_types"),
     "too few for llama": ({"layer_types": ["full_attention"]}, "layer_types"),
-    "a window without a size": (QWEN3 | MIXED, "sliding_window is None"),
-    "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+    "a window without a size": (QWEN3 | MIXED, "sliding_window = None"),
+    "an empty window": (MISTRAL | {"sliding_window": 0}, "sliding_window = 0"),
     "too few rope layers": (
         SMOLLM3 | {"no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
         r"no_rope_layers = \[1\].* list of 2",
@@ -175,17 +175,20 @@ REFUSED = {  # what is wrong -> the change, the complaint
     ),
     "another rope": ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'.*llama3"),
     "half a rope": ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
-    "rope of nothing": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "infinite"),
+    "rope of nothing": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        "frequencies are finite",
+    ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "more than all of it": (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
-    "an odd share": (PHI3 | {"partial_rotary_factor": 0.2}, "= 0.2 of heads of 16"),
+    "an odd share": (PHI3 | {"partial_rotary_factor": 0.2}, "= 0.2 for head size 16"),
     "too few factors": (
         PHI3 | {"rope_parameters": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
         "8 numbers each.*has 1",
     ),
     "factors that are none": (
         PHI3 | {"rope_parameters": {"type": "su", "short_factor": 1, "long_factor": [1]}},
-        "short_factor = 1 is no list",
+        "short_factor = 1 is not a list",
     ),
     "a first length of nothing": (
         PHI3
@@ -195,7 +198,7 @@ REFUSED = {  # what is wrong -> the change, the complaint
         },
         "original_max_position_embeddings = 1 must be at least 2",
     ),
-    "no factors": (PHI3 | {"rope_parameters": {"type": "longrope"}}, "lack short_factor"),
+    "no factors": (PHI3 | {"rope_parameters": {"type": "longrope"}}, "short_factor is missing"),
 }
 
 

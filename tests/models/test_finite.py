@@ -21,7 +21,7 @@ from tests.models.transformers_models import foreign_checkpoint, load_foreign
 
 WEIGHTS = "model.safetensors"
 BAD = [float("nan"), float("inf"), float("-inf")]
-REASON = "has numbers that are not finite (NaN or infinity); download the model again, or take"
+REASON = "has values that are not finite (NaN or infinity). Download the model again, or use"
 
 
 def spoil(folder, name, value):

@@ -34,12 +34,12 @@ def test_dtype(tmp_path, monkeypatch, stored, dtype, has_bf16, want):
 
 
 def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="'int4' is not known; use auto, bf16 or fp32"):
+    with pytest.raises(ConfigError, match=r"'int4' is unknown\. Use auto, bf16 or fp32"):
         load(tiny_checkpoint(tmp_path), "int4")
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load(tmp_path / "nowhere")
 
 
@@ -51,7 +51,7 @@ def test_the_rotary_table_reaches_beyond_the_longest_request_by_a_tree(tmp_path)
 
 def test_tables_for_millions_of_positions_are_not_made_unasked(tmp_path):
     folder = tiny_checkpoint(tmp_path, max_position_embeddings=2**31 - 1)
-    with pytest.raises(ConfigError, match=r"2147483647 tokens .*: set scheduler\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"2147483647 tokens .*\. Set scheduler\.max_model_len"):
         load(folder)
     assert len(load(folder, max_len=100).rotary.sin) == 100 + 64
 

@@ -23,11 +23,11 @@ def links(tmp_path, monkeypatch):
 
 
 PATHS = {
-    "~nobody-of-this-name/model": "no such user",
-    "self": "a link that leads nowhere, or to itself",
-    "b": "a link that leads nowhere, or to itself",
+    "~nobody-of-this-name/model": "unknown user",
+    "self": "is a broken link",
+    "b": "is a broken link",
     "./self/model": "no such folder",
-    "gone": "a link that leads nowhere, or to itself",
+    "gone": "is a broken link",
     "x" * 300: "File name too long",
     "gone.gguf": "no such file",
 }
@@ -37,14 +37,14 @@ PATHS = {
 def test_a_path_that_leads_to_no_model_is_named(links, path, words):
     with pytest.raises(ConfigError, match=words) as e:
         folder.resolve(path)
-    assert str(e.value).startswith(f"{path}: ")
+    assert str(e.value).startswith(path)
 
 
 @pytest.mark.parametrize("flag", ["--model", "--draft-model", "--draft-head"])
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "self"])
 def test_the_command_names_the_path_too(links, capsys, flag, path):
     assert cli.main(["generate", "a", f"{flag}={path}"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {path}: ")
+    assert capsys.readouterr().err.startswith(f"error: {path}")
 
 
 def test_a_target_that_is_a_link_to_itself_is_there(links, capsys, tmp_path):
@@ -61,7 +61,7 @@ def test_an_adapter_is_no_link_to_itself(links, path):
 
 def test_a_file_that_is_a_link_to_itself_leaves_its_folder_to_no_other(links):
     check_is_at_home(links, links / "self")
-    with pytest.raises(ConfigError, match="a link that leaves the folder"):
+    with pytest.raises(ConfigError, match="outside of the folder"):
         check_is_at_home(links / "other", links / "self")
 
 
@@ -79,15 +79,18 @@ def test_a_download_to_a_full_disk_asks_for_space(monkeypatch, error):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
     with pytest.raises(
-        ConfigError, match="free space on the disk of the hub's cache, or set HF_HOME"
+        ConfigError, match="Free some space on the disk of the hub cache, or set HF_HOME"
     ):
         folder.download("org/model")
     with pytest.raises(
-        ConfigError, match=r"cannot be written .*; free space there, or name one on"
+        ConfigError, match=r"cannot be written .*\. Free some space, or use another disk"
     ):
         raise not_written("x", error)
 
 
 def test_another_failure_asks_for_another_place():
     error = PermissionError(errno.EACCES, "Permission denied")
-    assert str(not_written("x", error)) == "x: cannot be written (Permission denied); name another"
+    assert (
+        str(not_written("x", error))
+        == "x: cannot be written (Permission denied). Name another path"
+    )

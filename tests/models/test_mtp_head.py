@@ -276,7 +276,7 @@ def test_whether_a_model_has_them_is_known_without_torch(tmp_path):
 def test_damaged_weights_are_reported(damaged, tmp_path):
     write_target(tmp_path)
     (tmp_path / "target" / WEIGHTS).write_bytes(damaged)
-    with pytest.raises(ConfigError, match=f"{WEIGHTS}: no readable safetensors file"):
+    with pytest.raises(ConfigError, match=f"{WEIGHTS} is not a valid safetensors file"):
         has_mtp(tmp_path / "target")
 
 
@@ -305,9 +305,9 @@ REFUSED = {  # what is wrong -> how the target is written, fields of its config.
     "no layers by config.json": (
         {"edit": without_all},
         {"num_nextn_predict_layers": None},
-        "config.json tells of no layers for multi-token prediction .num_nextn_predict_layers or",
+        "config.json describes no MTP layers .num_nextn_predict_layers or",
     ),
-    "no tensors": ({"edit": without_all}, {}, "their tensors are not there; take a checkpoint"),
+    "no tensors": ({"edit": without_all}, {}, "their tensors are missing. Use a checkpoint"),
     "no join": ({"edit": drop(f"{LAYER}.eh_proj.weight")}, {}, "2.eh_proj.weight is missing"),
     "no norm": (
         {"style": "qwen", "edit": drop("mtp.norm.weight")},
@@ -327,7 +327,7 @@ REFUSED = {  # what is wrong -> how the target is written, fields of its config.
     "a join of one": (
         {"edit": reshape(f"{LAYER}.eh_proj.weight", 64, 64)},
         {},
-        r"eh_proj.weight has the shape \[64, 64\], and config.json asks for \[64, 128\]",
+        r"eh_proj.weight has the shape \[64, 64\], but config.json requires \[64, 128\]",
     ),
     "a head of other tokens": (
         {"edit": reshape(OWN_HEAD, 300, 64)},
@@ -337,17 +337,17 @@ REFUSED = {  # what is wrong -> how the target is written, fields of its config.
     "more than is known": (
         {"style": "qwen", "edit": reshape("mtp.embed_tokens.weight", 320, 64)},
         {},
-        "the tensor mtp.embed_tokens.weight has no place",
+        "the tensor mtp.embed_tokens.weight is not part of",
     ),
     "quantized": (
         {"edit": quantize},
         {},
-        "self_attn.q_proj.qweight has the type I32, and a layer for multi-token prediction",
+        "self_attn.q_proj.qweight has the dtype I32, but MTP layers must be unquantized",
     ),
     "layers of two kinds": (
         {"family": "gemma3"},
         {},
-        "its layers differ in sliding windows .* which of them model.layers.2 is like",
+        "layers differ in sliding windows .* does not describe model.layers.2",
     ),
 }
 
@@ -367,7 +367,7 @@ def test_a_layer_that_cannot_draft_is_refused_with_the_reason(told, fields, comp
 def test_layers_that_config_json_does_not_report_of_have_no_place_in_a_target(tmp_path):
     write_target(tmp_path)
     change_config(tmp_path / "target", num_nextn_predict_layers=0)
-    with pytest.raises(ConfigError, match=r"model\.layers\.2\..* has no place in the model"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\..* is not part of the model"):
         load_target(tmp_path, cpu)
 
 

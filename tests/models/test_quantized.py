@@ -205,7 +205,7 @@ def spoil(name, value):
     return lambda tensors: tensors[name].view(-1)[-1:].fill_(value)
 
 
-NOT_FINITE = "has numbers that are not finite"
+NOT_FINITE = "has values that are not finite"
 BROKEN = {  # fixture, what happened to its tensors -> the complaint
     "no scales": ("gptq-v1", drop(f"{UP}.scales"), f"{UP}.scales is missing"),
     "no zero points": ("awq", drop(f"{UP}.qzeros"), f"{UP}.qzeros is missing"),
@@ -242,17 +242,17 @@ BROKEN = {  # fixture, what happened to its tensors -> the complaint
     "scales that do not divide": (
         "compressed-w8a16",
         put(f"{UP}.weight_scale", torch.ones(32, 3)),
-        f"{UP}: weight_scale of 3 columns does not divide 32",
+        f"{UP}: weight_scale has 3 columns, which do not divide 32",
     ),
     "scales of no group": (
         "compressed-w8a16",
         put(f"{UP}.weight_scale", torch.ones(32, 0)),
-        f"{UP}: weight_scale of 0 columns does not divide 32",
+        f"{UP}: weight_scale has 0 columns, which do not divide 32",
     ),
     "integers of 3 bits": (
         "compressed-w4a16-channel",
         put(f"{UP}.weight_packed", torch.zeros(32, 3, dtype=torch.int32)),
-        f"{UP}: weight_packed of .3. columns fits 32 of neither 4 nor 8 bits",
+        f"{UP}: weight_packed has .3. columns, which fit 32 values of neither 4 nor 8 bits",
     ),
     "fewer integers": ("awq", cut(f"{UP}.qweight"), r"qweight has the shape \[31, 4\]"),
     "one block too few": ("fp8-block", cut(f"{UP}.weight_scale_inv"), "weight_scale_inv has the"),
@@ -286,21 +286,25 @@ BROKEN = {  # fixture, what happened to its tensors -> the complaint
         lambda tensors: [drop(name)(tensors) for name in [*tensors] if name.startswith(UP)],
         f"{UP}.weight is missing",
     ),
-    "a group before the first": ("gptq-reordered", spoil(f"{UP}.g_idx", -1), "g_idx has groups"),
+    "a group before the first": (
+        "gptq-reordered",
+        spoil(f"{UP}.g_idx", -1),
+        "g_idx has invalid groups",
+    ),
     "a group that is not there": (
         "gptq-reordered",
         spoil(f"{UP}.g_idx", 2),
-        f"{UP}: g_idx has groups that are not there: there are 2",
+        f"{UP}: g_idx has invalid groups: there are only 2",
     ),
     "a bias that nothing adds": (
         "gptq-auto",
         spoil(f"{UP}.bias", 1),
-        f"{UP}: it has a bias, and config.json asks for none",
+        f"{UP}: it has a bias, but config.json describes none",
     ),
     "a tensor of another format": (
         "awq",
         put(f"{UP}.weight_packed", torch.zeros(2)),
-        "weight_packed has no place",
+        "weight_packed is not part of",
     ),
 }
 
@@ -310,7 +314,7 @@ def test_broken_maps_are_refused(tmp_path, name, edit, complaint):
     folder = quantized(tmp_path / "model", name, edit)
     with pytest.raises(ConfigError, match=complaint) as refusal:
         load_decoder(folder, "fp32", reference)
-    assert str(refusal.value).startswith((f"{folder}: ", f"{folder}/model")) and "; " in str(
+    assert str(refusal.value).startswith((f"{folder}: ", f"{folder}/model")) and ". " in str(
         refusal.value
     )
 
@@ -326,16 +330,16 @@ def told(**fields):
 
 
 FATAL = {  # what is broken -> the command's complaint
-    "a truncated file": (shorten, "model.safetensors: no readable safetensors file"),
+    "a truncated file": (shorten, "model.safetensors is not a valid safetensors file"),
     "no config of it": (
         lambda folder: change_config(folder, quantization_config=None),
-        f"{Q}: it has g_idx, qweight, qzeros, scales, which config.json does not explain",
+        f"{Q}: it has g_idx, qweight, qzeros, scales, but config.json has no quantization_config",
     ),
     "another group": (
         told(group_size=8),
-        r"qzeros has the shape \[2, 4\], and config.json asks for",
+        r"qzeros has the shape \[2, 4\], but config.json requires",
     ),
-    "a group that does not divide": (told(group_size=48), "group_size: 32 is no multiple of 48"),
+    "a group that does not divide": (told(group_size=48), "group_size: 32 is not a multiple of 48"),
 }
 
 
@@ -371,20 +375,20 @@ def blocks_of(size):
 
 
 REFUSED = {  # quantization_config -> the complaint
-    "no method": ({"bits": 4}, "quant_method = None.*gptq, awq, fp8, mxfp4 are"),
-    "another method": ({"quant_method": "bitsandbytes"}, "'bitsandbytes'.*take another"),
+    "no method": ({"bits": 4}, "quant_method = None.*only .*gptq, awq, fp8, mxfp4"),
+    "another method": ({"quant_method": "bitsandbytes"}, "'bitsandbytes'.*Use another"),
     "a method that is no name": ({"quant_method": ["awq"]}, "quant_method = .'awq'. is not"),
-    "no object": ("gptq", "quantization_config = 'gptq' is no object"),
-    "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3 is not supported: 4, 8"),
+    "no object": ("gptq", "quantization_config = 'gptq' is not an object"),
+    "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3 is not supported, only 4, 8"),
     "bits in words": ({"quant_method": "gptq", "bits": "4"}, "bits = '4'"),
     "a group of 0": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
     "settings by module": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "a": {"bits": 8}}},
-        "dynamic: modules with settings of their own",
+        "dynamic: settings per module",
     ),
     "settings in a list": (
         {"quant_method": "gptq", "bits": 4, "dynamic": ["-:lm_head"]},
-        "dynamic: modules with settings of their own",
+        "dynamic: settings per module",
     ),
     "a layout for one kernel": (
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
@@ -394,17 +398,17 @@ REFUSED = {  # quantization_config -> the complaint
     "another float": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "half a block": (
         {"quant_method": "fp8", "weight_block_size": [128]},
-        r"weight_block_size = \[128\] is no pair",
+        r"weight_block_size = \[128\] must be a pair",
     ),
     "half a structure": (
         compressed("float-quantized", {"block_structure": [128], "type": "float", "num_bits": 8}),
-        r"block_structure = \[128\] is no pair",
+        r"block_structure = \[128\] must be a pair",
     ),
     "several structures": (
         compressed(config_groups={"a": blocks_of(16), "b": blocks_of(32)}),
         "blocks of several sizes are not supported",
     ),
-    "no groups": (compressed(config_groups=[]), r"config_groups = \[\] is no object"),
+    "no groups": (compressed(config_groups=[]), r"config_groups = \[\] is not an object"),
     "2 bits": (compressed(weights={"num_bits": 2}), "type 'int' and 2 bits are not supported"),
     "floats of 4 bits": (
         compressed("mixed-precision", {"type": "float"}),

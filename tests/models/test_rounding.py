@@ -124,7 +124,7 @@ def test_forms_in_words():
     assert WeightForms(maps, 3 << 20, 1, 8).words == (
         "3 MiB: 4 bits in groups of 64 (2 maps); 4 bits in groups of 32 with offsets (5 maps); "
         "8 bits in rows (1 map); 8 bits in rows, activations in 8 bits (3 maps); 16 bits (head); "
-        "8 bits instead of 4 in 1 of these, as 64 does not divide their width; "
+        "8 bits instead of 4 in 1 of these maps: 64 does not divide their width; "
         "embedding in 8 bits"
     )
 
@@ -174,12 +174,12 @@ def test_a_gguf_file_is_rounded_unless_it_is_quantized(tmp_path):
     plain, quantized = (write(tmp_path / name, type=name) for name in ("BF16", "Q8_0"))
     want = load(plain.plain, W4, dtype="bf16").weights.layers[1].down
     assert torch.equal(load(plain.file, W4).weights.layers[1].down.q, want.q)
-    with pytest.raises(ConfigError, match=r"model\.gguf: its weights are quantized already"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: the weights are quantized already"):
         load(quantized.file, W4)
 
 
 def test_what_is_quantized_is_not_rounded(tmp_path):
-    with pytest.raises(ConfigError, match="its weights are quantized already"):
+    with pytest.raises(ConfigError, match="the weights are quantized already"):
         load(quantized(tmp_path, "compressed-w4a16"), W8)
 
 
@@ -189,7 +189,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, bad):
     tensors = load_file(folder / WEIGHTS)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float(bad)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1\.mlp\.down_proj\.weight has numbers that are not"):
+    with pytest.raises(ConfigError, match=r"1\.mlp\.down_proj\.weight has values that are not"):
         load(folder, W4)
 
 

@@ -45,7 +45,7 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
 
 
 def test_what_native_code_lacks_names_the_implementation_that_may_have_it(tmp_path):
-    remedy = "model.implementation = 'transformers' may compute it"
+    remedy = "Try model.implementation = 'transformers'"
     folder = tiny_checkpoint(tmp_path / "gelu", "llama", hidden_act="gelu")
     with pytest.raises(ConfigError, match=f"hidden_act = 'gelu' is not supported.*{remedy}"):
         open_source(folder).shape("auto")
@@ -62,37 +62,37 @@ OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
 REFUSED = {  # changes of olmo's config.json, words of the complaint
     "code of its own": (
         {"architectures": ["NewForCausalLM"], "auto_map": {"AutoModelForCausalLM": "new.New"}},
-        "comes with the checkpoint, is never run",
+        r"code from a checkpoint \(auto_map\) is never run",
     ),
     "a name that transformers lacks": (
         {"architectures": ["NewForCausalLM"]},
         "has no decoder of this name for model_type = 'olmo'",
     ),
     "another type's name": ({"model_type": "granite"}, "for model_type = 'granite'"),
-    "no type": ({"model_type": None}, "model_type = None have to name"),
+    "no type": ({"model_type": None}, "model_type = None must name"),
     "an encoder": (
         {
             "architectures": ["T5ForConditionalGeneration"],
             "model_type": "t5",
             "is_encoder_decoder": True,
         },
-        "a model with an encoder",
+        "models with an encoder",
     ),
     "an encoder under a decoder's name": ({"is_encoder_decoder": True}, "only decoders"),
     "images": (
         {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
         "images or sound",
     ),
-    "images under a decoder's name": ({"vision_config": {}}, "vision_config: models of more than"),
+    "images under a decoder's name": ({"vision_config": {}}, "vision_config: only text models"),
     "linear attention": ({"layer_types": ["linear_attention"] * 2}, "'linear_attention' is not"),
     "mamba": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        "model_type = 'mamba': layers with a state",
+        "model_type = 'mamba': layers with a recurrent state",
     ),
-    "mamba layers": ({"mamba_d_state": 16}, "mamba_d_state: layers with a state"),
-    "chunked attention": ({"attention_chunk_size": 8}, "attention in chunks"),
+    "mamba layers": ({"mamba_d_state": 16}, "mamba_d_state: layers with a recurrent state"),
+    "chunked attention": ({"attention_chunk_size": 8}, "chunked attention"),
     "latent attention": ({"kv_lora_rank": 8}, r"\(MLA\)"),
-    "values of their own size": ({"head_dim": 16, "v_head_dim": 32}, "v_head_dim = 32 differs"),
+    "values of their own size": ({"head_dim": 16, "v_head_dim": 32}, "v_head_dim = 32 must equal"),
     "rope by length": ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' depends on"),
     "rope by length of a layer type": (
         {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
@@ -121,7 +121,7 @@ def test_a_gguf_file_is_for_native_code(tmp_path):
     write(tmp_path / "m")
     file = tmp_path / "m/model.gguf"
     assert open_source(file).shape("auto").implementation == "native"
-    with pytest.raises(ConfigError, match="reads folders in the Hugging Face layout alone"):
+    with pytest.raises(ConfigError, match="needs a folder in the Hugging Face layout"):
         open_source(file).shape("transformers")
 
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 from specserve import LLM
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
-ROOT = Path(__file__).parents[2]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SETTINGS = {"memory.kv_bytes": 1 << 28, "scheduler.max_model_len": 2048}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.real)
 
 

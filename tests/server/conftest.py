@@ -1,5 +1,6 @@
 """One server for all tests that leave it as they found it, and one for every preset."""
 
+import sys
 import tomllib
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from specserve import LLM
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.server.calling import TEMPLATE, replying
+from tests.server.in_process import server_threads
 from tests.server.server_process import SETTINGS, ServerProcess
 
 CONFIGS = (Path(__file__).parents[2] / "configs").glob("*.toml")
@@ -118,31 +120,44 @@ class Presets(Mapping):
 @pytest.fixture(scope="session")
 def presets(plain):
     """A server for every file in configs/ that asks for no device, and one whose draft model always
-    guesses.
+    guesses; all of them threads.
     """
-    servers = {}
+    start = partial(server_threads, plain, **{"server.served_model_name": "tiny"})
+    drafting, servers = {"drafter.model": str(plain)}, {}
     for name, path in PRESETS.items():
         drafts = "model" in tomllib.loads(path.read_text())["drafter"]
-        flags = [f"--draft-model={plain}"] if drafts else []
-        flags += ["--served-model-name=tiny", f"--config={path}"]
-        servers[name] = partial(ServerProcess, plain, *flags)
-    flags = [f"--draft-model={plain}", "--drafter=model", "--served-model-name=tiny"]
-    servers["model"] = partial(ServerProcess, plain, *flags, **{"speculation.max_nodes": 8})
+        servers[name] = partial(start, path, **drafting if drafts else {})
+    drafting |= {"drafter.name": "model", "speculation.max_nodes": 8}
+    servers["model"] = partial(start, **drafting)
     with ExitStack() as stack:
         yield Presets(servers, stack)
 
 
 @pytest.fixture(scope="session")
-def paced(folder, tmp_path_factory):
-    """Starts servers whose steps take as long as requests say."""
+def pacer(tmp_path_factory):
+    """The folder of the drafter that paces."""
     path = tmp_path_factory.mktemp("pacer")
     (path / "pacer.py").write_text(PACER)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def paced(folder, pacer):
+    """Starts servers whose steps take as long as requests say."""
 
     def start(**settings):
-        env = {"PYTHONPATH": str(path)}
+        env = {"PYTHONPATH": pacer}
         return ServerProcess(folder, "--drafter=pacer:Pacer", env=env, **settings)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def paced_threads(folder, pacer):
+    """The same, in threads of this process, for what needs no process and holds no bound."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, pacer])
+        yield partial(server_threads, folder, **{"drafter.name": "pacer:Pacer"})
 
 
 @pytest.fixture(scope="session")

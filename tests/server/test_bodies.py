@@ -430,7 +430,7 @@ HOSTILE = {
     "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
     "template arguments": (
         chat_with(chat_template_kwargs={"tokenize": True}),
-        "chat_template_kwargs.tokenize: the model's chat template reads no such name",
+        "chat_template_kwargs.tokenize: the model's chat template does not read this name",
     ),
     "deep template arguments": (
         chat_with(chat_template_kwargs={"mood": eval("[" * 40 + "]" * 40)}),
@@ -442,11 +442,11 @@ HOSTILE = {
     ),
     "a template's own argument": (
         chat_with(chat_template_kwargs={"messages": []}),
-        "chat_template_kwargs.messages: the model's chat template reads no such name",
+        "chat_template_kwargs.messages: the model's chat template does not read this name",
     ),
     "two ends of a chat": (
         chat_with(add_generation_prompt=True, continue_final_message=True),
-        "continue_final_message and add_generation_prompt",
+        "continue_final_message: it excludes add_generation_prompt",
     ),
     "a user's message to continue": (chat_with(continue_final_message=True), "messages[0].role"),
     "a bias beyond all": (with_field(logit_bias={"5": 1e308}), "logit_bias: Expected"),

@@ -166,7 +166,7 @@ def test_a_click_shows_the_tree_of_a_step(visit):
     counts = [here.page.locator(f"#tree {one}").count() for one in ("rect", "text.right-text")]
     assert counts == [1 + len(tree["tokens"]), 1 + len(tree["accepted"])]
     assert here.page.locator("#tree text.wrong-text").count() == counts[0] - counts[1]
-    assert f"{len(tree['accepted'])} right" in here.page.text_content("#tree-words")
+    assert f"{len(tree['accepted'])} accepted" in here.page.text_content("#tree-words")
 
 
 def test_the_keyboard_alone_is_enough(visit):
@@ -287,7 +287,7 @@ def test_a_race_waits_for_a_chat_and_for_a_prompt(visit, paced):
         page.wait_for_selector(".message.assistant .step")
         page.click("#show-race")
         page.click("#race-go")
-        assert "needs the server alone" in page.text_content("#verdict")
+        assert "streaming in the chat" in page.text_content("#verdict")
         assert server.metric("vllm:num_requests_running") == 1
         page.click("#show-chat")
         page.click("#stop")
@@ -313,7 +313,8 @@ def test_what_is_scaled_is_said(browser):
         for path in ("", "dashboard"):
             here = Visit(browser, server.url, path)
             here.page.wait_for_selector("#scaled", state="visible")
-            assert "specserve-demo at the cost of qwen3-0.6b" in here.page.text_content("#scaled")
+            note = here.page.text_content("#scaled")
+            assert "specserve-demo, padded to qwen3-0.6b compute" in note
             if not path:
                 picture_of_race(here.page)
             here.close()
@@ -352,7 +353,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit, folder, tmp_path):
             here.page.wait_for_selector("#key-asked", state="visible")
             here.page.fill("#key", "secret\u2019")
             here.page.click("#use-key")
-            here.page.wait_for_selector("text=this is no key")
+            here.page.wait_for_selector("text=invalid key")
             assert here.page.is_visible("#key")
             here.page.fill("#key", "secret")
             here.page.click("#use-key")
@@ -386,7 +387,7 @@ def test_conversations_are_kept_edited_and_asked_again(visit):
     page.click("text=Edit")
     assert page.input_value("#prompt") == QUESTION and page.locator(".message").count() == 0
     page.click("#new")
-    page.click(f"#kept button[aria-label^='Forget {QUESTION}']")
+    page.click(f"#kept button[aria-label^='Delete {QUESTION}']")
     assert page.locator("#kept li").count() == 0
 
 
@@ -475,8 +476,8 @@ def test_the_settings_are_kept(visit):
     [
         ("temperature", "3", "Temperature: set a number from 0 to 2"),
         ("temperature", "0.00001", "Temperature: "),  # refused by the server
-        ("max_nodes", "1.5", "Guesses a step: set a whole number from 0 to"),
-        ("max_tokens", "0", "Tokens at most: set a whole number of at least 1"),
+        ("max_nodes", "1.5", "Draft tokens per step: set a whole number from 0 to"),
+        ("max_tokens", "0", "Max tokens: set a whole number of at least 1"),
         ("seed", "1e99", "Seed: set a whole number of at least -1"),
         ("seed", "-", "Seed: set a whole number of at least -1"),
     ],
@@ -655,11 +656,11 @@ def test_the_dashboard_moves_with_the_server(visit, demo):
     eventually(lambda: int(page.evaluate(count)) >= 1)
     assert demo.metric("vllm:generation_tokens_total") > before
     kinds = page.locator("#rows th").all_text_contents()
-    assert kinds == ["prompts", "roots", "guesses"]
+    assert kinds == ["prompt tokens", "roots", "draft tokens"]
     assert page.locator("#costs polyline").count() == 1
     rate, costs = page.locator(".plot").all_text_contents()
     assert "tokens/s" in rate and "120 s ago" in rate and "now" in rate
-    assert " ms" in costs and "rows of a step" in costs and int(page.text_content("#most-rows"))
+    assert " ms" in costs and "rows per step" in costs and int(page.text_content("#most-rows"))
     assert page.locator(f"#accepted .source-{COLORS['model']}").text_content() == "model"
     assert page.locator("#blocks tr").count() >= 4
 

@@ -128,27 +128,33 @@ HARMLESS = {"code": code, "pickles too": pickles_too, "template": template}
 REFUSED = {  # what is done to a folder -> words of the line
     "an architecture of its own": (own_architecture, "EvilForCausalLM"),
     "a tokenizer of its own": (own_tokenizer, "the tokenizer cannot be loaded"),
-    "a .bin": (pickle("pytorch_model.bin"), "convert them to safetensors"),
-    "a .pt": (pickle("model.pt"), "convert them to safetensors"),
-    "an index of pickles": (old_index, "convert them to safetensors"),
-    "a pickle by another name": (named_single, "no readable safetensors file"),
-    "a pickle in the index": (mapped("pytorch_model.bin"), "no *.safetensors file of this folder"),
-    "a way out": (mapped("../outside.safetensors"), "no *.safetensors file of this folder"),
-    "a way out and back": (mapped("../{name}/link.safetensors"), "no *.safetensors file of this"),
-    "an absolute path": (mapped("{outside}"), "no *.safetensors file of this folder"),
-    "a link": (mapped("link.safetensors"), "a link that leaves the folder"),
-    "config.json is a link": (linked("config.json"), "a link that leaves the folder"),
-    "tokenizer.json is a link": (linked("tokenizer.json"), "a link that leaves the folder"),
+    "a .bin": (pickle("pytorch_model.bin"), "Convert them to safetensors"),
+    "a .pt": (pickle("model.pt"), "Convert them to safetensors"),
+    "an index of pickles": (old_index, "Convert them to safetensors"),
+    "a pickle by another name": (named_single, "is not a valid safetensors file"),
+    "a pickle in the index": (
+        mapped("pytorch_model.bin"),
+        "not a *.safetensors file of this folder",
+    ),
+    "a way out": (mapped("../outside.safetensors"), "not a *.safetensors file of this folder"),
+    "a way out and back": (
+        mapped("../{name}/link.safetensors"),
+        "not a *.safetensors file of this",
+    ),
+    "an absolute path": (mapped("{outside}"), "not a *.safetensors file of this folder"),
+    "a link": (mapped("link.safetensors"), "outside of the folder"),
+    "config.json is a link": (linked("config.json"), "outside of the folder"),
+    "tokenizer.json is a link": (linked("tokenizer.json"), "outside of the folder"),
     "the tokenizer's config is a link": (
         linked("tokenizer_config.json"),
-        "a link that leaves the folder",
+        "outside of the folder",
     ),
-    "the template is a link": (linked("chat_template.jinja"), "a link that leaves the folder"),
+    "the template is a link": (linked("chat_template.jinja"), "outside of the folder"),
     "another template is a link": (
         linked("additional_chat_templates/default.jinja"),
-        "a link that leaves the folder",
+        "outside of the folder",
     ),
-    "the folder of templates is a link": (linked_folder, "a link that leaves the folder"),
+    "the folder of templates is a link": (linked_folder, "outside of the folder"),
 }
 
 

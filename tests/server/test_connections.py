@@ -216,8 +216,8 @@ def test_a_body_may_not_be_followed_by_trailers_without_end(strict, line):
     with strict.connect() as client:
         client.sendall(head("Transfer-Encoding: chunked") + CHUNK)
         with contextlib.suppress(ConnectionError):
-            for _ in range(40_000 // len(line)):
-                client.sendall(line)
+            for _ in range(80):
+                client.sendall(line * max(1, 500 // len(line)))
         with contextlib.suppress(ConnectionError):
             assert reply(client).status == 431
 
@@ -262,10 +262,10 @@ def test_any_answer_that_nobody_takes_is_cut(strict):
     assert whole > 0
 
 
-def test_many_large_bodies_at_a_time_are_refused_and_small_ones_never(paced):
+def test_many_large_bodies_at_a_time_are_refused_and_small_ones_never(paced_threads):
     limits = {"server.max_body_bytes": 1 << 20, "server.max_incoming_bytes": 4_700_000}
     large = head("Content-Length: 1000000") + b" " * 999_999
-    with paced(**limits) as server, contextlib.ExitStack() as stack:
+    with paced_threads(**limits) as server, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(server.connect()) for _ in range(8)]
         for client in clients:
             client.sendall(large)

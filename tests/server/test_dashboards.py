@@ -55,10 +55,10 @@ def grouping(expression):
 
 
 @pytest.fixture(scope="module")
-def told(paced):
+def told(paced_threads):
     """The labels of each series that a server tells, once each kind of thing has happened."""
     tight = {"server.max_queued_requests": 1, "scheduler.max_running": 1}
-    with paced(**tight) as server:
+    with paced_threads(**tight) as server:
         assert server.post(COMPLETIONS, saying(2)).status == 200
         with resume(server, saying(400, ms=50)):
             eventually(lambda: is_running(server))

@@ -76,9 +76,9 @@ def test_it_ends_while_it_waits_and_the_one_before_it_goes_on(server):
 
 
 def test_a_stream_reports_the_error_and_has_its_usual_end(server):
-    *events, error, done = server.stream(COMPLETIONS, saying(400, ms=20, timeout_ms=500))
+    *events, error, done = server.stream(COMPLETIONS, saying(400, ms=20, timeout_ms=1000))
     assert done == "[DONE]" and error["error"]["code"] == "deadline_exceeded"
-    assert len(events) > 2 and all("choices" in event for event in events)
+    assert events and all("choices" in event for event in events)
     server.wait_until_idle()
 
 
@@ -113,8 +113,8 @@ def test_it_ends_while_its_prompt_is_rendered(tmp_path, stream):
         assert refused(server) == 1
 
 
-def test_the_servers_own_deadline_holds_for_requests_that_give_none(paced):
-    with paced(**{"server.timeout_ms": 300}) as server:
+def test_the_servers_own_deadline_holds_for_requests_that_give_none(paced_threads):
+    with paced_threads(**{"server.timeout_ms": 1000}) as server:
         check_ended(server.post(COMPLETIONS, saying(400, ms=20)))
         assert server.post(COMPLETIONS, saying(2)).status == 200
 
@@ -132,4 +132,4 @@ def test_the_log_says_timeout(server, log):
     begin = log.stat().st_size
     check_ended(server.post(COMPLETIONS, saying(400, ms=20, timeout_ms=200)))
     line = re.compile(rf"POST {COMPLETIONS} 408 .*, timeout \[\S+\]$", re.MULTILINE)
-    eventually(lambda: line.search(log.read_bytes()[begin:].decode()), seconds=3)
+    eventually(lambda: line.search(log.read_bytes()[begin:].decode()))

@@ -64,21 +64,21 @@ def test_what_steps_have_cost_is_kept_when_sigterm_comes(folder, tmp_path):
         with streaming(server, saying(200)) as events:
             server.signal(signal.SIGTERM)
             assert ended_well(list(events))
-        assert server.exit_code(3) == 0
+        assert server.exit_code() == 0
     [file] = cache.glob("costs-*")
     assert '"1":' in file.read_text()
 
 
 def test_a_second_signal_ends_the_server_at_once(paced):
-    with paced() as server, streaming(server, saying(500, ms=20)) as events:
+    with paced() as server, streaming(server, saying(500, ms=100)) as events:
         engine = server.engine_pid
         server.signal(signal.SIGINT)
         eventually(lambda: server.get("/health/ready").status == 503)
         assert server.process.poll() is None
         server.signal(signal.SIGTERM)
         assert broken_off(list(events))["code"] == "server_is_ending"
-        assert server.exit_code(3) == 128 + signal.SIGTERM
-        eventually(lambda: is_gone(engine), seconds=1)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        eventually(lambda: is_gone(engine), seconds=5)
         said = server.process.communicate()[1]
         assert re.search(rf"^{TIME} 1 answer has 30 s to end; another SIGTERM", said, re.M), said
 
@@ -208,7 +208,7 @@ def test_when_the_api_process_dies_the_engine_goes_in_the_middle_of_a_step(paced
     with paced() as server, streaming(server, saying(500, ms=9000, num_prompt=2)):
         engine = server.engine_pid
         server.signal(signal.SIGKILL)
-        eventually(lambda: is_gone(engine), seconds=1)
+        eventually(lambda: is_gone(engine), seconds=5)
 
 
 @contextlib.contextmanager

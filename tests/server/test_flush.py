@@ -200,9 +200,9 @@ def test_events_come_at_the_interval_before_the_first_token_too(paced):
     assert all(abs(gap - 0.1) < 0.04 for gap in gaps)
 
 
-def test_every_choice_that_has_not_ended_has_an_event_at_each_time(paced):
+def test_every_choice_that_has_not_ended_has_an_event_at_each_time(paced_threads):
     settings = {"server.stream_flush": "interval", "server.stream_interval_ms": 50}
-    with paced(**settings) as server:
+    with paced_threads(**settings) as server:
         *events, _ = server.stream(COMPLETIONS, saying(20, ms=20, n=3))
     indexes = [e["choices"][0]["index"] for e in events if not e["choices"][0]["finish_reason"]]
     times = [indexes.count(choice) for choice in range(3)]
@@ -211,7 +211,9 @@ def test_every_choice_that_has_not_ended_has_an_event_at_each_time(paced):
 
 
 def test_an_interval_without_the_mode_is_refused():
-    with pytest.raises(ConfigError, match=r"server\.stream_flush = 'event': set that to interval"):
+    with pytest.raises(
+        ConfigError, match=r"server\.stream_flush = 'event'\. Set server\.stream_flush"
+    ):
         load_config(None, {"server.stream_interval_ms": 20})
 
 

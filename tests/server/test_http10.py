@@ -51,8 +51,8 @@ def test_a_stream_has_no_chunks_and_ends_with_its_connection(server, headers):
     assert "".join(texts) == "".join(c["choices"][0]["text"] for c in want[:-1])
 
 
-def test_a_stream_of_intervals_has_none_either(paced):
-    with paced(**{"server.stream_flush": "interval"}) as server, server.connect() as client:
+def test_a_stream_of_intervals_has_none_either(paced_threads):
+    with paced_threads(**{"server.stream_flush": "interval"}) as server, server.connect() as client:
         client.sendall(request(STREAM))
         _, body = split(until_closed(client))
     assert body.endswith(b"data: [DONE]\n\n") and body.startswith(b"data: ")

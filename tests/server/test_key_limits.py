@@ -13,7 +13,15 @@ from specserve.exchange.fair_queue import owner
 from specserve.server.body import BodyReader
 from specserve.server.limits import Account
 from specserve.server.refusal import RateLimited
-from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, saying
+from tests.server.asking import (
+    CHAT,
+    COMPLETIONS,
+    chat_body,
+    completion_body,
+    is_waiting,
+    resume,
+    saying,
+)
 from tests.server.server_process import eventually, payloads
 
 FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
@@ -27,11 +35,11 @@ def keys(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(paced, keys):
+def start(paced_threads, keys):
     @contextlib.contextmanager
     def started(**limits):
         named = {f"server.{name}": value for name, value in limits.items()}
-        with paced(**{"server.api_key_file": keys} | named) as server:
+        with paced_threads(**{"server.api_key_file": keys} | named) as server:
             server.headers = {"Authorization": "Bearer metrics"}
             yield server
 
@@ -78,16 +86,19 @@ def test_a_key_is_not_shown_what_another_key_has_in_the_prefix_cache(two):
     assert len({a.body["choices"][0]["text"] for a in answers}) == 1
 
 
-def test_a_key_has_room_in_the_queue_that_another_key_has_filled(paced, keys):
+def test_a_key_has_room_in_the_queue_that_another_key_has_filled(paced_threads, keys):
     limits = {"server.max_queued_requests": 16, "scheduler.max_running": 1}
-    with paced(**{"server.api_key_file": keys} | limits) as server:
+    with paced_threads(**{"server.api_key_file": keys} | limits) as server:
         server.headers = FIRST
-        with server.open_stream(COMPLETIONS, completion_body(max_tokens=200, n=16, seed=30)):
-            eventually(lambda: server.metric("vllm:num_requests_waiting") >= 15)
+        with server.open_stream(COMPLETIONS, completion_body(max_tokens=400, n=16, seed=30)):
+            eventually(lambda: is_waiting(server, 15))
             few, many = (completion_body(max_tokens=1, n=n) for n in (2, 3))
-            asked = [(few, FIRST), (many, SECOND), (few, SECOND)]
-            answers = [server.post(COMPLETIONS, body, headers=key).status for body, key in asked]
-    assert answers == [503, 503, 200]  # an eighth of the queue is a key's share
+            asked = [(few, FIRST), (many, SECOND)]
+            refused = [server.post(COMPLETIONS, body, headers=key).status for body, key in asked]
+            server.headers = SECOND
+            with resume(server, few):
+                eventually(lambda: is_waiting(server, 17))
+    assert refused == [503, 503]  # an eighth of the queue is a key's share
 
 
 def test_a_keys_bodies_have_room_next_to_those_of_another_key():

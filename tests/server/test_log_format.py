@@ -12,6 +12,7 @@ import pytest
 from specserve import logs
 from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import COMPLETIONS, saying, streaming
+from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
 
 NOISY = '''
@@ -122,7 +123,7 @@ def test_what_the_engine_process_says_is_objects(lines):
     assert said(lines, "beware", logger="py.warnings", level="warning")
     error, *_ = said(lines, "no guess", logger="specserve", level="error")
     assert error["traceback"].startswith("Traceback") and "LookupError" in error["traceback"]
-    thread, *_ = said(lines, "an exception that nobody caught", level="critical")
+    thread, *_ = said(lines, "uncaught exception", level="critical")
     assert "ZeroDivisionError" in thread["traceback"]
 
 
@@ -153,36 +154,38 @@ def test_an_error_that_ends_the_command_is_an_object(tmp_path):
 PROMPT = "the cat\n\x1b[2J" + 3000 * "a"
 
 
-def test_texts_are_fields_where_they_are_asked_for(long, tmp_path):
-    answer, line = logged(long, tmp_path / "stderr", "json")
+def test_texts_are_fields_where_they_are_asked_for(logged):
+    answer, line = logged("json")
     fields = json.loads(line)
     assert fields["prompt"] == PROMPT[:2000]
     assert fields["text"] == answer and "\x1b" not in line
 
 
-def test_texts_are_in_a_line_of_text_with_control_characters_escaped(long, tmp_path):
-    answer, line = logged(long, tmp_path / "stderr", "text")
+def test_texts_are_in_a_line_of_text_with_control_characters_escaped(logged):
+    answer, line = logged("text")
     [prompt, text] = re.search(r", prompt (\".*\"), text (\".*\") \[req-", line).groups()
     assert json.loads(prompt) == PROMPT[:2000]
     assert line.isprintable() and text == logs.quoted(answer)
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    """A checkpoint of a longer context."""
-    folder = tmp_path_factory.mktemp("long")
-    return tiny_checkpoint(folder, seed=1, max_position_embeddings=4096)
-
-
-def logged(folder, file, log_format):
+@pytest.fixture
+def logged(tmp_path, monkeypatch, capsys):
     """The text of an answer, and its request's line."""
-    settings = JSON | {"server.log_format": log_format, "server.log_texts": "true"}
-    with file.open("w") as stderr, ServerProcess(folder, stderr=stderr, **settings) as server:
-        body = saying(4, temperature=0) | {"prompt": PROMPT}
-        answer = server.post(COMPLETIONS, body)
-        assert answer.status == 200, answer.body
-        eventually(lambda: "POST" in file.read_text())
-    return answer.body["choices"][0]["text"], file.read_text().splitlines()[-1]
+    monkeypatch.setattr(logging.root, "handlers", [])
+    folder = tiny_checkpoint(tmp_path, seed=1, max_position_embeddings=4096)
+
+    def logged(log_format):
+        logs.configure(log_format)
+        settings = {"server.access_log": True, "server.log_texts": True}
+        with server_threads(folder, **settings, **{"server.log_format": log_format}) as server:
+            body = saying(4, temperature=0) | {"prompt": PROMPT}
+            answer = server.post(COMPLETIONS, body)
+            assert answer.status == 200, answer.body
+            said = []
+            eventually(lambda: said.append(capsys.readouterr().err) or "POST" in said[-1])
+        return answer.body["choices"][0]["text"], "".join(said).splitlines()[-1]
+
+    return logged
 
 
 def test_a_librarys_own_handler_is_taken_away(monkeypatch):

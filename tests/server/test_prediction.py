@@ -3,8 +3,9 @@
 import pytest
 
 from specserve import LLM, SamplingParams
+from tests.engine.clock import Clock
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, said, streamed
-from tests.server.server_process import ServerProcess
+from tests.server.in_process import server_threads
 
 LONG = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 CODE = "import os\n\n\ndef read_lines(path):\n"
@@ -13,7 +14,7 @@ CODE = "import os\n\n\ndef read_lines(path):\n"
 @pytest.fixture(scope="module")
 def demo():
     """Texts of the tiny models are no text: their tokens are others once they are read again."""
-    with ServerProcess(None, **{"memory.kv_bytes": 1 << 28}) as server:
+    with server_threads(None, **{"memory.kv_bytes": 1 << 28}) as server:
         yield server
 
 
@@ -90,7 +91,8 @@ def test_what_is_no_prediction_is_refused_by_name(server, path, prediction):
     assert "send" in error["message"] or "leave it out" in error["message"], error
 
 
-def test_an_edit_takes_few_steps_and_where_it_is_wrong_none_more_than_without():
+def test_an_edit_takes_few_steps_and_where_it_is_wrong_none_more_than_without(monkeypatch):
+    Clock(monkeypatch)  # how many are verified must not depend on this machine
     settings = {"memory.kv_bytes": 1 << 28, "model.threads": 1}
     params = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
     with LLM(set=settings, progress=False) as llm:

@@ -14,6 +14,8 @@ from specserve.config import ServerConfig
 from specserve.server.app import make_app
 from specserve.server.body import FRONTENDS, HARMLESS, IGNORED
 from specserve.server.pages import PARTS
+from tests.server.conftest import PRESETS
+from tests.server.in_process import server_threads
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -49,14 +51,19 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     assert page == f"open {server.url} in a browser, or ask by"
 
 
-def test_a_start_names_all_sources(presets):
-    assert (
-        presets["draft-model"]
-        .said[1]
-        .startswith("drafter auto (ngram, model, grammar, prediction), up to")
-    )
-    assert presets["ngram"].said[1] == "drafter ngram, up to 16 guesses a request and step"
-    assert presets["off"].said[1] == "drafter none, no guesses"
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("draft-model", "auto (ngram, model, grammar, prediction), up to 63"),
+        ("ngram", "ngram, up to 16"),
+        ("off", "none, no"),
+    ],
+)
+def test_a_start_names_all_sources(folder, capfd, preset, words):
+    more = {"drafter.model": str(folder)} if preset == "draft-model" else {}
+    with server_threads(folder, PRESETS[preset], **more):
+        said = capfd.readouterr().out.splitlines()
+    assert said[1].removesuffix(" a request and step") == f"drafter {words} guesses"
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -24,7 +24,7 @@ from tests.server.asking import (
     completion_body,
     rendered,
 )
-from tests.server.server_process import ServerProcess
+from tests.server.in_process import server_threads
 
 
 def test_the_model_is_listed_by_its_served_name(server):
@@ -331,7 +331,7 @@ def locked(folder, tmp_path_factory):
     """A server that wants a key, and a connection to it."""
     keys = tmp_path_factory.mktemp("locked") / "keys"
     keys.write_text("first\n")
-    with ServerProcess(folder, f"--api-key-file={keys}") as server:
+    with server_threads(folder, **{"server.api_key_file": str(keys)}) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         with contextlib.closing(connection):
             yield server, connection

@@ -187,7 +187,7 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
     "gbnf": (
         {"structured_outputs": {"grammar": 'root ::= "a"'}},
         "structured_outputs.grammar",
-        "send Lark",
+        "Send Lark",
     ),
     "another's name": ({"guided_json": {}}, "guided_json", "send structured_outputs with json"),
     "min_tokens": (

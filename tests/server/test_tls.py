@@ -345,4 +345,4 @@ def test_one_file_needs_the_other(files, capsys, flag):
     assert cli.main(["serve", files.flags[flag]]) == 1
     said = capsys.readouterr().err
     key, other = ("tls_certificate_file", "tls_key_file")[:: 1 if flag == 0 else -1]
-    assert f"server.{key} = " in said and f"needs server.{other}: set both, or none" in said
+    assert f"server.{key} = " in said and f"needs server.{other}. Set both, or none" in said

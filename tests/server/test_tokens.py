@@ -23,6 +23,7 @@ from specserve.text.defaults import GenerationDefaults
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
 from tests.server.asking import CHAT, COMPLETIONS, resume, saying
+from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
 
 BEYOND = "<|320|>"
@@ -129,7 +130,7 @@ def test_more_chats_than_may_wait_are_refused(tmp_path):
     (folder / "chat_template.jinja").write_text(STUCK)
     settings = {"server.template_seconds": 60, "server.max_queued_requests": 3}
     with (
-        ServerProcess(folder, "--served-model-name=tiny", **settings) as server,
+        server_threads(folder, **settings) as server,
         contextlib.ExitStack() as clients,
     ):
         body = msgspec.json.encode(chat_with("power"))

@@ -116,23 +116,23 @@ def test_options_mean_what_they_do_to_transformers(tmp_path, shown, content, opt
 
 
 NOT_CONTINUED = {  # messages, template -> reason, field
-    "a user's": ([{"role": "user", "content": "a"}], LOOP, "of user", "messages[0].role"),
+    "a user's": ([{"role": "user", "content": "a"}], LOOP, "the role user", "messages[0].role"),
     "one of no text": (
         [{"role": "user", "content": "a"}, {"role": "assistant"}],
         LOOP,
-        "no text that could be continued",
+        "no text to continue",
         "messages[1].content",
     ),
     "one that is not shown": (
         [{"role": "assistant", "content": "a"}],
         "x",
-        "leaves out the last message",
+        "omits or changes the last message",
         "continue_final_message",
     ),
     "one that is changed": (
         [{"role": "assistant", "content": "a"}],
         "{{ messages[0].content | replace('a', 'b') }}",
-        "or changes it",
+        "omits or changes the last message",
         "continue_final_message",
     ),
 }
@@ -149,7 +149,7 @@ def test_what_cannot_be_continued_is_refused(messages, template, reason, param):
 
 def test_a_chat_has_one_end():
     both = ChatOptions(add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(RequestError, match="send one of them") as e:
+    with pytest.raises(RequestError, match="Send only one of the two") as e:
         ChatTemplate(LOOP, {}).render(CHAT, both)
     assert e.value.param == "continue_final_message"
 
@@ -192,7 +192,7 @@ def test_a_template_is_given_what_it_reads_itself():
 )
 def test_no_other_name_is_given_to_a_template(name):
     template = ChatTemplate(READS, {"bos_token": "<s>", "image_token": "<i>"})
-    with pytest.raises(RequestError, match=r"it reads date, mood$") as e:
+    with pytest.raises(RequestError, match=r"It reads: date, mood\.$") as e:
         template.render(CHAT, ChatOptions(chat_template_kwargs={"mood": 1, name: 1}))
     assert e.value.param == f"chat_template_kwargs.{name}"
 
@@ -289,7 +289,7 @@ def test_a_template_file_that_is_no_text_is_refused_by_name(tmp_path):
 
 REFUSED = {  # template -> reason
     "{{ raise_exception('roles must alternate') }}": "roles must alternate",
-    "{% if %}": "refuses these messages",
+    "{% if %}": "rejects these messages",
     "{{ messages.append(1) }}": "unsafe",
     "{{ ''.__class__.__mro__ }}": "unsafe",
     "{{ cycler.__init__.__globals__ }}": "unsafe",
@@ -309,7 +309,7 @@ def test_what_a_template_may_not_do_refuses_the_messages(template, reason):
 
 @pytest.mark.parametrize("messages", [[], [5], ["user"], [["role", "user"]]])
 def test_what_is_no_conversation_is_refused(messages):
-    with pytest.raises(RequestError, match=r"messages: give|a message is a mapping"):
+    with pytest.raises(RequestError, match=r"messages: the list is empty|a message is a mapping"):
         ChatTemplate("x", {}).render(messages)
 
 

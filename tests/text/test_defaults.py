@@ -51,7 +51,7 @@ def test_both_files_name_end_tokens(tmp_path, config, generation, want):
 @pytest.mark.parametrize("ids", ["</s>", [-1], {"a": 1}, [1.5]])
 def test_an_end_token_is_an_id(tmp_path, file, ids):
     (tmp_path / file).write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(ConfigError, match=rf"{file}: eos_token_id: .*correct the file"):
+    with pytest.raises(ConfigError, match=rf"{file}: eos_token_id: .*Correct the file"):
         load_ends(tmp_path)
 
 
@@ -102,5 +102,5 @@ def test_a_key_that_is_not_applied_is_warned_of_unless_it_changes_nothing(
         (tmp_path / "generation_config.json").write_text(json.dumps({key: value, "top_k": 5}))
         assert load_defaults(tmp_path) == GenerationDefaults(top_k=5)
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / 'generation_config.json'}: not applied")
+    assert line.startswith(f"{tmp_path / 'generation_config.json'}: specserve ignores these")
     assert line.endswith(f": {key}")

@@ -192,5 +192,5 @@ def test_requests_with_tools_are_written_by_their_own_template():
     said = [{"role": "user", "content": "hi"}]
     assert template.render(said, ChatOptions(tools=TOOLS)) == "1 tools"
     assert template.render(said, ChatOptions(tools=[])) == template.render(said) == "plain "
-    with pytest.raises(RequestError, match="reads none"):
+    with pytest.raises(RequestError, match="It reads: none"):
         template.render(said, ChatOptions(chat_template_kwargs={"mood": 1}, tools=TOOLS))

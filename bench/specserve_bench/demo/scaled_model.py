@@ -128,8 +128,8 @@ def scaled_sizes(source: Path, shape: str, dtype: str, name: str) -> ScaledSizes
     written = read_json(source / "config.json")
     if names_head(written):
         raise ConfigError(
-            f"{source}: an EAGLE-3 head, and heads are scaled with the demo only (model.demo_compute);"
-            " take its target, or a draft model"
+            f"{source}: an EAGLE-3 head. Heads are scaled with the demo models only "
+            "(model.demo_compute). Name its target or a draft model."
         )
     small, like = load_config(source), read_shape(shape)
     refuse_unfit(source, small, "Qwen3ForCausalLM")

@@ -95,8 +95,8 @@ lock = nullcontext()  # forwards share no buffers
 
 
 def has_bf16() -> bool:
-    """On any CPU: one without such instructions unpacks the weights as it reads them, so that a
-    step of few rows takes about half as long as in fp32, and one of many rows as long.
+    """True on any CPU. Without bf16 instructions, the kernels convert weights while reading them.
+    Steps of few rows then take about half of fp32's time, and steps of many rows the same time.
     """
     return True
 

@@ -1,4 +1,4 @@
-"""`python -m specserve_kernels.cpu` compiles the kernels ahead of their first use."""
+"""`python -m specserve_kernels.cpu` compiles the kernels before their first use."""
 
 import sys
 

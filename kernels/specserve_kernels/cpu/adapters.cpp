@@ -1,14 +1,15 @@
-// LoRA adapters: the two maps of each row's adapter, beside a linear map.
+// LoRA adapters: the two maps of each row's adapter, in addition to a linear map.
 #include "linear.h"
 
 struct AdapterMaps {
-  Linear map;                 // of each slot; its rows are in the order of slots
-  const void* const* packed;  // [S]  null: the slot's adapter leaves the map as it is
+  Linear map;                 // shared shape of all slots; rows are in the order of slots
+  const void* const* packed;  // [S]  null: the slot's adapter does not change the map
   const int32_t* begins;      // [S + 1]
   int64_t num_slots;
 };
 
-// Nobody writes the sums of rows whose adapter has no map here.
+// Zero the sums of rows whose adapter does not change the map, because no multiplication writes
+// them.
 static void clear_unwritten(const AdapterMaps& a, Team& team) {
   for (int64_t slot = 0; slot < a.num_slots; slot++) {
     if (a.packed[slot]) continue;

@@ -1,5 +1,5 @@
-// AMX's tile instructions by names of our own, or their emulation where EMULATE_AMX is defined: then
-// all but the instructions can be tested on any CPU.
+// Wrappers for AMX's tile instructions. EMULATE_AMX replaces them by an emulation, so that any CPU
+// can test the code that uses them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {};
   uint8_t num_rows[16] = {};
 
-  // A tile without rows has no bytes either: the CPU refuses any other.
+  // The CPU requires that a tile without rows has no bytes.
   void set(int tile, int rows, int bytes) {
     num_rows[tile] = rows;
     row_bytes[tile] = rows ? bytes : 0;
@@ -25,12 +25,12 @@ struct alignas(64) TileConfig {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linux lets a process use the tiles once it has asked.
+// Linux grants the tiles to a process on request.
 static inline bool request_tiles() {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
-// Macros, as compilers take the number of a tile as text.
+// Macros, because compilers need tile numbers as literals.
 #define configure_tiles(config) _tile_loadconfig(config)
 #define release_tiles() _tile_release()
 #define zero_tile(tile) _tile_zero(tile)

@@ -1,4 +1,4 @@
-"""The arguments of C++ ops for tensors, or for whatever stands at their addresses in a program."""
+"""Argument structs of C++ ops, from tensors or from a program's buffers."""
 
 import weakref
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in ro
 
 
 class Coding(NamedTuple):
-    """How a weight of codes is packed: what Codes says of its tensors."""
+    """The form of a packed coded weight; fields as in Codes."""
 
     bits: int
     group: int
@@ -38,19 +38,20 @@ class Coding(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight as gemm.h describes it, or, of codes that round no rows, gemm_codes.h; N is half of
-    the weight's rows if it is gated.
+    """A packed weight. gemm.h defines the layout; gemm_codes.h for codes without `rounds_rows`.
+
+    N is half of the weight's rows if it is gated.
     """
 
     words: Tensor
     N: int
     K: int
     is_gated: bool
-    kind: torch.dtype | Coding  # codes are multiplied by rows of either dtype
+    kind: torch.dtype | Coding  # dtype of rows; codes accept either dtype
 
 
 class AttentionPlan:
-    """What the attention of all layers of a step shares, as the op `plan_attention` fills it in."""
+    """The C++ attention plan of a step, which the op `plan_attention` fills."""
 
     def __init__(self) -> None:
         self.address = native.call("attention_plan", c_void_p)
@@ -67,27 +68,29 @@ def linear(
     factor: float = 1.0,
     added: AdapterSums | None = None,
 ) -> Structure:
-    assert packed.is_gated == (epilogue >= SILU_MUL), "a weight that is packed for another op"
-    assert x.shape[1] == packed.K, "rows of another width than the weight's"
-    assert out.shape[1] == packed.N, "a residual of another width than the weight's"
+    assert packed.is_gated == (epilogue >= SILU_MUL), "the weight is packed for another op"
+    assert x.shape[1] == packed.K, "the rows' width differs from the weight's K"
+    assert out.shape[1] == packed.N, "the output's width differs from the weight's N"
     coding = packed.kind if isinstance(packed.kind, Coding) else Coding(0, 0, False, False)
-    assert packed.kind in (x.dtype, coding), "rows and weight of different dtypes"
+    assert packed.kind in (x.dtype, coding), "rows and weight have different dtypes"
     dtype = torch.float32 if epilogue == FLOATS else x.dtype
-    assert out.dtype == dtype, "rows and a residual of different dtypes"
+    assert out.dtype == dtype, "rows and output have different dtypes"
     is_bf16 = native.is_bf16(x)
-    native.is_bf16(out)  # which sees that it has no gaps
+    native.is_bf16(out)  # checks that it is contiguous
     pointers = x.data_ptr(), packed.words.data_ptr(), None if bias is None else bias.data_ptr()
     shape = packed.N, packed.K, epilogue
     args = native.Linear(is_bf16, domain, *pointers, out.data_ptr(), *shape, *coding, factor)
     if added is not None:
-        assert added.sums.shape[1] == packed.N * (1 + packed.is_gated), "an adapter's other width"
+        assert added.sums.shape[1] == packed.N * (1 + packed.is_gated), (
+            "the adapter's width differs from the weight's"
+        )
         args.added, args.places = (part.data_ptr() for part in added)
     return args
 
 
 def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Structure:
     num_experts, k = logits.shape[1], routing.weights.shape[1]
-    assert 1 <= k <= num_experts <= MAX_EXPERTS, f"{k} of {num_experts} experts"
+    assert 1 <= k <= num_experts <= MAX_EXPERTS, f"k={k} of {num_experts} experts is out of range"
     pointers = logits.data_ptr(), *(part.data_ptr() for part in routing)
     return native.filled(
         "i64 is_bf16 domain ptr logits weights experts places rows begins "
@@ -109,17 +112,19 @@ def expert_maps(
     out: Tensor,
     limit: float | None = None,
 ) -> Structure:
-    """One of the maps of each expert. Its rows of x are in the order of places, or `order` has the
-    row at each place; those of `out` are in the order of places.
+    """Return the arguments of one of the two maps of all experts.
+
+    Rows of x are in the order of places, or `order` lists the row of each place. Rows of `out` are
+    in the order of places.
     """
-    assert len(begins) == len(experts.each) + 1, "a routing to another number of experts"
+    assert len(begins) == len(experts.each) + 1, "the routing has another number of experts"
     first, bias = experts.each[0], experts.bias
-    assert bias is None or bias.dtype == x.dtype, "rows and biases of different dtypes"
+    assert bias is None or bias.dtype == x.dtype, "rows and biases have different dtypes"
     gate = SILU_MUL if limit is None else CLAMPED_MUL
     args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
-    assert experts.joined is not None, "no addresses"
+    assert experts.joined is not None, "the experts are not packed"
     pointers = experts.joined.data_ptr(), begins.data_ptr()
     return native.filled(
         "linear map ptr packed begins i64 num_experts", args, *pointers, len(experts.each)
@@ -129,8 +134,8 @@ def expert_maps(
 def adapter_maps(
     x: Tensor, order: Tensor | None, maps: Any, begins: Tensor, out: Tensor, epilogue: int
 ) -> Structure:
-    """One of the two maps of each slot, as `expert_maps`."""
-    assert len(begins) == len(maps.addresses) + 1, "rows of another number of slots"
+    """Return the arguments of one of the two maps of all slots, as in `expert_maps`."""
+    assert len(begins) == len(maps.addresses) + 1, "the rows have another number of slots"
     args = linear(0, x, maps.form, None, out, epilogue)
     args.order = None if order is None else order.data_ptr()
     pointers = maps.addresses.data_ptr(), begins.data_ptr()
@@ -149,8 +154,8 @@ def add_experts(
 
 
 def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structure:
-    assert x.shape == residual.shape and x.dtype == gate.dtype == residual.dtype, "other rows"
-    assert gate.shape == (len(x), 1), "no gate for each row"
+    assert x.shape == residual.shape and x.dtype == gate.dtype == residual.dtype, "rows differ"
+    assert gate.shape == (len(x), 1), "the gate is not [R, 1]"
     pointers = x.data_ptr(), gate.data_ptr(), residual.data_ptr()
     fields = "i64 is_bf16 domain ptr x gate residual i64 N"
     return native.filled(fields, native.is_bf16(residual), domain, *pointers, x.shape[1])
@@ -158,7 +163,7 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:
     parts = table.q, table.zero, table.scale, table.offset
-    assert all(x is None or x.is_contiguous() for x in parts), "a table with gaps"
+    assert all(x is None or x.is_contiguous() for x in parts), "the table is not contiguous"
     pointers = (None if x is None else x.data_ptr() for x in parts)
     sizes = out.shape[1], table.group, table.middle
     fields = "i64 is_bf16 ptr q zero scale offset out i64 width group middle"
@@ -175,9 +180,9 @@ def norm(
     is_centered: bool = False,
     adds: bool = False,
 ) -> Structure:
-    """`x` and `out` are whole rows, or the same columns of them."""
-    assert weight.dtype == torch.float32 and weight.is_contiguous(), "no float32 weight of a norm"
-    assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] == weight.shape, "rows of a norm"
+    """Return the arguments of a norm of whole rows, or of the same columns of `x` and `out`."""
+    assert weight.dtype == torch.float32 and weight.is_contiguous(), "a norm's weight is float32"
+    assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] == weight.shape, "a norm's shapes"
     assert x.dtype in (torch.float32, torch.bfloat16), f"no kernel computes in {x.dtype}"
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     sizes = len(weight), x.stride(0), out.stride(0)
@@ -196,9 +201,11 @@ def elementwise(domain: int, x: Tensor, curve: int, number: float) -> Structure:
 def plan_attention(
     kv: KVCache, num_heads: int, windows: Sequence[int | None]
 ) -> tuple[Structure, Any]:
-    """The op's arguments, and what they hold the address of."""
+    """Return the op's arguments, and the object whose address they contain."""
     _, _, num_kv_heads, D = kv.layers[0].k.shape
-    assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, "larger heads than kernels take"
+    assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, (
+        "the heads exceed MAX_HEAD_DIM or MAX_TOKEN"
+    )
     lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
     heads = num_heads, num_kv_heads, D
     fields = "ptr windows i64 num_windows num_heads num_kv_heads head_dim"
@@ -210,21 +217,21 @@ def layer(kv: KVLayer) -> Any:
         _, block_size, num_heads, D = kv.k.shape
         stride, *inner = kv.k.stride()
         assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
-        assert inner == [num_heads * D, D, 1], "KV with gaps in a block"
+        assert inner == [num_heads * D, D, 1], "KV blocks are not contiguous"
         assert kv.k.dtype in STORED, f"no kernel reads {kv.k.dtype} KV"
         pointers = [x.data_ptr() for x in kv.parts]
         pointers += [0] * (4 - len(pointers))
         strides = stride, 0 if kv.k_scale is None else kv.k_scale.stride(0)
         if kv.k_scale is not None and kv.v_scale is not None:
-            assert kv.v_scale.stride() == kv.k_scale.stride(), "scales of different strides"
-            assert kv.k_scale.stride()[1:] == (1, block_size), "scales with gaps in a block"
+            assert kv.v_scale.stride() == kv.k_scale.stride(), "scales have different strides"
+            assert kv.k_scale.stride()[1:] == (1, block_size), "scale blocks are not contiguous"
         stored = STORED.index(kv.k.dtype)
         kv.native = native.KV(*pointers, *strides, block_size, num_heads, D, stored)
     return kv.native
 
 
 def is_bf16(x: Tensor, kv: KVLayer) -> bool:
-    """Of queries over this KV: it is of their dtype, or it is codes."""
+    """Whether queries are bf16. KV has the dtype of the queries, or is codes."""
     has_codes = kv.k_scale is not None
     assert has_codes or kv.k.dtype == x.dtype, f"{x.dtype} queries over {kv.k.dtype} KV"
     return native.is_bf16(x)
@@ -234,7 +241,7 @@ def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
 ) -> Structure:
     for weight in (norm.q, norm.k) if norm else ():
-        assert weight.dtype == torch.float32, "no float32 weight of a norm"
+        assert weight.dtype == torch.float32, "a norm's weight is float32"
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
     eps = norm.eps if norm else 0.0
@@ -253,7 +260,9 @@ def attention(
 ) -> Structure:
     pointers = addressof(layer(kv)), q.data_ptr(), out.data_ptr()
     if sinks is not None:
-        assert sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2], "no sink for each head"
+        assert sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2], (
+            "sinks are not [H] float32"
+        )
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
     fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
     return native.filled(fields, *pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))

@@ -1,4 +1,4 @@
-// Attention over KV of the queries' own type.
+// Attention over KV of the queries' type.
 #include "attention.h"
 
 extern "C" void specserve_attention(const void* args, const Step& step, Team& team) {

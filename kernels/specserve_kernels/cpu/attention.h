@@ -1,15 +1,16 @@
 // Attention of a step's rows over block tables: causal rows and tree rows in one kernel.
 //
-// A row's keys are the tokens of its path in order of position. Positions are cut at multiples of
-// PART, counted from 0: a part's scores become weights at once, and the results of the parts are
-// merged in order. Within a part, values are summed position by position or pair by pair, for as
-// many query vectors at a time as there are. So a row's bits depend on its own path only: not on
-// the block size, on the slots, on the rows beside it, on where the prefix ends and the tree begins,
-// or on how many threads share a context. The weights of hidden positions are exact zeros, and the
-// values there are read as zeros, so that the contents of their slots, NaN included, do not matter.
+// A row's keys are the tokens of its path in order of position. Positions are cut into parts at
+// multiples of PART. Each part has its own softmax, and the parts' results are merged in order.
+// Within a part, values are summed position by position or pair by pair, for all query vectors.
 //
-// Of KV of 8 bits the codes are multiplied. A score is multiplied by the scale of its key; a weight,
-// once it is in the sum of weights, by the scale of its value, which is 0 at hidden positions.
+// Results are batch-invariant: a row's bits depend only on its own path. They do not depend on the
+// block size, the slots, other rows, the tree's first position, or the number of threads. Hidden
+// positions have weights of exact zero, and their values are read as zeros. The contents of their
+// slots, including NaN, therefore have no effect.
+//
+// For 8-bit KV, the codes are multiplied. A score is multiplied by the scale of its key. After the
+// sum of weights, a weight is multiplied by the scale of its value, which is 0 if hidden.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +22,10 @@
 #include "softmax.h"
 #include "words_tiles.h"
 
-constexpr int GROUP = 32;     // query vectors that share a range of tiles
-constexpr int BLOCK = 64;     // keys of which the columns stay in L1
-constexpr int TAIL = 128;     // tree slots, and those of the prefix in their first tile
-constexpr int SCORES = PART + LANES;  // a stride with which rows do not share cache lines' places
+constexpr int GROUP = 32;     // query vectors per range of tiles
+constexpr int BLOCK = 64;     // keys whose columns stay in L1
+constexpr int TAIL = 128;     // slots from the tree's first tile on
+constexpr int SCORES = PART + LANES;  // stride without cache set conflicts
 constexpr float LOG2_E = 1.44269504f;
 
 struct Attention {
@@ -34,19 +35,19 @@ struct Attention {
   int64_t num_heads;
   float scale;
   float soft_cap;  // 0: none
-  const float* sinks;  // a score for each query head that no value belongs to; may be null
+  const float* sinks;  // one score per query head, without a value; may be null
   int64_t window;  // 0: none
   int64_t is_bf16;
 
-  // The factor of a score from which its weight is 2 to that power.
+  // Factor f so that the weight of a score is 2^(f * score).
   float factor() const { return (soft_cap ? 1.0f : scale) * LOG2_E; }
-  // Scores, in place: n whole vectors.
+  // Cap scores in place; n is a multiple of LANES.
   void cap(float* scores, int n) const {
     if (soft_cap == 0) return;
     for (int i = 0; i < n; i += LANES)
       store(scores + i, ::soft_cap(load(scores + i) * scale, soft_cap));
   }
-  // The sink's weight joins those of all positions.
+  // Add the sink's weight to the sum of weights.
   void drain(float* values, Seen& seen, int64_t head, int64_t width) const {
     if (!sinks) return;
     float at = sinks[head] * LOG2_E, top = std::max(seen.max, at);
@@ -56,24 +57,24 @@ struct Attention {
   }
 };
 
-// Where the positions [begin, begin + n) of a part stand, whole tiles: their keys, then their
-// values, then keys of the next part, which are prefetched: at most two blocks ahead.
+// Addresses for the positions [begin, begin + n) of a part, in whole tiles. Keys come first, then
+// values, then up to two blocks of the next part's keys, for prefetching.
 struct Part {
   int begin, n;
   const void* tokens[2 * PART + 2 * BLOCK];
 };
 
-// The memory that a thread computes in, for heads of one size.
+// A thread's working memory, for heads of one size.
 struct Scratch {
-  int64_t width = 0;  // of a head, in whole pairs of registers
+  int64_t width = 0;  // of a head, padded to pairs of registers
   std::vector<word> memory;
   word *queries, *keys, *values;
   float *score, *tail, *part, *total;
-  // Of codes, by head of the item: the scales of a part's keys and values, and of a tree's values;
-  // and those of the values that one query sees.
+  // Scales of codes, by head of the item: for keys and values of a part, tree values, and the
+  // values that one query sees.
   float *key_scales, *value_scales, *tail_scales, *own_scales;
-  Part parts[2];        // the one that is computed, and the one after it
-  const void *path_keys[TAIL], *path_values[TAIL];  // of a tree's slots
+  Part parts[2];        // the current part and the next
+  const void *path_keys[TAIL], *path_values[TAIL];  // addresses of tree slots
   Seen seen[MAX_ITEM], now[MAX_ITEM];
 
   int64_t value_stride() const { return width + LANES; }
@@ -130,11 +131,11 @@ static inline int tile_of(int position) { return position / TILE * TILE; }
 static inline Span tiles(Span s) { return {tile_of(s.begin), tile_of(s.end + TILE - 1)}; }
 static inline Span part_span(int part) { return {part * PART, (part + 1) * PART}; }
 
-// Whether few query vectors have products of their own. Those of floats over codes have none: few
-// models need them, and they would take as long to compile as all others.
+// Whether few query vectors use few.h. Float queries over codes do not: few models need them, and
+// they would double the compile time.
 template <class T> constexpr bool HAS_FEW = !IS_CODE<T> || std::is_same_v<Active<T>, bf16>;
 
-// f(n) with n as a constant: f.template operator()<n>().
+// Call f with n as a constant: f.template operator()<n>().
 template <class T, class F> static void with_constant(int n, F f) {
   if constexpr (HAS_FEW<T>) switch (n) {
     case 1: return f.template operator()<1>();
@@ -148,8 +149,8 @@ template <class T, class F> static void with_constant(int n, F f) {
   }
 }
 
-// Doing an item; T is the type in which KV is kept. What is one for each query vector is indexed by
-// i + h count: i counts the vectors of a KV head, h the item's heads.
+// Computes one item; T is the stored type of KV. Arrays by query vector have the index i + h *
+// count: i counts the vectors of a KV head, h the item's heads.
 template <class T> struct Task {
   const Attention& a;
   const Rows& rows;
@@ -163,7 +164,7 @@ template <class T> struct Task {
   const int64_t D = kv.head_dim, width = (D + LANES - 1) / LANES * LANES, words = words_of<T>(D);
   const int group = a.num_heads / kv.num_heads;
   const int first_row = rows.qo_indptr[item.request];
-  Span shared[MAX_ITEM / GROUP];  // tiles of positions that have one slot for all rows, by group
+  Span shared[MAX_ITEM / GROUP];  // tiles with the same slots for all rows, by group
   int max_low = 0, min_prefix = INT_MAX;
 
   int row_of(int i) const { return first_row + (item.first + i) / group; }
@@ -178,11 +179,11 @@ template <class T> struct Task {
   float* tail_scores(int h, int i) const { return x.tail + index(h, i) * TAIL; }
   Sums sums(int h, int i) const { return {x.part + index(h, i) * x.width, x.width}; }
   Matrix queries(int h, int i) const { return {x.queries + index(h, i) * x.width, x.width}; }
-  // From position `begin` of the part on, a word for each unit.
+  // Weights from position `begin` of the part on, one word per unit.
   Matrix weights(int h, int i, int begin) const {
     return {(const word*)scores(h, i) + begin / PER, SCORES};
   }
-  // Where the keys and values of slots [first, first + n) stand.
+  // Compute addresses of the keys and values of slots [first, first + n).
   void locate(int first, int n, const void** keys, const void** values) const {
     const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
     int64_t token = kv.num_heads * D, in_block = first % kv.block_size;
@@ -195,7 +196,7 @@ template <class T> struct Task {
       }
     }
   }
-  // The positions of a part that have one slot for all rows.
+  // Compute addresses of a part's positions with the same slot for all rows.
   void locate_part(int number, Part& part) const {
     Span seen = overlap(part_span(number), {item.begin, item.end}), all = tiles(seen);
     part.begin = all.begin - number * PART;
@@ -205,7 +206,7 @@ template <class T> struct Task {
     const void** keys = part.tokens + seen.begin - all.begin;
     locate(seen.begin, seen.size(), keys, keys + part.n);
   }
-  // The scales of slots [first, first + n), `stride` apart by head.
+  // Load the scales of slots [first, first + n); heads are `stride` apart.
   void load_scales(const float* scales, int first, int n, float* to, int stride) const {
     const int32_t* block = rows.indices + rows.indptr[item.request] + first / kv.block_size;
     int in_block = first % kv.block_size;
@@ -216,7 +217,7 @@ template <class T> struct Task {
         for (int i = j; i < end; i++) to[h * stride + i] = from[in_block + i - j];
     }
   }
-  // Of a part, from its begin on; 0 where it has no keys.
+  // Load a part's scales; 0 for positions without keys.
   void load_part_scales(int number) {
     Span seen = overlap(part_span(number), {item.begin, item.end});
     if (seen.size() < PART)
@@ -226,7 +227,7 @@ template <class T> struct Task {
     load_scales(kv.v_scale, seen.begin, seen.size(), x.value_scales + at, PART);
   }
   static Tokens<T> tokens_of(const Part& part) { return (Tokens<T>)part.tokens; }
-  // What is read `ahead` blocks after block j of head h: a block is read of one head after another.
+  // Prefetch target: `ahead` blocks after block j of head h. A block's heads are read in order.
   Prefetch behind(const Part& part, int j, int h, int block, int ahead) const {
     int head = h + ahead;
     return {part.tokens + j + head / item.num_heads * block,
@@ -262,7 +263,7 @@ template <class T> struct Task {
     multiply(q, {x.keys, BLOCK}, scores, n, words, num_keys, false);
   }
 
-  // The scores of a tree's slots, for all rows: each row takes those on its path.
+  // Compute the scores of all tree slots for all rows. Each row later selects its path.
   void score_tails() {
     int num = item.tail - item.end;
     std::fill_n(x.path_keys, TAIL, (const void*)ZEROS<T>);
@@ -307,7 +308,7 @@ template <class T> struct Task {
     }
   }
 
-  // The tiles of the part that a query's weights are needed for, from the part's begin.
+  // Return the tiles that need a query's weights, relative to the part's begin.
   Span weighed(int part, int i) const {
     Span whole = part_span(part), span = overlap(shared[i / GROUP], whole);
     Span own = overlap(tiles({std::max(view(i).low, whole.begin), view(i).length}), whole);
@@ -316,7 +317,7 @@ template <class T> struct Task {
     return {span.begin - whole.begin, span.end - whole.begin};
   }
 
-  // What a query may see of its scores: those on its path of the tree are put in their places.
+  // Keep the visible scores of a query, and insert the scores of its tree path.
   void choose(int part, int i, Span span, float* score, const float* tail) const {
     const View& v = view(i);
     int zero = part * PART;
@@ -327,7 +328,7 @@ template <class T> struct Task {
     std::fill(score + high, score + span.end, -INF);
   }
 
-  // Of what a tree's slots have, that on a query's path is put where its positions are.
+  // Copy values of tree slots on a query's path to their positions.
   void take_path(int part, int i, const float* tail, float* to) const {
     const View& v = view(i);
     Span path = path_in(part, i);
@@ -344,7 +345,7 @@ template <class T> struct Task {
     for (int p = span.begin; p < span.end; p += LANES)
       store(score + p, load(score + p) * load(scales + p));
   }
-  // The scales of the values that a query sees, and 0 elsewhere.
+  // Return the scales of values that a query sees, and 0 elsewhere.
   const float* value_scales(int part, int h, int i) const {
     const float* all = x.value_scales + h * PART;
     Span path = path_in(part, i), seen = overlap(part_span(part), {item.begin, item.end});
@@ -406,13 +407,13 @@ template <class T> struct Task {
       add_shared(number, first, n, h);
   }
 
-  // Whether some queries see positions of [begin, begin + n) that others do not.
+  // Whether visibility in [begin, begin + n) differs between queries.
   bool is_mixed(int begin, int n) const {
     Span seen = overlap({begin, begin + n}, {item.begin, item.end});
     return max_low > seen.begin || min_prefix < seen.end;
   }
 
-  // Add the values of positions [begin, begin + n) of the part, which are loaded, for some rows.
+  // Add the loaded values of the part's positions [begin, begin + n), for some rows.
   void multiply_values(int h, int i, int num_rows, int begin, int n, const word* values) {
     multiply(weights(h, i, begin), {values, x.value_stride()}, sums(h, i), num_rows, n / PER, width,
              true);
@@ -428,7 +429,7 @@ template <class T> struct Task {
     }
   }
 
-  // As add_shared, with each query's hidden values read as zeros: a weight of 0 does not hide NaN.
+  // Same as add_shared, but reads each query's hidden values as zeros, because 0 * NaN is NaN.
   // Codes are never NaN.
   void add_each(int part, int begin, int n, int h, Tokens<T> values) {
     int first = part * PART + begin;
@@ -440,7 +441,7 @@ template <class T> struct Task {
     }
   }
 
-  // Add the values on the rows' own paths, from the tile in which the tree begins.
+  // Add the values on the rows' tree paths, from the tree's first tile on.
   void add_paths(int part, int h) {
     for (int i = 0, n; i < item.count; i += n) {
       const View& v = view(i);
@@ -454,7 +455,7 @@ template <class T> struct Task {
     }
   }
 
-  // Add the values of the tile from position t on, of which n rows from i on see `seen`.
+  // Add the values of the tile at position t, in which the n rows from i on see `seen`.
   template <class F>
   void add_tile(int h, int i, int n, int part, int t, Span seen, F value_at) {
     const T* values[TILE];
@@ -464,7 +465,7 @@ template <class T> struct Task {
       load_values<T>(values, TILE, h * D, D, {}, x.values, x.value_stride());
       return multiply_values(h, i, n, t - part * PART, TILE, x.values);
     }
-    // Zeros times weights of 0 change no sum: only whole words that are seen are added.
+    // Zeros times weights of 0 change no sum, so only visible words are added.
     int begin = (seen.begin - t) / PER * PER, end = (seen.end - t + PER - 1) / PER * PER;
     with_constant<T>(n, [&]<int N>() {
       add_few<T, N>(weights(h, i, t - part * PART + begin), values + begin, end - begin, h * D, D,
@@ -472,7 +473,7 @@ template <class T> struct Task {
     });
   }
 
-  // The part's results join those before it, or are kept until all are there.
+  // Merge the part's results into the previous ones, or store them as partial results.
   void keep(int part, int h, float* partials) {
     for (int i = 0; i < item.count; i++) {
       int n = index(h, i);
@@ -515,7 +516,7 @@ template <class T> struct Task {
   }
 };
 
-// The parts of a cut context are merged in order, as in `keep`; A is the type of the result.
+// Merge the parts of a cut context in order, as in `keep`; A is the type of the result.
 template <class A>
 static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, const float* partials,
                       Range range) {
@@ -556,5 +557,5 @@ template <class T> static void attention(const Attention& a, const Step& step, T
     merge_cut<Active<T>>(a, *step.rows, cut, plan.partials.data(), team.part(cut.count * a.kv->num_heads));
 }
 
-// Over KV of 8 bits; in a file of its own, as two compile faster than one.
+// Attention over 8-bit KV, in a separate file for faster parallel compilation.
 void attention_over_codes(const Attention& a, const Step& step, Team& team);

@@ -1,4 +1,4 @@
-// Attention over KV of 8 bits.
+// Attention over 8-bit KV.
 #include "attention.h"
 
 template <class A> static void attend(const Attention& a, const Step& step, Team& team) {

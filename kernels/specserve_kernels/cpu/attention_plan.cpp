@@ -1,4 +1,4 @@
-// Planning a step's attention: once a step for each window, before the first layer.
+// Planning a step's attention, once per step and window, before the first layer.
 #include "attention_plan.h"
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 #include <tuple>
 
 constexpr int MIN_ITEM = 32;
-constexpr int UNITS = 4;  // for each thread at least, so that all end at about the same time
-// What a position costs beside its products, in query vectors: it is read and its layout changed.
+constexpr int UNITS = 4;  // minimum items per thread, to balance the load
+// Cost of reading a position and changing its layout, in query vectors.
 constexpr int POSITION = 12;
 
 static int part_of(int position) { return position / PART; }
@@ -24,7 +24,7 @@ void Work::view_rows(const Rows& rows) {
   }
 }
 
-// Items of up to `size` query vectors, over all parts.
+// Add items of up to `size` query vectors, over all parts.
 void Work::add_request(const Rows& rows, int request, int group, int size) {
   int row = rows.qo_indptr[request];
   int count = (rows.qo_indptr[request + 1] - row) * group;
@@ -47,14 +47,14 @@ void Work::add_request(const Rows& rows, int request, int group, int size) {
   }
 }
 
-// How many KV heads an item has at least, where it has few query vectors: 1 KiB of a token. All
-// heads are faster still, but parts are divided evenly only where a thread has EVEN of them.
+// LONG: minimum KV heads of an item with few query vectors, 1 KiB of a token. All heads are faster,
+// but divide evenly only if a thread has EVEN parts.
 constexpr int LONG = 4, EVEN = 4;
 
 static int divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// An item for all heads becomes items that cost at most `most`, where that can be: first by heads,
-// as long as several are read together; then by parts; then by heads again.
+// Divide an item for all heads into items of cost at most `most`, if possible. It is divided by
+// heads while several are read together, then by parts, then by heads again.
 void Work::divide(const Item& item, int num_heads, int64_t most) {
   int pieces = std::max(divide_up(item.cost, most), 1), parts = item.end_part - item.first_part;
   bool is_few = item.count <= FEW;
@@ -119,7 +119,7 @@ void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
 const Work& AttentionPlan::with_window(int64_t window) const {
   for (const Work& work : works)
     if (work.window == window) return work;
-  __builtin_trap();  // Python asks for the windows that it planned only
+  __builtin_trap();  // Python only requests planned windows
 }
 
 struct PlanAttention {

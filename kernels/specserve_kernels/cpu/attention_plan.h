@@ -1,50 +1,50 @@
-// What the attention of all layers of a step shares: what each row sees, and the list of work.
+// The attention plan that all layers of a step share: each row's view, and the list of work.
 #pragma once
 
 #include <vector>
 
 #include "op.h"
 
-constexpr int TILE = 32;       // positions: the unit of what is skipped, and of a matrix product
-constexpr int PART = 256;      // positions of one step of the softmax: where a context may be cut
-constexpr int MAX_ITEM = 128;  // query vectors of a work item, in all its heads
-constexpr int MAX_FEW = 8;     // query vectors of one head that take less time than reading tokens
-constexpr int FEW = 16;        // whose sums stay in L1 while tiles of several heads are read
+constexpr int TILE = 32;       // positions skipped or multiplied together
+constexpr int PART = 256;      // positions per softmax step
+constexpr int MAX_ITEM = 128;  // query vectors per work item
+constexpr int MAX_FEW = 8;     // query vectors that few.h multiplies
+constexpr int FEW = 16;        // query vectors with sums in L1
 
-// What a row sees: the positions [low, length). Position p has slot p below `prefix`, and from there
-// slot path[p - prefix] of the plan's paths.
+// A row's visible positions [low, length). Position p has slot p if p < `prefix`, else slot path[p
+// - prefix] of the plan's paths.
 struct View {
   int prefix, length, low, path;
 };
 
-// Query vectors (row, query head) of one request that share a KV head, as rows of a matrix, and the
-// parts of the context that they are multiplied with; of one KV head, or of several that are done
-// together, as reading all heads of a token is faster than one.
+// A work item: some query vectors (row, query head) of one request and one KV head, and some parts
+// of the context. The vectors are the rows of a matrix. An item may have several KV heads, because
+// reading adjacent heads of a token together is faster.
 struct Item {
   int request, first, count;        // query vectors [first, first + count) of the request
   int first_head, num_heads;        // KV heads
   int first_part, end_part;
-  int begin, end;                   // positions that have one slot for all rows, and are visible
-  int tail;                         // of a tree: the slots [end, tail) are on the rows' paths
+  int begin, end;                   // visible positions with the same slot for all rows
+  int tail;                         // end of the tree slots [end, tail) on the rows' paths
   int64_t cost;
-  int64_t partial;                  // where its parts' results are kept until all are there, or -1
+  int64_t partial;                  // index of its parts' partial results, or -1
 };
 
-// Query vectors whose parts are several items: their results are merged when all are there.
+// Query vectors whose parts are in several items. Their results are merged at the end.
 struct Cut {
   int request, first, count, first_part, num_parts;
   int64_t partial;
 };
 
-// The list for one window.
+// The work list of one window.
 struct Work {
   int64_t window;
   std::vector<View> views;     // of rows
   std::vector<int> paths;      // slots
-  std::vector<Item> whole;     // before they are divided: for all heads and parts
-  std::vector<Item> items;     // costliest first
+  std::vector<Item> whole;     // before division: all heads and parts
+  std::vector<Item> items;     // in descending order of cost
   std::vector<Cut> cuts;
-  int64_t num_partials;        // for each KV head
+  int64_t num_partials;        // per KV head
 
   void build(const Rows& rows, int group, int num_kv_heads, int threads);
 
@@ -54,10 +54,11 @@ struct Work {
   void divide(const Item& item, int num_heads, int64_t most);
 };
 
-// The result of one query vector and part: its sum of values, the largest score and the sum of weights.
+// Floats of a partial result of a query vector: its sum of values, maximum score and sum of
+// weights.
 static inline int64_t partial_size(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
 
-// Kept from step to step, so that steps of sizes seen before allocate nothing.
+// Reused in every step, so that steps of known sizes do not allocate.
 struct AttentionPlan {
   std::vector<Work> works;  // by window
   std::vector<float> partials;

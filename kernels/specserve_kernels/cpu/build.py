@@ -1,4 +1,4 @@
-"""Which library of C++ kernels a process uses: one that came in the wheel, or one compiled here."""
+"""Choosing the library of C++ kernels: prebuilt in the wheel, or compiled on this machine."""
 
 import ctypes
 import sys
@@ -9,21 +9,21 @@ from typing import NamedTuple
 from specserve_kernels.cpu.compiler import FOLDER, BuildError, compiled, loads, source_hash
 from specserve_kernels.cpu.levels import Level, native_flags, usable_levels
 
-PREBUILT = FOLDER / "prebuilt"  # in a wheel; a checkout has none
+PREBUILT = FOLDER / "prebuilt"  # only in wheels
 
 
 class Kernels(NamedTuple):
     library: ctypes.CDLL
-    origin: str  # where the library is from, and why it is this one
+    origin: str  # source of the library, and the reason
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernels."""
+    """Return the library of C++ kernels."""
     return kernels().library
 
 
 def level() -> str:
-    """The instruction set that they were compiled for. Two levels may give a row other bits."""
+    """Return the instruction set of the library. Results may differ between levels."""
     name = library().specserve_level
     name.restype = ctypes.c_char_p
     return str(name().decode())
@@ -31,8 +31,9 @@ def level() -> str:
 
 @cache
 def kernels() -> Kernels:
-    """The prebuilt library for the best level of this CPU; else one compiled for exactly this CPU;
-    else, without a compiler, a prebuilt one for a lower level.
+    """Load the prebuilt library for the best level of this CPU, or compile one for this CPU.
+
+    Without a compiler, load a prebuilt library for a lower level.
     """
     levels = usable_levels()
     if (found := prebuilt(levels[-1:])) is not None:
@@ -49,7 +50,7 @@ def kernels() -> Kernels:
 
 
 def prebuilt(levels: Sequence[Level]) -> ctypes.CDLL | None:
-    """The library for the best of the levels for which there is one, of these sources."""
+    """Load the library of the best of these levels that has one for the current sources."""
     for level in reversed(levels):
         path = PREBUILT / prebuilt_name(level)
         if loads(path):
@@ -62,12 +63,12 @@ def prebuilt_name(level: Level) -> str:
 
 
 def main() -> int:
-    """Say which library is used, and why; compile it if it has to be. 1 if there is none."""
+    """Print which library is used, and why. Compile it if needed. Return 1 if there is none."""
     try:
         found, origin = kernels()
     except BuildError as e:
         reason, *details = str(e).splitlines()
-        words = f"kernels: {reason}; the reference kernels will serve, slowly"
+        words = f"kernels: {reason} Using the slow reference kernels instead."
         print(words, *details, sep="\n", file=sys.stderr)
         return 1
     print(f"kernels: {level()}, {origin}: {found._name}")

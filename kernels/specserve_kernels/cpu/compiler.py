@@ -1,6 +1,6 @@
-"""Compiling the C++ kernels, into a cache keyed by everything that shapes the code.
+"""Compiling the C++ kernels into a cache, keyed by everything that affects the code.
 
-Imports nothing outside the standard library: a wheel is built where nothing else is installed.
+This module imports only the standard library, because wheels are built without other packages.
 """
 
 import ctypes
@@ -23,32 +23,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# No -ffast-math and no contraction: a row's bits must not depend on how a loop was vectorized,
-# and a library built with -ffast-math flushes denormals in the thread that loads it.
-# -Wno-psabi: the ABI of vectors matters between libraries only, and none is passed there.
-# -fno-gnu-unique: two of these libraries in one process must not share their tables.
+# No -ffast-math and no contraction: results must not depend on how a loop is vectorized. A library
+# built with -ffast-math also flushes denormals in the thread that loads it.
+# The flag -Wno-psabi is safe, because vectors are not passed between libraries.
+# Without -fno-gnu-unique, two versions of the library in one process would share tables.
 FLAGS = (
     *("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-Wno-psabi", "-pthread", "-fPIC", "-ffunction-sections", "-fno-gnu-unique"),
 )
-# The C++ runtime becomes part of the library: the process may have loaded an older one.
+# Link the C++ runtime statically, because the process may have loaded an older one.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
-FULL = errno.ENOSPC, errno.EDQUOT  # of a disk, or of a user's share of one
-REMEDY = "set CXX to g++ 11 or later"
-UNUSED_SECONDS = 30 * 24 * 3600  # what no process has used for so long is removed from the cache
-KEPT = "kernels", "threads", "costs"  # how the names of what is kept there begin
+FULL = errno.ENOSPC, errno.EDQUOT  # errors of a full disk or quota
+REMEDY = "Set CXX to g++ 11 or later"
+UNUSED_SECONDS = 30 * 24 * 3600  # age of unused cache files that are removed
+KEPT = "kernels", "threads", "costs"  # prefixes of cache files
 
 log = logging.getLogger("specserve")
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, it failed, or the compiled kernels cannot be stored."""
+    """The compiler is missing or failed, or the compiled kernels cannot be stored."""
 
 
 def compiled(flags: tuple[str, ...]) -> Path:
-    """The library compiled with further flags, or found in the cache folder, where it is kept.
+    """Return the library for additional flags: from the cache folder, or compiled into it.
 
-    The name has a hash of all that shapes it: -march=native code must not run on another CPU.
+    Its name contains a hash of its inputs, because -march=native code must not run on other CPUs.
     """
     try:
         usual, folder = usual_folder(), cache_folder()
@@ -56,9 +56,9 @@ def compiled(flags: tuple[str, ...]) -> Path:
             return path
         return compiled_in(folder, flags, loads)
     except OSError as e:
-        remedy = "free space on its disk, or set" if e.errno in FULL else "set"
+        remedy = "Free space on its disk, or set" if e.errno in FULL else "Set"
         raise BuildError(
-            f"the compiled kernels cannot be kept ({e}): {remedy} XDG_CACHE_HOME"
+            f"the compiled kernels cannot be stored ({e}). {remedy} XDG_CACHE_HOME."
         ) from e
 
 
@@ -68,10 +68,10 @@ def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], 
     if is_good(path):
         return path
     with locked(folder):
-        if not is_good(path):  # it is, if this process has waited for one that compiled it
-            note = f"; they are kept in {folder}: set XDG_CACHE_HOME to keep them elsewhere"
+        if not is_good(path):  # another process may have compiled it meanwhile
+            note = f". They are stored in {folder}; set XDG_CACHE_HOME to change that"
             where = "" if folder == usual_folder() else note
-            log.warning("compiling the C++ kernels for this CPU, once: about 15 s%s", where)
+            log.warning("Compiling the C++ kernels for this CPU once, in about 15 s%s", where)
             keep(path, flags, is_good)
             remove_unused(folder)
     return path
@@ -79,14 +79,16 @@ def compiled_in(folder: Path, flags: tuple[str, ...], is_good: Callable[[Path], 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Processes that need the same library compile it once. Without locks each compiles it."""
+    """Lock the folder, so that several processes compile a library only once, if locks are
+    available.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a network's file system may have none
+        with suppress(OSError):  # a network file system may lack locks
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log.warning("waiting for another process that is compiling C++ kernels")
+                log.warning("Waiting for another process that is compiling the C++ kernels")
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -94,25 +96,25 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def mark_used(path: Path) -> None:
-    """Set the time that `remove_unused` goes by."""
-    with suppress(OSError):  # there is no such file yet, or it is another user's
+    """Update the time that `remove_unused` checks."""
+    with suppress(OSError):  # the file does not exist, or belongs to another user
         os.utime(path)
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove libraries, measurements and what a killed process left of either, if old.
+    """Remove old libraries and measurements, and old remains of killed processes.
 
-    A process that has loaded such a library keeps it; one that looks for it compiles it again.
+    Processes that have loaded a removed library keep it; other processes compile it again.
     """
     oldest = time.time() - UNUSED_SECONDS
     for path in (path for kind in KEPT for path in folder.glob(f"{kind}-*")):
-        with suppress(OSError):  # another process removed it, or it is another user's
+        with suppress(OSError):  # another process removed it, or it belongs to another user
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def loads(path: Path) -> bool:
-    """Whether it can be loaded: it is there, whole, and not for a newer C library."""
+    """Whether the library can be loaded: it exists, is complete, and fits the C library."""
     if not is_whole(path):
         return False
     try:
@@ -122,8 +124,9 @@ def loads(path: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is a complete ELF file, which ends with its section headers. Loading a truncated
-    one would kill the process with SIGBUS.
+    """Whether the file is a complete ELF file, which ends with its section headers.
+
+    Loading a truncated file would kill the process with SIGBUS.
     """
     try:
         data = path.read_bytes()
@@ -137,7 +140,7 @@ def is_whole(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """The user's, or one of the user's own among temporary files if that cannot be written."""
+    """Return the user's cache folder, or a private temporary folder if it is not writable."""
     usual = usual_folder()
     if usual is not None:
         with suppress(OSError):
@@ -148,7 +151,7 @@ def cache_folder() -> Path:
 
 
 def usual_folder() -> Path | None:
-    """None for a user without a home folder."""
+    """Return the user's cache folder; None for a user without a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
     except RuntimeError:
@@ -156,8 +159,9 @@ def usual_folder() -> Path | None:
 
 
 def private_folder(instead_of: Path | None) -> Path:
-    """A folder among temporary files that nobody else can write to. BuildError if another user has
-    made it, or can change it: its libraries would run in this process.
+    """Return a temporary folder that only this user can access.
+
+    BuildError if another user created it or can change it: its libraries would run in this process.
     """
     folder = Path(tempfile.gettempdir()) / f"specserve-{os.geteuid()}"
     with suppress(FileExistsError):
@@ -166,14 +170,14 @@ def private_folder(instead_of: Path | None) -> Path:
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
         raise BuildError(
-            f"no folder to keep the kernels in: {instead_of or 'a home folder'} cannot be written, "
-            f"and {folder} is not private to this user: set XDG_CACHE_HOME"
+            f"no folder can store the kernels: {instead_of or 'a home folder'} is not writable, "
+            f"and {folder} is not private to this user. Set XDG_CACHE_HOME."
         )
     return folder
 
 
 def cpu_name() -> bytes:
-    """What code for exactly this CPU depends on."""
+    """Return the CPU properties that -march=native code depends on."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor().encode()
@@ -182,22 +186,22 @@ def cpu_name() -> bytes:
 
 
 def compiler() -> tuple[str, ...]:
-    """The command that compiles: $CXX, split as a shell does, else g++."""
+    """Return the compiler command: $CXX, split like in a shell, else g++."""
     value = os.environ.get("CXX", "").strip()
     try:
         program, *args = shlex.split(value) or ["g++"]
     except ValueError as e:
-        raise BuildError(f"CXX={value!r} is not a command ({e}): {REMEDY}") from e
+        raise BuildError(f"CXX={value!r} is not a command ({e}). {REMEDY}.") from e
     found = shutil.which(program)
     if found is None and value:
-        raise BuildError(f"no C++ compiler found at CXX={value!r}: {REMEDY}, or unset it")
+        raise BuildError(f"no C++ compiler found at CXX={value!r}. {REMEDY}, or unset it.")
     if found is None:
-        raise BuildError(f"no C++ compiler found: install g++, or {REMEDY}")
+        raise BuildError("no C++ compiler found. Install g++, or set CXX to g++ 11 or later.")
     return found, *args
 
 
 def source_hash() -> str:
-    """Changes with every source of the kernels."""
+    """Return a hash of all kernel sources."""
     sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
 
@@ -207,7 +211,7 @@ def library_name(flags: Iterable[str]) -> str:
 
 
 def build_hash(flags: Iterable[str]) -> str:
-    """Changes with everything that shapes a library: sources, flags, compiler and its target."""
+    """Return a hash of everything that affects a library: sources, flags, compiler and target."""
     _, *args = compiler()
     version = call_compiler("--version").stdout
     parts = [source_hash().encode(), repr((FLAGS, *flags, *args)).encode(), version.encode()]
@@ -217,20 +221,20 @@ def build_hash(flags: Iterable[str]) -> str:
 
 
 def keep(path: Path, flags: tuple[str, ...], is_good: Callable[[Path], bool]) -> None:
-    """Compile the library `path` elsewhere, and put it there in one piece."""
+    """Compile a library in a temporary folder, then move it to `path` atomically."""
     with tempfile.TemporaryDirectory(prefix="kernels-", dir=path.parent) as folder:
         library = Path(folder, path.name)
         compile_to(library, flags)
         if not is_good(library):
             command = shlex.join(compiler())
-            raise BuildError(f"{command} made no library that can be used: {REMEDY}")
+            raise BuildError(f"{command} produced no usable library. {REMEDY}.")
         with library.open("rb+") as file:
-            os.fsync(file)  # else a power loss could leave a file of zeros under the final name
-        os.replace(library, path)  # another process may be doing the same
+            os.fsync(file)  # otherwise a power loss could leave a file of zeros
+        os.replace(library, path)  # atomic, because another process may do the same
 
 
 def compile_to(path: Path, flags: tuple[str, ...]) -> None:
-    """Compile the kernels with further flags into the shared library `path`."""
+    """Compile the kernels with additional flags into the shared library `path`."""
     sources = sorted(FOLDER.glob("*.cpp"))
     objects = [path.with_name(f"{source.stem}.o") for source in sources]
 
@@ -249,11 +253,11 @@ def run_compiler(*args: str) -> None:
         if any(os.strerror(number) in done.stderr for number in FULL):
             where = {args[-1].rpartition("/")[0], tempfile.gettempdir()}
             raise BuildError(
-                f"{failed}, as a disk is full: free space in {' or '.join(sorted(where))}, or set "
-                "XDG_CACHE_HOME and TMPDIR to folders on other disks"
+                f"{failed} because a disk is full. Free space in {' or '.join(sorted(where))}, or "
+                "set XDG_CACHE_HOME and TMPDIR to folders on other disks."
             )
         said = next((f"; {line}" for line in done.stderr.splitlines() if "error" in line), "")
-        details = f"(exit code {done.returncode}{said}): {REMEDY}\n{done.stderr[:2000]}"
+        details = f"(exit code {done.returncode}{said}). {REMEDY}.\n{done.stderr[:2000]}"
         raise BuildError(f"{failed} {details}")
 
 
@@ -264,4 +268,4 @@ def call_compiler(*args: str) -> subprocess.CompletedProcess[str]:
             command, capture_output=True, text=True, errors="replace", check=False
         )
     except OSError as e:
-        raise BuildError(f"{command[0]} cannot be run ({e}): {REMEDY}") from e
+        raise BuildError(f"{command[0]} cannot be run ({e}). {REMEDY}.") from e

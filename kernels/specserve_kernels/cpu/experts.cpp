@@ -1,24 +1,25 @@
-// Mixtures of experts: which experts a row has, their maps, and the sum that they add to a residual.
+// Mixtures of experts: routing, the experts' maps, and adding their outputs to a residual.
 //
-// The row of a step and one of its experts are a pair. Pairs have places, in the order of experts
-// and then of rows: so an expert's rows follow each other, and its maps read no others.
+// A row of a step and one of its experts are a pair. Pairs have places, sorted by expert and then
+// by row. An expert's rows are therefore contiguous.
 #include <algorithm>
 
 #include "linear.h"
 
 constexpr int64_t MAX_EXPERTS = 1024;  // as in arguments.py
-constexpr int64_t ROUTED_ALONE = 16;   // rows that one thread routes faster than several meet
+constexpr int64_t ROUTED_ALONE = 16;   // maximum rows that one thread routes
 
 struct Route {
   int64_t is_bf16, domain;
   const void* logits;                // [R, E]
   float* weights;                    // [R, k]
-  int32_t *experts, *places, *rows;  // [R, k]; places by pair, and a pair's row by place
-  int32_t* begins;                   // [E + 1]  the first place of each expert, and the end
+  int32_t *experts, *places, *rows;  // [R, k]; places by pair, rows by place
+  int32_t* begins;                   // [E + 1]  first place of each expert, and the end
   int64_t num_experts, k, normalizes;
 };
 
-// The k largest, of equal ones the lowest. NaN takes no place from a number before it.
+// Choose the k largest logits. Equal logits rank by lower index; NaN never replaces an earlier
+// number.
 static void choose(const float* logits, int64_t E, int64_t k, int32_t* chosen) {
   bool is_taken[MAX_EXPERTS] = {};
   for (int64_t j = 0; j < k; j++) {
@@ -74,7 +75,7 @@ template <class T> static void route(const Route& a, int64_t R, Team& team) {
 }
 
 struct ExpertMaps {
-  Linear map;  // of each; its rows are in the order of places
+  Linear map;  // shared shape of all experts; rows are in the order of places
   const void* const* packed;  // [E]
   const int32_t* begins;      // [E + 1]
   int64_t num_experts;

@@ -1,19 +1,19 @@
-// Products for few query vectors, straight from where keys and values stand in memory.
+// Products for few query vectors, directly from keys and values in memory.
 //
-// Up to MAX_FEW query vectors take less time than reading the tokens. Then nothing is kept between:
-// a register of keys or values is multiplied as soon as its words are in order, so that the CPU
-// computes while it waits for memory. Sums have the order of `multiply`.
+// Multiplying up to MAX_FEW query vectors takes less time than reading the tokens. A register of
+// keys or values is therefore multiplied as soon as its words are in order. The CPU computes during
+// memory latency. Sums are in the same order as in `multiply`.
 #pragma once
 
 #include "attention_plan.h"
 #include "layouts.h"
 
-// Tokens of which one head is read after another: they stand side by side in memory, which so is
-// read faster than head by head, and their lines are prefetched some blocks ahead.
+// Tokens per block, and blocks per prefetch distance. A block's heads are read one after another:
+// they are adjacent in memory, so this is faster than reading all tokens head by head.
 constexpr int FEW_BLOCK = 16, FEW_AHEAD = 4;
 
-// scores[i][key] of N queries; count is a multiple of LANES, at most FEW_BLOCK. The head's dimensions
-// are [first, first + D) of a token.
+// Compute scores[i][key] of N queries. `count` is a multiple of LANES, at most FEW_BLOCK. The
+// head's dimensions are [first, first + D) of a token.
 template <class T, int N>
 static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next,
                       Sums scores) {
@@ -39,7 +39,7 @@ static void score_few(Matrix q, Tokens<T> keys, int count, int64_t first, int64_
     }
 }
 
-// S registers of N queries' sums, of values from dimension d on; `rest` dimensions are left.
+// Add to S registers of N queries' sums, from dimension d on; `rest` dimensions remain.
 template <class T, int N, int S, bool IS_WHOLE>
 static INLINE void add_block(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t d,
                              int64_t rest, Prefetch next, Sums sums) {
@@ -65,7 +65,8 @@ static INLINE void add_block(Matrix weights, Tokens<T> values, int count, int64_
   store_sums(sum, sums);
 }
 
-// sums[i][dimension] += weights of N queries times values; count is even. Dimensions as above.
+// Compute sums[i][dimension] += weights of N queries times values. `count` is even; dimensions as
+// above.
 template <class T, int N>
 static void add_few(Matrix weights, Tokens<T> values, int count, int64_t first, int64_t D,
                     Prefetch next, Sums sums) {

@@ -1,4 +1,4 @@
-// Linear maps: packing their weights, and multiplying rows by them.
+// Linear maps: packing weights, and multiplying rows by them.
 #include "gemm_multiplier.h"
 #include "gemm_tiles.h"
 #include "gemm_vectors.h"
@@ -10,7 +10,7 @@ struct Pack {
   int64_t N, K;
 };
 
-// 16 rows of a weight become 16 columns of a panel; `num_rows` of them exist.
+// Pack 16 rows of a weight as 16 columns of a panel; `num_rows` of them exist.
 static void pack_columns(const char* weight, int64_t num_rows, int64_t row_bytes, int64_t words,
                          uint32_t* panel) {
   for (int64_t w = 0; w < words; w += TILE_WORDS) {
@@ -59,7 +59,7 @@ void multiply(const Maps& maps, Team& team) {
 }
 
 extern "C" {
-// The words of a packed weight.
+// Return the number of words of a packed weight.
 int64_t specserve_packed_words(int64_t N, int64_t K, int64_t value_bytes, int64_t is_gated) {
   Shape shape{N, K, value_bytes, is_gated != 0};
   return shape.num_panels() * shape.panel_words();

@@ -1,8 +1,8 @@
-// Linear maps whose weights are codes of 4 or 8 bits: packing, and multiplying rows by them.
+// Linear maps with weights of 4- or 8-bit codes: packing, and multiplying rows by them.
 //
-// For each group of K, in order: the sum of x * (code - zero), in the order that the instructions
-// have for any row; then total = fma(sum, scale, total). A shift is multiplied by the sum of x, which
-// is the first or the last of what a sum has. Threads divide rows and columns only.
+// The groups of K are added in order. A group's sum of x * (code - zero) has the same order for any
+// row. Then total = fma(sum, scale, total). A shift is multiplied by the sum of x, as the first or
+// last term of a sum. Threads divide only rows and columns.
 #include "gemm_codes_tiles.h"
 #include "gemm_codes_vectors.h"
 #include "gemm_tiles.h"
@@ -15,7 +15,7 @@ struct PackCodes {
   int64_t N, K, bits, group, is_gated;
 };
 
-// A weight's row becomes a column of a panel.
+// A row of the weight, which becomes a column of a panel.
 struct Column {
   const uint8_t *q, *zero;
   const float *scale, *offset;
@@ -32,7 +32,8 @@ static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
   memcpy(quad + column * 4, &word, 4);
 }
 
-// Whether the values of a group are its offset, as far as floats can tell: also with a scale of 0.
+// Whether all values of a group equal its offset in float arithmetic, for example with a scale of
+// 0.
 static bool is_flat(const Column& from, int64_t g) {
   return from.offset && !(fabsf(from.offset[g]) < 0x1p32f * fabsf(from.scale[g]));
 }
@@ -58,7 +59,7 @@ static void pack_group(const CodeShape& shape, const Column& from, int64_t g, in
 
 static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel) {
   char* to = a.packed + panel * shape.panel_bytes();
-  memset(to, 0, shape.panel_bytes());  // columns that the weight lacks have scales of 0
+  memset(to, 0, shape.panel_bytes());  // padding columns have scales of 0
   for (int64_t g = 0; g < shape.num_groups; g++, to += shape.group_bytes())
     for (int column = 0; column < COLUMNS; column++) {
       bool is_second = a.is_gated && column >= COLUMNS / 2;
@@ -76,14 +77,14 @@ static void pack_panel(const PackCodes& a, const CodeShape& shape, int64_t panel
 template <class Path> struct CodeMultiplier {
   typedef typename Path::Value Value;
   typedef typename Path::Source Source;
-  static constexpr int64_t PREFETCHED = 8 << 10;  // bytes ahead of those that are decoded
+  static constexpr int64_t PREFETCHED = 8 << 10;  // prefetch distance in bytes
   static inline thread_local Scratch<Value> row_memory;
   static inline thread_local Scratch<float> sum_memory;
   static inline thread_local Scratch<uint32_t> word_memory;
 
   const Maps& maps;
   CodeShape shape;
-  Linear a = maps.each;  // the map that is multiplied
+  Linear a = maps.each;  // the current map
   int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
   CodeMultiplying by_codes = Path::by_codes(shape.bits, shape.has_zeros);
   Range slab{0, 0};
@@ -141,9 +142,9 @@ template <class Path> struct CodeMultiplier {
   }
   Value* rows_of(int64_t block) { return rows + block * (slab.end - slab.begin) * Path::STRIDE; }
 
-  // A row's values in the groups of a block, each group padded with zeros.
+  // Pack a row's values in the groups of a block; pad each group with zeros.
   void pack_row(const Source* x, const Block& block, Value* to) {
-    constexpr int64_t RATIO = Path::PER_PAIR * sizeof(Value) / 2;  // bytes for each value
+    constexpr int64_t RATIO = Path::PER_PAIR * sizeof(Value) / 2;  // bytes per value
     for (int64_t g = 0; g < block.num_groups; g++, to += block.pairs * Path::PER_PAIR) {
       int64_t n = std::min(2 * block.pairs, shape.group - 2 * block.begin);
       Path::pack(x + (block.group + g) * shape.group + 2 * block.begin, n, to);
@@ -160,7 +161,7 @@ template <class Path> struct CodeMultiplier {
     }
   }
 
-  // Few rows times some panels: as many as are multiplied at once, or fewer, one by one.
+  // Multiply few rows by some panels: `wide` panels at once, or fewer one by one.
   void multiply_few(Range panels, const char* next_panel, int64_t wide) {
     int64_t n = slab.end - slab.begin, num_panels = panels.end - panels.begin;
     int64_t size = Path::MAX_ROWS * COLUMNS, step = num_panels == wide ? wide : 1;
@@ -176,7 +177,7 @@ template <class Path> struct CodeMultiplier {
       finish<Source>(a, totals + p * size, panels.begin + p, slab);
   }
 
-  // Many rows times a panel. The first of them meet its codes, the others words in L1.
+  // Multiply many rows by a panel. The first rows decode its codes; the others read words in L1.
   void multiply_many(int64_t p, const char* next_panel) {
     int64_t n = slab.end - slab.begin, num_parts = divide_up(n, Path::MAX_ROWS);
     float *totals = sum_memory.at_least(2 * n * COLUMNS), *sums = totals + n * COLUMNS;
@@ -216,7 +217,7 @@ template <class Path> struct CodeMultiplier {
             .begins = block.begins,
             .ends = block.ends};
   }
-  // Bytes from a block to the one that is prefetched beside it, perhaps in the next panel.
+  // Return the bytes from a block to its prefetch target, perhaps in the next panel.
   int64_t ahead_of(int64_t i, int64_t p, const char* next_panel, int64_t bytes) const {
     Block block = shape.block(i);
     int64_t block_bytes = block.num_groups * block.pairs * shape.pair_bytes();
@@ -242,7 +243,7 @@ void multiply_codes(const Maps& maps, Team& team) {
 }
 
 extern "C" {
-// The bytes of a packed weight.
+// Return the number of bytes of a packed weight.
 int64_t specserve_code_bytes(int64_t N, int64_t K, int64_t bits, int64_t group, int64_t has_zeros,
                              int64_t has_offsets, int64_t is_gated) {
   CodeShape shape{N, K, bits, group, has_zeros != 0, has_offsets != 0, is_gated != 0};

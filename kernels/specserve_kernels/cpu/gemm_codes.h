@@ -1,35 +1,35 @@
-// A packed weight of codes, and the parts in which it is multiplied.
+// The layout of packed coded weights, and the parts in which they are multiplied.
 //
-// K is counted in pairs. A panel has 32 columns, as that of other weights, and holds its groups one
-// after the other; a group is
-//   [32] zeros, a byte each, and as many bytes of padding, if the weight has zeros
-//   [32] shifts, float, if the weight has offsets: a value is (code + shift) * scale
-//   its codes: of 8 bits as [pairs][32][2] bytes, of 4 bits as [pairs / 4][32] words
-//   [32] scales, float
-// A word's lower half has the first code of each of its four pairs, the lowest bits those of the
-// first pair, and its upper half the second codes. Of 8 bits, codes and zeros are less by 128. A
-// group is padded with codes that mean 0, to so many pairs that vectors and tiles can divide.
+// K is counted in pairs. A panel has 32 columns and holds its groups one after the other. A group
+// consists of four arrays.
+//   Zeros, if the weight has any: [32] bytes, and 32 bytes of padding.
+//   Shifts, if the weight has offsets: [32] float. A value is (code + shift) * scale.
+//   Codes: [pairs][32][2] bytes for 8 bits, [pairs / 4][32] words for 4 bits.
+//   Scales: [32] float.
+// A word of 4-bit codes holds four pairs, the first in the lowest bits of its halves. The lower
+// half has the first codes, the upper half the second codes. 8-bit codes and zeros are stored minus
+// 128. Groups are padded with codes that mean 0, to a multiple of the pairs of vectors and tiles.
 #pragma once
 
 #include "gemm.h"
 
-constexpr int64_t BLOCK_PAIRS = 64;  // that are decoded before rows are multiplied by them
+constexpr int64_t BLOCK_PAIRS = 64;  // pairs per block
 constexpr int64_t QUAD = 4;          // pairs that are decoded together
-// Behind a row's values in a block, whose sums in each of its groups stand there if there are shifts.
+// Maximum groups of a block. If the weight has shifts, a row's sums by group follow its values.
 constexpr int64_t MAX_GROUPS = BLOCK_PAIRS / QUAD;
 
 // Some pairs of one group, or several whole groups.
 struct Block {
-  int64_t group, num_groups;  // the first
+  int64_t group, num_groups;  // first group, number of groups
   int64_t begin, pairs;       // of each group
-  bool begins, ends;          // whether it has a group's first pair, and its last one
+  bool begins, ends;          // contains a group's first pair, its last pair
 };
 
 struct CodeShape {
   int64_t N, K, bits, group;
   bool has_zeros, has_shifts, is_gated;
   int64_t num_groups = K / group, group_pairs = padded(group) / 2;
-  // Groups of a block, if they are that small; else blocks of a group.
+  // Groups per block if groups are small; blocks per group otherwise.
   int64_t block_groups = std::max<int64_t>(BLOCK_PAIRS / group_pairs, 1);
   int64_t group_blocks = divide_up(group_pairs, BLOCK_PAIRS);
 
@@ -38,7 +38,7 @@ struct CodeShape {
     return divide_up(group, unit) * unit;
   }
   int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
-  // Before a group's codes: zeros, or shifts, or neither.
+  // Return the bytes before a group's codes, for zeros or shifts.
   int64_t zero_bytes() const { return has_zeros ? 2 * COLUMNS : has_shifts ? 4 * COLUMNS : 0; }
   int64_t pair_bytes() const { return COLUMNS * 2 * bits / 8; }
   int64_t code_bytes() const { return group_pairs * pair_bytes(); }
@@ -56,23 +56,23 @@ struct CodeShape {
     int64_t pairs = std::min(BLOCK_PAIRS, group_pairs - begin);
     return {i / group_blocks, 1, begin, pairs, begin == 0, begin + pairs == group_pairs};
   }
-  // Where a block's codes begin in a panel.
+  // Return the offset of a block's codes in a panel.
   int64_t offset(const Block& b) const {
     return b.group * group_bytes() + zero_bytes() + b.begin * pair_bytes();
   }
 };
 
-// One multiplication: a block of rows times a block of a panel, whose codes it reads, or the words
-// that another block of rows has left. Sums of a group go through memory between blocks, which
-// changes no bit of them; those of all groups always do.
+// One multiplication: a block of rows times a block of a panel. It decodes the panel's codes, or
+// reads words that another block of rows stored. Between blocks, a group's sums go through memory,
+// which does not change them. Totals over groups are always in memory.
 struct CodePart {
-  const void* rows;     // as Path::pack left them
-  uint32_t* words;      // of the block, as the path multiplies them; for other rows
-  const char *codes, *zeros, *shifts, *scales;  // of the first group; null where there are none
-  int64_t num_groups, pairs;           // of each group
-  int64_t group_bytes, panel_bytes;    // from a group to the next, and from a panel
-  int64_t border_bytes;                // between the codes of two groups
-  int64_t ahead;                       // bytes from codes to those that are prefetched beside them
+  const void* rows;     // packed
+  uint32_t* words;      // decoded, for other rows
+  const char *codes, *zeros, *shifts, *scales;  // of the first group, or null
+  int64_t num_groups, pairs;           // pairs per group
+  int64_t group_bytes, panel_bytes;    // strides
+  int64_t border_bytes;                // between codes of groups
+  int64_t ahead;                       // prefetch distance
   float *sums, *totals;                // [rows][32]
   bool begins, ends;
 
@@ -90,13 +90,13 @@ struct CodePart {
     for (int64_t byte = 0; byte < border_bytes; byte += 64)
       __builtin_prefetch(codes + ahead + byte, 0, 0);
   }
-  // The sum of a row's values in a group; rows stand `stride` values apart.
+  // Return the sum of a row's values in a group; rows are `stride` values apart.
   INLINE float row_sum(int64_t row, int64_t group, int64_t stride) const {
     return ((const float*)rows)[(row + 1) * stride - MAX_GROUPS + group];
   }
 };
-// How a block of rows is multiplied by codes: they are used for nothing else, or their words are left
-// in memory, or several panels are multiplied at once, whose sums follow each other, MAX_ROWS rows
-// each.
+// Modes of multiplying a block of rows by codes. ONCE: no other rows use the codes. LEAVE: store
+// the decoded words for other rows. SEVERAL_PANELS: multiply several panels at once; their sums are
+// contiguous, MAX_ROWS rows each.
 enum CodeUse { ONCE, LEAVE, SEVERAL_PANELS };
 typedef void (*CodeMultiplying)(const CodePart&, int rows, CodeUse use);

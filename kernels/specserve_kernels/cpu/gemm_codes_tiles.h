@@ -1,4 +1,4 @@
-// Blocks of rows times blocks of codes, on the tile registers of AMX: up to 32 rows at a time.
+// Products of row blocks and code blocks on AMX tile registers: up to 32 rows at once.
 #pragma once
 
 #include <initializer_list>
@@ -31,14 +31,14 @@ struct CodeTiles {
 
  private:
   static constexpr int64_t PANEL_LINE = COLUMNS * 4, ROW = STRIDE * 4;  // bytes
-  static constexpr int64_t FOLDED = 4;  // groups whose sums are scaled and added up together
+  static constexpr int64_t FOLDED = 4;  // groups whose sums are scaled and added together
 
   struct Configured {
-    int rows, depth;  // pairs that a tile has of rows and of words
+    int rows, depth;  // rows of a block, pairs per tile
   };
   static inline thread_local Configured configured;
 
-  // Tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 words.
+  // Tiles 0 to 3 hold sums, rows by columns; 4 and 5 rows; 6 and 7 words.
   static void configure(int rows, int depth) {
     if (rows == configured.rows && depth == configured.depth) return;
     TileConfig config{};
@@ -60,8 +60,8 @@ struct CodeTiles {
       if (pair + depth == part.pairs) part.prefetch_border(codes + depth * COLUMNS * BITS / QUAD);
     });
   }
-  // Before words are multiplied, prepare(group, pair, depth, words) is called: while it decodes some,
-  // the tiles multiply those before.
+  // Call prepare(group, pair, depth, words) before each multiplication. The CPU decodes words while
+  // the tiles multiply the previous ones.
   template <class Prepare>
   static void multiply_after(const CodePart& part, int rows, Prepare prepare) {
     int depth = part.pairs % 16 == 0 ? 16 : part.pairs % 8 == 0 ? 8 : 4;
@@ -79,7 +79,7 @@ struct CodeTiles {
       else load_sums<HAS_SECOND>(part.sums);
       for (int64_t p = 0; p < part.pairs; p += depth) {
         prepare(g, p, depth, words);
-        asm volatile("" ::: "memory");  // GCC does not know that a tile's load reads memory
+        asm volatile("" ::: "memory");  // a tile load reads memory, which GCC does not know
         add_words<HAS_SECOND>(x, words);
         x += depth;
         words += depth * COLUMNS;

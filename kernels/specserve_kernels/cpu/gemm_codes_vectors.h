@@ -1,4 +1,4 @@
-// Blocks of rows times blocks of codes, on vectors: a group's sum stays in a register.
+// Products of row blocks and code blocks on vectors. A group's sum stays in a register.
 #pragma once
 
 #include <type_traits>
@@ -6,14 +6,14 @@
 #include "gemm_decode.h"
 #include "gemm_vectors.h"
 
-// total = fma(sum, scale, total)
+// Compute total = fma(sum, scale, total).
 static INLINE void fold(rf sum, const float* scales, float* total) {
   rf scale = (rf)load_words(scales), before = (rf)load_words(total);
   store_words(total, (rw)multiply_add(sum, scale, before));
 }
 
 #if DECODES_PAIRS
-// Rows times codes that become pairs of bf16 in registers.
+// Products of rows and codes that are decoded to pairs of bf16 in registers.
 template <int BITS, bool HAS_ZEROS> struct PairCodes {
   typedef Pairing<BITS, HAS_ZEROS> P;
   typedef void (*Function)(const CodePart&);
@@ -64,7 +64,7 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
       }
   }
 
-  // The codes of one group. One panel's words are left to other rows.
+  // Add the codes of one group. If there is one panel, store its words for other rows.
   template <int PANELS, int ROWS>
   static INLINE void add_codes(const CodePart& part, int64_t group, const uint32_t* x,
                                uint32_t* words, rf (&sums)[PANELS][ROWS][2]) {
@@ -112,13 +112,14 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
 };
 #endif
 
-// Rows times codes as words of a kind: pairs of bf16, or floats where those are not multiplied.
+// Products of rows and codes as words of a kind: pairs of bf16, or floats without pair
+// instructions.
 template <class Kind> struct CodeVectors {
   typedef typename Kind::Value Value;
   typedef typename Kind::Source Source;
   static constexpr bool IS_PAIRED = !std::is_same_v<Value, float>;
   static constexpr int PER_PAIR = IS_PAIRED ? 1 : 2;  // values of a packed row
-  static constexpr int STRIDE = BLOCK_PAIRS * PER_PAIR + MAX_GROUPS;  // values; no power of two
+  static constexpr int STRIDE = BLOCK_PAIRS * PER_PAIR + MAX_GROUPS;  // values; not a power of two
   // Decoding to floats takes a few registers.
   static constexpr int MAX_ROWS = IS_PAIRED ? SUMS / 2 : WORDS == 16 ? 10 : WORDS == 8 ? 4 : 6;
 
@@ -140,11 +141,11 @@ template <class Kind> struct CodeVectors {
  private:
   typedef void (*Function)(const CodePart&);
 
-  static constexpr int across(int rows) {  // registers: all columns, or half of them
+  static constexpr int across(int rows) {  // registers for all columns, or for half of them
     int all = COLUMNS / WORDS;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Of words that are there, where BITS is 0; else of codes, whose words may be left to other rows.
+  // Multiply stored words if BITS is 0; else codes, whose words may be stored for other rows.
   template <int BITS, bool LEAVES, int ROWS> static void block(const CodePart& part) {
     constexpr int V = across(ROWS);
     for (int column = 0; column < COLUMNS; column += V * WORDS)
@@ -154,7 +155,7 @@ template <class Kind> struct CodeVectors {
     (use == LEAVE ? TABLE<BITS, true> : TABLE<BITS, false>)[rows - 1](part);
   }
 
-  // Inlined: a call would copy all of the part, and wait for the stores that have just filled it in.
+  // Inlined: a call would copy the part and stall on the stores that filled it.
   template <int BITS, bool LEAVES, int ROWS, int V>
   static INLINE void columns(const CodePart part, int column) {
     rf sums[ROWS][V];
@@ -187,7 +188,7 @@ template <class Kind> struct CodeVectors {
     }
   }
   static INLINE float* at(float* sums, int row, int v) { return sums + row * COLUMNS + v * WORDS; }
-  // Unrolled, as registers have no index: else sums would stand in memory.
+  // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
   template <int ROWS, int V, class F> static INLINE void each(F f) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -195,7 +196,7 @@ template <class Kind> struct CodeVectors {
       for (int v = 0; v < V; v++) f(r, v);
   }
 
-  // The codes of one group, as floats.
+  // Add the codes of one group, as floats.
   template <int BITS, bool LEAVES, int ROWS, int V>
   static INLINE void add_codes(const CodePart& part, int64_t group, int column, const Value* x,
                                uint32_t* words, rf (&sums)[ROWS][V]) {
@@ -232,7 +233,7 @@ template <class Kind> struct CodeVectors {
         sums[r][v] = Kind::add_product(sums[r][v], x[r * STRIDE], (rf)loaded[v]);
   }
 
-  // None for fewer rows than any block has, where many are divided into blocks.
+  // Null for fewer rows than any block of many rows has.
   template <int BITS, bool LEAVES, int ROWS> static constexpr Function function() {
     if constexpr (LEAVES && ROWS < MAX_ROWS / 2) return nullptr;
     else return block<BITS, LEAVES, ROWS>;

@@ -1,4 +1,4 @@
-// Codes of a panel, less their zeros, as the words that rows are multiplied by.
+// Decoding a panel's codes minus their zeros to words for multiplication.
 #pragma once
 
 #include "gemm_codes.h"
@@ -6,7 +6,7 @@
 
 typedef int32_t ri __attribute__((vector_size(REGISTER)));
 
-// WORDS integers of 16 bits. GCC's own conversion takes twice the instructions.
+// Load WORDS 16-bit integers. GCC's conversion takes twice the instructions.
 static INLINE ri load_shorts(const char* p) {
 #if defined(__AVX512F__)
   return (ri)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
@@ -19,18 +19,18 @@ static INLINE ri load_shorts(const char* p) {
 #endif
 }
 
-// Inlined, as GCC drops calls of a function that does nothing but prefetch.
+// Inlined, because GCC drops calls of a function that only prefetches.
 template <int BITS> static INLINE void prefetch_quad(const char* codes) {
 #pragma GCC unroll 4
   for (int line = 0; line < COLUMNS * BITS; line += 64) __builtin_prefetch(codes + line, 0, 0);
 }
 
-// What is added to codes of a column, as they are stored, to have them less their zeros.
+// Load the number that is added to each column's stored codes to subtract its zero.
 template <int BITS> static inline void load_zeros(const int8_t* zeros, float* to) {
   for (int c = 0; c < COLUMNS; c++) to[c] = zeros ? -zeros[c] : BITS == 4 ? -8 : 0;
 }
 
-// The first or the second values of a pair, of the four that `codes` are, in WORDS columns.
+// Return the first or second values of one of four pairs in `codes`, for WORDS columns.
 template <int BITS>
 static INLINE rf value(const char* codes, int column, int pair, int i, rf zero);
 
@@ -54,7 +54,7 @@ template <> INLINE rf value<8>(const char* codes, int column, int pair, int i, r
 
 #if defined(__AVX512BF16__)
 #define DECODES_PAIRS 1
-// Codes of half a panel's columns as pairs of bf16, in a few instructions each.
+// Decoding half a panel's columns to pairs of bf16, in a few instructions each.
 template <int BITS, bool HAS_ZEROS> struct Pairing;
 
 template <bool HAS_ZEROS> struct Pairing<4, HAS_ZEROS> {
@@ -70,7 +70,7 @@ template <bool HAS_ZEROS> struct Pairing<4, HAS_ZEROS> {
   struct Table {
     alignas(64) uint16_t bits[32];
   };
-  // Of an index's low five bits: a code less 8, or a code less a zero, which is at least -16.
+  // Table by the low five bits of an index: code - 8, or code - zero, which is at least -16.
   static constexpr Table values() {
     Table table{};
     for (int i = 0; i < 32; i++) {
@@ -92,7 +92,7 @@ template <bool HAS_ZEROS> struct Pairing<4, HAS_ZEROS> {
 
 template <bool HAS_ZEROS> struct Pairing<8, HAS_ZEROS> {
   struct Zeros {
-    __m512i less[2];  // of eight columns each
+    __m512i less[2];  // eight columns each
     void load(const int8_t* zeros) {
       for (int i = 0; i < 2 && HAS_ZEROS; i++) {
         __m128i each = _mm_loadl_epi64((const __m128i*)(zeros + 8 * i));
@@ -111,8 +111,7 @@ template <bool HAS_ZEROS> struct Pairing<8, HAS_ZEROS> {
   }
 };
 
-// Write the words of some pairs, a multiple of four; what is `ahead` bytes behind their codes is
-// prefetched.
+// Write the words of some pairs, a multiple of four. Prefetch `ahead` bytes after their codes.
 template <int BITS, bool HAS_ZEROS>
 static INLINE void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs,
                                 int64_t ahead, uint32_t* to) {
@@ -131,7 +130,7 @@ static INLINE void decode_pairs(const char* codes, const int8_t* zeros, int64_t 
 }
 #else
 #define DECODES_PAIRS 0
-// For tiles that are emulated. Eight significant bits hold any code less any zero.
+// For emulated tiles. Eight significant bits represent any code minus any zero.
 template <int BITS, bool HAS_ZEROS>
 static void decode_pairs(const char* codes, const int8_t* zeros, int64_t pairs, int64_t,
                          uint32_t* to) {

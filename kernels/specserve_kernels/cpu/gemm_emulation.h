@@ -1,4 +1,4 @@
-// The tile instructions that gemm_tiles.h uses, as Intel's manual defines them; for tests.
+// Emulated tile instructions, as defined in Intel's manual; for tests.
 #pragma once
 
 #include <cstdlib>
@@ -12,8 +12,7 @@ struct Tile {
 static thread_local Tile tile[8];
 
 static inline bool request_tiles() { return true; }
-// The CPU raises an exception if a tile that is not configured is used, or one of another shape, or
-// if a configuration is invalid.
+// The CPU raises an exception for an unconfigured tile, a wrong shape, or an invalid configuration.
 static inline void check(bool is_valid) {
   if (!is_valid) abort();
 }
@@ -47,7 +46,7 @@ static inline void store_tile(int t, void* p, int64_t stride) {
     memcpy((uint8_t*)p + r * stride, tile[t].bytes[r], tile[t].row_bytes);
 }
 
-// Even and odd products of a tile have sums of their own, from zero; then both are added.
+// Even and odd products of a tile have separate sums, from zero. Then both are added.
 static inline void multiply_tiles(int c, int a, int b) {
   check(tile[c].num_rows == tile[a].num_rows && tile[b].num_rows * 4 == tile[a].row_bytes);
   check(tile[c].num_rows > 0 && tile[c].row_bytes == tile[b].row_bytes);
@@ -64,7 +63,7 @@ static inline void multiply_tiles(int c, int a, int b) {
   }
 }
 
-// Four signed bytes of a row times as many unsigned ones of a column, added to an integer.
+// Multiply four signed bytes of a row by four unsigned bytes of a column; add to an integer.
 static inline void multiply_code_tiles(int c, int a, int b) {
   check(tile[c].num_rows == tile[a].num_rows && tile[b].num_rows * 4 == tile[a].row_bytes);
   check(tile[c].num_rows > 0 && tile[c].row_bytes == tile[b].row_bytes);

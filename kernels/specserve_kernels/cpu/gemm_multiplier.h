@@ -1,17 +1,17 @@
-// How one thread multiplies rows by the panels of a packed weight, whatever a word of them holds.
+// One thread's multiplication of rows by the panels of a packed weight, for any word type.
 //
-// A row's sum is taken over K in one order, whatever rows, threads and blocks there are. Threads
-// divide rows and columns, never a sum.
+// A row's sum over K has one order for any rows, threads and blocks, so results are
+// batch-invariant. Threads divide rows and columns, never a sum.
 #pragma once
 
 #include <initializer_list>
 
 #include "linear.h"
 
-constexpr int64_t GROUP_BYTES = 192 << 10;  // of panels that stay in L2 while blocks of rows pass
-constexpr int64_t MAX_GROUP = 8;            // panels
+constexpr int64_t GROUP_BYTES = 192 << 10;  // maximum bytes of panels, so that they stay in L2
+constexpr int64_t MAX_GROUP = 8;            // maximum panels of a group
 
-// A slab is multiplied block by block: as many rows as fit into registers.
+// Divide the work. A slab is multiplied block by block, with as many rows as fit into registers.
 template <class Path> static Division division(const Shape& shape, int64_t R, int threads) {
   int64_t words = shape.words(), row_bytes = words * Path::PER_WORD * 4;
   int64_t slab = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
@@ -20,7 +20,7 @@ template <class Path> static Division division(const Shape& shape, int64_t R, in
   return {R, slab, shape.num_panels(), is_few ? Path::panels(R) : largest, !is_few, threads};
 }
 
-// Rows that are multiplied as they are.
+// Rows that are multiplied without rounding.
 template <class Path> struct PlainRows {
   typedef typename Path::Source Source;
 
@@ -43,7 +43,7 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
 
   const Maps& maps;
   Shape shape;
-  Linear a = maps.each;  // the map that is multiplied
+  Linear a = maps.each;  // the current map
   Rows source{a};
   int64_t words = shape.words(), panel_words = shape.panel_words();
   Range slab{0, 0};
@@ -76,7 +76,7 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
     slab = {0, 0};
   }
 
-  // The words whose prefetch has no multiplication before it arrive while rows are packed.
+  // Prefetch the first words, which no earlier multiplication prefetches, while rows are packed.
   void prefetch_first(const uint32_t* panel) {
     Loader loader{nullptr, panel};
     for (int64_t w = 0; w < std::min(Path::AHEAD, words); w++)
@@ -92,18 +92,18 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
     for (int64_t b = 0; b < blocks; b++)
       for (int64_t r = 0; r < n; r++) pack_row(slab.begin + r, b, rows + (b * n + r) * Path::STRIDE);
   }
-  // The words of a block of K, zeros after the last.
+  // Pack the words of a block of K; pad with zeros.
   void pack_row(int64_t row, int64_t block, Value* to) {
     constexpr int64_t PER_WORD = 4 / sizeof(Source);
     int64_t begin = block * BLOCK, end = std::min(begin + BLOCK, words);
     int64_t n = std::min(end * PER_WORD, a.K) - begin * PER_WORD;
-    constexpr int64_t RATIO = sizeof(Value) * Path::PER_WORD / 4;  // bytes packed for each of x
+    constexpr int64_t RATIO = sizeof(Value) * Path::PER_WORD / 4;  // packed bytes per byte of x
     memset((char*)to + n * sizeof(Source) * RATIO, 0,
            (end - begin) * 4 * RATIO - n * sizeof(Source) * RATIO);
     Path::pack(source.row(row) + begin * PER_WORD, n, to);
   }
 
-  // `next`: the panel that is multiplied then.
+  // `next` is the panel that is multiplied next.
   void multiply(Range panels, const uint32_t* next) {
     int64_t n = slab.end - slab.begin, blocks = divide_up(n, Path::MAX_ROWS);
     for (int64_t b = 0; b < blocks; b++) {
@@ -118,7 +118,7 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
   }
   float* sums_of(int64_t i) const { return sums + i * Path::MAX_ROWS * COLUMNS; }
 
-  // A block of rows times a group of panels; what is multiplied a little later is prefetched.
+  // Multiply a block of rows by a group of panels, and prefetch the next words.
   void stream_panels(Range part, Range panels, const uint32_t* then) {
     int num_rows = part.end - part.begin, wide = Path::panels(num_rows);
     for (int64_t word = 0; word < words; word += BLOCK) {
@@ -132,8 +132,8 @@ template <class Path, class Rows = PlainRows<Path>> struct Multiplier {
       }
     }
   }
-  // One of several blocks that share loading. The first two prefetch a half of the next panels
-  // each, as multiplying takes longer than loading; `next` is null for the others.
+  // Multiply one of several blocks that share loading. The first two blocks each prefetch half of
+  // the next panels, because multiplying takes longer than loading. `next` is null for the others.
   void multiply_block(Range part, Range panels, const uint32_t* next) {
     for (int64_t word = 0; word < words; word += BLOCK)
       for (int64_t p = panels.begin; p < panels.end; p++) {

@@ -1,15 +1,14 @@
-// Linear maps whose weights are codes of 8 bits, and whose rows become such codes, too.
+// Linear maps with weights of 8-bit codes, whose rows are also quantized to 8-bit codes.
 //
-// The sums are integers, which no order of K and no instruction set changes. They are of x * q,
-// where q is from 0 to 255, less 128 times the sum of x, as q means q - 128; then they are floats
-// that are multiplied by (the row's scale * the column's). The scales, [N] or [2 N], follow the
-// panels.
+// The sums are integers, so they are exact for any order of K and any instruction set. Codes q from
+// 0 to 255 stand for q - 128: a sum is sum(x * q) - 128 * sum(x). It is converted to float and
+// multiplied by (row scale * column scale). The scales, [N] or [2 N], follow the panels.
 #include "gemm_multiplier.h"
 #include "gemm_tiles.h"
 #include "gemm_vectors.h"
 #include "kv_codes.h"
 
-// Words of four codes, as a panel holds them, times four codes of a row.
+// Words of four codes of a panel times four codes of a row.
 struct Bytes {
   typedef uint32_t Value;
   typedef int8_t Source;
@@ -21,7 +20,7 @@ struct Bytes {
   }
   static void pack(const int8_t* x, int64_t n, Value* to) { memcpy(to, x, n); }
 #else
-  // Two values, each two shorts: the first and the third code of a word, and the others.
+  // Two values of two shorts each: the first and third code of a word, then the others.
   static constexpr int PER_WORD = 2;
   static rf unpack(rw words, int i) { return (rf)((i == 0 ? words : words >> 8) & 0x00ff00ff); }
   static rf add_product(rf sum, Value x, rf w) {
@@ -45,7 +44,7 @@ struct Bytes {
 #endif
 };
 
-// Rows of T as codes of 8 bits, and what sums of these mean.
+// Rows of T quantized to 8-bit codes, and the conversion of their sums to floats.
 template <class T> struct RoundedRows {
   static inline thread_local Scratch<int8_t> code_memory;
   static inline thread_local Scratch<float> scale_memory;
@@ -53,10 +52,10 @@ template <class T> struct RoundedRows {
 
   const Linear& a;
   Shape shape{a.N, a.K, 1, a.is_gated()};
-  int64_t first = 0;  // of the rows that are there
+  int64_t first = 0;  // first row of the slab
   int8_t* codes = nullptr;
   float* scales = nullptr;
-  int32_t* middles = nullptr;  // what sums of x * q are less if q means 0 in the middle
+  int32_t* middles = nullptr;  // 128 times each row's sum of codes
 
   void take(Range slab) {
     int64_t n = slab.end - slab.begin;
@@ -77,7 +76,7 @@ template <class T> struct RoundedRows {
     return (const float*)((const uint32_t*)a.packed + shape.num_panels() * shape.panel_words());
   }
 
-  // `sums` are integers at first.
+  // `sums` are integers on entry.
   void finish(float* sums, int64_t panel, Range rows) const {
     int64_t column = panel * panel_columns(shape.is_gated), left = a.N - column;
     const float* scales_of = column_scales() + column;
@@ -86,7 +85,7 @@ template <class T> struct RoundedRows {
     else if (left > LANES) scale_columns(sums + LANES, scales_of + LANES, left - LANES, rows);
     ::finish<T>(a, sums, panel, rows);
   }
-  // 16 of them, or the n that exist.
+  // Scale 16 columns, or the n that exist.
   void scale_columns(float* sums, const float* scales_of, int64_t n, Range rows) const {
     vf scale = load_up_to(scales_of, std::min<int64_t>(n, LANES));
     for (int64_t r = rows.begin - first; r < rows.end - first; r++, sums += COLUMNS) {

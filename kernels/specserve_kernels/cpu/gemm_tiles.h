@@ -1,4 +1,4 @@
-// Blocks of rows times panels, on the tile registers of AMX: 32 rows and 32 columns at a time.
+// Products of row blocks and panels on AMX tile registers: 32 rows and 32 columns at once.
 #pragma once
 
 #include <initializer_list>
@@ -8,25 +8,25 @@
 #include "gemm.h"
 
 #if HAS_TILES
-// Of words of bf16, which are added up as floats; or of codes, as integers.
+// Tiles of bf16 words with float sums, or of codes with integer sums.
 template <class T> struct TilesOf {
   typedef uint32_t Value;
   typedef T Source;
   static constexpr int PER_WORD = 1;
-  static constexpr int BLOCK_WORDS = 256;  // of K: 32 rows of them stay in L1
+  static constexpr int BLOCK_WORDS = 256;  // words of K; 32 rows of them fit in L1
   static constexpr int STRIDE = BLOCK_WORDS + 16;
   static constexpr int MAX_ROWS = 32;
-  static constexpr int64_t AHEAD = 128;  // words from those multiplied to those prefetched
+  static constexpr int64_t AHEAD = 128;  // prefetch distance in words
   static constexpr bool SHARES_LOADING = true;
   static constexpr int panels(int) { return 1; }
 
-  // Whether the tiles may be used in this process.
+  // Whether this process may use the tiles.
   static bool are_usable() {
     static const bool usable = request_tiles();
     return usable;
   }
 
-  // The tiles are configured anew for every op, as other libraries use them too.
+  // Every op reconfigures the tiles, because other libraries use them, too.
   static void begin(int64_t) { configured = 0; }
   static void end() {
     if (configured) release_tiles();
@@ -41,7 +41,7 @@ template <class T> struct TilesOf {
  private:
   static inline thread_local int configured;  // rows
 
-  // Tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 words of the panel.
+  // Tiles 0 to 3 hold sums, rows by columns; 4 and 5 rows; 6 and 7 words of the panel.
   static void configure(int rows) {
     TileConfig config{};
     uint8_t first = std::min(rows, 16), second = rows - first;

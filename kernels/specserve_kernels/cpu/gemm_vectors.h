@@ -1,4 +1,4 @@
-// Blocks of rows times panels, on vectors: a sum stays in a register from word to word.
+// Products of row blocks and panels on vectors. A sum stays in a register from word to word.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 #include "gemm.h"
 #include "registers.h"
 
-// Registers for sums; a few others hold words of the panel and the value that they are multiplied by.
+// Registers for sums. A few others hold words of the panel and the row's value.
 #if defined(__AVX512F__)
 constexpr int SUMS = 28;
 #elif defined(__AVX__)
@@ -18,7 +18,7 @@ constexpr int SUMS = 24;
 constexpr int SUMS = 8;
 #endif
 
-// How the values of a word are multiplied: one after the other, or in one instruction.
+// Multiplication of a word's values: one by one, or in one instruction.
 struct Floats {
   typedef float Value;  // of a packed row
   typedef float Source;
@@ -58,25 +58,25 @@ template <class Kind> struct Vectors {
   typedef typename Kind::Value Value;
   typedef typename Kind::Source Source;
   static constexpr int PER_WORD = Kind::PER_WORD;
-  static constexpr int BLOCK_WORDS = 512 / PER_WORD;  // of K: 14 rows of them stay in L1
-  static constexpr int STRIDE = BLOCK_WORDS * PER_WORD + 16;  // values; no power of two
+  static constexpr int BLOCK_WORDS = 512 / PER_WORD;  // words of K; 14 rows of them fit in L1
+  static constexpr int STRIDE = BLOCK_WORDS * PER_WORD + 16;  // values; not a power of two
   static constexpr int MAX_ROWS = WORDS == 16 ? SUMS / 2 : 6;
 
-  // Words between those that are multiplied and those that are prefetched, from one panel or from
-  // several at once. Far enough for the memory, near enough for L1.
+  // Prefetch distance in words, for one panel or for several at once: far enough for memory, near
+  // enough for L1.
   static constexpr int64_t AHEAD = 128, AHEAD_OF_SEVERAL = 64;
 
-  // Registers across a panel: all of its columns, or half of them if sums of all do not fit.
+  // Return the registers across a panel: all of its columns, or half if not all sums fit.
   static constexpr int across(int rows) {
     int all = COLUMNS / WORDS;
     return rows * all <= SUMS ? all : all / 2;
   }
-  // Whether loading takes so much of the time that several blocks of rows share it; on narrow
-  // registers multiplying takes far longer.
+  // Whether several blocks of rows share loading. On narrow registers, multiplying takes far longer
+  // than loading.
   static constexpr bool SHARES_LOADING = WORDS == 16;
 
-  // Panels that are multiplied at once: few sums would wait for their last additions, and memory
-  // answers several streams faster than one.
+  // Return the panels that are multiplied at once. Few sums would stall on additions, and memory
+  // serves several streams faster than one.
   static constexpr int panels(int rows) {
     if (WORDS < 16) return 1;
     return rows * 8 <= SUMS ? 4 : rows * 4 <= SUMS ? 2 : 1;
@@ -86,7 +86,7 @@ template <class Kind> struct Vectors {
   static void end() {}
   static void pack(const Source* x, int64_t n, Value* to) { Kind::pack(x, n, to); }
 
-  // `num_panels` is 1 or panels(rows); the panels' sums follow each other, MAX_ROWS rows each.
+  // `num_panels` is 1 or panels(rows). The panels' sums are contiguous, MAX_ROWS rows each.
   static void multiply(const Part& part, int rows, int num_panels, int64_t panel_words) {
     TABLE[part.is_streamed ? 1 + (num_panels > 1) : 0][rows - 1](part, panel_words);
   }

@@ -1,4 +1,4 @@
-"""Measurements kept on disk from one start to the next, in the folder of the compiled kernels."""
+"""Measurements stored on disk between starts, in the folder of the compiled kernels."""
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("specserve")
 
 
 def kept_file(what: str, *key: str) -> Path | None:
-    """The file for what was measured under a key; None if nothing can be kept."""
+    """Return the file for measurements under a key; None if nothing can be stored."""
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
     try:
         return cache_folder() / f"{what}-{digest}.json"
@@ -27,7 +27,7 @@ def kept_file(what: str, *key: str) -> Path | None:
 
 
 def read_kept(file: Path | None, kind: type[T]) -> T | None:
-    """What an earlier process kept, checked to be of this type; None if there is nothing."""
+    """Read a value that an earlier process stored, as this type; None if there is none."""
     if file is None:
         return None
     mark_used(file)
@@ -36,12 +36,12 @@ def read_kept(file: Path | None, kind: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as e:
-        log.warning("%s is ignored, as it cannot be read: %s", file, e)
+        log.warning("Ignoring %s, which cannot be read: %s", file, e)
         return None
 
 
 def keep(file: Path, value: object) -> None:
-    """Replace the file in one piece: another process may read it at any time."""
+    """Replace the file atomically, because other processes may read it at any time."""
     prefix, _, _ = file.name.partition("-")
     temporary = None
     try:
@@ -50,7 +50,7 @@ def keep(file: Path, value: object) -> None:
             out.write(msgspec.json.encode(value))
         os.replace(temporary, file)
     except OSError as e:
-        log.debug("%s could not be kept: %s", file, e)
+        log.debug("Cannot store %s: %s", file, e)
         if temporary is not None:
             with suppress(OSError):
                 os.unlink(temporary)

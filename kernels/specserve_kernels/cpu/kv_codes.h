@@ -1,7 +1,7 @@
-// KV of 8 bits: int8 or fp8 (e4m3) codes, of which the products with a scale are the numbers.
+// 8-bit KV: int8 or fp8 (e4m3) codes. A number is code * scale.
 //
-// reference/kv.py is the definition. A scale is that of a token's head: so scores are multiplied by
-// the keys' scales, and weights by the values'; what stands in the inner loops are the codes.
+// reference/kv.py is the definition. Each head of a token has one scale. Scores are multiplied by
+// the scales of keys, and weights by the scales of values, so inner loops multiply only codes.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #include "registers.h"
 
-// A code; numbers of type A are multiplied with it.
+// A code that is multiplied with numbers of type A.
 template <class A> struct Int8 { int8_t bits; };
 template <class A> struct Fp8 { uint8_t bits; };
 
@@ -25,7 +25,7 @@ template <class A> struct OfCode<Fp8<A>> {
   typedef A type;
   static constexpr bool is_code = true, is_int8 = false;
 };
-// The type of the queries that are multiplied with a key of type T, and of the result.
+// The type of queries and results for keys of type T.
 template <class T> using Active = typename OfCode<T>::type;
 template <class T> constexpr bool IS_CODE = OfCode<T>::is_code;
 template <class T> constexpr bool IS_INT8 = OfCode<T>::is_int8;
@@ -33,7 +33,7 @@ template <class T> constexpr bool IS_INT8 = OfCode<T>::is_int8;
 template <class T> constexpr float LARGEST = IS_INT8<T> ? 127.0f : 448.0f;
 constexpr float SMALLEST_FP8 = 0x1p-6f, SMALLEST_HEAD = 0x1p-100f;
 
-// Codes of 16 numbers of at most LARGEST.
+// Return codes of 16 numbers of magnitude at most LARGEST.
 static inline vi int8_codes(vf x) {
   vf n = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   return __builtin_convertvector(n, vi);
@@ -41,11 +41,11 @@ static inline vi int8_codes(vf x) {
 static inline vi fp8_codes(vf x) {
   vu u = (vu)x, sign = u >> 24 & 0x80, size = u & 0x7fffffff;
   vu rounded = size + 0x7ffff + (size >> 20 & 1);
-  vu code = (rounded >> 20) - (120 << 3);  // e4m3's bias is 7, a float's 127
+  vu code = (rounded >> 20) - (120 << 3);  // e4m3's bias is 7, float's 127
   return (vi)(sign | ((vf)size < SMALLEST_FP8 ? vu{} : code));
 }
 
-// The lowest bytes of 16 words. GCC would take them one by one.
+// Return the lowest bytes of 16 words. GCC would extract them one by one.
 typedef uint8_t vb __attribute__((vector_size(LANES)));
 static inline vb lowest_bytes(vi x) {
 #if defined(__AVX512F__)
@@ -55,7 +55,7 @@ static inline vb lowest_bytes(vi x) {
   __m256i first, second;
   memcpy(&first, &x, 32);
   memcpy(&second, (const char*)&x + 32, 32);
-  // Packing keeps to halves of a register: the quarters are put in order before the last step.
+  // Packing works within halves of a register, so the quarters are reordered before the last step.
   __m256i shorts = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
   return (vb)_mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
 #else
@@ -63,9 +63,9 @@ static inline vb lowest_bytes(vi x) {
 #endif
 }
 
-// Write the codes of a head's D numbers; returns their scale.
+// Write the codes of a head's D numbers; return their scale.
 template <class T, class S> static float quantize(const S* x, int64_t D, T* out) {
-  vi most{};  // as bits, whose order is that of magnitudes; those of NaN are the largest
+  vi most{};  // as bits, which order like magnitudes; NaN is largest
   for (int64_t i = 0; i < D; i += LANES) {
     vi size = (vi)load_up_to(x + i, std::min<int64_t>(LANES, D - i)) & 0x7fffffff;
     most = size > most ? size : most;
@@ -84,16 +84,15 @@ template <class T, class S> static float quantize(const S* x, int64_t D, T* out)
   return is_broken ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : largest / LARGEST<T>;
 }
 
-// Of the four codes in each word, those at place I, as floats.
+// Return the code at place I of each word's four codes, as floats.
 template <class T, int I> static inline rf floats_at(rw x) {
   typedef int32_t ri __attribute__((vector_size(REGISTER)));
   rw top = x << (24 - 8 * I);
   if constexpr (IS_INT8<T>) return __builtin_convertvector((ri)top >> 24, rf);
-  // A float's exponents are e4m3's with a bias that is larger by 120.
+  // A float's exponent bias is larger than e4m3's by 120.
   return (rf)((rw)((ri)top >> 4) & 0x87f00000) * 0x1p120f;
 }
-// Each of as many bytes as a register has words, in a word of its own. GCC would widen them one by
-// one.
+// Widen WORDS bytes to one word each. GCC would widen them one by one.
 static inline rw words_of_bytes(const void* bytes) {
 #if defined(__AVX512F__)
   return (rw)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes));
@@ -109,12 +108,12 @@ static inline rw words_of_bytes(const void* bytes) {
   return x;
 #endif
 }
-// Of as many codes as a register has words, the floats.
+// Convert WORDS codes to floats.
 template <class T> static inline rf floats_of(const T* codes) {
   return floats_at<T, 0>(words_of_bytes(codes));
 }
 
-// Pairs of bf16, of floats that are exact in bf16: `first` in the low halves.
+// Join floats that are exact in bf16 to pairs of bf16; `first` is in the low halves.
 static inline rw paired(rf first, rf second) {
   return ((rw)first >> 16) | ((rw)second & 0xffff0000);
 }

@@ -1,4 +1,4 @@
-// Rows of tables, norms, curves, and rotary embedding with the KV write: row by row.
+// Row-wise ops: table rows, norms, curves, and rotary embedding with the KV write.
 #include "kv_codes.h"
 #include "op.h"
 
@@ -24,7 +24,7 @@ template <class T> static float mean_of(const T* x, int64_t n) {
   return sum(acc) / n;
 }
 
-// As inverse_rms, of x - mean.
+// Same as inverse_rms, for x - mean.
 template <class T> static float inverse_deviation(const T* x, float mean, int64_t n, float eps) {
   vf acc{};
   int64_t i = 0;
@@ -45,12 +45,12 @@ struct Norm {
   const void* x;
   const float* weight;
   void* out;
-  int64_t width, x_stride, out_stride;  // elements: of a row that is normalized, and between rows
-  int64_t is_centered, adds;            // LayerNorm; out is added to
+  int64_t width, x_stride, out_stride;  // elements: width of a row, distances of rows
+  int64_t is_centered, adds;            // LayerNorm; adds to `out`
   float eps;
 };
 
-// out = (x - mean) * scale * weight, or that is added to out, rounded once.
+// Compute out = (x - mean) * scale * weight, or add it to out; rounded once.
 template <bool ADDS, class T>
 static void scale_row(const T* x, const float* weight, float mean, float scale, int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += LANES) {
@@ -74,7 +74,7 @@ template <class T> static void norm(const Norm& a, const Step& step, Team& team)
   }
 }
 
-// x = factor * x, or cap * tanh(x / cap).
+// SCALE: x = factor * x. SOFT_CAP: x = cap * tanh(x / cap).
 enum Curve : int64_t { SCALE, SOFT_CAP };
 struct Elementwise {
   int64_t is_bf16, domain;
@@ -104,7 +104,7 @@ struct Rope {
   int64_t is_bf16;
 };
 
-// Normalize and rotate one head; i pairs with i + D/2.
+// Normalize and rotate one head. Dimension i pairs with i + D/2.
 template <class T, class O>
 static void rotate(const T* x, const float* norm, float eps, const float* cos, const float* sin,
                    int64_t D, O* out) {
@@ -127,8 +127,8 @@ template <class T> static void widen(const T* x, int64_t D, float* out) {
   for (int64_t i = 0; i < D; i++) out[i] = to_float(x[i]);
 }
 
-// One query head, or one key head and the value head beside it, which are kept as type S. Threads
-// divide heads, not rows: a step of one row is as much work as many.
+// Process one query head, or one key head and its value head, which are stored as type S. Threads
+// divide heads, not rows, so that all threads work on a step of one row.
 template <class T, class S>
 static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) {
   const KV& kv = *rope.kv;
@@ -174,10 +174,10 @@ struct Copy {
 
 struct GatherCodes {
   int64_t is_bf16;
-  const uint8_t *q, *zero;       // zero may be null: it is `middle` everywhere
+  const uint8_t *q, *zero;       // zero may be null: every zero is `middle` then
   const float *scale, *offset;   // offset may be null
   void* out;
-  int64_t width, group, middle;  // columns of a row, and those that share a scale
+  int64_t width, group, middle;  // columns of a row, and columns per scale
 };
 
 static inline vf load_codes(const uint8_t* q, int n) {
@@ -187,7 +187,7 @@ static inline vf load_codes(const uint8_t* q, int n) {
   return __builtin_convertvector(bytes, vf);
 }
 
-// With the operations of Codes.widen, in their order: with equal bits.
+// Decode a row with the operations of Codes.widen in the same order, so that results are equal.
 template <class T> static void widen_row(const GatherCodes& a, int64_t row, T* out) {
   int64_t groups = a.width / a.group;
   for (int64_t g = row * groups; g < (row + 1) * groups; g++, out += a.group) {
@@ -214,7 +214,7 @@ void specserve_copy(const void* args, const Step& step, Team& team) {
          (part.end - part.begin) * a.row_bytes);
 }
 
-// Copies rows of a table: those of the step's token ids, or the rows that are read.
+// Copy rows of a table, by the step's token ids or by `read`.
 void specserve_gather(const void* args, const Step& step, Team& team) {
   const Copy& a = *(const Copy*)args;
   const int64_t* index = a.domain == STEP ? step.token_ids : step.read;

@@ -1,21 +1,21 @@
-// Queries, keys and values as matrices of words, from where they stand in memory.
+// Loading queries, keys and values from memory as matrices of words.
 #pragma once
 
 #include "words.h"
 
-// Where the keys or values of consecutive positions stand, of the first KV head of several. Tokens
-// that no row may see are zeros, as their slots may hold anything.
+// Addresses of the keys or values of consecutive positions, at an item's first KV head. Hidden
+// tokens point to ZEROS, because their slots may contain anything.
 template <class T> using Tokens = const T* const*;
-constexpr int64_t MAX_TOKEN = 1 << 15;  // dimensions of all heads
+constexpr int64_t MAX_TOKEN = 1 << 15;  // maximum dimensions of a token, over all heads
 template <class T> alignas(64) constexpr T ZEROS[MAX_TOKEN] = {};
 
-// A head of tokens that will be read soon, in the order in which the present ones are read. So few
-// lines wait in the first cache, and none of them is dropped before it is read.
+// One head of the tokens that are read next, in the order of the current reads. Few lines then
+// occupy L1, and none is evicted before it is read.
 struct Prefetch {
   const void* const* tokens = nullptr;
-  int64_t head = 0;  // its first byte
+  int64_t head = 0;  // first byte of the head
 
-  // Of the token behind token j, `bytes` from byte `at` of the head on.
+  // Prefetch `bytes` of token j from byte `at` of the head on.
   void lines(int j, int64_t at, int bytes) const {
     if (!tokens || (bytes < 64 && at % 64)) return;
     const char* from = (const char*)tokens[j] + head + at;
@@ -23,12 +23,12 @@ struct Prefetch {
   }
 };
 
-// Codes are transposed as they stand, and then become words: `expand` makes EXPANDED words of one.
+// Codes are transposed first and decoded later: `expand` decodes one word to EXPANDED words.
 template <class T> constexpr int EXPANDED = IS_CODE<T> ? 4 / PER_WORD<T> : 1;
-// Dimensions of a register of one row, as it is transposed.
+// Dimensions in one register of a row during transposition.
 template <class T> constexpr int DIMS = WORDS * PER_WORD<T> * EXPANDED<T>;
 
-// A register of the words that one row has from dimension d on.
+// Load a register of a row's words from dimension d on.
 template <class T> static inline rw words_at(const T* row, int64_t d) {
   if constexpr (std::is_same_v<T, bf16> && !PAIRED<T>) {
     typedef uint16_t part __attribute__((vector_size(REGISTER / 2)));
@@ -38,19 +38,19 @@ template <class T> static inline rw words_at(const T* row, int64_t d) {
   }
   return load_words(row + d);
 }
-// The same where the row has only n more dimensions; the words that it lacks are zeros.
+// Same if the row has only n more dimensions; missing words are zeros.
 template <class T> static inline rw words_at(const T* row, int64_t d, int n) {
   T t[DIMS<T>] = {};
   memcpy(t, row + d, n * sizeof(T));
   return words_at(t, 0);
 }
 
-// The words of a head, in whole steps.
+// Return the words of a head, in whole steps.
 template <class T> static int64_t words_of(int64_t D) {
   return (D + DIMS<T> - 1) / DIMS<T> * WORDS * EXPANDED<T>;
 }
 
-// As many words as keys of type T have.
+// Load a query, padded to the words of a key of type T.
 template <class T> static void load_query(const Active<T>* q, int64_t D, word* to) {
   typedef Active<T> A;
   for (int64_t w = 0, d = 0; w < words_of<T>(D); w += WORDS, d += DIMS<A>) {
@@ -59,8 +59,8 @@ template <class T> static void load_query(const Active<T>* q, int64_t D, word* t
   }
 }
 
-// In each run of 16 bytes, the elements of the first (HALF = 0) or last half of a and b in turns.
-// Elements are words or pairs of words, of which V is a register.
+// In each run of 16 bytes, interleave the first (HALF = 0) or last halves of a and b. Elements are
+// words or pairs of words; V is a register of them.
 template <class V, int HALF> static INLINE rw interleave(rw a, rw b) {
   constexpr int SIZE = sizeof(V{}[0]), N = REGISTER / SIZE, RUN = 16 / SIZE;
   V at;
@@ -68,13 +68,13 @@ template <class V, int HALF> static INLINE rw interleave(rw a, rw b) {
     at[l] = l / RUN * RUN + HALF * RUN / 2 + l % RUN / 2 + (l % 2 ? N : 0);
   return (rw)__builtin_shuffle((V)a, (V)b, at);
 }
-// The runs of 16 bytes of a and then those of b that have even (ODD = 0) or odd places.
+// Select the runs of 16 bytes at even (ODD = 0) or odd places, first from a, then from b.
 template <int ODD> static INLINE rw every_second_run(rw a, rw b) {
   rw at;
   for (int l = 0; l < WORDS; l++) at[l] = (l / 4 * 2 + ODD) * 4 + l % 4;
   return __builtin_shuffle(a, b, at);
 }
-// N rows of N runs, every fourth of x, are transposed.
+// Transpose N rows of N runs; the rows are every fourth of x.
 template <int N> static INLINE void transpose_runs(rw* x) {
   if constexpr (N == 2) {
     rw first = x[0];
@@ -89,7 +89,7 @@ template <int N> static INLINE void transpose_runs(rw* x) {
     x[12] = every_second_run<1>(c, d);
   }
 }
-// WORDS x WORDS, in place. Its shuffles overwrite none of their operands, which saves copies.
+// Transpose WORDS x WORDS words in place. The shuffles overwrite no operands, which saves copies.
 static INLINE void transpose_words(rw* x) {
   typedef uint64_t pairs __attribute__((vector_size(REGISTER)));
 #pragma GCC unroll 4
@@ -105,8 +105,8 @@ static INLINE void transpose_words(rw* x) {
   for (int c = 0; c < 4; c++) transpose_runs<WORDS / 4>(x + c);
 }
 
-// x[word][key] of the keys [j, j + WORDS), from dimension d of the head on, which begins at `first`.
-// A step of dimensions, of which `expand` makes words.
+// Load x[word][key] of the keys [j, j + WORDS) for one step of dimensions, from dimension d of the
+// head that begins at `first`. `expand` decodes the words.
 template <class T>
 static INLINE void columns_of(Tokens<T> keys, int j, int64_t first, int64_t d, int64_t D,
                               Prefetch next, rw* x) {
@@ -132,8 +132,8 @@ template <class T> static INLINE void expand(rw x, rw (&words)[EXPANDED<T>]) {
   }
 }
 
-// to[word][key], `stride` words apart; count is a multiple of LANES. The head's dimensions are
-// [first, first + D) of a token.
+// Load to[word][key]; words are `stride` apart. `count` is a multiple of LANES. The head's
+// dimensions are [first, first + D) of a token.
 template <class T>
 static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefetch next, word* to,
                       int64_t stride) {
@@ -156,7 +156,7 @@ static void load_keys(Tokens<T> keys, int count, int64_t first, int64_t D, Prefe
   }
 }
 
-// The words of 2 WORDS dimensions of one or two positions.
+// Load the words of 2 * WORDS dimensions of one or two positions.
 template <class T> static inline void unit_at(const T* a, const T* b, rw& low, rw& high) {
   if constexpr (IS_CODE<T> && !PAIRED<T>) {
     low = (rw)floats_of(a);
@@ -177,7 +177,7 @@ template <class T> static inline void unit_at(const T* a, const T* b, rw& low, r
     high = words_at(a, WORDS);
   }
 }
-// The same where the rows have only n more dimensions.
+// Same if the rows have only n more dimensions.
 template <class T> static inline void unit_at(const T* a, const T* b, int n, rw& low, rw& high) {
   T x[2 * WORDS] = {}, y[2 * WORDS] = {};
   memcpy(x, a, n * sizeof(T));
@@ -185,7 +185,8 @@ template <class T> static inline void unit_at(const T* a, const T* b, int n, rw&
   unit_at(x, y, low, high);
 }
 
-// to[unit][dimension], `stride` words apart; count is even. Dimensions as in load_keys.
+// Load to[unit][dimension]; units are `stride` words apart. `count` is even. Dimensions as in
+// load_keys.
 template <class T>
 static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, Prefetch next,
                         word* to, int64_t stride) {
@@ -202,7 +203,7 @@ static void load_values(Tokens<T> values, int count, int64_t first, int64_t D, P
   }
 }
 
-// Whether values, as words, have neither Inf nor NaN among them.
+// Whether words of values contain neither Inf nor NaN.
 template <class T>
 static bool are_finite(const word* values, int64_t units, int64_t D, int64_t stride) {
   vi bad{};

@@ -1,4 +1,4 @@
-// The instruction set that the kernels were compiled for: on it depend the bits of a result.
+// The instruction set that the kernels are compiled for. Results depend on it.
 extern "C" const char* specserve_level() {
 #if defined(EMULATE_AMX)
   return "emulated-amx";

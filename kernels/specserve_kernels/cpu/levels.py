@@ -1,6 +1,6 @@
-"""The instruction sets that libraries are built for, and those that this process can run.
+"""Instruction sets of prebuilt libraries, and which of them this process can run.
 
-Imports nothing outside the standard library: a wheel is built where nothing else is installed.
+This module imports only the standard library, because wheels are built without other packages.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """An instruction set that libraries are built for ahead of their use."""
+    """An instruction set of a prebuilt library."""
 
-    name: str  # as specserve_level() in level.cpp gives it
+    name: str  # result of specserve_level() in level.cpp
     machine: str
     needs: frozenset[str]  # flags in /proc/cpuinfo
-    flags: tuple[str, ...]  # of the compiler
+    flags: tuple[str, ...]  # compiler flags
 
 
 V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
@@ -35,14 +35,14 @@ LEVELS = (  # the best last
 
 
 def usable_levels() -> list[Level]:
-    """The levels whose libraries this process can run, the best last."""
+    """Return the levels whose libraries this process can run, the best last."""
     flags = usable_flags()
     return [x for x in LEVELS if x.machine == platform.machine() and x.needs <= flags]
 
 
 @cache
 def usable_flags() -> frozenset[str]:
-    """The CPU's flags, without those of AMX where the kernel does not grant its registers."""
+    """Return the CPU's flags, without AMX flags if the system does not grant its registers."""
     flags = cpu_flags()
     if "amx_tile" in flags and not may_use_tiles():
         return frozenset(flag for flag in flags if not flag.startswith("amx_"))
@@ -59,13 +59,13 @@ def cpu_flags(info: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def may_use_tiles() -> bool:
-    """Ask Linux for the tile registers; once granted, all threads of the process have them."""
+    """Request the tile registers from Linux. A grant applies to all threads of the process."""
     arch_prctl, request, tile_data = 158, 0x1023, 18
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
 
 
 def native_flags() -> tuple[str, ...]:
-    """The compiler's flags for the CPU that this process runs on."""
+    """Return the compiler flags for the CPU of this process."""
     is_refused = "amx_tile" in cpu_flags() - usable_flags()
     without = (flag.replace("-m", "-mno-", 1) for flag in AMX_FLAGS) if is_refused else ()
     return "-march=native", *without

@@ -1,4 +1,4 @@
-// A linear map's arguments, the division of its work among threads, and what follows its sums.
+// A linear map's arguments, the division of its work among threads, and its epilogues.
 #pragma once
 
 #include <cstdio>
@@ -9,20 +9,20 @@
 #include "gemm.h"
 #include "op.h"
 
-// FLOATS: sums of bf16 rows stay float.
+// FLOATS: the output is float for any row type.
 enum Epilogue : int64_t { PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL };
 
 struct Linear {
   int64_t is_bf16, domain;
-  const void *x, *packed, *bias;  // [R, K]; the weight's panels; [N], [2 N] if gated, or null
-  void* out;                      // [R, N]; the residual, if it is added to
+  const void *x, *packed, *bias;  // [R, K]; panels; [N] or [2 N] or null
+  void* out;                      // [R, N]; the residual for ADD
   int64_t N, K, epilogue;
-  int64_t bits, group, has_zeros, has_offsets;  // of a weight of codes: bits is 0 for another one
-  int64_t rounds_rows;                          // whether rows become codes, too
-  float factor;                                 // of what is added to the residual
-  const int32_t* order;  // [R]  which rows of x are multiplied; null: all of them, as they are
-  const float* added;  // [A, columns]  to the sums of rows with an adapter; null: nothing
-  const int32_t* places;  // [R]  a row's row of `added`, or -1
+  int64_t bits, group, has_zeros, has_offsets;  // of coded weights; bits is 0 for plain ones
+  int64_t rounds_rows;
+  float factor;           // for ADD
+  const int32_t* order;   // [R]  rows of x, or null: all
+  const float* added;     // [A, columns]  adapter sums; null: none
+  const int32_t* places;  // [R]  row of `added`, or -1
   float limit;            // of CLAMPED_MUL
 
   bool is_gated() const { return epilogue >= SILU_MUL; }
@@ -33,7 +33,7 @@ struct Linear {
   template <class T> const T* row(int64_t r) const {
     return (const T*)x + (order ? order[r] : r) * K;
   }
-  // The same map without the first n rows.
+  // Return the same map without the first n rows.
   Linear from(int64_t n) const {
     Linear rest = *this;
     int64_t value_bytes = is_bf16 ? 2 : 4;
@@ -44,13 +44,12 @@ struct Linear {
   }
 };
 
-// Maps of one shape, each of which multiplies rows of its own, one after the other: those of
-// experts. Or a single map.
+// Several maps of equal shape, such as experts, each with its own contiguous rows; or a single map.
 struct Maps {
-  const Linear& each;  // all rows are its own; of several maps it has no weight, and all biases
+  const Linear& each;                   // all rows and biases
   int64_t num_rows;                     // of a single map
-  const void* const* packed = nullptr;  // [num_maps]  the weights; null: a map multiplies nothing
-  const int32_t* begins = nullptr;      // [num_maps + 1]  the first row of each, and the end
+  const void* const* packed = nullptr;  // [num_maps]  null: the map is skipped
+  const int32_t* begins = nullptr;      // [num_maps + 1]  first rows, and the end
   int64_t num_maps = 1;
 
   int64_t rows_of(int64_t map) const {
@@ -73,27 +72,28 @@ struct Maps {
 };
 
 void multiply(const Maps& maps, Team& team);
-// Weights of codes: see gemm_codes.h.
+// Multiply by coded weights: see gemm_codes.h.
 void multiply_codes(const Maps& maps, Team& team);
-// Those whose rows are rounded: see gemm_rounded.cpp.
+// Multiply quantized rows by coded weights: see gemm_rounded.cpp.
 void multiply_rounded(const Maps& maps, Team& team);
 
-// SiLU, x sigmoid(x), or GELU as 0.5 x (1 + tanh(u)) = x sigmoid(2 u) with
-// u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks, Gimpel 1606.08415).
+// Compute SiLU, x sigmoid(x), or GELU, 0.5 x (1 + tanh(u)) = x sigmoid(2 u). Here u = sqrt(2 / pi)
+// (x + 0.044715 x^3) (Hendrycks, Gimpel 1606.08415).
 template <int64_t EPILOGUE> static INLINE vf gate(vf x) {
   vf at = EPILOGUE == SILU_MUL ? x : x * fma(x * x, splat(0.0713548163f), splat(1.59576912f));
   return x / (1.0f + exp(-at));
 }
 
-// What the experts of gpt-oss have in its place: up gets 1 more, and both are clamped. NaN stays,
-// as it is the second argument.
+// The gate of gpt-oss experts: both halves are clamped, and 1 is added to up. NaN is kept, because
+// it is the second argument of min and max.
 static INLINE vf clamped(vf x, vf up, float limit) {
   x = min(splat(limit), x);
   up = min(splat(limit), max(splat(-limit), up));
   return (up + 1.0f) * (x / (1.0f + exp(-1.702f * x)));
 }
 
-// Write 16 columns of some rows, or the n that exist, rounded once. Inlined, as n is mostly 16.
+// Write 16 columns of some rows, or the n that exist, rounded once. Inlined, because n is mostly
+// 16.
 template <class T, int64_t EPILOGUE>
 static INLINE void finish_columns(const Linear& a, const float* sums, int64_t column, int n,
                                   Range rows) {
@@ -125,7 +125,7 @@ static void finish_panel(const Linear& a, const float* sums, int64_t panel, Rang
   }
 }
 
-// `sums` are those of the rows, [rows][32], in a panel.
+// Finish the sums of rows in a panel, [rows][32].
 template <class T>
 static void finish(const Linear& a, const float* sums, int64_t panel, Range rows) {
   if (a.epilogue == SILU_MUL) finish_panel<T, SILU_MUL>(a, sums, panel, rows);
@@ -136,7 +136,7 @@ static void finish(const Linear& a, const float* sums, int64_t panel, Range rows
   else finish_panel<T, PLAIN>(a, sums, panel, rows);
 }
 
-// Memory that a thread keeps from op to op.
+// Memory that a thread reuses from op to op.
 template <class T> struct Scratch {
   std::unique_ptr<T, decltype(&free)> memory{nullptr, free};
   int64_t size = 0;
@@ -146,7 +146,7 @@ template <class T> struct Scratch {
       size = divide_up(n, 1 << 14) * (1 << 14);
       memory.reset((T*)aligned_alloc(64, size * sizeof(T)));
       if (!memory) {
-        fprintf(stderr, "specserve: no memory for %lld bytes of a linear map's rows\n",
+        fprintf(stderr, "specserve: cannot allocate %lld bytes for the rows of a linear map\n",
                 (long long)(size * sizeof(T)));
         abort();
       }
@@ -155,15 +155,15 @@ template <class T> struct Scratch {
   }
 };
 
-constexpr int64_t ROWS_BYTES = 512 << 10;  // of packed rows that are multiplied by all panels
+constexpr int64_t ROWS_BYTES = 512 << 10;  // maximum bytes of packed rows of a slab
 
-// How an op's rows and panels are divided: first into slabs of rows, which a thread packs as a
-// whole, then into groups of panels. A slab and a group are what a thread takes at once.
+// The division of an op's rows and panels: first into slabs of rows, which a thread packs as a
+// whole, then into groups of panels. An item is one slab and one group.
 struct Division {
   int64_t num_rows, num_panels, num_slabs, groups;
 
-  // `largest` panels are a group at most; `are_long`: one item more for some threads than for
-  // others would cost more than smaller items do.
+  // A group has at most `largest` panels. `are_long`: items are long, so an unequal number per
+  // thread would cost more than smaller items.
   Division(int64_t R, int64_t slab_rows, int64_t num_panels, int64_t largest, bool are_long,
            int threads)
       : num_rows(R), num_panels(num_panels), num_slabs(divide_up(R, slab_rows)) {
@@ -182,20 +182,20 @@ struct Division {
   }
 };
 
-// What a thread multiplies at once.
+// One piece of a thread's work.
 struct Item {
-  int64_t map;  // -1 behind the last item
+  int64_t map;  // -1 after the last item
   int64_t num_rows;  // of the map
   Range slab, panels;
 };
 
-// The items of all maps, in their order; `divide` gives the Division of a map with so many rows
-// among so many threads. Each thread has one, and asks for ascending items.
+// The items of all maps, in order. divide(rows, threads) returns a map's Division. Each thread has
+// its own Items, and requests ascending items.
 template <class Divide> struct Items {
   const Maps& maps;
   Divide divide;
-  int threads;  // for each map that has rows
-  int64_t map = -1, first = 0, behind = 0;  // its items are [first, behind)
+  int threads;  // per map that has rows
+  int64_t map = -1, first = 0, behind = 0;  // the map's items are [first, behind)
   Division division = divide(1, 1);
 
   Items(const Maps& maps, Divide divide, int threads)

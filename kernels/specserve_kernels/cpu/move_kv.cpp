@@ -4,7 +4,7 @@
 
 #include "op.h"
 
-// In all layers of a model, in the order given.
+// Moves in all layers of a model, in the given order.
 struct Moves {
   const KV* layers;
   int64_t num_layers;

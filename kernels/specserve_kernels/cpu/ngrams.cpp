@@ -1,5 +1,5 @@
-// Guesses by where the last tokens stood before, for specserve_drafters/lookup.py: that file says
-// what is computed and why, and its class NgramSource is compared with this, bit by bit.
+// The n-gram draft source of specserve_drafters/lookup.py. That file defines and explains the
+// computation. Tests compare its class NgramSource with this code, bit by bit.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int LENGTHS = 4;  // of n-grams, from 1
+constexpr int LENGTHS = 4;  // lengths of n-grams: 1 to 4
 constexpr int MAX_LENGTH = 16, MAX_NODES = 63;
 
 struct Settings {
@@ -28,14 +28,14 @@ struct Match {
   int64_t place, n;
 };
 
-// How many tokens before the place are those at the text's end.
+// Return how many tokens before the place equal the tokens at the text's end.
 int64_t match_length(Text text, int64_t place) {
   int64_t most = std::min<int64_t>(place, MAX_LENGTH), n = 0;
   while (n < most && text[place - 1 - n] == text[text.size - 1 - n]) n++;
   return n;
 }
 
-// What follows a place; where the text ends, it is read again from the place.
+// The tokens after a place. At the text's end, reading continues from the place.
 struct Continuation {
   Text text;
   int64_t place, at = place;
@@ -45,7 +45,7 @@ struct Continuation {
   }
 };
 
-// How many tokens two continuations have in common, `limit` at most.
+// Return the length of the common prefix of two continuations, at most `limit`.
 int64_t common(Text text, int64_t place, int64_t other, int64_t limit) {
   Continuation a{text, place}, b{text, other};
   int64_t n = 0;
@@ -70,7 +70,7 @@ class Index {
     for (int64_t end = std::min(text.size, next + settings.at_once); next < end; next++) add(text);
   }
 
-  // Calls take(match), the longest n-grams first, then the newest, until that returns false.
+  // Call take(match) until it returns false: the longest n-grams first, then the newest.
   template <class Take> void each_match(Text text, Take take) const {
     std::array<int64_t, LENGTHS> heads = heads_of(text, text.size);
     for (int64_t n = std::min<int64_t>(LENGTHS, text.size - 1); n > 0; n--) {
@@ -84,7 +84,7 @@ class Index {
   }
 
  private:
-  // Where `newest` has the n-grams that end before a place, by length.
+  // Return the slots in `newest` of the n-grams that end before a place, by length.
   std::array<int64_t, LENGTHS> heads_of(Text text, int64_t place) const {
     std::array<int64_t, LENGTHS> heads{};
     int64_t mixed = 0;
@@ -174,7 +174,7 @@ class Followed {
   int64_t size, place = 0, length = 0;
 };
 
-// The scores of the tokens after a match.
+// Scores of the tokens after a match.
 struct Scores {
   Scores(const Settings& settings, Text text, const std::vector<Match>& found, int64_t place)
       : sure(settings.sure + match_length(text, place)) {
@@ -192,7 +192,7 @@ struct Scores {
   double first;
 };
 
-// Guesses, with room for two continuations.
+// Draft tokens, with room for two continuations.
 struct Out {
   int32_t *tokens, *parents;
   double* scores;
@@ -235,7 +235,7 @@ class Source {
     return texts.try_emplace(id, settings, text.size).first->second;
   }
 
-  // Fills in `found`; the place of the first continuation that is not the best one's, 0 for none.
+  // Fill `found`; return the place of the first continuation that differs from the best one, or 0.
   int64_t look_up(const Index& index, Text text, int64_t limit) {
     int64_t other = 0;
     found.clear();
@@ -252,7 +252,7 @@ class Source {
     return other;
   }
 
-  // Adds what differs of another continuation, from token `at` on.
+  // Add another continuation's tokens from `at` on, the first that differs.
   void fork(Text text, int64_t other, int64_t at, int64_t limit, Out& out) const {
     Scores scores(settings, text, found, other);
     Continuation follows{text, other};
@@ -265,7 +265,7 @@ class Source {
 
   const Settings settings;
   Odds odds;
-  std::unordered_map<int64_t, Followed> texts;  // by request
+  std::unordered_map<int64_t, Followed> texts;  // by request id
   std::vector<Match> found;
 };
 
@@ -282,7 +282,8 @@ extern "C" double specserve_follow_text(Source* source, int64_t id, const int32_
   return source->follow(id, {tokens, size});
 }
 
-// -> how many; `limit` is MAX_NODES at most, and each output has room for 2 MAX_NODES.
+// Return the number of draft tokens. `limit` is at most MAX_NODES; each output has room for 2 *
+// MAX_NODES.
 extern "C" int64_t specserve_propose_ngrams(Source* source, int64_t id, const int32_t* tokens,
                                           int64_t size, int64_t limit, int32_t* out_tokens,
                                           int32_t* parents, double* scores) {

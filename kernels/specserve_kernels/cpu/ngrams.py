@@ -1,4 +1,4 @@
-"""The n-gram source in C++ as Python sees it; `specserve_drafters.lookup` says what it computes."""
+"""Python bindings of the n-gram draft source in C++, which `specserve_drafters.lookup` defines."""
 
 from collections.abc import Callable
 from ctypes import CDLL, PYFUNCTYPE, Structure, c_double, c_int64, c_void_p
@@ -22,7 +22,7 @@ class Settings(Structure):
 
 
 class Functions(NamedTuple):
-    """Addresses are of a source, of a text's tokens and of what guesses are written to."""
+    """C functions. Pointers refer to a source, a text's tokens, and output arrays."""
 
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
@@ -33,15 +33,15 @@ class Functions(NamedTuple):
 
 
 def functions() -> Functions:
-    """BuildError where there is no library."""
+    """Return the functions. BuildError if there is no library."""
     return functions_of(build.library())
 
 
-@cache  # there may be many sources
+@cache  # for many sources
 def functions_of(library: CDLL) -> Functions:
     text = c_void_p, c_int64, c_void_p, c_int64
 
-    # They keep the interpreter's lock: they take less time than getting it back may.
+    # Calls keep the GIL, because they are shorter than reacquiring it may take.
     def named(name: str, result: Any, *args: Any) -> Any:
         return PYFUNCTYPE(result, *args)((f"specserve_{name}", library))
 

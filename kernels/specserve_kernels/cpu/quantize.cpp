@@ -1,5 +1,5 @@
-// Rounding weights to codes of 4 or 8 bits. The reference build's `quantize` is the definition: each
-// line here does the same operations on floats, in the same order, so that the codes are the same.
+// Rounding weights to codes of 4 or 8 bits. `quantize` in codes.py is the definition. This code
+// does the same float operations in the same order, so the codes are equal.
 #include <algorithm>
 
 #include "op.h"
@@ -7,9 +7,9 @@
 
 typedef uint8_t vb __attribute__((vector_size(16)));
 
-constexpr int64_t GROUP = 64, VECTORS = GROUP / LANES;  // of a scale of 4-bit codes
-constexpr float LEAST = 0x1p-100f;  // a scale whose inverse is far from overflow
-// What the code of a group's extreme would be if codes were not limited: all are tried.
+constexpr int64_t GROUP = 64, VECTORS = GROUP / LANES;  // columns per scale of 4-bit codes
+constexpr float LEAST = 0x1p-100f;  // minimum |scale|, so that its inverse cannot overflow
+// Candidate unclamped codes of a group's extreme; `quantize` tries each.
 constexpr float ENDS[] = {7.33f, 7.67f, 8.0f, 8.33f, 8.67f, 9.0f, 9.5f, 10.25f};
 
 struct Quantize {
@@ -22,7 +22,7 @@ struct Quantize {
 
 static inline float min(vf v) { return -max(-v); }
 
-// The value of the largest magnitude; of two such the negative one.
+// Return the value of the largest magnitude; of two, the negative one.
 static inline float extreme(vf least, vf most) {
   float low = min(least), high = max(most);
   return -low >= high ? low : high;
@@ -68,7 +68,7 @@ template <class T> static void quantize_group4(const T* weight, uint8_t* q, floa
     x[i] = load(weight + i * LANES);
     least = min(least, x[i]);
     most = max(most, x[i]);
-    zeros += x[i] * 0.0f;  // NaN where x is not finite
+    zeros += x[i] * 0.0f;  // NaN if x is not finite
   }
   float found = extreme(least, most), best = INF;
   *scale = scale_of(found, ENDS[0]);

@@ -1,4 +1,4 @@
-"""Ops that compute nothing: they note their calls, and give buffers of a program as tensors."""
+"""Ops that record their calls instead of computing, and return a program's buffers."""
 
 from collections.abc import Callable, Sequence
 from ctypes import Structure
@@ -23,14 +23,14 @@ from specserve_kernels.types import (
     Rotary,
 )
 
-STEP, READ, ADAPTED = range(3)  # the domains of rows, as in op.h
+STEP, READ, ADAPTED = range(3)  # domains of rows, as in op.h
 ALIGNMENT = 64  # bytes: a cache line
 
 
 class Memory:
-    """The arena of a program: bytes that buffers take, and give back when nothing refers to them.
+    """The arena of a program. A buffer takes bytes, and frees them when its last reference ends.
 
-    A later op may write to bytes that an earlier one read, as ops run in the order of recording.
+    Ops run in the order of recording, so a later op may write to bytes that an earlier op read.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Memory:
         self.free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """The smallest free chunk that is large enough, else a new one, whose pages are touched."""
+        """Return the smallest free chunk that is large enough, or a new one with touched pages."""
         fits = [chunk for chunk in self.free if len(chunk) >= num_bytes]
         if fits:
             best = min(fits, key=len)
@@ -55,9 +55,9 @@ class Memory:
 
 
 class Buffer:
-    """Stands for a tensor [rows of a domain, ...] in a forward that is being recorded.
+    """A placeholder for a tensor [rows of a domain, ...] during recording.
 
-    When the forward's last reference to it ends, its memory is free for the ops after that.
+    After the forward's last reference ends, later ops may reuse its memory.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Buffer:
         self.tensor = self.chunk[:size].view(dtype).view(max_rows, *inner)
 
     def __del__(self) -> None:
-        if hasattr(self, "memory"):  # else there was none to take
+        if hasattr(self, "memory"):  # else __init__ failed
             self.memory.free.append(self.chunk)
 
 
@@ -82,10 +82,10 @@ class Native(NamedTuple):
 
 
 class Hosted(NamedTuple):
-    """A call of an op that has no C++ form: Python makes it at every run, between native ops.
+    """A call of an op without a C++ form. Python makes it in every run, between native ops.
 
-    args    the op's arguments; a buffer is replaced by a view of its rows
-    out     where the result goes; None where the op works in place
+    args    the op's arguments; a run replaces buffers by views of their rows
+    out     the buffer of the result; None if the op works in place
     """
 
     name: str
@@ -102,16 +102,16 @@ class Hosted(NamedTuple):
 
 
 class RecordedPlan(NamedTuple):
-    """What a forward may know of any step."""
+    """The part of a plan that is equal in all steps."""
 
     num_heads: int
     head_dim: int
-    also: "tuple[Index, Index]"  # a step's token ids, and the rows that are read
+    also: "tuple[Index, Index]"  # token ids, and the rows that are read
 
 
 @dataclass(eq=False)
 class Index:
-    """Stands for a list of the step: its token ids, or the rows that are read."""
+    """A placeholder for a list of the step: its token ids, or the rows that are read."""
 
     domain: int
 
@@ -123,8 +123,8 @@ class Recorder:
     max_rows: tuple[int, int, int]
     memory: Memory = field(default_factory=Memory)
     calls: list[Native | Hosted] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)  # what the calls hold addresses of
-    adapter_rows: AdapterRows | None = None  # where a step's are put; None: the model has no slots
+    kept: list[Any] = field(default_factory=list)  # objects whose addresses the calls contain
+    adapter_rows: AdapterRows | None = None  # buffers for a step's adapter rows; None: no slots
 
     def new(self, domain: int, inner: Sequence[int], dtype: torch.dtype) -> Any:
         return Buffer(self.memory, domain, self.max_rows[domain], inner, dtype)
@@ -271,7 +271,7 @@ class Recorder:
         return AdapterSums(sums, told.places)
 
     def route(self, logits: Any, k: int, normalizes: bool) -> RoutedPairs:
-        # A step's row has k pairs, so that no buffer needs pairs as its rows.
+        # Pairs are [row, k], so that no buffer needs a domain of pairs.
         domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
         weights = self.new(domain, (k,), torch.float32)
         chosen, places, rows = (self.new(domain, (k,), torch.int32) for _ in range(3))
@@ -332,7 +332,7 @@ class Recorder:
         return out
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Any other op is run by Python. The shape of its result is that of a trial on one row."""
+        """Record a Python call of any other op. A trial on one row gives the result's shape."""
         if name.startswith("_"):
             raise AttributeError(name)
         function = getattr(ops, name)

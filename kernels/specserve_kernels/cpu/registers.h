@@ -1,4 +1,4 @@
-// Vector registers of the instruction set that is compiled for: GCC keeps wider vectors in memory.
+// Vector registers of the target instruction set. GCC keeps wider vectors in memory.
 #pragma once
 
 #include "vec.h"

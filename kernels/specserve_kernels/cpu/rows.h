@@ -1,4 +1,4 @@
-// The structs of types.py as the kernels see them; the ctypes structs of ops.py have this order.
+// The structs of types.py in C++. The ctypes structs in native.py have the same order.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ constexpr int MAX_HEAD_DIM = 512;
 
 enum Stored : int64_t { AS_FP32, AS_BF16, AS_INT8, AS_FP8 };
 
-// One layer's keys and values: [num_blocks, block_size, num_heads, head_dim], blocks strided. Where
-// they are codes, their scales: [num_blocks, num_heads, block_size].
+// One layer's keys and values: [num_blocks, block_size, num_heads, head_dim], with strided blocks.
+// Codes have scales: [num_blocks, num_heads, block_size].
 struct KV {
   void *k, *v;
   float *k_scale, *v_scale;

@@ -1,4 +1,4 @@
-// Running a list of ops, one after the other: an eager op is a list of one.
+// Running a list of ops one after the other. An eager op is a list of one.
 #include "op.h"
 
 struct List {

@@ -1,4 +1,4 @@
-// Choosing tokens: edits, masks, temperature, min_p, top_k, top_p, counter-based Gumbel noise,
+// Sampling: logit edits, masks, temperature, min_p, top_k, top_p, counter-based Gumbel noise,
 // argmax.
 #include <algorithm>
 #include <functional>
@@ -8,14 +8,14 @@
 #include "op.h"
 #include "vec.h"
 
-constexpr int BLOCK = 64;  // ids of 16 counters, four words each
-constexpr float MAX_NOISE = 23.0f;  // the smallest uniform, 2^-33, gives 22.9
+constexpr int BLOCK = 64;  // ids of 16 counters with four words each
+constexpr float MAX_NOISE = 23.0f;  // upper bound of noise: the smallest uniform, 2^-33, gives 22.9
 
 struct Range32 {
   int32_t begin, end;
 };
 
-// Where no row has edits, or none has a mask, those pointers are null.
+// The pointers of edits and masks are null if no row has any.
 struct SampleParams {
   const float* temperature;
   const int32_t* top_k;
@@ -72,12 +72,12 @@ static inline Words philox(uint64_t seed, uint32_t index, uint32_t first) {
   return {c0, c1, c2, c3};
 }
 
-// -log(-log1p(-u)) with u = min((word + 0.5) / 2^32, 1 - 2^-24).
+// Return -log(-log1p(-u)) with u = min((word + 0.5) / 2^32, 1 - 2^-24).
 static inline vf gumbel(vu word) {
   vf u = (__builtin_convertvector(word, vf) + 0.5f) * 0x1p-32f;
   u = u < 0x1.fffffep-1f ? u : splat(0x1.fffffep-1f);
   vf w = 1.0f - u;
-  // log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan); where w = 1 it is -u.
+  // log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan). If w = 1, it is -u.
   vf e = w == 1.0f ? u : -log(w) * (u / (1.0f - w));
   return -log(e);
 }
@@ -92,23 +92,23 @@ static void spread(const Words& w, float* out) {
     for (int j = 0; j < 4; j++) out[4 * i + j] = g[j][i];
 }
 
-// Noise of the ids [64 block, 64 block + 64) at one position.
+// Compute noise of the ids [64 block, 64 block + 64) at one position.
 static void noise(uint64_t seed, uint32_t index, int64_t block, float* out) {
   spread(philox(seed, index, uint32_t(block * LANES)), out);
 }
 
-// Whether noise of these words may be above `least`, as -log(-log1p(-u)) <= -log(u). The two
-// logarithms take most of the noise's time.
+// Whether noise of these words may exceed `least`, by the bound -log(-log1p(-u)) <= -log(u). The
+// check avoids the two logarithms, which take most of the time.
 static bool may_exceed(const Words& w, float least) {
   vu a = w.w0 < w.w1 ? w.w0 : w.w1, b = w.w2 < w.w3 ? w.w2 : w.w3;
   float smallest = -max(-__builtin_convertvector(a < b ? a : b, vf));
   return !(smallest * 0x1p-32f > 1.001f * std::exp(-least));
 }
 
-// A NaN counts as infinite, so that no maximum hides it.
+// Replace NaN by infinity, so that no maximum drops it.
 static inline vf nan_to_inf(vf x) { return x == x ? x : splat(INF); }
 
-// The greatest of n <= BLOCK logits; infinite if one is NaN.
+// Return the maximum of n <= BLOCK logits; infinity if one is NaN.
 static float most_of(const float* x, int n) {
   if (n == BLOCK) {
     vf a = nan_to_inf(load(x)), b = nan_to_inf(load(x + 16));
@@ -143,17 +143,17 @@ static int64_t argmax(const float* x, int64_t V) {
   return best;
 }
 
-// An id with its logit over temperature. The likelier one is the smaller.
+// An id with its logit / temperature. More probable candidates order first.
 struct Candidate {
   float z;
   int32_t id;
-  float mass;  // where top_p needs it
+  float mass;  // only set for top_p
   bool operator<(const Candidate& o) const { return z > o.z || (z == o.z && id < o.id); }
 };
 
 using Candidates = std::vector<Candidate>;
 
-// A row over its temperature, with the greatest of each block.
+// A row's logits / temperature, with the maximum of each block.
 struct Scaled {
   const float* x;
   int64_t V;
@@ -173,8 +173,8 @@ struct Scaled {
   }
 };
 
-// The likeliest with noise, of candidates that are not behind `last`. A block that cannot win needs
-// no noise.
+// Return the most probable id with noise, among candidates up to `last`. Blocks that cannot win are
+// skipped without noise.
 static int64_t argmax_noisy(const Scaled& row, uint64_t seed, uint32_t index, Candidate last) {
   int64_t best = 0;
   float top = -INF, g[BLOCK];
@@ -195,9 +195,9 @@ static int64_t argmax_noisy(const Scaled& row, uint64_t seed, uint32_t index, Ca
   return best;
 }
 
-// The last of the k likeliest candidates that are not behind `last`; c gets all k.
+// Return the last of the k most probable candidates up to `last`; store all k in c.
 static Candidate keep_top_k(const Scaled& row, size_t k, Candidate last, Candidates& c) {
-  if (k < row.tops.size()) {  // the k-th id is no less than the k-th block
+  if (k < row.tops.size()) {  // the k-th value is at least the k-th block maximum
     static thread_local std::vector<float> tops;
     tops = row.tops;
     std::nth_element(tops.begin(), tops.begin() + (k - 1), tops.end(), std::greater<float>());
@@ -220,7 +220,7 @@ static Candidate keep_top_k(const Scaled& row, size_t k, Candidate last, Candida
   return last;
 }
 
-// c gets the candidates from `floor` on; -> the mass of the others.
+// Store the candidates >= `floor` in c; return the mass of the others.
 static double take_above(const Scaled& row, float most, float floor, Candidates& c) {
   double rest = 0;
   for (size_t b = 0; b < row.tops.size(); b++) {
@@ -241,16 +241,16 @@ static double take_above(const Scaled& row, float most, float floor, Candidates&
   return rest;
 }
 
-constexpr int BUCKETS = 2048, BUCKETS_OF_ONE = 64;  // they reach down to exp(-32)
+constexpr int BUCKETS = 2048, BUCKETS_OF_ONE = 64;  // in total, and per factor e of mass
 
-// c keeps the bucket with the last candidate that is kept; -> the mass before that bucket.
+// Reduce c to the bucket of the last kept candidate; return the mass before that bucket.
 static double find_bucket(Candidates& c, float most, double enough) {
   auto bucket = [&](const Candidate& y) {
     float at = (most - y.z) * BUCKETS_OF_ONE;
     return at < BUCKETS - 1 ? int(at) : BUCKETS - 1;
   };
   double masses[BUCKETS] = {}, before = 0;
-  int at = BUCKETS - 1, last = 0;  // from the first to the last that has any
+  int at = BUCKETS - 1, last = 0;  // first and last nonempty bucket
   for (const Candidate& y : c) {
     masses[bucket(y)] += y.mass;
     at = std::min(at, bucket(y));
@@ -261,8 +261,8 @@ static double find_bucket(Candidates& c, float most, double enough) {
   return before;
 }
 
-// The last of the fewest likeliest candidates, at least one, that hold top_p of the mass: that of c
-// and `rest`.
+// Return the last candidate that top_p keeps: the fewest most probable candidates with top_p of the
+// total mass, at least one. The total is the mass of c plus `rest`.
 static Candidate keep_top_p(Candidates& c, float top_p, float most, double rest) {
   double total = rest, before = 0;
   for (size_t b = 0; b < c.size(); b += LANES) {
@@ -280,10 +280,10 @@ static Candidate keep_top_p(Candidates& c, float top_p, float most, double rest)
   return c[last];
 }
 
-// The last candidate that min_p, top_k and top_p leave.
+// Return the last candidate that min_p, top_k and top_p keep.
 static Candidate last_kept(const Scaled& row, const SampleParams& p, int64_t i) {
   static thread_local Candidates c;
-  Candidate last{std::numeric_limits<float>::lowest(), int32_t(row.V), 0};  // -inf is behind it
+  Candidate last{std::numeric_limits<float>::lowest(), int32_t(row.V), 0};  // excludes -inf
   float top_p = p.top_p[i], most = row.most();
   size_t top_k = p.top_k[i];
   if (p.min_p[i] > 0) last.z = std::max(last.z, most + std::log(p.min_p[i]));
@@ -294,7 +294,7 @@ static Candidate last_kept(const Scaled& row, const SampleParams& p, int64_t i) 
     last = keep_top_k(row, top_k, last, c);
   } else if (p.min_p[i] > 0) {
     take_above(row, most, last.z, c);
-  } else {  // the V ids below hold less than 1 - top_p of the mass, which is 1 at least
+  } else {  // ids below `floor` have less than 1 - top_p of the mass, which is at least 1
     float floor = most + std::log(std::max((1 - top_p) / float(row.V), 1e-30f));
     rest = take_above(row, most, std::max(last.z, floor), c);
   }
@@ -309,7 +309,7 @@ static int64_t choose(const float* x, int64_t V, const SampleParams& p, int64_t 
   return argmax_noisy(row, p.seeds[i], uint32_t(p.index[i]), last_kept(row, p, i));
 }
 
-// Every edit starts from x, so that the last one of an id is the only one.
+// Each edit reads the original logits x, so only an id's last edit takes effect.
 static void edit(const float* x, const SampleParams& p, Range32 edits, float* z) {
   for (int32_t e = edits.begin; e < edits.end; e++) {
     float y = x[p.ids[e]] + p.bias[e];
@@ -326,7 +326,7 @@ static void forbid(const uint32_t* words, int64_t V, float* z) {
   }
 }
 
-// A row after its edits and its mask, in memory of this thread.
+// Return a row after its edits and mask, in thread-local memory.
 static const float* edited(const float* x, int64_t V, const SampleParams& p, int64_t i) {
   static thread_local std::vector<float> z;
   z.resize(V);
@@ -358,7 +358,7 @@ static void sample(const Sample& a, Team& team) {
   }
 }
 
-// Insert into the k best so far; equal weights keep the lower id first.
+// Insert into the k best so far. Equal weights keep the lower id first.
 static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) {
   int64_t at = k - 1;
   for (; at > 0 && weight[at - 1] < w; at--) {
@@ -369,7 +369,7 @@ static void insert(float w, int64_t id, int64_t k, float* weight, int64_t* ids) 
   ids[at] = id;
 }
 
-// The k greatest of a row, the greatest first; of equal ones the lowest id.
+// Find the k greatest values of a row, in descending order; equal values by lower id.
 static void greatest(const float* x, int64_t V, int64_t k, float* z, int64_t* ids) {
   for (int64_t v = 0; v < k; v++) insert(x[v], v, v + 1, z, ids);
   if (k == 0) return;
@@ -381,7 +381,7 @@ static void greatest(const float* x, int64_t V, int64_t k, float* z, int64_t* id
   }
 }
 
-// Of exp(x - most); the order of additions depends on V only.
+// Return the sum of exp(x - most). The order of additions depends only on V.
 static double sum_of_exp(const float* x, int64_t V, float most) {
   double total = 0;
   for (int64_t begin = 0; begin < V; begin += 64 * LANES) {

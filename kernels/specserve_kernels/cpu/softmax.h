@@ -1,9 +1,9 @@
-// The softmax of some scores of one query, and the merge of such results.
+// The softmax over some scores of one query, and merging partial results.
 #pragma once
 
 #include "words.h"
 
-// 2^x, within 2 ulp for x in [-126, 127]; exactly 0 below, NaN for NaN. Cephes' polynomial.
+// Return 2^x within 2 ulp for x in [-126, 127]; exactly 0 below, NaN for NaN. Cephes' polynomial.
 static inline vf exp2(vf x) {
 #if defined(__AVX512F__)
   vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
@@ -25,19 +25,19 @@ static inline vf exp2(vf x) {
   return x < -126.0f ? vf{} : p;
 }
 
-// What a query has seen: the largest score, times log2 e, and the sum of 2^(score - max).
+// A query's softmax state: the maximum score times log2 e, and the sum of 2^(score - max).
 struct Seen {
   float max, sum;
 };
 constexpr Seen NOTHING{-INF, 0.0f};
 
-// Scores become weights: floats, or pairs of bf16. Hidden positions have the score -INF, and get the
-// weight 0. n is a multiple of 32; the weights may be where the scores are, or before them.
+// Convert scores to weights: floats, or pairs of bf16. Hidden positions have the score -INF and get
+// the weight 0. The count n is a multiple of 32. Weights may overwrite or precede the scores.
 //
-// Weights are rounded to bf16 where values are multiplied as pairs, and are summed as they were
-// rounded: so the error of a row is about that of rounding its result to bf16, in half the time.
+// If values are multiplied as pairs, weights are rounded to bf16, and the rounded weights are
+// summed. A row's error is then about the rounding error of a bf16 result, in half the time.
 //
-// Where values have scales, weights are multiplied by them after they are summed.
+// If values have scales, weights are summed first and then multiplied by the scales.
 template <bool IS_PAIRED, bool HAS_SCALES>
 static Seen soften(const float* score, int n, float scale, float* weights, const float* scales) {
   vf top = splat(-INF);
@@ -68,7 +68,7 @@ static Seen soften(const float* score, int n, float scale, float* weights, const
   return {peak, sum(total)};
 }
 
-// Add what a query saw of a later part to what it saw before.
+// Merge a query's state of a later part into its state of earlier parts.
 static void merge(float* values, Seen& seen, const float* later, Seen part, int64_t D) {
   if (part.sum == 0) return;
   if (seen.sum == 0) {
@@ -86,8 +86,8 @@ static void merge(float* values, Seen& seen, const float* later, Seen part, int6
 template <class T> static void finish(const float* values, Seen seen, T* out, int64_t D) {
   float scale = 1.0f / seen.sum;
   for (int64_t d = 0; d < D; d += LANES) {
-    // Adding 0 makes -0 to +0: the sign of a zero sum depends on how many hidden weights, of 0,
-    // were added to it.
+    // Adding 0 turns -0 into +0, because the sign of a zero sum depends on the number of hidden
+    // weights.
     vf v = load(values + d) * scale + 0.0f;
     store_up_to(out + d, v, std::min<int64_t>(LANES, D - d));
   }

@@ -1,4 +1,4 @@
-// The threads of a process: created when a team first needs them, asleep while there is no work.
+// The process's thread pool. Threads are created at first use and sleep without work.
 #include "team.h"
 
 #include <initializer_list>
@@ -15,21 +15,21 @@
 #include <thread>
 #include <vector>
 
-// A thread that waits spins at first: to sleep and be woken takes 7 us or, in some virtual machines,
-// 50. But where another process is busy, the thread that is waited for may have no CPU, and may get
-// the CPU of this one if this one sleeps: so a thread that has spun in vain a few times sleeps at
-// once, and only tries now and then whether spinning pays again. It never yields: the other process
-// would be given a whole time slice.
+// A waiting thread spins first, because a sleep and wake-up takes 7 us, or 50 us in some virtual
+// machines. If another process is busy, the awaited thread may have no CPU, and can use the CPU of
+// a sleeping thread. After a few useless spins, a thread therefore sleeps at once, and only
+// occasionally spins again. It never yields: the other process would get a whole time slice.
+
 constexpr int SPINS = 1000;       // pauses: 20 to 50 us
-constexpr int FEW_SPINS = 50;     // while spinning does not pay
-constexpr int PATIENCE = 3;       // times in a row that a thread has slept before it stops to spin
-constexpr int TRY_AGAIN = 128;    // it spins again every so many times
+constexpr int FEW_SPINS = 50;     // pauses while spinning is useless
+constexpr int PATIENCE = 3;       // consecutive sleeps that end spinning
+constexpr int TRY_AGAIN = 128;    // waits between spinning attempts
 
 static inline void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #else
-  asm volatile("isb" ::: "memory");  // `yield` takes one cycle only
+  asm volatile("isb" ::: "memory");  // `yield` takes only one cycle
 #endif
 }
 
@@ -51,7 +51,7 @@ static bool spin_while(const std::atomic<uint32_t>& word, uint32_t value, int sp
 }
 
 void Meeting::wait_for_others(uint32_t phase) {
-  static thread_local int in_vain = 0;  // times in a row
+  static thread_local int in_vain = 0;  // consecutive useless spins
   if (spin_while(this->phase, phase, FEW_SPINS)) return;
   if ((in_vain < PATIENCE || in_vain % TRY_AGAIN == 0) && spin_while(this->phase, phase, SPINS)) {
     in_vain = 0;
@@ -74,7 +74,7 @@ struct Job {
 struct Pool;
 
 struct Worker {
-  alignas(64) std::atomic<uint32_t> called{0};  // counts the jobs that this thread was called for
+  alignas(64) std::atomic<uint32_t> called{0};  // number of jobs of this thread so far
   std::atomic<uint32_t> is_asleep{0};
   Job job;
 
@@ -98,7 +98,8 @@ struct Pool {
     possible.size = std::min(job.size, int(workers.size()) + 1);
     join(possible, 0);
   }
-  // A thread's share of a job. Each calls two others, as to wake a thread takes microseconds.
+  // Run a thread's share of a job. Each thread wakes two others, because a wake-up takes
+  // microseconds.
   void join(const Job& job, int id) {
     for (int next : {2 * id + 1, 2 * id + 2})
       if (next < job.size) workers[next - 1]->call(job);
@@ -106,7 +107,7 @@ struct Pool {
     job.work(team, job.data);
     team.wait();
   }
-  // Whether the system allows one thread more. Results do not depend on their number.
+  // Start one more thread; false if the system refuses. Results do not depend on the number.
   bool start() {
     Worker* worker = workers.emplace_back(std::make_unique<Worker>()).get();
     try {
@@ -136,8 +137,8 @@ static void run_alone(void (*work)(Team&, void*), void* data) {
   work(team, data);
 }
 
-// Never freed: threads may still wait for it when the process exits. A child process that was
-// forked has none of its parent's threads, so it starts with a new pool.
+// Never freed, because threads may still wait on it at process exit. A forked child has none of its
+// parent's threads, so it starts a new pool.
 static Pool* pool = new Pool;
 static const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 

@@ -1,13 +1,13 @@
-// The threads that run a list of ops together: they meet at barriers, and sleep between lists.
+// Threads that run a list of ops together. They meet at barriers and sleep between lists.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
-// What the threads of a team share. What different threads write often has a cache line of its own.
+// State shared by the threads of a team. Frequently written fields have separate cache lines.
 struct Meeting {
   alignas(64) std::atomic<uint32_t> arrived{0};
-  alignas(64) std::atomic<uint32_t> phase{0};  // counts the barriers that all threads have reached
+  alignas(64) std::atomic<uint32_t> phase{0};  // number of completed barriers
   std::atomic<uint32_t> num_asleep{0};
   alignas(64) std::atomic<int64_t> taken{0};
 
@@ -24,8 +24,8 @@ struct Team {
   int id, size;
   Meeting& meeting;
 
-  // A barrier: returns when all threads have called it. What they wrote before is visible after.
-  // One counter for all: up to some 32 threads that is cheap beside an op.
+  // A barrier: returns after all threads have called it. All earlier writes are visible afterwards.
+  // One shared counter is cheap compared to an op, for up to about 32 threads.
   void wait() {
     uint32_t phase = meeting.phase.load(std::memory_order_relaxed);
     if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) != uint32_t(size) - 1)
@@ -33,19 +33,20 @@ struct Team {
     meeting.arrived.store(0, std::memory_order_relaxed);
     if (meeting.taken.load(std::memory_order_relaxed) != 0)
       meeting.taken.store(0, std::memory_order_relaxed);
-    // In one order for all threads with wait_for_others: it has seen the new phase, or is counted.
+    // Sequentially consistent with wait_for_others: a waiter sees the new phase or is counted in
+    // num_asleep.
     meeting.phase.store(phase + 1, std::memory_order_seq_cst);
     if (meeting.num_asleep.load(std::memory_order_seq_cst) != 0) meeting.wake_all();
   }
-  // The lowest number, from 0, that no thread has taken since the last barrier: for pieces of work
-  // that are long enough for another process to interrupt a thread. A piece of a few microseconds
-  // is better a part: its memory is read in one go.
+  // Return the lowest number, from 0, that no thread has taken since the last barrier. Use it for
+  // pieces that are long enough for another process to interrupt a thread. For pieces of a few
+  // microseconds, use `part`, which reads contiguous memory.
   int64_t take() { return meeting.taken.fetch_add(1, std::memory_order_relaxed); }
-  // This thread's part of [0, n): all parts are of almost equal length.
+  // Return this thread's part of [0, n). All parts have almost equal length.
   Range part(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
 };
 
-// Run work(team, data) on `size` threads, the caller's among them; returns when all have returned.
-// One team of several runs at a time: another caller waits. A caller alone neither waits nor is waited
-// for, so a model that is loaded beside steps does not hold them up.
+// Run work(team, data) on `size` threads, including the caller's; return after all have returned.
+// Only one team of several threads runs at a time; other callers wait. A team of one thread never
+// waits and blocks no team, so loading a model does not delay steps.
 void run_team(int size, void (*work)(Team& team, void* data), void* data);

@@ -1,4 +1,4 @@
-"""Choosing the number of threads by timing the steps that requests need."""
+"""Choosing the number of threads by timing steps of requests."""
 
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -12,43 +12,45 @@ from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.threads import Topology, check_threads, topology
 from specserve_kernels.types import FixedThreads, Threads
 
-STEPS, RANK = 9, 2  # steps timed with each of two numbers; their third best times are compared
-SOON, RARELY = 100, 5000  # steps of a size after which what is settled is compared again
-HOPELESS, HOPELESS_STEPS = 1.5, 4  # a number is dropped if its best of 4 steps is 1.5 times slower
+STEPS, RANK = 9, 2  # steps timed per number; index of the compared time, best first
+SOON, RARELY = 100, 5000  # steps of a size until its number is searched again
+HOPELESS, HOPELESS_STEPS = 1.5, 4  # ratio of best times that ends a duel early, minimum steps
 
 
 def tune(
     step: Callable[[int], Tensor], most: int, threads: int | None, key: str
 ) -> tuple[Threads, str]:
-    """A thread for each core at first, unless earlier measurements of the model `key` were kept.
+    """Start with one thread per core, or with stored measurements of the model `key`.
 
-    No step is run here: `MeasuredThreads` times those that requests need.
+    This runs no steps: `MeasuredThreads` times the steps of requests.
     """
     if threads is not None:
         return FixedThreads(check_threads(threads)), f"{threads}, as configured"
     machine = topology()
     if machine.cpus == 1:
-        return FixedThreads(1), "1, as there is one CPU"
+        return FixedThreads(1), "1, because there is one CPU"
     cpu = cpu_name().decode(errors="replace")
-    file = kept_file("threads", key, str(machine), source_hash(), cpu)  # of these kernels, too
+    file = kept_file("threads", key, str(machine), source_hash(), cpu)
     measured = MeasuredThreads(machine, file)
     return measured, measured.words()
 
 
 class Duel:
-    """Two numbers of threads, used in turns for steps of one size."""
+    """A comparison of two numbers of threads, which alternate in steps of one size."""
 
     def __init__(self, holder: int, challenger: int) -> None:
         self.holder, self.challenger = holder, challenger
         self.seconds: dict[int, list[float]] = {holder: [], challenger: []}
 
     def next(self) -> int:
-        """The number for the next step: in turns, so that other load affects both alike."""
+        """Return the number for the next step. They alternate, so that other load affects both
+        equally.
+        """
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         return self.holder if len(held) <= len(tried) else self.challenger
 
     def winner(self) -> int | None:
-        """The faster number; None until it is known. A far slower one is dropped early."""
+        """Return the faster number, None until it is known. A far slower number loses early."""
         held, tried = self.seconds[self.holder], self.seconds[self.challenger]
         if min(len(tried), len(held)) >= HOPELESS_STEPS:
             for one, other in ((self.holder, self.challenger), (self.challenger, self.holder)):
@@ -56,17 +58,18 @@ class Duel:
                     return one
         if len(tried) < STEPS or len(held) < STEPS:
             return None
-        # Other load makes some steps slower and none faster; the very best may have had less to do.
+        # Other load only slows steps down, so a low rank is robust. The best steps may have less
+        # work.
         is_better = sorted(tried)[RANK] < sorted(held)[RANK]
         return self.challenger if is_better else self.holder
 
 
 def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, None, int]:
-    """The best number, found by duels from `start` on; each is yielded until it has a winner.
+    """Search the best number by duels from `start` on. Each duel is yielded until it has a winner.
 
-    The challengers are the next of 1, 2, 4, ..., all cores, all CPUs: in one direction as long as
-    they win, in the other one if the first of them loses. Where all cores are best, one less is
-    tried as well: the core that is left can be another process's.
+    Challengers are neighbors in the list 1, 2, 4, ..., all cores, all CPUs. The search goes on in
+    one direction while they win, and in the other if the first one loses. If all cores are best,
+    one less is tried, which leaves a core to other processes.
     """
     best = start
     for upward in (is_upward, not is_upward):
@@ -84,7 +87,7 @@ def duels(start: int, machine: Topology, is_upward: bool) -> Generator[Duel, Non
 
 
 def neighbor(number: int, machine: Topology, is_upward: bool) -> int | None:
-    """The next larger or smaller number to try."""
+    """Return the next larger or smaller number to try."""
     powers = (1 << bits for bits in range(machine.cores.bit_length()))
     ladder = {*powers, machine.cores, machine.cpus}
     if is_upward:
@@ -93,29 +96,29 @@ def neighbor(number: int, machine: Topology, is_upward: bool) -> int | None:
 
 
 class MeasuredThreads:
-    """A number of threads for each size of a step, settled by timing real steps.
+    """The number of threads for each step size, chosen by timing real steps.
 
-    In steps of few rows, barriers can cost more than further threads gain. Sizes are powers of two:
-    steps of up to 1, 2, 4, ... rows. Each size starts with a thread a core against fewer; as long
-    as the smaller number wins, it is compared with a smaller one, so that no step is ever much
-    slower than it need be. The numbers that are settled are kept in `file`, for the next start.
+    In steps of few rows, barriers can cost more than additional threads gain. Sizes are powers of
+    two: steps of up to 1, 2, 4, ... rows. Each size starts with one thread per core against fewer
+    threads. While the smaller number wins, it is compared with the next smaller one. `file` stores
+    the results for the next start.
 
-    A neighbor that was busy may have decided, so what is settled is compared again: soon if it is
-    new or an earlier process settled it, rarely once two searches agree. Then larger numbers come
-    first. And as more threads that pay in a step pay in one of more rows, the numbers that are used
-    never fall from size to size: what contradicts most of the others is not used (`rising`).
+    A result may be due to other load, so every search is repeated, larger numbers first. It is
+    repeated soon if the result is new or from an earlier process, and rarely after two searches
+    agree. The used numbers never decrease from size to size, because threads that pay in a step
+    also pay in larger steps (`rising`).
     """
 
     def __init__(self, machine: Topology, file: Path | None = None) -> None:
         self.machine, self.file = machine, file
         self.settled = read(file, machine.cpus)  # bits of the size -> number
-        self.numbers = rising(self.settled, machine.cores)  # those that are used
-        self.before = dict(self.settled)  # what the search before the latest one found
-        self.searches: dict[int, Generator[Duel, None, int]] = {}  # bits of the size -> its duels
-        self.duels: dict[int, Duel] = {}  # bits of the size -> the one that is going on
-        self.lock = Lock()  # engines that share a model's weights share this, too
-        self.used = local()  # `number`, by the thread that steps
-        self.num_left = dict.fromkeys(self.settled, SOON)  # steps until a size is compared again
+        self.numbers = rising(self.settled, machine.cores)  # by size, the numbers in use
+        self.before = dict(self.settled)  # results of the previous searches
+        self.searches: dict[int, Generator[Duel, None, int]] = {}  # bits of the size -> search
+        self.duels: dict[int, Duel] = {}  # bits of the size -> current duel
+        self.lock = Lock()  # engines that share a model's weights share this object
+        self.used = local()  # `number`, per stepping thread
+        self.num_left = dict.fromkeys(self.settled, SOON)  # steps until the next search, by size
 
     def use(self, rows: int) -> None:
         size = size_of(rows)
@@ -139,7 +142,7 @@ class MeasuredThreads:
             return
         duel = self.duels[size]
         if number not in duel.seconds:
-            return  # another engine's step has ended the duel that this step began in
+            return  # another engine's step ended this step's duel
         duel.seconds[number].append(seconds)
         if duel.winner() is not None:
             self.advance(size)
@@ -149,7 +152,7 @@ class MeasuredThreads:
         self.advance(size)
 
     def advance(self, size: int) -> None:
-        """Begin the size's next duel, or settle its number."""
+        """Start the next duel of a size, or settle its number."""
         try:
             self.duels[size] = next(self.searches[size])
         except StopIteration as end:
@@ -169,23 +172,24 @@ class MeasuredThreads:
 
     def words(self) -> str:
         if not self.settled:
-            return f"{self.machine.cores}, until steps have been timed"
+            return f"{self.machine.cores}, until steps are timed"
         up_to = {number: size for size, number in sorted(self.numbers.items())}
         *smaller, last = up_to
-        if last != self.machine.cores:  # with which larger steps begin
+        if last != self.machine.cores:  # larger sizes start with all cores
             smaller, last = list(up_to), self.machine.cores
         runs = [f"{n} for up to {1 << up_to[n]} row{'s' if up_to[n] else ''}" for n in smaller]
         runs.append(f"{last} for more" if runs else str(last))
-        return f"{', '.join(runs)}, as timed before"
+        return f"{', '.join(runs)}, timed earlier"
 
 
 def rising(settled: Mapping[int, int], cores: int) -> dict[int, int]:
-    """The numbers by size, changed where one is less than that of a smaller size: as few of them as
-    possible, and rather towards a thread a core.
+    """Change as few numbers as possible so that they do not decrease from size to size.
+
+    Ties go to the choice closest to one thread per core.
     """
     numbers, sizes = sorted(set(settled.values())), sorted(settled)
-    # Of the choices for the sizes so far that end with a number, the best: how many are changed,
-    # how far they are from `cores`, and the choice.
+    # The best choice for the sizes so far, by its last number: number of changes, total distance
+    # from `cores`, and the choice.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {n: (0, 0, ()) for n in numbers}
     for size in sizes:
         for n in reversed(numbers):
@@ -200,7 +204,7 @@ def size_of(rows: int) -> int:
 
 
 def read(file: Path | None, allowed: int) -> dict[int, int]:
-    """The numbers that an earlier process settled; empty if the file is missing or not valid."""
+    """Read an earlier process's numbers; empty if the file is missing or invalid."""
     settled = read_kept(file, dict[int, int]) or {}
     is_ours = all(1 <= n <= allowed for n in settled.values())
     return settled if is_ours and all(0 <= size < 64 for size in settled) else {}

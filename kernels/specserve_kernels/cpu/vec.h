@@ -1,7 +1,7 @@
-// Vectors of 16 floats, and the few functions on them that the kernels need.
+// Vectors of 16 floats, and functions on them.
 //
-// Results do not depend on how loops are vectorized: no lane depends on another lane, and sums over
-// lanes are taken in one fixed order. Compile without -ffast-math.
+// Results do not depend on how loops are vectorized. No lane depends on another lane, and sums over
+// lanes have one fixed order. Compile without -ffast-math.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-// For functions whose arguments have to stay in registers.
+// For functions whose arguments must stay in registers.
 #define INLINE inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(64)));
@@ -43,13 +43,13 @@ static inline vf load(const bf16* p) {
   vu u = __builtin_convertvector(h, vu) << 16;
   return (vf)u;
 }
-template <class T> static inline vf load(const T* p, int n) {  // n < 16: the other lanes are 0
+template <class T> static inline vf load(const T* p, int n) {  // n < 16; the other lanes are 0
   T t[LANES] = {};
   memcpy(t, p, n * sizeof(T));
   return load(t);
 }
 
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even. NaN stays NaN.
 static inline vu round_bf16(vf x) {
   vu u = (vu)x;
   vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -84,7 +84,7 @@ static inline vf fma(vf a, vf b, vf c) {
 static inline vf max(vf a, vf b) { return a > b ? a : b; }
 static inline vf min(vf a, vf b) { return a < b ? a : b; }
 
-// Over lanes, by halves: lane i takes in lane i + 8, then i + 4, i + 2, i + 1.
+// Reductions over lanes, by halves: lane i adds lane i + 8, then i + 4, i + 2, i + 1.
 template <int S> static inline vf rotate(vf v) {
   vi at;
   for (int l = 0; l < LANES; l++) at[l] = (l + S) % LANES;
@@ -112,7 +112,7 @@ static inline vi load_lanes(const uint32_t* p, int n) {
   return v;
 }
 
-// One butterfly of the transpose below: swaps the off-diagonal S x S squares of a and b.
+// One butterfly of the transpose below. It swaps the off-diagonal S x S squares of a and b.
 template <int S> static inline void exchange(vi& a, vi& b) {
   vi low, high;
   for (int l = 0; l < LANES; l++) {
@@ -135,7 +135,7 @@ static inline void transpose(vi* x) {  // 16 x 16 words, in place
   for (int i = 0; i < 16; i++) if (!(i & 1)) exchange<1>(x[i], x[i + 1]);
 }
 
-// e^x, within 2 ulp for x in [-87, 88]; exactly 0 below. Cephes' reduction and polynomial.
+// Return e^x within 2 ulp for x in [-87, 88]; exactly 0 below. Cephes' reduction and polynomial.
 static inline vf exp(vf x) {
   vf n = x * 1.44269504088896341f;
   n = (n + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
@@ -154,14 +154,14 @@ static inline vf exp(vf x) {
   return x > -87.33f ? y : (x == x ? vf{} : x);
 }
 
-// cap * tanh(x / cap), within 2 ulp of the cap.
+// Return cap * tanh(x / cap), within 2 ulp of the cap.
 static inline vf soft_cap(vf x, float cap) {
   vf t = exp((x < 0.0f ? x : -x) * (2.0f / cap));
   vf y = cap * (1.0f - t) / (1.0f + t);
   return x < 0.0f ? -y : y;
 }
 
-// log x for normal, positive x, within 2 ulp. Cephes' polynomial.
+// Return log x for normal, positive x, within 2 ulp. Cephes' polynomial.
 static inline vf log(vf x) {
   vi bits = (vi)x;
   vf e = __builtin_convertvector((bits >> 23) - 126, vf);

@@ -1,8 +1,8 @@
-// Matrices of 32-bit words, each a float or a pair of bf16, and their product in float.
+// Matrices of 32-bit words, each a float or a pair of bf16, and their float product.
 //
-// Attention's two products, Q K^T and weights V, have this one form: c[n][width] += a[n][units]
-// b[units][width], where a unit is a head's dimension or a position, or two of them as a pair.
-// Every element of c is summed over the units in one order, whatever n and width are.
+// Both products of attention, Q K^T and weights V, have the form c[n][width] += a[n][units]
+// b[units][width]. A unit is a dimension or a position, or a pair of them. Every element of c is
+// summed over the units in the same order, for any n and width.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 #define HAS_PAIRS 0
 #endif
 
-// Whether values of type T are multiplied as pairs of bf16; else each is a float.
+// Whether values of type T are multiplied as pairs of bf16, else as floats.
 template <class T> constexpr bool PAIRED = HAS_PAIRS && std::is_same_v<Active<T>, bf16>;
 template <class T> constexpr int PER_WORD = PAIRED<T> ? 2 : 1;
 
-// Registers of sums that a block of a product has; others hold what is multiplied.
+// Registers for the sums of a block; other registers hold the operands.
 constexpr int SUMS = REGISTER == 32 ? 8 : 16;
-constexpr int MAX_GROUP = SUMS / 2;  // rows of `a` whose sums are in registers
+constexpr int MAX_GROUP = SUMS / 2;  // maximum rows of `a` per block
 
 template <bool IS_PAIRED> static inline rf multiply_words(rw a, rw b, rf c) {
 #if HAS_PAIRS
@@ -44,8 +44,8 @@ struct Sums {
   Sums from(int64_t row, int64_t column) const { return {at + row * stride + column, stride}; }
 };
 
-// Sums as they stand in memory, or zeros. Unrolled, as registers have no index: else they would pass
-// through the stack.
+// Load sums from memory, or zeros. Unrolled, because registers cannot be indexed; otherwise sums
+// would pass through the stack.
 template <int N, int S> static INLINE void load_sums(Sums from, bool adds, rf (&to)[N][S]) {
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++)
@@ -59,7 +59,7 @@ template <int N, int S> static INLINE void store_sums(const rf (&from)[N][S], Su
     for (int s = 0; s < S; s++) store_words(to.from(i, s * WORDS).at, (rw)from[i][s]);
 }
 
-// Rows [0, N) and S registers of columns.
+// Multiply rows [0, N) by S registers of columns.
 template <bool IS_PAIRED, int N, int S>
 static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds) {
   rf sum[N][S];
@@ -78,8 +78,8 @@ static void multiply_block(Matrix a, Matrix b, Sums c, int64_t units, bool adds)
   store_sums(sum, c);
 }
 
-// All rows that N covers in steps, for as many columns from `first` on as S registers cover in
-// steps; returns where those end.
+// Multiply rows in steps of N, for columns from `first` on in steps of S registers. Return the end
+// of these columns.
 template <bool IS_PAIRED, int N, int S>
 static int64_t multiply_columns(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t first,
                                 int64_t width, bool adds) {
@@ -89,7 +89,7 @@ static int64_t multiply_columns(Matrix a, Matrix b, Sums c, int n, int64_t units
   return first;
 }
 
-// As many rows as N covers in steps; then the rest by half of N.
+// Multiply rows in steps of N, then the rest in steps of N / 2.
 template <bool IS_PAIRED, int N>
 static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
                           bool adds) {
@@ -105,7 +105,7 @@ static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, int6
       multiply_rows<IS_PAIRED, N / 2>(a.from(done, 0), b, c.from(done, 0), rest, units, width, adds);
 }
 
-// c = a b, or c += a b: n rows, `width` columns, a multiple of LANES.
+// Compute c = a b, or c += a b, for n rows and `width` columns, a multiple of LANES.
 template <bool IS_PAIRED>
 static void multiply_vectors(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width, bool adds) {
   multiply_rows<IS_PAIRED, MAX_GROUP>(a, b, c, n, units, width, adds);

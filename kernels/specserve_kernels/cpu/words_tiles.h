@@ -1,7 +1,7 @@
-// The product of words on AMX's tiles: 16 words of 16 rows by 16 columns an instruction.
+// The product of words on AMX tiles: 16 words of 16 rows by 16 columns per instruction.
 //
-// Tiles always have 16 rows: those of `a` beyond n are read, and their sums are dropped. So a row's
-// bits do not depend on how many rows there are.
+// Tiles always have 16 rows. Rows of `a` beyond n are read, and their sums are dropped. Results are
+// therefore batch-invariant.
 #pragma once
 
 #include "amx.h"
@@ -15,7 +15,7 @@ static inline bool are_tiles_usable() {
   return usable;
 }
 
-// While it lives, a thread's tiles are 16 rows of 64 bytes.
+// Configures a thread's tiles as 16 rows of 64 bytes during its lifetime.
 struct TileUse {
   const bool is_on;
 
@@ -31,7 +31,8 @@ struct TileUse {
   }
 };
 
-// 16 or 32 rows and columns: tiles 0 to 3 are sums, rows by columns; 4 and 5 rows; 6 and 7 columns.
+// Multiply 16 or 32 rows and columns. Tiles 0 to 3 hold sums, rows by columns; 4 and 5 rows; 6 and
+// 7 columns.
 template <bool HAS_ROWS, bool HAS_COLUMNS>
 static void multiply_square(Matrix a, Matrix b, Sums c, int64_t units, bool adds) {
   int64_t a_bytes = a.stride * 4, b_bytes = b.stride * 4, c_bytes = c.stride * 4;
@@ -66,7 +67,8 @@ static void multiply_square(Matrix a, Matrix b, Sums c, int64_t units, bool adds
   if constexpr (HAS_ROWS && HAS_COLUMNS) store_tile(3, c.from(16, 16).at, c_bytes);
 }
 
-// n <= 32 rows, for 16 or 32 columns; the sums of rows that do not fill a tile pass through a copy.
+// Multiply n <= 32 rows, for 16 or 32 columns. Sums of rows that do not fill a tile pass through a
+// copy.
 template <bool HAS_COLUMNS>
 static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, bool adds) {
   if (n == 2 * TILE_ROWS) return multiply_square<true, HAS_COLUMNS>(a, b, c, units, adds);
@@ -85,7 +87,7 @@ static void multiply_rows(Matrix a, Matrix b, Sums c, int n, int64_t units, bool
   for (int i = 0; i < n; i++) memcpy(c.from(i, 0).at, copy + i * WIDTH, WIDTH * sizeof(float));
 }
 
-// c = a b, or c += a b, of pairs of bf16; `units` and `width` are multiples of 16.
+// Compute c = a b, or c += a b, of pairs of bf16. `units` and `width` are multiples of 16.
 static void multiply_on_tiles(Matrix a, Matrix b, Sums c, int n, int64_t units, int64_t width,
                               bool adds) {
   for (int i = 0; i < n; i += 2 * TILE_ROWS) {
@@ -104,5 +106,5 @@ struct TileUse {
 };
 #endif
 
-// Whether products of values of type T are computed on tiles.
+// Whether values of type T are multiplied on tiles.
 template <class T> static inline bool uses_tiles() { return PAIRED<T> && are_tiles_usable(); }

@@ -16,20 +16,22 @@ log = logging.getLogger("specserve")
 
 
 def build(device: torch.device, attention: str = "auto") -> "CudaOps":
-    """The ops on this GPU; DeviceError says in a line what is missing. `attention` as in `load`."""
+    """Return the ops on this GPU. DeviceError if a requirement is missing. `attention` as in
+    `load`.
+    """
     if torch.version.cuda is None:
         raise DeviceError(
-            f"this torch ({torch.__version__}) is built without CUDA: install a build with it, or "
-            "take 'cpu'"
+            f"This torch ({torch.__version__}) is built without CUDA. Install a CUDA build, or use "
+            "'cpu'."
         )
     count = torch.cuda.device_count()
     if count == 0:
         raise DeviceError(
-            "torch sees no NVIDIA GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or take 'cpu'"
+            "torch finds no NVIDIA GPU. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use 'cpu'."
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
-        raise DeviceError(f"there are {count} GPUs, counted from 0: take one of them")
+        raise DeviceError(f"GPU {index} does not exist. Use a GPU number from 0 to {count - 1}.")
     return _on(index, attention)
 
 
@@ -38,15 +40,17 @@ def _on(index: int, attention: str) -> "CudaOps":
     try:
         from specserve_kernels.cuda.ops import CudaOps
     except ImportError as e:
-        raise DeviceError(f"Triton cannot be imported ({e}): pip install 'specserve[gpu]'") from e
+        raise DeviceError(
+            f"Triton cannot be imported ({e}). Install it with pip install 'specserve[gpu]'."
+        ) from e
     torch.cuda.set_device(index)
-    # Else cuBLAS may round the parts of a split sum to bfloat16 before it adds them up.
+    # Otherwise, cuBLAS may round the parts of a split sum to bfloat16 before it adds them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return CudaOps(torch.device("cuda", index), _flashinfer(attention), attention)
 
 
 def _flashinfer(attention: str) -> Any | None:
-    """The FlashInfer module; None if it is not wanted, or missing and not required (logged)."""
+    """Return the FlashInfer module; None if unused, or if missing and not required (logged)."""
     if attention == "triton":
         return None
     try:
@@ -54,5 +58,5 @@ def _flashinfer(attention: str) -> Any | None:
     except DeviceError as e:
         if attention == "flashinfer":
             raise
-        log.warning("%s. Triton attends instead, more slowly", e)
+        log.warning("%s Using the slower Triton attention instead.", e)
         return None

@@ -1,4 +1,4 @@
-"""LoRA adapters: the rows of each adapter are multiplied by its two maps alone, as by an expert."""
+"""LoRA adapters. Only the rows of an adapter are multiplied by its maps, as for an expert."""
 
 import torch
 import triton
@@ -8,11 +8,11 @@ from torch import Tensor
 from specserve_kernels.cuda.experts import multiply, tiles
 from specserve_kernels.types import AdapterRows, AdapterSums
 
-BLOCK = 1024  # columns of a row that are added to
+BLOCK = 1024  # columns of a row per program
 
 
 class CudaMapAdapters:
-    """As the reference's; a slot without a map here has zeros."""
+    """Same as the reference's MapAdapters. A slot without matrices for this map has zeros."""
 
     def __init__(
         self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype, device: torch.device
@@ -22,7 +22,7 @@ class CudaMapAdapters:
 
     def packed(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         shapes = self.down.shape[1:], self.up.shape[1:]
-        assert (down.shape, up.shape) == shapes, "an adapter of another shape"
+        assert (down.shape, up.shape) == shapes, "The adapter's matrices have the wrong shape."
         return down.to(self.down.device), up.to(self.up.device)
 
     def put(self, slot: int, packed: tuple[Tensor, Tensor] | None) -> None:
@@ -44,14 +44,14 @@ def _add(sums, places, out, factor, N, BLOCK: tl.constexpr):
 
 
 def adapted(x: Tensor, adapters: CudaMapAdapters, rows: AdapterRows) -> AdapterSums:
-    """A row is a pair of itself and its slot, as if that were its only expert."""
+    """Same as the reference op. Each slot is treated as the only expert of its rows."""
     work = tiles(rows.order.long(), rows.begins.diff().long())
     inner = multiply(x, adapters.down, None, work, x.dtype)
     return AdapterSums(multiply(inner, adapters.up, None, work, torch.float32), rows.places)
 
 
 def add(out: Tensor, added: AdapterSums | None, factor: float = 1.0) -> Tensor:
-    """Add to each row factor * what its adapter adds, in place; out."""
+    """Add factor * its adapter's sums to each row of `out`, in place; return `out`."""
     if added is None or not len(out):
         return out
     R, N = out.shape

@@ -1,6 +1,6 @@
-"""FlashInfer's paged attention: causal rows by position, trees by a packed mask.
+"""FlashInfer's paged attention: causal rows by position, draft trees by a packed mask.
 
-The only file that uses FlashInfer, written against the sources of 0.6.4 and 0.6.18.
+Only this file uses FlashInfer. It is written against the sources of 0.6.4 and 0.6.18.
 """
 
 import re
@@ -15,27 +15,28 @@ from specserve_kernels.cuda.masks import kv_lengths, pack, sight
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.types import KVCache, KVLayer, Rows
 
-FROM, BELOW = "0.6.4", "0.7"  # the supported versions; pyproject.toml has the same bounds
+FROM, BELOW = "0.6.4", "0.7"  # supported versions; pyproject.toml has the same bounds
 HEAD_SIZES = (64, 128, 256)
-WORKSPACE_BYTES = 512 << 20  # for the pieces of a split KV: H/Hk x 264 tiles of 128 rows at most
-# fa3 is faster for long chunks, but does not split the KV and runs a program for every query head:
-# a few rows over a long context would leave most of the GPU idle. Also, with one arithmetic for
-# causal rows and for trees, speculation flips fewer near-ties.
+WORKSPACE_BYTES = 512 << 20  # for pieces of a split KV: at most H/Hk x 264 tiles of 128 rows
+# fa3 is faster for long chunks, but does not split the KV, and runs one program per query head. A
+# few rows over a long context would leave most of the GPU idle. Also, fa2 computes causal rows and
+# trees with the same arithmetic, so speculation flips fewer near-ties.
 BACKEND = "fa2"
 
 
 def load_flashinfer() -> Any:
-    """The module; DeviceError if it is missing or of an unsupported version."""
+    """Import FlashInfer. DeviceError if it is missing or has an unsupported version."""
     try:
         import flashinfer
     except (ImportError, RuntimeError, OSError) as e:  # the import loads shared libraries
         raise DeviceError(
-            f"FlashInfer cannot be imported ({cause(str(e))}): pip install 'specserve[gpu]'"
+            f"FlashInfer cannot be imported ({cause(str(e))}). Install it with pip install "
+            "'specserve[gpu]'."
         ) from e
     if not version(FROM) <= version(flashinfer.__version__) < version(BELOW):
         raise DeviceError(
-            f"FlashInfer {flashinfer.__version__} is outside the versions that are known to work, "
-            f"from {FROM} to below {BELOW}: pip install 'specserve[gpu]'"
+            f"FlashInfer {flashinfer.__version__} is not supported; {FROM} to below {BELOW} is. "
+            "Install a supported version with pip install 'specserve[gpu]'."
         )
     return flashinfer
 
@@ -45,7 +46,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 class PlannedRows(NamedTuple):
-    """Rows [begin, end) of a step, and FlashInfer's wrappers for them, by window."""
+    """Rows [begin, end) of a step, and their FlashInfer wrappers by window."""
 
     begin: int
     end: int
@@ -53,13 +54,13 @@ class PlannedRows(NamedTuple):
 
 
 class FlashInfer:
-    """Wrappers that are planned once a step and run once a layer."""
+    """FlashInfer wrappers, planned once per step and run once per layer."""
 
     def __init__(self, device: torch.device, module: Any, backend: str = BACKEND) -> None:
         self.module, self.backend = module, backend
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.wrappers: dict[tuple[str, int | None], Any] = {}
-        self.built: set[tuple[int, bool]] = set()  # head sizes, with a window or without
+        self.built: set[tuple[int, bool]] = set()  # head size, has a window
         self.planned = torch.cuda.Event() if device.type == "cuda" else None
 
     def fits(self, kv: KVCache) -> bool:
@@ -67,12 +68,12 @@ class FlashInfer:
         return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
 
     def build(self, kv: KVCache, windows: Sequence[int | None]) -> None:
-        """Compile and load the kernels that a plan will use; DeviceError if that fails.
+        """Compile and load the kernels of later plans. DeviceError if that fails.
 
-        `plan` would build them as well, but there a failed build looks like any other error.
+        FlashInfer's `plan` would also build them, but its build errors look like other errors.
         """
         D = kv.layers[0].k.shape[-1]
-        # A tree's mask includes the window, so its kernels need none.
+        # A tree's mask includes the window, so tree kernels need no window.
         for has_window in {False, *(w is not None for w in windows)}:
             if (D, has_window) not in self.built:
                 self.build_kernels(D, has_window)
@@ -89,18 +90,17 @@ class FlashInfer:
             raise
         except (RuntimeError, OSError) as e:
             raise DeviceError(
-                f"FlashInfer cannot build its kernels ({cause(str(e))}): it compiles them at their "
-                "first use, which takes nvcc and ninja"
+                f"FlashInfer cannot build its kernels ({cause(str(e))}). It compiles them at first "
+                "use: install nvcc and ninja."
             ) from e
         except (AttributeError, TypeError) as e:
             raise self.unknown(e) from e
 
     def check_masks(self, D: int) -> None:
-        """DeviceError unless `_mask_indptr_buf` is where `plan` keeps the beginnings of masks.
+        """Check that `plan` stores the mask offsets in `_mask_indptr_buf`; else DeviceError.
 
-        It is a private attribute that `planned_wrapper` replaces. The test has two requests, of 3
-        rows over 4 slots and of one row over 5: their masks begin at the bits 0 and 12, or the
-        bytes 0 and 2.
+        `planned_wrapper` replaces this private attribute. The check plans two requests: 3 rows over
+        4 slots, and one row over 5. Their masks begin at the bits 0 and 12, or the bytes 0 and 2.
         """
         ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 4], [0, 1, 2], [0, 1], [4, 5])]
         mask = torch.full((3,), 255, dtype=torch.uint8, device=self.workspace.device)
@@ -115,14 +115,14 @@ class FlashInfer:
 
     def unknown(self, what: object) -> DeviceError:
         return DeviceError(
-            f"FlashInfer {self.module.__version__} differs from the versions that are known to "
-            f"work ({what}): install {FROM}"
+            f"FlashInfer {self.module.__version__} has an unknown interface ({what}). Install "
+            f"version {FROM}."
         )
 
     def masks(
         self, rows: Rows, kv: KVCache, windows: Sequence[int | None]
     ) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """By window, the trees' packed masks and where each request's begins; host tensors."""
+        """Return, by window, the trees' packed masks and each request's offset, as host tensors."""
         b, r = num_causal(rows)
         if b == len(rows.last_page_len):
             return {}
@@ -143,7 +143,7 @@ class FlashInfer:
         windows: Sequence[int | None],
         masks: dict[int | None, tuple[Tensor, Tensor]],
     ) -> list[PlannedRows]:
-        """Plan the step's parts: its causal requests, and its trees.
+        """Plan the parts of a step: its causal requests, and its draft trees.
 
         indices, masks  on the device
         """
@@ -186,12 +186,12 @@ class FlashInfer:
         own = indices[int(indptr[0]) : int(indptr[-1])]
         ints = [qo - qo[0], indptr - indptr[0], own, rows.last_page_len[requests]]
         _, block_size, num_kv_heads, D = kv.layers[0].k.shape
-        # Its window counts slots, which for causal rows are the positions.
+        # FlashInfer's window counts slots. For causal rows, slots equal positions.
         window_left = -1 if mask is not None or window is None else window - 1
         heads = num_heads, num_kv_heads, D, block_size
         self.ask(wrapper, ints, heads, window_left, None if mask is None else mask[0])
         if mask is not None:
-            # Given a packed mask, `plan` stores beginnings in bits, but the kernels take bytes.
+            # Given a packed mask, `plan` stores offsets in bits, but the kernels read bytes.
             wrapper._mask_indptr_buf = mask[1]
         return wrapper
 
@@ -203,7 +203,7 @@ class FlashInfer:
         window_left: int,
         mask: Tensor | None,
     ) -> None:
-        """Call the wrapper's `plan`; torch's OutOfMemoryError if its workspace is too small.
+        """Call the wrapper's `plan`. torch.OutOfMemoryError if the workspace is too small.
 
         ints   qo_indptr, indptr, indices, last_page_len, as in Rows
         heads  query heads, KV heads, head size, block size
@@ -227,7 +227,7 @@ class FlashInfer:
                 f"small for this step. {cause(str(e))}"
             ) from e
 
-    @torch.inference_mode(False)  # the wrapper writes to its buffers outside of that mode, too
+    @torch.inference_mode(False)  # the wrapper also writes its buffers outside that mode
     def wrapper(self, kind: str, window: int | None) -> Any:
         if (kind, window) not in self.wrappers:
             make = self.module.BatchPrefillWithPagedKVCacheWrapper
@@ -238,7 +238,7 @@ class FlashInfer:
 def run_parts(
     q: Tensor, kv: KVLayer, parts: list[PlannedRows], scale: float, window: int | None
 ) -> Tensor:
-    """Attention of the step that was planned last, part by part; q and result are [R, H, D]."""
+    """Run attention of the last planned step, part by part; q and result are [R, H, D]."""
     out = torch.empty_like(q)
     for part in parts:
         at = slice(part.begin, part.end)
@@ -247,15 +247,17 @@ def run_parts(
 
 
 def cause(complaint: str) -> str:
-    """The line of a build's errors that says why it failed; else the first."""
+    """Return the line of a build's output that names the error, else the first line."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower() or "cannot find" in line]
     return (telling or lines or [""])[0][:300]
 
 
 def num_causal(rows: Rows) -> tuple[int, int]:
-    """The number of requests without a mask, which come first, and of their rows."""
+    """Return the number of requests without a mask, which come first, and of their rows."""
     is_tree = rows.mask.numpy()[rows.qo_indptr.numpy()[:-1]] != 0
     num_requests = int((~is_tree).sum())
-    assert not is_tree[:num_requests].any(), "a request without a mask comes after one with"
+    assert not is_tree[:num_requests].any(), (
+        "a request without a mask follows a request with a mask"
+    )
     return num_requests, int(rows.qo_indptr[num_requests])

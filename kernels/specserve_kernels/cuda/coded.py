@@ -1,10 +1,10 @@
-"""Linear maps: by cuBLAS, or of codes.
+"""Linear maps: plain weights with cuBLAS, coded weights with Triton.
 
-Few rows are multiplied as the codes are read, many by a widened weight.
+Few rows are multiplied while the kernel decodes; many rows by a widened weight.
 
-A group of columns is cut into chunks, and an int32 word holds a code of each of several chunks: so
-words that lie side by side are the codes of columns that lie side by side. A tile is what a program
-reads at a time: a word for each column of a chunk, of some rows of the weight.
+A group of columns is cut into chunks. An int32 word holds one code of each of several chunks, so
+adjacent words hold codes of adjacent columns. A tile is one program's read: a word for each column
+of a chunk, for some rows of the weight.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,7 +25,7 @@ class LinearMap(Protocol):
     def linear_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
 
     def floats(self, x: Tensor) -> Tensor:
-        """The sums [R, N] as float32, not rounded to the dtype of x."""
+        """Return the sums [R, N] as float32, not rounded to the dtype of x."""
         ...
 
 
@@ -43,20 +43,20 @@ class PlainMap(NamedTuple):
     def floats(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return linear(x.float(), self.weight.float())  # the CPU's mm has no other dtype of its sums
+        return linear(x.float(), self.weight.float())  # the CPU's mm has no `out_dtype`
 
 
-WORD = 32  # bits
-CHUNKS = 64, 32  # columns, where they divide a group; else MIN_DOT
-MAX_PADDED = 1.1  # columns of a weight, by those that it has
-OUTPUTS = 32  # of a program: rows of the weight
-ROWS = MIN_DOT  # of half a program, however many a step has, so that a row's sums are the same
-MAX_ROWS = 64  # more make up for a widened weight's bytes, by an estimate
+WORD = 32  # bits per word
+CHUNKS = 64, 32  # columns per chunk, if they divide a group; else MIN_DOT
+MAX_PADDED = 1.1  # maximum ratio of padded to actual columns
+OUTPUTS = 32  # rows of the weight per program
+ROWS = MIN_DOT  # rows per half program, for every step, so that a row's sums are batch-invariant
+MAX_ROWS = 64  # maximum rows of the decoding kernel; for more, widening is estimated to be faster
 
 
 @triton.jit
 def _place(chunk, K, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk's group, its columns, and which of them exist; the last of a group may be short."""
+    """Return a chunk's group, its columns, and which exist. A group's last chunk may be short."""
     EACH: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
     group = chunk // EACH
     i = chunk % EACH * CHUNK + tl.arange(0, CHUNK)
@@ -66,9 +66,9 @@ def _place(chunk, K, GROUP: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _codes(word, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """The codes in a part of each word, less the middle: small integers, exact in bfloat16."""
+    """Return the codes in a part of each word minus the middle: integers, exact in bfloat16."""
     if BITS == 4:
-        # Below 0x43 a nibble is the bfloat16 128 + nibble. Two parts are made in one operation.
+        # The bits 0x4300 | nibble are the bfloat16 128 + nibble. One operation decodes two parts.
         two = ((word >> 4 * (PART % 4)) & 0x000F000F) | 0x43004300
         one = (two >> 16 * (PART // 4)).to(tl.int16)
         return one.to(tl.bfloat16, bitcast=True).to(DOT) - 136
@@ -78,7 +78,7 @@ def _codes(word, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _product(x, row, k, exists, code, scale, offset, R, K, DOT: tl.constexpr):
-    """Columns of some rows times values; `offset` is None without offsets."""
+    """Multiply columns of some rows by values. `offset` is None without offsets."""
     some = tl.load(x + row * K + k[None, :], mask=(row < R) & exists[None, :], other=0.0)
     product = tl.dot(some.to(DOT), tl.trans(code), input_precision="ieee") * scale
     if offset is not None:
@@ -88,7 +88,7 @@ def _product(x, row, k, exists, code, scale, offset, R, K, DOT: tl.constexpr):
 
 @triton.jit
 def _finish(total, row, n, bias, out, R, N, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr):
-    """Write some rows, with all that is added to a product."""
+    """Add the bias and the residual to some rows, and store them."""
     at, is_out = out + row * N + n[None, :], (row < R) & (n < N)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -97,7 +97,7 @@ def _finish(total, row, n, bias, out, R, N, HAS_BIAS: tl.constexpr, ADDS: tl.con
     tl.store(at, total.to(out.dtype.element_ty), mask=is_out)
 
 
-@triton.jit(do_not_specialize=["R"])  # it changes from step to step
+@triton.jit(do_not_specialize=["R"])  # R changes from step to step
 def _multiply(
     x,
     words,  # [outputs / OUTPUTS, tiles, OUTPUTS, CHUNK]
@@ -119,10 +119,10 @@ def _multiply(
     ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    DOT: tl.constexpr,  # the dtype that is multiplied
+    DOT: tl.constexpr,  # dtype of the operands of dots
 ):
     PARTS: tl.constexpr = 32 // BITS
-    # Two halves share the decoded codes; of one dot of all rows two warps would decode each code.
+    # Two halves share the decoded codes. In one dot of all rows, two warps would decode each code.
     upper = (tl.program_id(1) * 2 * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lower = upper + ROWS
     each = tl.arange(0, OUTPUTS)
@@ -163,7 +163,7 @@ def _widen(
     HAS_OFFSET: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """The values of a tile."""
+    """Write the values of a tile."""
     PARTS: tl.constexpr = 32 // BITS
     each = tl.arange(0, OUTPUTS)
     n = tl.program_id(0) * OUTPUTS + each
@@ -184,7 +184,7 @@ def _widen(
 
 
 class CodedMap(NamedTuple):
-    """A weight [N, K] of codes as the kernels read it; outputs and groups are padded."""
+    """A coded weight [N, K] in the kernels' layout. Outputs and groups are padded."""
 
     bits: int
     group: int
@@ -192,7 +192,7 @@ class CodedMap(NamedTuple):
     words: Tensor  # [outputs / OUTPUTS, tiles, OUTPUTS, chunk] int32
     scale: Tensor  # [groups, outputs] float32
     zero: Tensor | None  # [groups, outputs] int8, less the middle
-    offset: Tensor | None  # [groups, outputs] float32; there are no zeros then
+    offset: Tensor | None  # [groups, outputs] float32; excludes zeros
     N: int
     K: int
 
@@ -229,7 +229,7 @@ class CodedMap(NamedTuple):
         return out
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """As `Codes.widen`, but offsets are those of `Codes.centered`."""
+        """Same as `Codes.widen`, with the offsets of `Codes.centered`."""
         out = torch.empty(self.N, self.K, dtype=dtype, device=self.words.device)
         _widen[tuple(self.words.shape[:2])](
             *(*self.tensors(), out, self.N, self.K),
@@ -239,7 +239,7 @@ class CodedMap(NamedTuple):
         return out
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """With some other in place of one that there is none of."""
+        """Return the kernels' tensors. The scale stands in for a missing zero or offset."""
         more = (self.scale if x is None else x for x in (self.zero, self.offset))
         return self.words, self.scale, *more
 
@@ -255,7 +255,7 @@ class CodedMap(NamedTuple):
 
 
 def pack(codes: Codes, device: torch.device) -> CodedMap:
-    """The codes in tiles, on the device."""
+    """Pack codes into tiles on the device."""
     codes = codes.centered()
     N, K = codes.q.shape
     chunk, parts = chunk_of(codes), WORD // codes.bits
@@ -265,7 +265,7 @@ def pack(codes: Codes, device: torch.device) -> CodedMap:
 
     q = codes.q.to(device)
     if codes.bits == 8:
-        q = q ^ 128  # less the middle, as an int8
+        q = q ^ 128  # minus the middle, as an int8
     q = pad(q.view(N, groups, codes.group), (0, group_chunks * chunk - codes.group)).view(N, -1)
     q = pad(q, (0, tiles * parts * chunk - q.shape[1], 0, outputs - N))
     q = q.view(-1, OUTPUTS, tiles, parts, chunk).permute(3, 0, 2, 1, 4)
@@ -287,7 +287,7 @@ def pack(codes: Codes, device: torch.device) -> CodedMap:
 
 
 def chunk_of(codes: Codes) -> int:
-    """The columns of a chunk: many, as a loop is shorter then, unless much would be padding."""
+    """Return the columns per chunk: many, for a shorter loop, unless padding exceeds MAX_PADDED."""
     K = codes.q.shape[1]
     for chunk in CHUNKS:
         tile = chunk * WORD // codes.bits

@@ -1,8 +1,8 @@
-"""Mixtures of experts: the rows of each expert are multiplied by its weights alone.
+"""Mixtures of experts. Each row is multiplied only by the weights of its experts.
 
 A row and one of its experts are a pair. Pairs are sorted by expert and cut into tiles of one expert
-each. How many tiles there are is known on the device alone, and a graph's launches are fixed: so
-there are as many programs as there may be tiles, and some do nothing.
+each. Only the device knows the number of tiles, and a graph's launches are fixed. The launch
+therefore covers the maximum number of tiles, and surplus programs exit.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,11 +17,11 @@ from specserve_kernels.cuda.coded import LinearMap, PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED
 from specserve_kernels.types import PackedExperts, Routing
 
-TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs, outputs of a program, columns that it reads at a time
+TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs and outputs per program, columns per iteration
 
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
-    """As the reference's."""
+    """Same as the reference op."""
     wide = logits.float()
     experts = wide.sort(dim=1, descending=True, stable=True).indices[:, :k]
     weights = wide.softmax(dim=1).gather(1, experts)
@@ -31,7 +31,7 @@ def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
 
 
 def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> PackedExperts:
-    """Codes are maps of their own; other weights are joined in one tensor [E, N, K]."""
+    """Pack the experts' maps. Codes stay separate; plain weights become one tensor [E, N, K]."""
     each = [*maps]
     plain = [x.weight for x in each if isinstance(x, PlainMap)]
     if len(plain) < len(each):
@@ -41,12 +41,12 @@ def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> PackedExperts:
 
 
 class Tiles(NamedTuple):
-    """The pairs in the order of experts, and the tiles: those behind the last have no pairs.
+    """The pairs, sorted by expert, and the tiles. Surplus tiles at the end have no pairs.
 
     pairs   [R k]  int64  pair k r + j is row r's expert j
-    expert  [n]    int64  of a tile
-    first   [n]    int64  place of its first pair
-    behind  [n]    int64  the place behind its last one
+    expert  [n]    int64  expert of each tile
+    first   [n]    int64  place in `pairs` of a tile's first pair
+    behind  [n]    int64  end of the expert's pairs in `pairs`
     """
 
     pairs: Tensor
@@ -56,13 +56,13 @@ class Tiles(NamedTuple):
 
 
 def tiles(pairs: Tensor, num: Tensor) -> Tiles:
-    """Of pairs in the order of experts, which have so many, [E] int64."""
+    """Cut pairs, sorted by expert, into tiles. `num` [E] int64 counts the pairs of each expert."""
     ends, num_tiles = num.cumsum(0), (num + TILE - 1) // TILE
     tile_ends = num_tiles.cumsum(0)
     most = min(len(num), len(pairs)) + len(pairs) // TILE
     tile = torch.arange(most, device=pairs.device)
     expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=len(num) - 1)
-    # Tiles behind the last are taken to be the last expert's, and begin behind its pairs.
+    # Surplus tiles belong to the last expert and begin after its pairs.
     first = (ends - num)[expert] + (tile - (tile_ends - num_tiles)[expert]) * TILE
     return Tiles(pairs, expert, first, ends[expert])
 
@@ -80,7 +80,7 @@ def _multiply(
     N,
     K,
     HAS_BIAS: tl.constexpr,
-    EACH: tl.constexpr,  # pairs of a row of x
+    EACH: tl.constexpr,  # pairs per row of x
     TILE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -115,8 +115,9 @@ def multiply(
     dtype: torch.dtype,
     each: int = 1,
 ) -> Tensor:
-    """What each pair's expert makes of its row of x, [pairs, N]: a row has `each` pairs. What is of
-    a row without pairs is not written.
+    """Multiply each pair's row of x by its expert's weight: [pairs, N], `each` pairs per row of x.
+
+    Outputs of rows without pairs are not written.
     """
     assert x.is_contiguous() and weight.is_contiguous(), "rows with gaps"
     _, N, K = weight.shape
@@ -143,7 +144,7 @@ def add_experts(
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """As the reference's; what the first map makes is rounded before `gated`, too."""
+    """Same as the reference op, but the first map's outputs are also rounded before `gated`."""
     if gate_up.joined is None or down.joined is None:
         return add_each(x, routing, gate_up, down, residual, gated)
     if not len(x):
@@ -166,7 +167,9 @@ def add_each(
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """For experts of codes: right, and slow, as every expert multiplies all rows."""
+    """Add the outputs of experts with coded weights. This is slow: every expert multiplies all
+    rows.
+    """
     total = torch.zeros(residual.shape, device=x.device)
     for e, (first, second) in enumerate(zip(gate_up.each, down.each, strict=True)):
         biases = [None if maps.bias is None else maps.bias[e] for maps in (gate_up, down)]

@@ -1,4 +1,4 @@
-"""A gate's activation times what it gates; each program computes a piece of a row."""
+"""The gated activation f(gate) * up. Each program computes a piece of a row."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from torch import Tensor
 
 BLOCK = 1024
 GATES = ("silu", "gelu_tanh", "clamped")
-ALPHA = tl.constexpr(1.702)  # as the reference's
+ALPHA = tl.constexpr(1.702)  # same as in reference/experts.py
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _gated(gate_up, out, F, limit, GATE: tl.constexpr, BLOCK: tl.constexpr):
     at = gate
     if GATE == "gelu_tanh":  # 0.5 x (1 + tanh u) = x sigmoid(2 u)
         at = gate * (1.59576912 + 0.0713548163 * gate * gate)
-    if GATE == "clamped":  # NaN stays
+    if GATE == "clamped":  # keeps NaN
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
         at = ALPHA * gate
@@ -29,14 +29,15 @@ def _gated(gate_up, out, F, limit, GATE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gated(gate_up: Tensor, gate: str = "silu", limit: float = 0.0) -> Tensor:
-    """f(gate) * up, with f as of the reference's `linear_gated`; or, clamped, what its `experts`
-    make of them with this limit.
+    """Return f(gate) * up, as in the reference's `linear_gated`.
+
+    If `gate` is `clamped`, return the inner row of the reference's `experts` with this limit.
 
     gate_up  [R, 2F]  bfloat16 | float32  gate in the first half of a row, up in the second
     ->       [R, F]   as gate_up
     """
     assert gate_up.is_contiguous(), "rows with gaps"
-    assert gate in GATES, f"no kernel knows the gate {gate}"
+    assert gate in GATES, f"No kernel implements the gate {gate}."
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, F)
     if R:

@@ -1,6 +1,4 @@
-"""A step's inputs on the device; those of recorded steps are at the same addresses in every step,
-and uploaded in one copy.
-"""
+"""A step's inputs on the device. Recorded steps upload them in one copy to fixed addresses."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -37,14 +35,14 @@ class CudaPlan(NamedTuple):
     adapters: AdapterRows | None = None
 
 
-NOWHERE = -1  # the slot of an unused row
-ALSO_BYTES = 64  # a row, for other tensors of a step; and for up to
-MAX_ALSO = 16  # of them their alignment
-PER_WINDOW = 5  # fields
+NOWHERE = -1  # slot of an unused row
+ALSO_BYTES = 64  # bytes per row for other tensors of a step
+MAX_ALSO = 16  # maximum number of other tensors, for their alignment
+PER_WINDOW = 5  # fields per window
 
 
 class InputArray(NamedTuple):
-    """An array of the step's inputs; `unused` is what its end has if the step needs less."""
+    """An input array of a step. `unused` fills the end that a step does not use."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,10 +59,10 @@ class Heads(NamedTuple):
 
 
 class GraphInputs:
-    """Those of steps of up to `size` rows. The block numbers come last, as many as there are.
+    """The inputs of steps of up to `size` rows. The block numbers are last: their number varies.
 
-    Its tensors on the device are valid until the next upload of the staging buffer, which others of
-    other sizes share.
+    The device tensors are valid until the next upload of the staging buffer. Objects of other sizes
+    share this buffer.
     """
 
     def __init__(
@@ -85,10 +83,10 @@ class GraphInputs:
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
         self.indices_begin = self.also_begins + ALSO_BYTES * size + ALIGNMENT * MAX_ALSO
-        self.on_host: dict[int, list[NDArray[Any]]] = {}  # by the pinned buffer
+        self.on_host: dict[int, list[NDArray[Any]]] = {}  # by address of the pinned buffer
         self.on_device = [self.view(f, at) for f, at in zip(self.fields, self.begins, strict=True)]
         self.indices = staging.buffer[self.indices_begin :].view(torch.int32)
-        self.also: dict[Any, list[Tensor]] = {}  # on the device, by what is uploaded
+        self.also: dict[Any, list[Tensor]] = {}  # device tensors, by shapes and dtypes
 
     def view(self, field: InputArray, begin: int) -> Tensor:
         some = self.staging.buffer[begin : begin + field.num_bytes]
@@ -102,8 +100,8 @@ class GraphInputs:
     def upload(
         self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]
     ) -> CudaPlan:
-        """As `CudaOps.plan` for Triton's attention; `plan.also` begins with the token ids and what
-        is read, both of full length.
+        """Same as `CudaOps.plan` for Triton's attention. `plan.also` begins with the token ids and
+        `read`, both of length `size`.
         """
         seen = [sight(rows, window) for window in self.windows]
         work = [paged.deal(rows, s, *self.heads, self.size) for s in seen]
@@ -129,7 +127,7 @@ class GraphInputs:
         return CudaPlan([token_ids, read, *placed], shared, [], by_window)
 
     def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
-        """The fields in a pinned buffer."""
+        """Return views of the fields in a pinned buffer."""
         at = host.ctypes.data
         if at not in self.on_host:
             self.on_host[at] = [
@@ -139,7 +137,7 @@ class GraphInputs:
         return self.on_host[at]
 
     def place(self, host: NDArray[Any], also: Sequence[Tensor]) -> list[Tensor]:
-        """Write other tensors to a pinned buffer; where they will be on the device."""
+        """Write other tensors to a pinned buffer; return their future device tensors."""
         begins = accumulate((aligned(x.nbytes) for x in also), initial=self.also_begins)
         parts = [(x, slice(at, at + x.nbytes)) for x, at in zip(also, begins, strict=False)]
         for x, at in parts:

@@ -1,11 +1,11 @@
 """Forwards recorded as CUDA graphs: a step of few rows is one launch in place of some hundred.
 
-A graph is recorded for some numbers of rows, and takes steps of up to so many: unused rows are
-written nowhere, and nobody reads what comes of them. Steps of more rows, those that have rows with
-adapters, and those that begin with a residual run op by op.
+Each graph has a fixed number of rows, and runs steps of up to as many. Unused rows write no KV, and
+their results are not read. Steps run op by op if they have more rows, rows with adapters, or a
+residual as input.
 
-The children of a level's nodes are recorded as well: a replay replaces two launches, what they
-allocate, and, if all draws are greedy, a copy to the device.
+The draft children of a tree level are recorded, too. A replay replaces two launches, their
+allocations, and, if all draws are greedy, a copy to the device.
 """
 
 from collections import Counter
@@ -22,19 +22,19 @@ from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.ops import EagerProgram, ModelForward, Outputs
 from specserve_kernels.types import KVCache, Rows, SampleParams
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows
-STAGED_BYTES = 4 << 20  # for a step's inputs, most of which are its block numbers
-USUAL_WIDTH = 4  # nodes of a level, and children of a node
-MOST_ROWS = 16  # with more, the launches are a small part of what the host does for them
-MOST = 64  # recordings of children that are kept
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of each graph
+STAGED_BYTES = 4 << 20  # bytes for a step's inputs, mostly block numbers
+USUAL_WIDTH = 4  # nodes per tree level, and children per node
+MOST_ROWS = 16  # maximum recorded rows; for more rows, launches are a small part of the host's work
+MOST = 64  # maximum recordings of children
 
-Result = tuple[Tensor, dict[int, Tensor], Tensor]  # residual, taps, logits
+Result = tuple[Tensor, dict[int, Tensor], Tensor]  # residual, aux hidden states, logits
 Replay = Callable[[], None]
 T = TypeVar("T")
 
 
 class ForwardGraph(NamedTuple):
-    """A graph of a forward, and where it leaves its results."""
+    """A graph of a forward, and the tensors of its results."""
 
     replay: Replay
     residual: Tensor
@@ -43,8 +43,8 @@ class ForwardGraph(NamedTuple):
 
 
 class Capture:
-    """Records launches instead of doing them. All graphs share a pool of memory, as one is replayed
-    after the other.
+    """Records launches instead of running them. Graphs share one memory pool, because they are
+    replayed one after the other.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class Capture:
 
 
 class DrawParams:
-    """How the draws of R rows differ, at one address on the device; greedy at first."""
+    """Sampling parameters of R rows at a fixed device address; greedy at first."""
 
-    @torch.inference_mode(False)  # tensors made in that mode can be written only in it
+    @torch.inference_mode(False)  # inference tensors are writable only in that mode
     def __init__(self, R: int, device: torch.device) -> None:
         self.host = torch.zeros(3, R, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.device = torch.zeros(3, R, dtype=torch.int64, device=device)
@@ -71,7 +71,9 @@ class DrawParams:
         )
 
     def write(self, params: SampleParams) -> None:
-        """What was copied before has been read, as the caller has waited for the launch."""
+        """Copy new parameters. The last launch has read the previous ones, because callers wait for
+        it.
+        """
         if params is self.last is self.greedy:
             return
         seeds, index, rest = self.host.numpy()
@@ -88,24 +90,25 @@ class ChildGraph(NamedTuple):
 
 
 class ChildGraphs:
-    """Launches of `launch_top_children` over the logits of recorded forwards, which are at the same
-    address in every step.
+    """Recorded launches of `launch_top_children`, over the logits of recorded forwards: their
+    address is fixed.
     """
 
     def __init__(
         self, device: torch.device, record: Callable[..., tuple[Tensor, Replay]] | None = None
     ) -> None:
-        """Without a GPU nothing is recorded unless `record`, as `Capture`, is given."""
+        """Without a GPU, launches are recorded only if `record` (like `Capture`) is given."""
         self.device = device
         self.record = record or (Capture() if device.type == "cuda" else None)
-        self.addresses: set[int] = set()  # of the logits
+        self.addresses: set[int] = set()  # of logits
         self.recordings: dict[Any, ChildGraph] = {}
 
     def follow(self, logits: Tensor, smaller: int) -> None:
-        """Note where a recorded forward leaves its logits, and record what a draft model of the
-        usual width asks of them; other launches are recorded when they are first asked for.
+        """Register the logits of a recorded forward, and record the usual launches over them.
 
-        smaller  rows of the next smaller forward, which takes steps of up to so many
+        Usual launches have up to USUAL_WIDTH rows and children. Others are recorded at first use.
+
+        smaller  rows of the next smaller graph, which runs steps of up to as many rows
         """
         if self.record is None:
             return
@@ -116,8 +119,9 @@ class ChildGraphs:
                 self.launch(logits[:n], SampleParams.greedy(n), k, 1.0)
 
     def launch(self, logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor | None:
-        """As `launch_top_children`, with params on the host; None where it is not recorded. The
-        caller waits for the result before the next call, which may overwrite it.
+        """Same as `launch_top_children`, with params on the host; None if it is not recordable.
+
+        The caller waits for the result before the next call, which may overwrite it.
         """
         is_followed = logits.data_ptr() in self.addresses and len(logits) <= MOST_ROWS
         if self.record is None or not is_followed:
@@ -143,7 +147,7 @@ class ChildGraphs:
 
 
 class GraphProgram:
-    """Records a forward at the first step of each of SIZES, and replays it from then on."""
+    """Records a forward at the first step of each size in SIZES, then replays it."""
 
     def __init__(
         self,
@@ -154,7 +158,7 @@ class GraphProgram:
         taps: Collection[int] = (),
         capture: Callable[[Callable[[], Result]], tuple[Result, Replay]] | None = None,
     ) -> None:
-        """`num_planned` counts forwards by attention backend."""
+        """`num_planned` counts forwards per attention backend."""
         self.child_graphs, self.num_planned = child_graphs, num_planned
         self.model, self.kv, self.taps = model, kv, taps
         self.eager = EagerProgram(model, kv, taps)
@@ -195,7 +199,7 @@ class GraphProgram:
         return Outputs(self.residual, logits, taps, plan.also[2:])
 
     def logits(self, read: Tensor) -> Tensor:
-        assert self.residual is not None, "no step has been run"
+        assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))
 
     def inputs_of(self, size: int) -> GraphInputs:
@@ -205,8 +209,8 @@ class GraphProgram:
         return self.inputs[size]
 
     def record(self, plan: CudaPlan) -> ForwardGraph:
-        """Run the forward once, as that compiles kernels, and record it. That it runs again changes
-        nothing: it writes the same KV.
+        """Run the forward once to compile kernels, then record it. The replay writes the same KV
+        again.
         """
         token_ids, read, *_ = plan.also
 

@@ -1,7 +1,7 @@
-"""KV of 8 bits in Triton: codes and scales, as reference/kv.py defines them.
+"""8-bit KV in Triton: codes and scales, as defined in reference/kv.py.
 
-An fp8 code is made and read by integer operations: GPUs before Ada, and Triton's interpreter, have
-no such numbers.
+Fp8 codes are encoded and decoded with integer operations, because GPUs before Ada and Triton's
+interpreter lack fp8.
 """
 
 import torch
@@ -14,14 +14,14 @@ from specserve_kernels.types import KVLayer
 PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SMALLEST_FP8 = tl.constexpr(2.0**-6)
 SMALLEST_HEAD = tl.constexpr(2.0**-100)
-REBIASED = tl.constexpr(2.0**120)  # from a float's exponents to those of e4m3
-TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added and subtracted, it rounds to the nearest integer
+REBIASED = tl.constexpr(2.0**120)  # factor from e4m3's exponent bias to float32's
+TO_INTEGER = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds to the nearest integer
 
 
 @triton.jit
 def scale_of(a, b, CODES: tl.constexpr):
-    """Of heads whose halves are a and b, [heads, D / 2]: scales, and what numbers are multiplied
-    by; [heads, 1] both.
+    """Return the scales and inverse scales, [heads, 1], of heads with the halves a and b, [heads, D
+    / 2].
     """
     LARGEST: tl.constexpr = 127.0 if CODES == INT8 else 448.0
     sizes = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
@@ -37,15 +37,15 @@ def scale_of(a, b, CODES: tl.constexpr):
 
 @triton.jit
 def code(x, inverse, CODES: tl.constexpr):
-    """Codes of numbers, as bytes."""
-    x = tl.where(inverse > 0, x, 0.0) * inverse  # 0 instead of what is not finite
+    """Encode numbers as bytes."""
+    x = tl.where(inverse > 0, x, 0.0) * inverse  # 0 for heads that are not finite
     if CODES == INT8:
         found = ((x + TO_INTEGER) - TO_INTEGER).to(tl.int8)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         rounded = size + 0x7FFFF + ((size >> 20) & 1)
-        rebiased = (rounded >> 20) - (120 << 3)  # e4m3's bias is 7, a float's 127
+        rebiased = (rounded >> 20) - (120 << 3)  # e4m3's bias is 7, float32's 127
         rebiased = tl.where(tl.abs(x) < SMALLEST_FP8, 0, rebiased)
         found = (rebiased | ((bits >> 24) & 0x80)).to(tl.uint8)
     return found
@@ -53,7 +53,7 @@ def code(x, inverse, CODES: tl.constexpr):
 
 @triton.jit
 def number(codes, CODES: tl.constexpr):
-    """What codes stand for, but for the scale; other KV as it is."""
+    """Decode codes to float32, without the scale. Plain KV is returned unchanged."""
     if CODES == PLAIN:
         found = codes
     elif CODES == INT8:
@@ -66,7 +66,7 @@ def number(codes, CODES: tl.constexpr):
 
 
 def arguments(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    """K, V, their scales, the scales' stride between blocks, and CODES: what kernels take."""
+    """Return the kernels' KV arguments: K, V, their scales, the scales' block stride, and CODES."""
     if kv.k_scale is None or kv.v_scale is None:
         return kv.k, kv.v, kv.k, kv.v, 0, PLAIN.value
     assert kv.k_scale.stride() == kv.v_scale.stride(), "scales of different strides"
@@ -77,5 +77,5 @@ def arguments(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Fp8 as bytes: kernels have no such numbers."""
+    """View fp8 as bytes, because the kernels have no fp8 type."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

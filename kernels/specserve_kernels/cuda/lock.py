@@ -1,4 +1,4 @@
-"""A lock for the buffers that engines on one device share."""
+"""A lock for the buffers that the engines on one device share."""
 
 from threading import RLock
 
@@ -6,15 +6,15 @@ import torch
 
 
 class DeviceLock:
-    """Reentrant. While a thread holds it, the device is the thread's current one.
+    """A reentrant lock. While a thread holds it, the device is the thread's current device.
 
-    Torch keeps the current device by thread, and Triton launches on the current one.
+    Torch keeps the current device per thread, and Triton launches on the current device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.index = device.index if device.type == "cuda" else None
         self.lock = RLock()
-        self.outside: list[int] = []  # the devices that were current before
+        self.outside: list[int] = []  # the previous current devices
 
     def __enter__(self) -> None:
         self.lock.acquire()

@@ -1,4 +1,4 @@
-"""Attention masks of rows in the forms that the GPU's kernels take; made on the host."""
+"""Attention masks in the formats of the GPU kernels, computed on the host."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ WORD = np.arange(64, dtype=np.uint64)
 
 
 class Sight(NamedTuple):
-    """A row sees its request's slots [first, prefix), and slot prefix + j for every bit j of mask.
+    """Visible slots of each row: [first, prefix), and prefix + j for every set bit j of mask.
 
     first, prefix  [R]  int64
     mask           [R]  uint64
@@ -28,17 +28,17 @@ class Sight(NamedTuple):
         return Sight(self.first[begin:], self.prefix[begin:], self.mask[begin:])
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """On the host, [R] int64 each."""
+        """Return first, prefix and mask as host tensors, [R] int64 each."""
         first, prefix = map(torch.from_numpy, (self.first, self.prefix))
         return first, prefix, torch.from_numpy(self.mask.view(np.int64))
 
 
 def sight(rows: Rows, window: int | None) -> Sight:
-    """What every row sees, within a window. It counts positions, and a tree's slots are not in
-    the order of theirs.
+    """Compute the visible slots of every row within a window.
 
-    The nodes of a row's path have the positions prefix, prefix + 1, .. in the order of their bits:
-    those before the window are the lowest bits.
+    A window counts positions, and the slots of a draft tree are not in order of position. The nodes
+    of a row's path have the positions prefix, prefix + 1, .. in the order of their bits. Nodes
+    before the window are therefore the lowest bits.
     """
     prefix = rows.prefix.numpy().astype(np.int64)
     mask = rows.mask.numpy().view(np.uint64)
@@ -52,30 +52,31 @@ def sight(rows: Rows, window: int | None) -> Sight:
 
 
 def kv_lengths(rows: Rows, block_size: int) -> Ints:
-    """Slots in use of every request."""
+    """Return the number of used slots of every request."""
     num_blocks = np.diff(rows.indptr.numpy()).astype(np.int64)
     lengths: Ints = (num_blocks - 1) * block_size + rows.last_page_len.numpy()
     return lengths
 
 
 def pack(num_rows: Ints, kv_lengths: Ints, seen: Sight) -> tuple[NDArray[np.uint8], Ints]:
-    """FlashInfer's packed mask of some requests.
+    """Pack the masks of some requests for FlashInfer.
 
     num_rows, kv_lengths  [B]     int64  rows and slots of each request
-    seen                  [R]            of their rows, one request after the other
-    ->                    [..]    uint8  row i of a request sees its slot s where bit
-                                         i * kv_length + s of the request's bytes is set, the lowest
-                                         bit of a byte first
+    seen                  [R]            visible slots of their rows, one request after the other
+
+    ->                    [..]    uint8  bit i * kv_length + s of a request is set if its row i sees
+                                         its slot s; lowest bit of a byte first
+
     ->                    [B+1]   int64  the bytes of request b are [indptr[b], indptr[b+1])
 
-    The layout is that of `segment_packbits` with bitorder "little" in FlashInfer's documentation.
+    The layout equals `segment_packbits` with bitorder "little" in FlashInfer's documentation.
     """
     bits = num_rows * kv_lengths
     indptr = np.concatenate(([0], np.cumsum((bits + 7) // 8)))
     request = np.repeat(np.arange(len(bits)), num_rows)
     index = np.arange(len(request)) - (np.cumsum(num_rows) - num_rows)[request]
-    row = 8 * indptr[request] + index * kv_lengths[request]  # its first bit
-    # Most bits are a tree's prefix, which is seen. So all are set, and the hidden ones cleared.
+    row = 8 * indptr[request] + index * kv_lengths[request]  # first bit of each row
+    # Most slots are visible: they precede the tree. Set all bits, then clear the hidden ones.
     packed = np.full(indptr[-1], 255, dtype=np.uint8)
     shown = (seen.mask[:, None] >> WORD & np.uint64(1)).astype(bool)
     num_nodes = (kv_lengths[request] - seen.prefix).astype(np.uint64)
@@ -85,7 +86,7 @@ def pack(num_rows: Ints, kv_lengths: Ints, seen: Sight) -> tuple[NDArray[np.uint
         (
             row[r] + seen.prefix[r] + node,
             ranges(row, row + seen.first),
-            ranges(8 * indptr[:-1] + bits, 8 * indptr[1:]),  # up to the end of the last byte
+            ranges(8 * indptr[:-1] + bits, 8 * indptr[1:]),  # the padding of the last byte
         )
     )
     np.bitwise_and.at(packed, hidden >> 3, ~(1 << (hidden & 7)).astype(np.uint8))
@@ -93,7 +94,7 @@ def pack(num_rows: Ints, kv_lengths: Ints, seen: Sight) -> tuple[NDArray[np.uint
 
 
 def ranges(begin: Ints, end: Ints) -> Ints:
-    """The integers of all [begin, end), one range after the other."""
+    """Concatenate the integers of all ranges [begin, end)."""
     sizes = end - begin
     before = np.cumsum(sizes) - sizes
     every: Ints = np.arange(sizes.sum()) + np.repeat(begin - before, sizes)

@@ -1,4 +1,4 @@
-"""KV moves; each program does all of them, in order, for a piece of a token of one K or V."""
+"""KV moves. Each program does all moves, in order, for a piece of a token's K or V in one layer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def _move_kv(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     layer, part = tl.program_id(1) // 2, tl.program_id(1) % 2
     base = k + layer.to(tl.int64) * layer_stride + part.to(tl.int64) * v_offset + i * stride
-    # A thread has the same elements of every token, so that it reads only what it wrote itself.
+    # A thread handles the same elements of every token, so it reads only its own writes.
     for m in range(num_moves):
         s, t = tl.load(source + m), tl.load(target + m)
         s = (s // block_size) * block_stride + (s % block_size) * slot_stride
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
-    """As the reference's, with the slots on the device: a launch for each run of layers alike."""
+    """Same as the reference op, with slots on the device. One launch per run of equal layers."""
     if not len(source):
         return
     stored = [Pair(as_bytes(x.k).flatten(2), as_bytes(x.v).flatten(2)) for x in kv.layers]
@@ -71,7 +71,7 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
 
 
 def runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Neighbors of one shape and dtype, at equal distances from one to the next."""
+    """Group adjacent pairs of equal shape and dtype at equal distances in memory."""
     run: list[Pair] = []
     last: Any = None
     for pair in pairs:

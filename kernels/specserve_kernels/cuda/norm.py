@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm; each program computes a row."""
+"""RMSNorm and LayerNorm. Each program computes one row."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def _norm(
 def _launch(
     x: Tensor, weight: Tensor, out: Tensor, eps: float, is_centered: bool, adds: bool
 ) -> None:
-    """`x` and `out` are whole rows, or the same columns of them."""
+    """Launch over whole rows, or over the same columns of `x` and `out`."""
     R, K = x.shape
     block = triton.next_power_of_2(K)
     if R:
@@ -49,7 +49,7 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference's, like those below."""
+    """Same as the reference op, like the functions below."""
     assert x.is_contiguous(), "rows with gaps"
     out = x.new_empty(x.shape)
     _launch(x, weight, out, eps, is_centered=False, adds=False)

@@ -1,4 +1,4 @@
-"""The ops on one GPU, with the buffers, the lock and the attention that they share."""
+"""The ops on one GPU, with their shared buffers, lock and attention."""
 
 import logging
 from collections import Counter
@@ -57,11 +57,11 @@ log = logging.getLogger("specserve")
 
 
 class CudaOps:
-    """One for each GPU, as it owns memory there.
+    """The ops of one GPU. Each GPU has one object, because it owns device memory.
 
-    A plan's tensors are views of the staging buffer, and FlashInfer's wrappers keep the last plan
-    only. So the caller holds `lock` from the plan of a forward until its results are on the host,
-    or in tensors that no other forward writes to.
+    A plan's tensors are views of the staging buffer, and FlashInfer's wrappers keep only the last
+    plan. The caller therefore holds `lock` from a forward's plan until its results are safe.
+    Results are safe on the host, or in tensors that no other forward writes.
     """
 
     samples_ahead = True
@@ -76,13 +76,13 @@ class CudaOps:
     def __init__(
         self, device: torch.device, flashinfer: Any | None, attention: str = "auto"
     ) -> None:
-        """Without FlashInfer, Triton kernels attend; `attention` as in `load`."""
+        """Without `flashinfer`, Triton computes attention. `attention` as in `load`."""
         self.device, self.choice = device, attention
         self.lock = DeviceLock(device)
         self.staging = Staging(device)
         self.flashinfer = None if flashinfer is None else FlashInfer(device, flashinfer)
         self.child_graphs = ChildGraphs(device)
-        self.num_planned: Counter[str] = Counter()  # forwards, by attention backend
+        self.num_planned: Counter[str] = Counter()  # forwards per attention backend
 
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
@@ -138,7 +138,7 @@ class CudaOps:
         factor: float = 1.0,
         added: AdapterSums | None = None,
     ) -> Tensor:
-        # What adapters add comes last, so that rows without one have their bits in any step.
+        # Add adapter outputs last, so that they do not change the results of rows without one.
         if factor == 1:
             packed.linear_add(x, bias, residual)
         else:
@@ -207,7 +207,7 @@ class CudaOps:
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
     ) -> CudaPlan:
-        """Upload everything that the step's kernels read, in one copy."""
+        """Upload all inputs of the step's kernels in one copy."""
         flashinfer = self.flashinfer_for(kv, windows, has_plain_scores)
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
         if flashinfer:
@@ -229,10 +229,10 @@ class CudaOps:
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
     ) -> FlashInfer | None:
-        """FlashInfer, its kernels built, if it supports this model; None where Triton attends.
+        """Return FlashInfer with built kernels if it supports this model; None: use Triton.
 
-        A build that fails turns it off. Any other error of FlashInfer is raised in the step where
-        it occurs: a fallback there would hide it.
+        A failed build turns FlashInfer off. Its other errors are raised in the step, because a
+        fallback would hide them.
         """
         try:
             if self.flashinfer is not None and self.flashinfer.fits(kv) and has_plain_scores:
@@ -242,13 +242,13 @@ class CudaOps:
                 k = kv.layers[0].k
                 scores = "" if has_plain_scores else " with capped scores or sinks"
                 raise DeviceError(
-                    f"FlashInfer has no kernels for {k.dtype} heads of {k.shape[-1]}{scores}: take "
-                    "'auto'"
+                    f"FlashInfer has no kernels for {k.dtype} heads of size {k.shape[-1]}{scores}. "
+                    "Use attention 'auto'."
                 )
         except DeviceError as e:
             if self.choice == "flashinfer":
                 raise
-            log.warning("%s. Triton attends instead, more slowly", e)
+            log.warning("%s Using the slower Triton attention instead.", e)
             self.flashinfer = None
         return None
 
@@ -283,7 +283,7 @@ class CudaOps:
         max_read: int,
         taps: Collection[int] = (),
     ) -> Program:
-        """A program that records CUDA graphs, unless FlashInfer is to attend in every step."""
+        """Return a program that records CUDA graphs, unless every step must use FlashInfer."""
         if self.choice == "flashinfer" or self.device.type != "cuda":
             return EagerProgram(model, kv, taps)
         return GraphProgram(self.child_graphs, self.num_planned, model, kv, taps)
@@ -306,7 +306,7 @@ class CudaOps:
         if plan.work:
             scores = paged.Scores(scale, soft_cap, sinks)
             return paged.attention(q, kv, scores, *plan.work[window]).flatten(1)
-        assert soft_cap is None and sinks is None, "planned for plain scores"
+        assert soft_cap is None and sinks is None, "the plan supports only plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
@@ -338,8 +338,10 @@ class CudaOps:
     def tune(
         self, step: Callable[[int], Tensor], most: int, threads: int | None, key: str
     ) -> tuple[Threads, str]:
-        """Run a step of `most` rows, and of every number of rows that is recorded: they compile
-        kernels, try out the memory, and record graphs, the largest first, as others use its memory.
+        """Run one step of `most` rows and one of each recorded size, then sample.
+
+        The steps compile kernels, test the memory, and record graphs. The largest graph is recorded
+        first, because the others reuse its memory.
         """
         count = torch.get_num_threads() if threads is None else check_threads(threads)
         before = self.num_planned.copy()
@@ -355,11 +357,11 @@ class CudaOps:
             self.top_children(logits, one, min(USUAL_WIDTH, logits.shape[1]), 1.0)
         name = torch.cuda.get_device_name(self.device)
         attends = " and ".join(self.num_planned - before)
-        return FixedThreads(count), f"{name}, {attends} attends, {count} threads beside it"
+        return FixedThreads(count), f"{name}, attention by {attends}, {count} CPU threads"
 
 
 def changing(plain: SampleParams, V: int) -> list[SampleParams]:
-    """The parameters of a row with an edit that is off, with a mask of all ids, and with both."""
+    """Return one row's parameters with a no-op edit, with a mask of all ids, and with both."""
     ranges = torch.tensor([[0, 1]], dtype=torch.int32)
     id, off, on = torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.ones(1)
     edits = Edits(ranges, ranges, id, off, on, off)
@@ -371,7 +373,7 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
 
 
 def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> AdapterRows | None:
-    """The fields of AdapterRows, which come first of what is on the device, if there are any."""
+    """Return AdapterRows of the first device tensors, if the step has adapters."""
     return AdapterRows(*placed[: len(told)]) if told else None
 
 

@@ -1,9 +1,9 @@
-"""Attention over block tables with mask words, for heads and dtypes that FlashInfer lacks.
+"""Triton attention over block tables with mask words: for CUDA graphs, and in place of FlashInfer.
 
-Split over the KV as in flash-decoding (Dao et al. 2023): a program takes a few rows of a request,
-all query heads of one KV head, and one piece of the slots; a second kernel merges the pieces. What
-the programs take stands in tables on the device, so that a recorded launch suits every step of up
-to as many rows.
+The KV is split as in flash-decoding (Dao et al. 2023). A program takes a few rows of a request, all
+query heads of one KV head, and one piece of the slots. A second kernel merges the pieces. Programs
+read their work from tables on the device, so one recorded launch fits every step of up to as many
+rows.
 """
 
 from array import array
@@ -24,12 +24,12 @@ from specserve_kernels.types import KVLayer, Rows
 
 Table = NDArray[np.int32]
 
-MIN_DOT = 16  # least rows of a tl.dot
-MAX_FOLDED = 32  # rows times query heads of a program
-SLOTS = 64  # of one iteration of a program's loop
-MIN_PIECE = 128  # least slots for which another program pays
-PROGRAMS = 264  # two for every SM of an H200
-FEW = 32  # rows up to which loops in Python take less time than calls of NumPy
+MIN_DOT = 16  # minimum rows of a tl.dot
+MAX_FOLDED = 32  # maximum rows times query heads per program
+SLOTS = 64  # slots per iteration of a program's loop
+MIN_PIECE = 128  # minimum slots of a piece; a smaller piece does not repay another program
+PROGRAMS = 264  # programs that fill a GPU: two per SM of an H200
+FEW = 32  # maximum rows for which Python loops are faster than NumPy
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -50,16 +50,16 @@ def _soft_cap(x, cap):
 
 @triton.jit
 def _weigh(score, top):
-    """The weights of more slots by the highest score, it, and what earlier weights shrink by."""
+    """Return weights of more slots, the new maximum score, and the factor for earlier weights."""
     higher = tl.maximum(top, tl.max(score, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # no visible slot so far
     return tl.exp2(score - base[:, None]), higher, tl.exp2(top - base)
 
 
 @triton.jit
 def _attend(
     q,
-    out,  # [W, ROWS, H, D]: float32, or the result itself where every tile is one piece
+    out,  # [W, ROWS, H, D]: float32; the result itself if every tile is one piece
     lse,  # [W, ROWS, H]
     k,
     v,
@@ -82,14 +82,14 @@ def _attend(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # every tile is one piece
-    GROUP: tl.constexpr,  # query heads of a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     GROUP_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
-    DOT: tl.constexpr,  # the dtype that is multiplied
-    CODES: tl.constexpr,  # how KV is kept
+    DOT: tl.constexpr,  # dtype of the operands of dots
+    CODES: tl.constexpr,  # the KV format
 ):
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -135,11 +135,11 @@ def _attend(
         total = total * shrink + tl.sum(p, axis=1)
         acc *= shrink[:, None]
         if CODES != PLAIN:
-            # A hidden value's scale may be NaN, its codes are not.
+            # A hidden value's scale may be NaN, but its codes are finite.
             p = tl.where(seen, p * tl.load(v_scale + scales, mask=in_use, other=0.0)[None, :], 0.0)
         acc += tl.dot(p.to(DOT), values.to(DOT), input_precision="ieee")
 
-    # A piece of which a row sees nothing has weight 0; any row sees itself in some piece.
+    # A piece without visible slots has weight 0. Every row sees itself in some piece.
     sees = total > 0
     if IS_WHOLE and HAS_SINKS:
         sink = tl.load(sinks + head * GROUP + g, mask=is_row, other=0.0) * LOG2E
@@ -171,7 +171,7 @@ def _merge(
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):
-    """The pieces of one head of one row, in order; zeros for a row that has none."""
+    """Merge the pieces of one head of one row, in order. A row without pieces gets zeros."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = tl.load(merges + 3 * row).to(tl.int64), tl.load(merges + 3 * row + 1)
     at = (first * ROWS + tl.load(merges + 3 * row + 2)) * num_heads + head
@@ -195,17 +195,18 @@ def _merge(
     tl.store(out + place, merged.to(out.dtype.element_ty), mask=d < D)
 
 
-# Triton's interpreter multiplies bfloat16 as if it were integers.
+# Triton's interpreter multiplies bfloat16 as integers.
 IS_COMPILED = isinstance(_attend, triton.JITFunction)
 
 
 class Work(NamedTuple):
-    """How a step's rows and slots are divided among programs: a tile is some rows of a request, and
-    its slots are cut into pieces.
+    """The division of a step's rows and slots among programs.
 
-    pieces    [W, 5]  int32  see `_attend`, those of a tile in a row; one of zeros has no rows
-    merges    [R, 3]  int32  of each row: its first piece, how many, and its place in the tile
-    rows      of a tile, at most
+    A tile is some rows of a request. Its slots are cut into pieces.
+
+    pieces    [W, 5]  int32  see `_attend`; a tile's pieces are adjacent; zeros: no rows
+    merges    [R, 3]  int32  per row: its first piece, the number of pieces, its place in the tile
+    rows      maximum rows of a tile
     is_whole  every tile is one piece, and `merges` is not read
     """
 
@@ -216,15 +217,15 @@ class Work(NamedTuple):
 
 
 def num_programs(num_kv_heads: int) -> int:
-    """Pieces for which the whole GPU is busy; a step has no more of them beyond its tiles."""
+    """Return the number of pieces that fill the GPU. A step has at most so many plus its tiles."""
     return -(-PROGRAMS // num_kv_heads)
 
 
 def deal(
     rows: Rows, seen: Sight, num_heads: int, num_kv_heads: int, num_rows: int | None = None
 ) -> Work:
-    """The work of a step. Where it is one for launches recorded for `num_rows` rows, W is at most
-    num_rows + num_programs.
+    """Divide a step's work. For launches recorded for `num_rows` rows, W is at most num_rows +
+    num_programs.
     """
     group = power_of_2(num_heads // num_kv_heads)
     qo = rows.qo_indptr.numpy().astype(np.int64)
@@ -238,7 +239,7 @@ def deal(
 
 
 def divide_many(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Table]:
-    """Pieces and merges of tiles of `each` rows, of which a request's last may have fewer."""
+    """Return pieces and merges for tiles of `each` rows. A request's last tile may have fewer."""
     tiles = -(-np.diff(qo) // each)
     request = np.repeat(np.arange(len(tiles)), tiles)
     place = np.arange(len(request)) - (np.cumsum(tiles) - tiles)[request]
@@ -263,7 +264,7 @@ def divide_many(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Tab
 
 
 def divide_few(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Table]:
-    """The same without NumPy, whose calls take longer than to divide some rows."""
+    """Same as `divide_many` without NumPy, whose calls take longer for few rows."""
     first, prefix, mask = (x.tolist() for x in seen)
     tiles = []
     for request, (begin, end) in enumerate(pairwise(qo.tolist())):
@@ -285,27 +286,27 @@ def divide_few(qo: Ints, seen: Sight, each: int, most: int) -> tuple[Table, Tabl
 
 
 def piece_length(num_slots: int, most: int) -> int:
-    """Slots of a piece, of so many in all of a step's tiles."""
+    """Return the slots per piece, given the slots of all tiles and the maximum number of pieces."""
     return -(-max(MIN_PIECE, -(-num_slots // most)) // SLOTS) * SLOTS
 
 
 def power_of_2(n: int) -> int:
-    """The least that is not below n. Triton's own takes longer."""
+    """Return the least power of 2 that is at least n. Triton's function is slower."""
     return 1 << (n - 1).bit_length()
 
 
 def bit_lengths(words: NDArray[np.uint64]) -> Ints:
-    """The number of the highest bit that is set, counted from 1; 0 without any.
+    """Return the number of the highest set bit, counted from 1; 0 if no bit is set.
 
-    It is the exponent of the word as a float. That cannot round up to the next power of two, as the
-    bit below the highest is cleared first.
+    It equals the exponent of the word as a float. Clearing the bit below the highest first prevents
+    rounding up to the next power of two.
     """
     highest = words & ~(words >> np.uint64(1))
     return np.frexp(highest.astype(np.float64))[1].astype(np.int64)
 
 
 class Scores(NamedTuple):
-    """What becomes of the products of queries and keys: as the reference's `attention` has it."""
+    """Score parameters, as in the reference's `attention`."""
 
     scale: float
     soft_cap: float | None = None
@@ -313,8 +314,8 @@ class Scores(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the kernels read, on the device; dtypes as in Work and Rows, but first, prefix and mask
-    int64.
+    """Kernel inputs on the device, with dtypes as in Work and Rows. Exception: first, prefix and
+    mask are int64.
     """
 
     pieces: Tensor
@@ -327,7 +328,7 @@ class Inputs(NamedTuple):
 
 
 def attention(q: Tensor, kv: KVLayer, scores: Scores, work: Work, inputs: Inputs) -> Tensor:
-    """As the reference's, with the step divided by `deal` and its inputs on the device.
+    """Same as the reference op, for a step divided by `deal`, with inputs on the device.
 
     q   [R, H, D]
     ->  [R, H, D]
@@ -337,7 +338,7 @@ def attention(q: Tensor, kv: KVLayer, scores: Scores, work: Work, inputs: Inputs
     R, H, _ = q.shape
     out = torch.empty_like(q)
     group, num_pieces = H // num_kv_heads, len(inputs.pieces)
-    parts, lse = out, out  # lse is not written where every tile is one piece
+    parts, lse = out, out  # lse is not written if every tile is one piece
     if not work.is_whole:
         parts = q.new_empty(num_pieces, work.rows, H, D, dtype=torch.float32)
         lse = q.new_empty(num_pieces, work.rows, H, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Norm and rotation of the heads, and the KV write; each program takes a few heads of a row."""
+"""Norm and rotation of the heads, and the KV write. Each program takes a few heads of a row."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from specserve_kernels.cuda import kv_codes
 from specserve_kernels.cuda.kv_codes import PLAIN, code, scale_of
 from specserve_kernels.types import KVLayer, QKNorm, Rotary
 
-HEADS = 8  # of a program
+HEADS = 8  # per program
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _rope_write_kv(
     HALF: tl.constexpr,  # D / 2
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-    CODES: tl.constexpr,  # how KV is kept
+    CODES: tl.constexpr,  # the KV format
 ):
     row = tl.program_id(0).to(tl.int64)
     heads = num_heads + 2 * num_kv_heads
@@ -68,7 +68,7 @@ def _rope_write_kv(
     tl.store(q_at, ra.to(q_out.dtype.element_ty), mask=inside & is_q)
     tl.store(q_at + HALF, rb.to(q_out.dtype.element_ty), mask=inside & is_q)
     slot = tl.load(slots + row)
-    is_used = slot >= 0  # an unused row of a graph has none
+    is_used = slot >= 0  # an unused row of a graph has no slot
     inside &= is_used
     place = (slot // block_size) * block_stride + (slot % block_size) * num_kv_heads * D + i
     k_at = k_cache + place + (head - num_heads) * D
@@ -101,7 +101,7 @@ def rope_write_kv(
     positions: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """As the reference's, with the rows' positions and slots on the device."""
+    """Same as the reference op, with the rows' positions and slots on the device."""
     _, block_size, num_kv_heads, D = kv.k.shape
     stride, *inner = kv.k.stride()
     assert qkv.is_contiguous(), "rows with gaps"
@@ -123,7 +123,7 @@ def rope_write_kv(
             HEADS=HEADS,
             CODES=codes,
             num_warps=4,
-            # A fused product and sum is not rounded in between, so ties would get other codes.
+            # A fused multiply-add does not round the product, so ties would get different codes.
             enable_fp_fusion=codes == kv_codes.PLAIN.value,
         )
     return q

@@ -1,9 +1,9 @@
-"""Choosing tokens: a row's filters are reduced to one bound, then an argmax runs in splits.
+"""Sampling: each row's filters are reduced to one bound, then an argmax runs in splits.
 
-With top_k a program looks through its row twice: the k-th of the greatest values of groups of ids
-is no greater than the k-th of all, and those from there up are few enough for registers.
+A program with top_k reads its row twice. The k-th greatest of the maxima of groups of ids is a
+lower bound of the k-th greatest value. The values from this bound up usually fit into registers.
 
-In a step where rows have edits or masks, all rows are first written anew, in float32.
+If rows of a step have edits or masks, all rows are first rewritten in float32.
 """
 
 import torch
@@ -17,29 +17,29 @@ from specserve_kernels.types import Edits, Masks, SampleParams
 
 @triton.jit
 def gumbel(seed, index, first, BLOCK: tl.constexpr):
-    """-log(-log1p(-u)) of the ids [first, first + BLOCK); `first` and BLOCK are multiples of 4."""
+    """Return the noise of the ids [first, first + BLOCK); `first` and BLOCK are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad, index.to(tl.int32), 0, 0)  # 10 rounds by default
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 per quad
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     w = 1.0 - u
-    # log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan); where w = 1 it is -u.
+    # log1p(-u) = log(w) * u / (1 - w) undoes the rounding of w (Kahan). If w = 1, it is -u.
     is_one = w == 1.0
     e = tl.where(is_one, u, -tl.log(w) * (u / tl.where(is_one, 1.0, 1.0 - w)))
     return -tl.log(e)
 
 
 NO_TOKEN, NOT_FINITE = tl.constexpr(types.NO_TOKEN), tl.constexpr(types.NOT_FINITE)
-LOWEST = tl.constexpr(-(2**63))  # ranks below every candidate
-_SPLIT = 1024  # ids of one program: so a single row of 152k keeps a whole GPU busy
-_BLOCK = 8192  # ids of a row that one program loads at a time
+LOWEST = tl.constexpr(-(2**63))  # a rank below every candidate
+_SPLIT = 1024  # ids per program; a single row of 152k ids then fills a GPU
+_BLOCK = 8192  # ids of a row that one program loads at once
 _FEW = tl.constexpr(1024)  # values that one program keeps in registers
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    """As the reference's; all tensors are on the device, and the host does not wait for it.
+    """Same as the reference op. All tensors are on the device, and the host does not wait.
 
-    The launches depend on shapes only: the parameters are read on the device.
+    The launches depend only on shapes, because the device reads the parameters.
     """
     V, n = logits.shape[1], len(rows)
     if not params.is_plain:
@@ -56,28 +56,28 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
 
 def edited(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    """The rows after their edits and masks, [n, V] float32."""
+    """Return the rows after their edits and masks, [n, V] float32."""
     for x in (logits, rows, *params.tensors()):
-        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+        assert x.is_contiguous(), "a tensor is not contiguous"
     V, n = logits.shape[1], len(rows)
     out = logits.new_empty(n, V, dtype=torch.float32)
     edits = params.edits or [None] * len(Edits._fields)
     masks = params.masks or [None] * len(Masks._fields)
     block = min(_BLOCK, triton.next_power_of_2(V))
     given = logits, rows, *edits, *masks, out
-    # Not fused, a penalized logit is rounded as by the reference.
+    # Without fusion, a penalized logit is rounded as in the reference.
     _edit[(n,)](*given, V, BLOCK=block, num_warps=32, enable_fp_fusion=False)
     return out
 
 
 def bounds(logits: Tensor, rows: Tensor, params: SampleParams) -> tuple[Tensor, Tensor]:
-    """The filters of each row, as a bound: the ids above it pass, and those at it up to an id.
+    """Reduce each row's filters to a bound. Values above it pass; equal values pass up to an id.
 
-    ->  [n]  float32  the bounds, of logits / temperature
-    ->  [n]  int32    the ids
+    ->  [n]  float32  the bounds, on logits / temperature
+    ->  [n]  int32    the last id that passes at the bound
     """
     for x in (logits, rows, *params.tensors()):
-        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+        assert x.is_contiguous(), "a tensor is not contiguous"
     V, n = logits.shape[1], len(rows)
     block = min(_BLOCK, triton.next_power_of_2(V))
     scaled = logits.new_empty(n, V, dtype=torch.float32)
@@ -106,7 +106,7 @@ def _edit(
     V,
     BLOCK: tl.constexpr,
 ):
-    """A row. Edits start from its logits, so that the last one of an id is the only one."""
+    """Edit a row. Each edit reads the original logits, so only an id's last edit takes effect."""
     i, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x, z = logits + tl.load(rows + i) * V, out + i * V
     mask, has_mask = None, False
@@ -192,7 +192,9 @@ def _bounds(
 
 @triton.jit
 def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
-    """z = x / temperature; the least that is finite, the greatest, and that of each lane."""
+    """Write z = x / temperature; return its least finite value, its maximum, and each lane's
+    maximum.
+    """
     lane = tl.arange(0, BLOCK)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -200,23 +202,24 @@ def _scale(x, z, temperature, V, BLOCK: tl.constexpr):
         is_id = start + lane < V
         value = tl.load(x + start + lane, mask=is_id, other=float("-inf")).to(tl.float32)
         value = tl.div_rn(value, temperature)
-        # The searches end for finite numbers only; a row with others gives no token.
+        # The searches end only for finite numbers. Other rows give no token.
         value = tl.where(value < float("inf"), value, float("-inf"))
         tl.store(z + start + lane, value, mask=is_id)
         least = tl.minimum(least, tl.where(value > float("-inf"), value, float("inf")))
         most = tl.maximum(most, value)
-    tl.debug_barrier()  # other threads will read what this one wrote
+    tl.debug_barrier()  # other threads read these values
     return tl.min(least, 0), tl.max(most, 0), most
 
 
 @triton.jit
 def _least(values, weights, low, high, enough):
-    """The least value, from `low` to `high`, such that those above it weigh less than `enough`; in
-    rounds as those of `_search`.
+    """Return the least value in [low, high] with less than `enough` weight above it.
+
+    The rounds are the same as in `_search`.
     """
     while low < high:
         middle = low * 0.5 + high * 0.5
-        middle = tl.where(middle < high, middle, low)  # neighbors have nothing between them
+        middle = tl.where(middle < high, middle, low)  # adjacent floats have no number between them
         is_above = values > middle
         if tl.sum(tl.where(is_above, weights, 0), 0) < enough:
             high = tl.max(tl.where(is_above, float("-inf"), values), 0)
@@ -227,8 +230,8 @@ def _least(values, weights, low, high, enough):
 
 @triton.jit
 def _keep(z, kept, ids, V, cut, BLOCK: tl.constexpr):
-    """Keep a row's values from `cut` up and their ids, in any order, as far as there is room; how
-    many there are. Behind the ids is a number to count by.
+    """Store a row's values >= `cut` and their ids, in any order, up to _FEW; return their number.
+    The element after the ids is the counter.
     """
     lane = tl.arange(0, BLOCK)
     counter = ids + _FEW
@@ -247,7 +250,7 @@ def _keep(z, kept, ids, V, cut, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth_id(ids, V, n):
-    """The n-th lowest id, of at least n below V."""
+    """Return the n-th lowest id; at least n ids are below V."""
     low, high = 0, V
     while low < high:
         middle = (low + high) // 2
@@ -260,7 +263,7 @@ def _nth_id(ids, V, n):
 
 @triton.jit
 def _cut_few(few, bound, most, k, p, has_top_p):
-    """As `_cut` with top_k, of a row whose k greatest values are among a few in registers."""
+    """Same as `_cut` with top_k, for a row whose k greatest values are in registers."""
     one = tl.full([_FEW], 1, tl.int32)
     bound = _least(few, one, bound, most, k)
     equal = tl.sum(tl.where(few == bound, one, 0), 0)
@@ -278,14 +281,14 @@ def _cut_few(few, bound, most, k, p, has_top_p):
 
 @triton.jit
 def _fitting(bound, most, enough, above):
-    """How many of the values at the bound top_p leaves, where those above it have some mass."""
+    """Return how many values at the bound top_p keeps, given the mass above it."""
     fit = tl.ceil((enough - above) / _mass(bound, most))
-    return tl.where(fit > 1, fit, 1.0).to(tl.int32)  # the likeliest stays at any top_p
+    return tl.where(fit > 1, fit, 1.0).to(tl.int32)  # keep the most probable
 
 
 @triton.jit
 def _cut(z, V, bound, most, k, p, has_top_k, has_top_p, BLOCK: tl.constexpr):
-    """The bound after top_k and top_p; how many values at it pass, and how many there are."""
+    """Return the bound after top_k and top_p, and how many of the values at it pass and exist."""
     if has_top_k:
         bound = _search(z, V, bound, most, k, False, BLOCK)
     above, mass, equal, _, _ = _survey(z, V, bound, most, BLOCK)
@@ -301,15 +304,15 @@ def _cut(z, V, bound, most, k, p, has_top_k, has_top_p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(z, V, low, most, enough, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The least value, from `low` to `most`, that has less than `enough` above it.
+    """Return the least value in [low, most] with less than `enough` above it.
 
-    `low` need not be a value of the row. A round halves [low, high], then moves the end onto the
-    next value there is: a dozen rounds for logits, and fewer than 300 for any finite floats.
+    `low` need not be a value of the row. A round halves [low, high], then moves the end to the next
+    value of the row. Logits take about a dozen rounds, any finite floats fewer than 300.
     """
     high = most
     while low < high:
         middle = low * 0.5 + high * 0.5
-        middle = tl.where(middle < high, middle, low)  # neighbors have nothing between them
+        middle = tl.where(middle < high, middle, low)  # adjacent floats have no number between them
         above, mass, _, upper, lower = _survey(z, V, middle, most, BLOCK)
         if (mass if BY_MASS else above) < enough:
             high = lower
@@ -322,8 +325,8 @@ def _search(z, V, low, most, enough, BY_MASS: tl.constexpr, BLOCK: tl.constexpr)
 def _survey(z, V, cut, most, BLOCK: tl.constexpr):
     """Compare a row's values with `cut`.
 
-    ->  how many are above it, and their mass; how many are equal; the least value above it, and the
-        greatest that is not
+    ->  number and mass of the values above it; number of equal values; least value above it, and
+        greatest value not above it
     """
     lane = tl.arange(0, BLOCK)
     above, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -348,7 +351,7 @@ def _mass(z, most):
 
 @triton.jit
 def _last_kept(z, V, bound, room, BLOCK: tl.constexpr):
-    """The id of the `room`-th token at the bound, or of the last if there are fewer."""
+    """Return the id of the `room`-th token at the bound, or of the last if there are fewer."""
     lane = tl.arange(0, BLOCK)
     seen, last = 0, -1
     for start in range(0, V, BLOCK):
@@ -364,7 +367,7 @@ def _last_kept(z, V, bound, room, BLOCK: tl.constexpr):
 def _best_of_split(
     logits, rows, temperature, seeds, index, bounds, lasts, best, V, BLOCK: tl.constexpr
 ):
-    """The best candidate among the ids of a split."""
+    """Find the best candidate among the ids of a split."""
     i, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = split * BLOCK + tl.arange(0, BLOCK)
     x = logits + tl.load(rows + i) * V + id
@@ -373,7 +376,7 @@ def _best_of_split(
     if t > 0:
         z = tl.div_rn(z, t)
         bound, last = tl.load(bounds + i), tl.load(lasts + i)
-        is_out = (z < bound) | ((z == bound) & (id > last))  # a NaN stays
+        is_out = (z < bound) | ((z == bound) & (id > last))  # keeps NaN
         noise = gumbel(tl.load(seeds + i), tl.load(index + i), split * BLOCK, BLOCK)
         z = tl.where(is_out, float("-inf"), z + noise)
     tl.store(best + i * tl.num_programs(1) + split, tl.max(rank(z, id), 0))
@@ -381,7 +384,7 @@ def _best_of_split(
 
 @triton.jit
 def _best_of_all(best, out, splits, BLOCK: tl.constexpr):
-    """The id of the best candidate of all splits; as the reference's if it is not finite."""
+    """Write the id of the best candidate; NO_TOKEN or NOT_FINITE if its value is not finite."""
     i, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     candidate = tl.load(best + i * splits + split, mask=split < splits, other=LOWEST)
     first = tl.max(candidate, 0)
@@ -392,9 +395,9 @@ def _best_of_all(best, out, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def rank(value, id):
-    """A candidate as one number: the greater value comes first, then the lower id.
+    """Return a candidate's rank as one number: greater values rank first, then lower ids.
 
-    A NaN comes before everything, as id 0.
+    NaN ranks before every other value, as id 0.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 is 0
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

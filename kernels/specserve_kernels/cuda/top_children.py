@@ -1,6 +1,6 @@
-"""The likeliest draws of the target for a draft model: the best of each split, then of those.
+"""The most probable draws of the target model: the best of each split, then the best of all.
 
-At T = 0 and tau = 1 these are the likeliest tokens, which log-probabilities are asked of.
+At T = 0 and tau = 1 these are the most probable tokens, so `logprobs` uses the same kernels.
 """
 
 import torch
@@ -12,7 +12,7 @@ from specserve_kernels.cuda.sample import LOWEST, gumbel, rank, ranked_id, ranke
 from specserve_kernels.types import Logprobs, SampleParams
 
 _LEAST_FINITE = tl.constexpr(-3.4028234663852886e38)
-_SPLIT = 1024  # ids of one program
+_SPLIT = 1024  # ids per program
 
 
 @triton.jit
@@ -29,7 +29,9 @@ def _best_of_split(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A split's K first candidates, its greatest weight, and its sum of exp(weight - greatest)."""
+    """Compute a split's K best candidates, its maximum weight, and its sum of exp(weight -
+    maximum).
+    """
     i, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = split * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits + i * V + id, mask=id < V, other=float("-inf")).to(tl.float32)
@@ -38,10 +40,10 @@ def _best_of_split(
         noise = gumbel(tl.load(seeds + i), tl.load(index + i), split * BLOCK, BLOCK)
         z = tl.div_rn(z, t) + noise
     w = tl.div_rn(z, tau)
-    candidate = rank(w, id)  # ids past the row rank last: -inf, and higher ids
+    candidate = rank(w, id)  # ids >= V rank last: -inf and the highest ids
     first = tl.max(candidate, 0)
     most = ranked_value(first)
-    most = tl.where(most == float("-inf"), _LEAST_FINITE, most)  # a finite one leaves exp(-inf) 0
+    most = tl.where(most == float("-inf"), _LEAST_FINITE, most)  # finite, so that exp(-inf) is 0
     at = i * tl.num_programs(1) + split
     tl.store(mosts + at, most)
     tl.store(totals + at, tl.sum(tl.exp(w - most), 0))
@@ -54,7 +56,7 @@ def _best_of_split(
 def _best_of_all(
     ranks, mosts, totals, out, splits, K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The K first of all splits' candidates: their ids, then the bits of their log-weights."""
+    """Write the K best of all splits' candidates: ids, then the bits of their log-weights."""
     i = tl.program_id(0).to(tl.int64)
     split, at = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     each = tl.load(mosts + i * splits + split, mask=split < splits, other=_LEAST_FINITE)
@@ -66,26 +68,26 @@ def _best_of_all(
     out += i * 2 * K
     for j in range(K):
         weight = ranked_value(first) - most - log_total
-        # Where the weights are NaN, the ids are 0, 1, 2, ...
+        # If the weights are NaN, the ids are 0, 1, 2, ...
         tl.store(out + j, tl.where(log_total == log_total, ranked_id(first), j).to(tl.int32))
         tl.store(out + K + j, weight.to(tl.int32, bitcast=True))
         first = tl.max(tl.where(candidate < first, candidate, LOWEST), 0)
 
 
 def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor:
-    """The result of `top_children`, packed and still on the device; the host does not wait.
+    """Launch `top_children`; return its packed result on the device without waiting.
 
     ->  [R, 2k]  int32  a row's k ids, then the bits of their k log-weights
     """
     R, V = logits.shape
-    assert k <= V, "more children than tokens"
+    assert k <= V, "k exceeds the vocabulary"
     asked = params.temperature, params.seeds, params.token_index
     for x in (logits, *asked):
-        assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+        assert x.is_contiguous(), "a tensor is not contiguous"
     block = min(_SPLIT, max(4, triton.next_power_of_2(V)))
     splits = triton.cdiv(V, block)
     ranks = logits.new_empty(R * splits * k, dtype=torch.int64)
-    # Not two slices of one tensor: for another alignment Triton would compile the kernels again.
+    # Two tensors, not slices of one: Triton recompiles kernels for a different alignment.
     mosts, totals = (logits.new_empty(R * splits, dtype=torch.float32) for _ in range(2))
     out = logits.new_empty(R, 2 * k, dtype=torch.int32)
     each = ranks, mosts, totals
@@ -96,23 +98,23 @@ def launch_top_children(logits: Tensor, params: SampleParams, k: int, tau: float
 
 
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
-    """As the reference's, on the host; logits and params are on the device."""
+    """Same as the reference op. Logits and params are on the device, results on the host."""
     return unpacked(launch_top_children(logits, params, k, tau))
 
 
 def unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log-weights on the host, in one copy."""
+    """Copy ids and log-weights to the host in one copy."""
     packed = packed.cpu()
     k = packed.shape[1] // 2
     return packed[:, :k].long(), packed[:, k:].contiguous().view(torch.float32)
 
 
-_BLOCK = 8192  # ids of a row that a program loads at a time
+_BLOCK = 8192  # ids of a row that a program loads at once
 
 
 @triton.jit
 def _rank(logits, tokens, likeliest, out, V, width, BLOCK: tl.constexpr):
-    """A token's place among a row's ids, and the bits of its log-probability.
+    """Compute a token's rank among a row's ids, and the bits of its log-probability.
 
     likeliest  [n, width]  the first is the id of the greatest logit
     out        [n, 2]
@@ -133,9 +135,10 @@ def _rank(logits, tokens, likeliest, out, V, width, BLOCK: tl.constexpr):
 
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """As the reference's, on the host, in one copy; what is given is on the device."""
+    """Same as the reference op. Arguments are on the device; results reach the host in one copy."""
     n, V = len(rows), logits.shape[1]
-    K = min(1 if k <= 1 else triton.next_power_of_2(max(32, k)), V)  # each compiles kernels
+    # Few values of K, because each value compiles kernels.
+    K = min(1 if k <= 1 else triton.next_power_of_2(max(32, k)), V)
     some, zeros = logits.index_select(0, rows), torch.zeros_like(tokens)
     params = SampleParams.of([zeros.float(), *[zeros] * 5])
     likeliest = launch_top_children(some, params, K, 1.0)

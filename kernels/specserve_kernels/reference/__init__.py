@@ -1,4 +1,4 @@
-"""The ops in plain torch, float32 inside, each row on its own: the definition and the oracle."""
+"""The ops in plain torch: float32 arithmetic, row by row. These are the definitions of the ops."""
 
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -88,17 +88,17 @@ lock = nullcontext()  # forwards share no buffers
 def program(
     model: ModelForward, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
 ) -> EagerProgram:
-    """A model's forward, prepared for its steps.
+    """Prepare a model's forward for running steps.
 
-    model     written against the ops; its `plan`, `forward` and `logits` are the definition
+    model     calls only ops; a program computes what its `plan`, `forward` and `logits` compute
     kv        the model's view of the arena
-    max_rows  rows that a step usually has at most; memory for them may be reserved here
-    max_read  rows whose logits are usually read at most
-    taps      the layers whose incoming residual is an output too
+    max_rows  usual maximum rows of a step; a build may reserve memory for them
+    max_read  usual maximum rows whose logits are read
+    taps      the layers whose input residual is returned as auxiliary hidden states
     """
     return EagerProgram(model, kv, taps)
 
 
 def arithmetic() -> str:
-    """The build and the CPU's extensions; with others the same row may have other bits."""
+    """Name the build and the CPU's extensions. Results may differ if they differ."""
     return f"reference {instruction_set()}"

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2106.09685): what those of a step's rows add to a linear map."""
+"""LoRA adapters (Hu et al. 2106.09685): each row adds its adapter's output to a linear map."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,35 +10,35 @@ from specserve_kernels.types import AdapterSums
 
 
 class MapAdapters:
-    """What adapters have for one linear map [N, K]: `adapter_slots` makes it, with empty slots."""
+    """The adapter weights for one linear map [N, K]. `adapter_slots` creates empty slots."""
 
     def __init__(self, num_slots: int, rank: int, N: int, K: int) -> None:
         self.shapes = (rank, K), (N, rank)
         self.slots: list[tuple[Tensor, Tensor] | None] = [None] * num_slots
 
     def packed(self, down: Tensor, up: Tensor) -> Any:
-        """An adapter's two matrices, as `put` takes them. May be called beside steps.
+        """Pack an adapter's two matrices for `put`. Other threads may run steps meanwhile.
 
         down  [rank, K]  bfloat16 | float32, as the rows
-        up    [N, rank]  with all factors in it
+        up    [N, rank]  with all scaling factors applied
         """
-        assert (down.shape, up.shape) == self.shapes, "an adapter of another shape"
+        assert (down.shape, up.shape) == self.shapes, "The adapter's matrices have the wrong shape."
         return down.float(), up.float()
 
     def put(self, slot: int, packed: Any | None) -> None:
-        """Put it into a slot; None: an adapter that leaves this map as it is."""
+        """Put a packed adapter into a slot. None: the adapter does not change this map."""
         self.slots[slot] = packed
 
 
 def adapter_slots(num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> MapAdapters:
-    """The slots for adapters of a linear map [N, K], all of one rank, for rows of `dtype`."""
+    """Create adapter slots of equal rank for a linear map [N, K] and rows of `dtype`."""
     return MapAdapters(num_slots, rank, N, K)
 
 
 def adapted(x: Tensor, adapters: MapAdapters, plan: Any) -> AdapterSums | None:
-    """up (down x) of each row's adapter, for `added` of a linear op; None if no row has one.
+    """Return up (down x) of each row's adapter, for `added` of a linear op; None if no row has one.
 
-    down x is rounded to x's dtype, and the result is not.
+    down x is rounded to x's dtype. The result is float32.
 
     x  [R, K]  bfloat16 | float32
     """

@@ -1,4 +1,4 @@
-"""Rotary embedding, the KV write, attention over block tables and KV moves, a row at a time."""
+"""Rotary embedding, the KV write, attention over block tables, and KV moves, row by row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,12 +23,12 @@ def plan(
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> RowsPlan:
-    """Prepare what all layers of a step share.
+    """Prepare the inputs that all layers of a step share.
 
-    windows           every window that `attention` will be called with
-    also              host tensors that other ops of the step take; `plan.also` has them where ops
-                      read them
-    has_plain_scores  it will be called without `soft_cap` and `sinks`
+    windows           every window that the step passes to `attention`
+    also              host tensors that other ops of the step take; `plan.also` has them on the
+                      ops' device
+    has_plain_scores  the step calls `attention` without `soft_cap` and `sinks`
     """
     return RowsPlan(rows, also)
 
@@ -36,13 +36,14 @@ def plan(
 def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RowsPlan
 ) -> Tensor:
-    """Normalize and rotate the heads; write K and V of every row into its slot, as the KV's dtype
-    has them: `kv.py` says what KV of 8 bits is.
+    """Normalize and rotate the heads. Write K and V of every row into its slot, in the KV's dtype.
+    `kv.py` defines 8-bit KV.
 
     qkv  [R, (H + 2 Hk) D]  bfloat16 | float32  query heads, then key heads, then value heads
     ->   [R, H, D]          as qkv              the rotated queries
 
-    The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in Hugging Face's order).
+    The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in the order of Hugging
+    Face).
     """
     block_size, num_kv_heads, D = kv.k.shape[1:]
     R = len(plan.rows.positions)
@@ -77,14 +78,15 @@ def attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q K^T) V of each row over what it may see. KV of 8 bits is read as it stands
-    in the cache, also by the rows that wrote it: so no result depends on when that was.
+    """Compute softmax(scale q K^T) V of each row over its visible slots.
+
+    Every row reads 8-bit KV from the cache, also the KV that the same step wrote. Results therefore
+    do not depend on which step wrote the KV.
 
     q         [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
-    window    a row at position p sees the positions (p - window, p] only; None sees all
-    soft_cap  a score s becomes soft_cap * tanh(s / soft_cap); None leaves it
-    sinks     [H]        float32; a score of each head beside those of the positions, without a
-                         value, so that their weights sum to less than 1; None has none
+    window    a row at position p sees only the positions (p - window, p]; None: all
+    soft_cap  a score s becomes soft_cap * tanh(s / soft_cap); None: unchanged
+    sinks     [H]        float32; one more score per head, without a value; None: no sinks
     ->        [R, H D]   as q
     """
     block_size, rows = kv.k.shape[1], plan.rows
@@ -108,13 +110,13 @@ def attention(
 
 
 def _visible(prefix: int, mask: int, window: int | None) -> Tensor:
-    """The request's slots that a row sees, in the order of their positions."""
+    """Return the request's slots that a row sees, in the order of their positions."""
     slots = [*range(prefix), *(prefix + j for j in range(64) if mask >> j & 1)]
     return torch.tensor(slots if window is None else slots[-window:], dtype=torch.int64)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
-    """Copy the KV of tokens from slot to slot, in all layers, in the order given.
+    """Copy the KV of tokens from slot to slot, in all layers, in the given order.
 
     source, target  [M]  int64  block number * block_size + offset
     """

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a row has, and what they add to the residual stream."""
+"""Mixtures of experts: routing, and adding the experts' outputs to the residual stream."""
 
 from collections.abc import Iterable
 
@@ -9,27 +9,28 @@ from specserve_kernels.codes import Codes
 from specserve_kernels.reference.layers import linear_gated, prepack, products
 from specserve_kernels.types import PackedExperts, Routing
 
-ALPHA = 1.702  # of the clamped gate
+ALPHA = 1.702  # factor of the clamped gate
 
 
 def prepack_experts(
     weights: Iterable[Tensor | Codes], is_gated: bool = False, bias: Tensor | None = None
 ) -> PackedExperts:
-    """The weights of all experts, each as for `prepack`, in the form that `experts` takes.
+    """Pack the weights of all experts, each as for `prepack`, for the op `experts`.
 
-    weights   by expert, of one shape and one form; each may be freed when the next is asked for
-    is_gated  they are the first map of a mixture, else the second
-    bias      [E, N]  of the dtype of the rows that they multiply
+    weights   by expert, all of one shape and type; the iterator may free each one before the next
+    is_gated  the weights are the first map of a mixture, else the second
+    bias      [E, N]  with the dtype of the input rows
     """
     return PackedExperts([prepack(weight, is_gated) for weight in weights], bias)
 
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
-    """The k experts with the largest logits, of equal ones the lowest, and their probabilities
-    among all experts (Shazeer et al. 1701.06538).
+    """Choose each row's k experts with the largest logits (Shazeer et al. 1701.06538).
+
+    Equal logits rank by the lower expert index. A weight is the expert's probability among all E.
 
     logits      [R, E]  bfloat16 | float32
-    normalizes  probabilities are divided by their sum over the k
+    normalizes  the weights are divided by their sum over the k
     """
     weights = torch.empty(len(logits), k, device=logits.device)
     experts = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
@@ -49,12 +50,13 @@ def experts(
     residual: Tensor,
     limit: float | None = None,
 ) -> Tensor:
-    """Add to the residual stream, in place, what a row's experts make of it; the residual stream.
+    """Add the weighted outputs of each row's experts to the residual stream, in place; return it.
 
-    An expert's inner row is silu(gate) * up, rounded as that of `linear_gated`; or, with a limit,
-    (up + 1) * gate * sigmoid(ALPHA * gate), with gate at most the limit, and up between -limit and
-    limit. What its second map and bias make of that is not rounded: it is multiplied by the
-    expert's weight, and added up over the row's experts, the likeliest first.
+    Without a limit, an expert's inner row is silu(gate) * up, rounded as `linear_gated` rounds.
+    Given a limit, it is (up + 1) * gate * sigmoid(ALPHA * gate), with gate clamped to at most
+    `limit`, and up to [-limit, limit]. The outputs of the second map and its bias are not rounded.
+    They are multiplied by the expert's weight and summed over the row's experts, the most probable
+    first.
 
     x         [R, K]  bfloat16 | float32
     gate_up   of weights [2F, K], by expert
@@ -84,7 +86,7 @@ def _bias(packed: PackedExperts, e: int) -> Tensor | None:
 
 
 def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-    """Add sigmoid(gate) * x to the residual stream, in place, rounded once; the residual stream.
+    """Add sigmoid(gate) * x to the residual stream, in place, rounded once; return it.
 
     x         [R, K]  bfloat16 | float32
     gate      [R, 1]  as x

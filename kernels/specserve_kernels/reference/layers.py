@@ -1,4 +1,4 @@
-"""Linear maps with what follows them, and RMSNorm, a row at a time."""
+"""Linear maps with fused epilogues, embeddings and norms, row by row."""
 
 import math
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from specserve_kernels.types import AdapterSums, FixedThreads, Threads
 
 
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
-    """A weight in the form that the linear ops take.
+    """Pack a weight for the linear ops.
 
-    weight    [N, K]  bfloat16 | float32, or codes, which rows of either dtype can be multiplied by
-    is_gated  it is for `linear_gated`, else for the other two
+    weight    [N, K]  bfloat16 | float32, or codes, which accept rows of either dtype
+    is_gated  for `linear_gated`; else for the other linear ops
     """
     return weight if isinstance(weight, Codes) else weight.float()
 
@@ -25,18 +25,18 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Tensor | Codes:
 def linear(
     x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
-    """x W^T + bias, and what adapters add.
+    """Return x W^T + bias, plus the adapters' outputs.
 
     x      [R, K]  bfloat16 | float32
     bias   [N]     as x
-    added          what `adapted` gives for these rows, as in the other two linear ops
+    added          the result of `adapted` for these rows; same in `linear_add` and `linear_gated`
     ->     [R, N]  as x; rounded once
     """
     return products(x, packed, bias, added).to(x.dtype)
 
 
 def lm_head(x: Tensor, packed: Tensor | Codes) -> Tensor:
-    """Logits: x W^T, not rounded, as bfloat16 makes the two most probable tokens equal too often.
+    """Return logits x W^T in float32: bfloat16 would often make the two most probable tokens equal.
 
     x   [R, K]  bfloat16 | float32
     ->  [R, V]  float32
@@ -52,7 +52,7 @@ def linear_add(
     factor: float = 1.0,
     added: AdapterSums | None = None,
 ) -> Tensor:
-    """Add factor * (x W^T + bias) to the residual stream, in place; the residual stream.
+    """Add factor * (x W^T + bias) to the residual stream, in place; return it.
 
     x         [R, K]  bfloat16 | float32
     bias      [N]     as x
@@ -68,13 +68,15 @@ def linear_gated(
     gate: str = "silu",
     added: AdapterSums | None = None,
 ) -> Tensor:
-    """f(gate) * up, where gate and up are the halves of x W^T + bias (Shazeer 2002.05202). Rounded
-    at the end; a build may round gate and up before, too.
+    """Return f(gate) * up; gate and up are the halves of x W^T + bias (Shazeer 2002.05202).
 
-    gate    what f is: `silu`, or `gelu_tanh`, GELU's approximation (Hendrycks, Gimpel 1606.08415)
+    The result is rounded once; a build may also round gate and up before.
+
+    gate    the function f: `silu`, or `gelu_tanh`, an approximate GELU (Hendrycks, Gimpel
+            1606.08415)
 
     x       [R, K]  bfloat16 | float32
-    packed  of a weight [2F, K], the gate's rows in its first half
+    packed  a weight [2F, K]; its first half is the gate
     bias    [2F]    as x
     ->      [R, F]  as x
     """
@@ -98,7 +100,7 @@ GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 def products(
     x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
-    """x W^T + bias + what is added, not rounded."""
+    """Return x W^T + bias + added, not rounded."""
     out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     if bias is not None:
         out = out + bias.float()
@@ -113,28 +115,28 @@ def _rounds_rows(packed: Tensor | Codes) -> TypeGuard[Codes]:
 
 
 def _rounded(x: Tensor, codes: Codes) -> Tensor:
-    """x W^T, where a row is rounded to int8 codes c and a scale, as heads of 8-bit KV are.
+    """Return x W^T with each row quantized to int8 codes c and one scale, as heads of 8-bit KV are.
 
-    The sum of c * (q - 128) is an integer; as a float it is multiplied by (the row's scale * the
-    weight's).
+    The sum of c * (q - 128) is an exact integer. As a float it is multiplied by (row scale * weight
+    scale).
     """
     rows, scale = quantize(x.float(), torch.int8)
-    # Exact in float64, in any order.
+    # Exact in float64, in any summation order.
     sums = rows.double() @ (codes.q.double() - 128).T
     return sums.float() * (scale[:, None] * codes.scale[:, 0])
 
 
 def _plain(x: Tensor, packed: Tensor | Codes) -> Tensor:
     weight = packed.widen(torch.float32) if isinstance(packed, Codes) else packed
-    # A copy of each row: the product's bits depend on where in memory a vector begins.
+    # Copy each row, because the product's bits depend on the vector's memory alignment.
     rows = [torch.mv(weight, row.clone().float()) for row in x]
     return torch.stack(rows) if rows else weight.new_empty(0, weight.shape[0])
 
 
 def embed(table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The embeddings of some tokens, as a new tensor: later layers add to it in place.
+    """Return token embeddings as a new tensor, because later layers add to it in place.
 
-    table      [V, K]  of dtype, or codes, whose values are each rounded once
+    table      [V, K]  of dtype, or codes; each code's value is rounded once
     token_ids  [R]     int64
     dtype      bfloat16 | float32
     ->         [R, K]  of dtype
@@ -145,12 +147,12 @@ def embed(table: Tensor | Codes, token_ids: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def copy(x: Tensor) -> Tensor:
-    """A tensor of its own, for what is read after a later op has added to `x`."""
+    """Return a copy, for values that are read after a later op has modified `x`."""
     return x.clone()
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor, in the order given.
+    """Select rows of a tensor, in the given order.
 
     x     [R, K]  bfloat16 | float32
     rows  [n]     int64
@@ -160,7 +162,8 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, rounded once, at the end (Zhang, Sennrich 1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) * weight, rounded once at the end (Zhang, Sennrich
+    1910.07467).
 
     x       [R, K]  bfloat16 | float32
     weight  [K]     float32
@@ -175,24 +178,25 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight, rounded once (Ba et al. 1607.06450); as
-    `rms_norm`.
+    """Return (x - mean) / sqrt(variance + eps) * weight, rounded once (Ba et al. 1607.06450).
+
+    Shapes as for `rms_norm`.
     """
     centered = [row - row.mean() for row in x.float()]
     return _normed(torch.stack(centered), weight, eps).to(x.dtype) if centered else x.clone()
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    """Add a norm to the residual stream, in place, rounded once; the residual stream.
+    """Add rms_norm(x) to the residual stream, in place, rounded once; return it.
 
-    x, weight  as of `rms_norm`
+    x, weight  as for `rms_norm`
     residual   [R, K]  as x
     """
     return residual.copy_(residual.float() + _normed(x, weight, eps))
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
-    """Normalize the columns [begin, begin + K) of each row, in place; x.
+    """Normalize the columns [begin, begin + K) of each row, in place; return x.
 
     x       [R, W]  bfloat16 | float32
     weight  [K]     float32
@@ -203,25 +207,25 @@ def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tenso
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    """factor * x, in place; x, [R, K] bfloat16 | float32."""
+    """Multiply x [R, K] bfloat16 | float32 by factor, in place; return x."""
     return x.copy_(x.float() * factor)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), in place; x, [R, K] bfloat16 | float32."""
+    """Replace x [R, K] bfloat16 | float32 by cap * tanh(x / cap), in place; return x."""
     return x.copy_(cap * torch.tanh(x.float() / cap))
 
 
 def tune(
     step: Callable[[int], Tensor], most: int, threads: int | None, key: str
 ) -> tuple[Threads, str]:
-    """Choose how many threads run a step, and do what only a first step has to do.
+    """Choose the number of threads for steps, and do the one-time work of first steps.
 
-    step     runs a step of the given number of rows; the logits [n, V] of some of them
-    most     rows that a step may have
-    threads  the number to use, or None for the build to choose
-    key      identifies the model: times of its steps may be kept under it
-    ->       what a runner calls around each forward, and the choice as text
+    step     runs a step of the given number of rows; returns the logits [n, V] of some rows
+    most     maximum rows of a step
+    threads  the number of threads; None: the build chooses
+    key      identifies the model; a build may cache step times under it
+    ->       the object that a runner calls around each forward, and the choice as text
     """
     count = torch.get_num_threads() if threads is None else check_threads(threads)
     return FixedThreads(count), f"{count}, with reference kernels"

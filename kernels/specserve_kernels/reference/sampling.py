@@ -1,4 +1,4 @@
-"""Choosing tokens: edits, masks, filters, counter-based Gumbel noise, argmax."""
+"""Sampling: logit edits, masks, filters, counter-based Gumbel noise, argmax."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ _WORD = 0xFFFFFFFF
 
 
 def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
-    """argmax(transform(logits) + noise) of some rows; ties go to the lowest id.
+    """Return argmax(transform(logits) + noise) of some rows. Ties go to the lowest id.
 
     logits  [R, V]  float32
-    rows    [n]     int64  which row of the logits each token is chosen from
-    ->      [n]     int64  NO_TOKEN or NOT_FINITE if the greatest number of a row is not finite
+    rows    [n]     int64  the row of the logits for each token
+    ->      [n]     int64  NO_TOKEN or NOT_FINITE if a row's maximum is not finite
 
-    The order: edits, mask, temperature, min_p, top_k, top_p, noise. At T = 0 edits and mask alone.
+    The order is: edits, mask, temperature, min_p, top_k, top_p, noise. At temperature 0, only edits
+    and mask apply.
     """
     out = []
     for i, r in enumerate(rows.tolist()):
@@ -25,7 +26,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
         z = transform(z, *(float(x[i]) for x in params[:4]))
         if params.temperature[i] > 0:
             z = z + gumbel(int(params.seeds[i]), int(params.token_index[i]), len(z))
-        most = z.max()  # NaN if any number is
+        most = z.max()  # NaN if any value is NaN
         if most.isfinite():
             out.append(int((z == most).nonzero()[0]))
         else:
@@ -34,12 +35,12 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities by the model's own logits: no edit, mask, temperature or filter counts.
+    """Return log-probabilities of the unmodified logits: no edits, mask, temperature or filters.
 
     logits  [R, V]  float32
-    rows    [n]     int64  the row of the logits in which each token stands
-    tokens  [n]     int64  drawn from there, or given
-    k       0 to V
+    rows    [n]     int64  the row of the logits for each token
+    tokens  [n]     int64  sampled or given tokens
+    k       number of most probable tokens to return, 0 to V
     """
     x = logits[rows].double()
     order = x.sort(dim=1, descending=True, stable=True).indices  # ties: the lowest id first
@@ -50,8 +51,9 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
 
 
 def edited(x: Tensor, edits: Edits | None, i: int) -> Tensor:
-    """A row's logits after its edits. An edit reads the row as it was, so that the last one of an
-    id is the only one.
+    """Return a row's logits after its edits.
+
+    Each edit reads the unedited logits, so only the last edit of an id takes effect.
 
     x  [V]  float32
     """
@@ -66,7 +68,7 @@ def edited(x: Tensor, edits: Edits | None, i: int) -> Tensor:
 
 
 def allowed(z: Tensor, masks: Masks | None, i: int) -> Tensor:
-    """A row's logits, -inf where its mask forbids the id.
+    """Return a row's logits, with -inf for each id that its mask forbids.
 
     z  [V]  float32
     """
@@ -77,7 +79,8 @@ def allowed(z: Tensor, masks: Masks | None, i: int) -> Tensor:
 
 
 def transform(z: Tensor, temperature: float, top_k: float, top_p: float, min_p: float) -> Tensor:
-    """Logits over temperature, with -inf where min_p, top_k and top_p, in this order, rule out.
+    """Return logits / temperature, with -inf for ids that min_p, top_k or top_p exclude, in this
+    order.
 
     z  [V]  float32
     """
@@ -93,19 +96,19 @@ def transform(z: Tensor, temperature: float, top_k: float, top_p: float, min_p: 
         p = z[order].double().sub(z.max().double()).exp()
         before = p.cumsum(0) - p
         out = before >= top_p * p.sum()
-        z = z.index_fill(0, order[1:][out[1:]], -torch.inf)  # the likeliest stays at any top_p
+        z = z.index_fill(0, order[1:][out[1:]], -torch.inf)  # keep the most probable
     return z
 
 
 def gumbel(seed: int, index: int, V: int) -> Tensor:
-    """G of every token id at one position; Gumbel(0, 1), a function of seed, index and id only.
+    """Return Gumbel(0, 1) noise G of every token id: a function of seed, index and id only.
 
     ->  [V]  float32
 
-    Philox4x32-10 (Salmon et al., SC'11) with the 64 bits of the seed as key and
-    counter = (id // 4, index, 0, 0); id takes the word id % 4. Large noise comes from u near 0,
-    where float32 is dense, so that rounding never gives 0: u in (0, 1 - 2^-24], and
-    G = -log(-log1p(-u)) <= 22.9.
+    The generator is Philox4x32-10 (Salmon et al., SC'11). Its key is the 64-bit seed, its counter
+    (id // 4, index, 0, 0); an id uses the word id % 4. The noise is G = -log(-log1p(-u)) <= 22.9,
+    with u in (0, 1 - 2^-24]. Large noise comes from u near 0; float32 is dense there, so u never
+    rounds to 0.
     """
     quad = torch.arange((V + 3) // 4, dtype=torch.int64)
     zero = torch.zeros_like(quad)
@@ -116,7 +119,7 @@ def gumbel(seed: int, index: int, V: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four random 32-bit words for each counter, as int64."""
+    """Return four random 32-bit words for each counter, as int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -128,23 +131,25 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a 32 x 32 bit product, in halves that int64 can hold."""
+    """Return the high and the low word of a 32 x 32 bit product, without int64 overflow."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tuple[Tensor, Tensor]:
-    """The k likeliest draws of the target, according to a draft model with the same noise.
+    """Return the k most probable draws of the target model, estimated from draft-model logits.
 
     logits  [R, V]  float32  the draft model's
-    params  of R rows; temperature, seeds and token_index only
-    ->      [R, k]  int64    ids, the likeliest first
+    params  of R rows; only temperature, seeds and token_index are used
+
+    ->      [R, k]  int64    ids, the most probable first
     ->      [R, k]  float32  log softmax(z / tau), with z = logits / temperature + noise
 
-    With the noise of the target's own draw the ranking is coupled to it (Daliri et al.
-    2408.07978). tau is how far the target is expected to differ: towards 0 the first id gets all of
-    the weight; at 1 and T = 0 the weights are the draft model's probabilities.
+    The noise equals the noise of the target model's draw, which couples the two draws (Daliri et
+    al. 2408.07978). The parameter tau is the expected difference between the models. Towards 0 the
+    first id gets all of the weight; at tau 1 and T = 0 the weights are the draft model's
+    probabilities.
     """
     rows = []
     for i, row in enumerate(logits):

@@ -1,1 +1,1 @@
-"""Models in GGUF, llama.cpp's format: weights, config, tokenizer and chat template in one file."""
+"""Reads models in GGUF, llama.cpp's format for weights, config, tokenizer and chat template."""

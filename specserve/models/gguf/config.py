@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as a config.json, and llama.cpp's names of tensors."""
+"""Converts a GGUF file's metadata to config.json, and llama.cpp's tensor names."""
 
 import struct
 from math import prod
@@ -29,7 +29,7 @@ EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freq
 
 
 def checkpoint_name(name: str) -> str | None:
-    """model.layers.3.self_attn.q_proj.weight of blk.3.attn_q.weight; None if it has no such."""
+    """Convert blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; None if unknown."""
     module, _, kind = name.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{kind}"
@@ -41,7 +41,7 @@ def checkpoint_name(name: str) -> str | None:
 
 
 def file_name(name: str) -> str:
-    """blk.3.attn_q.weight of model.layers.3.self_attn.q_proj.weight."""
+    """Convert model.layers.3.self_attn.q_proj.weight to blk.3.attn_q.weight."""
     module, _, kind = name.rpartition(".")
     theirs = {ours: theirs for names in (TOP, IN_LAYER) for theirs, ours in names.items()}
     if module in theirs:
@@ -51,19 +51,19 @@ def file_name(name: str) -> str:
 
 
 def is_turned(architecture: str, name: str) -> bool:
-    """Whether the tensor's rows are in the order of neighbours: the architecture turns (2i, 2i + 1)
-    of a head, and checkpoints have (i, i + D/2).
+    """Whether the tensor's rows are in another order than in checkpoints. The architecture rotates
+    the pairs (2i, 2i + 1) of a head, and checkpoints have (i, i + D/2).
     """
     return architecture in ("llama", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k")
 
 
-ARCHITECTURES = {  # Mistral is a llama there
+ARCHITECTURES = {  # Mistral models have the architecture llama
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-NAMES = {  # key after the architecture's name, of those that must be there -> field of config.json
+NAMES = {  # required key, without the architecture's prefix -> field of config.json
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "block_count": "num_hidden_layers",
@@ -76,7 +76,7 @@ YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-WITHOUT_EFFECT: dict[str, Any] = {  # keys that change the model -> the value that does not
+WITHOUT_EFFECT: dict[str, Any] = {  # unsupported keys -> the value that has no effect
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -97,7 +97,7 @@ WITHOUT_EFFECT: dict[str, Any] = {  # keys that change the model -> the value th
 
 
 def read_config(header: Header) -> dict[str, Any]:
-    """The fields of a config.json; ValueError for what is not supported."""
+    """The fields of a config.json. Raises ValueError for unsupported metadata."""
     architecture = find_architecture(header)
     prefix = f"{architecture}."
     values = {
@@ -130,25 +130,25 @@ def find_architecture(header: Header) -> str:
     named = header.metadata.get("general.architecture")
     if not isinstance(named, str) or named not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ValueError(f"general.architecture = {named!r} is not supported: {supported} are")
+        raise ValueError(f"general.architecture = {named!r} is not supported, only {supported}")
     return named
 
 
 def head_size(architecture: str, values: dict[str, Any]) -> Any:
-    """The one size of keys, of values, and of what is rotated of them; None: hidden_size tells."""
+    """The size of keys, values and rotated dimensions, which must be equal; None: not given."""
     size = values.get("attention.key_length")
     for key in ("attention.value_length", "rope.dimension_count"):
         other = values.get(key, size)
         size = other if size is None else size
         if other != size:
             raise ValueError(
-                f"{architecture}.{key} = {other!r} is not supported: only a head's {size!r} is"
+                f"{architecture}.{key} = {other!r} is not supported, only the head size {size!r}"
             )
     return size
 
 
 def windows(values: dict[str, Any]) -> dict[str, Any]:
-    """A sliding window is all layers'."""
+    """The config.json fields for a sliding window, which all layers have."""
     window, layers = values.get("attention.sliding_window"), values["block_count"]
     if not window or not isinstance(layers, int) or layers > MAX_LAYERS:
         return {}
@@ -157,26 +157,26 @@ def windows(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope(header: Header, values: dict[str, Any]) -> dict[str, Any]:
-    """rope_scaling, where there is any."""
+    """The config.json field rope_scaling, if there is one."""
     kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
     factors = header.tensors.get(ROPE_FACTORS)
     if factors is not None:
         if kind != "none":
-            raise ValueError(f"{ROPE_FACTORS} beside rope.scaling.type = {kind!r} is not supported")
+            raise ValueError(f"{ROPE_FACTORS} with rope.scaling.type = {kind!r} is not supported")
         return {"rope_scaling": {"rope_type": "factors", "factors": rope_factors(factors)}}
     if kind == "none":
         return {}
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0))
     others = {name: values[key] for key, name in YARN.items() if key in values}
-    if kind == "longrope":  # such a file has its factors as tensors of their own
+    if kind == "longrope":  # its factors are in separate tensors
         raise ValueError(f"rope type {kind!r} is not supported in a GGUF file")
     return {"rope_scaling": {"rope_type": kind, "factor": factor} | others}
 
 
 def rope_factors(tensor: Tensor) -> list[float]:
-    """What llama3's formula gives is stored, and not its parameters."""
+    """The RoPE factors of a file: the results of llama3's formula, not its parameters."""
     if tensor.type.name != "F32" or prod(tensor.shape) > MAX_HEAD_DIM // 2:
-        raise ValueError(f"{ROPE_FACTORS} is no list of F32, one for each pair of a head")
+        raise ValueError(f"{ROPE_FACTORS} is not a list of F32, one per pair of dimensions")
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         return list(struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.size)))

@@ -1,6 +1,6 @@
-"""A GGUF file's header: what it says of the model, and where each tensor lies.
+"""Parses a GGUF file's header: metadata of the model, and place and type of each tensor.
 
-A row of a quantized tensor is blocks of a few values that share their scales.
+A row of a quantized tensor consists of blocks of values that share their scales.
 """
 
 import mmap
@@ -19,15 +19,15 @@ from specserve.models.weight_files import check_is_at_home
 
 class Type(NamedTuple):
     name: str
-    width: int  # values in a block
-    size: int  # its bytes
+    width: int  # values per block
+    size: int  # bytes per block
 
     @property
     def is_plain(self) -> bool:
         return self.width == 1
 
 
-TYPES = {  # by number
+TYPES = {  # supported types, by number
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
     2: Type("Q4_0", 32, 18),
@@ -40,7 +40,7 @@ TYPES = {  # by number
     14: Type("Q6_K", 256, 210),
     30: Type("BF16", 1, 2),
 }
-OTHERS = {  # names of types that are not supported, for messages
+OTHERS = {  # names of unsupported types, for error messages
     9: "Q8_1",
     10: "Q2_K",
     11: "Q3_K",
@@ -67,7 +67,7 @@ OTHERS = {  # names of types that are not supported, for messages
 QUANTIZED = tuple(type.name for type in TYPES.values() if not type.is_plain)
 
 
-LITTLE_ENDIAN = {  # by the number of a type of value
+LITTLE_ENDIAN = {  # by number of the metadata value's type
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
     2: struct.Struct("<H"),
@@ -83,22 +83,22 @@ LITTLE_ENDIAN = {  # by the number of a type of value
 STRING, ARRAY = 8, 9
 U32, FLOAT32, U64 = 4, 6, 10
 MAX_KEY = 1 << 16  # bytes
-MAX_ARRAY = 1 << 24  # elements: a hundred times what a vocabulary has
+MAX_ARRAY = 1 << 24  # elements, a hundred times the size of a vocabulary
 
 Value = int | float | bool | str
 
 
 class Cursor:
-    """A place in a file, which every read moves forward; ValueError for what cannot be there."""
+    """A position in a file, which every read advances. Raises ValueError for invalid data."""
 
     def __init__(self, data: mmap.mmap, position: int = 0) -> None:
         self.data, self.position = data, position
 
     def skip(self, size: int) -> int:
-        """Where the skipped bytes begin."""
+        """Skip bytes; return the position where they begin."""
         start = self.position
         if size > len(self.data) - start:
-            raise ValueError("it ends too early")
+            raise ValueError("the file ends too early")
         self.position = start + size
         return start
 
@@ -108,10 +108,10 @@ class Cursor:
         return value
 
     def count(self, most: int, what: str) -> int:
-        """A number of things to come."""
+        """Read a count; `what` names the counted things."""
         value = int(self.number(U64))
         if value > most:
-            raise ValueError(f"{value} {what}, and at most {most} may be")
+            raise ValueError(f"{value} {what} exceed the maximum {most}")
         return value
 
     def string(self, most: int | None = None) -> str:
@@ -145,7 +145,7 @@ class Cursor:
 
 
 class Array:
-    """An array of a file, decoded when it is asked for."""
+    """An array in a file, decoded on access."""
 
     def __init__(self, data: mmap.mmap, kind: int, count: int, start: int) -> None:
         self.data, self.kind, self.count, self.start = data, kind, count, start
@@ -155,19 +155,19 @@ class Array:
 
     def strings(self) -> list[str]:
         if self.kind != STRING:
-            raise ValueError("it is no array of strings")
+            raise ValueError("an array of strings is expected")
         cursor = Cursor(self.data, self.start)
         return [cursor.string() for _ in range(self.count)]
 
     def numbers(self) -> list[int | float | bool]:
         if self.kind == STRING:
-            raise ValueError("it is no array of numbers")
+            raise ValueError("an array of numbers is expected")
         form = f"<{self.count}{LITTLE_ENDIAN[self.kind].format[-1]}"
         return list(struct.unpack_from(form, self.data, self.start))
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal of a float32: 1e-06, where float64 would show 9.999999974752427e-07."""
+    """The shortest decimal that rounds to a float32, e.g. 1e-06 for 9.999999974752427e-07."""
     pack = LITTLE_ENDIAN[FLOAT32].pack
     decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
     return next((d for d in decimals if pack(d) == pack(value)), value)
@@ -179,12 +179,12 @@ PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class Tensor(NamedTuple):
-    """shape: rows first, as torch has it, and the other way round than in the file."""
+    """A tensor's entry in the header. `shape` has torch's order; the file has the reverse order."""
 
     shape: tuple[int, ...]
     type: Type
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte in the file
 
     @property
     def size(self) -> int:
@@ -195,15 +195,17 @@ class Header(NamedTuple):
     path: Path
     metadata: dict[str, Value | Array]
     tensors: dict[str, Tensor]  # by llama.cpp's names
-    data_offset: int  # where tensors begin in the file
+    data_offset: int  # of the first tensor in the file
 
 
 def read_header(path: Path) -> Header:
-    """The header of a model's file, or of all parts of a split one; ConfigError if it is broken."""
+    """The header of a model's file, or of all parts of a split model. Raises ConfigError if it is
+    damaged.
+    """
     first = read_file(path)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int):
-        raise damaged(path, "split.count is no number")
+        raise damaged(path, "split.count is not a number")
     if count == 1:
         return first
     tensors = dict(first.tensors)
@@ -214,28 +216,28 @@ def read_header(path: Path) -> Header:
             tensors[name] = tensor
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise damaged(path, f"its parts have {len(tensors)} tensors, and it says {total}")
+        raise damaged(path, f"its parts have {len(tensors)} tensors, not {total}")
     return first._replace(tensors=tensors)
 
 
 def other_parts(path: Path, count: int) -> Iterator[Path]:
-    """The parts that follow the first, which is the one to name."""
+    """Yield the parts after the first part `path`."""
     named = PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         raise ConfigError(
-            f"{path}: one of {count} parts, and not named as such; rename them to "
+            f"{path} is one of {count} parts, but its name does not show this. Rename the parts to "
             f"NAME-00001-of-{count:05}.gguf and so on"
         )
     if int(named["number"]) != 1:
         raise ConfigError(
-            f"{path}: not the first part; name {named['stem']}-00001-of-{count:05}.gguf"
+            f"{path} is not the first part. Name {named['stem']}-00001-of-{count:05}.gguf"
         )
     home = path.parent.resolve()
     for number in range(2, int(named["count"]) + 1):
         part = path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
         if not part.exists():
             raise ConfigError(
-                f"{part}: missing, and {path.name} needs it; download the model again"
+                f"{part} is missing, but {path.name} needs it. Download the model again"
             )
         check_is_at_home(home, part)
         yield part
@@ -246,26 +248,24 @@ def read_file(path: Path) -> Header:
         stat = path.stat()
         return read_version(path, stat.st_size, stat.st_mtime_ns)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}); check its permissions") from e
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
 
 
 @lru_cache(maxsize=8)
 def read_version(path: Path, size: int, changed_at: int) -> Header:
-    """The header of the file as it is since then; read once, as a vocabulary is large."""
+    """The header of a file, cached until size or change time of the file change."""
     if size == 0:
-        raise damaged(path, "it is empty")
+        raise damaged(path, "the file is empty")
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return parse(path, data)
-    except ValueError as e:  # text that is no UTF-8 as well
+    except ValueError as e:  # includes text that is not UTF-8
         raise damaged(path, str(e)) from e
 
 
 def damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: no readable GGUF file, cut short or damaged ({reason}); download it again"
-    )
+    return ConfigError(f"{path} is not a valid GGUF file ({reason}). Download it again")
 
 
 def parse(path: Path, data: mmap.mmap) -> Header:
@@ -276,11 +276,11 @@ def parse(path: Path, data: mmap.mmap) -> Header:
     for _ in range(cursor.count(MAX_KEYS, "keys")):
         key = cursor.string(MAX_KEY)
         if key in metadata:
-            raise ValueError(f"the key {key!r:.80} is there twice")
+            raise ValueError(f"the key {key!r:.80} occurs twice")
         metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment = {alignment!r} is no power of two from 8 on")
+        raise ValueError(f"general.alignment = {alignment!r} must be a power of two, at least 8")
     tensors = dict(read_tensor(path, cursor) for _ in range(num_tensors))
     if len(tensors) < num_tensors:
         raise ValueError("two tensors have the same name")
@@ -295,22 +295,21 @@ def check_version(path: Path, head: bytes) -> None:
     if head[:4] != MAGIC:
         check_pointer(path)
         raise ConfigError(
-            f"{path}: no GGUF file, as it does not begin with GGUF; name a .gguf file, or the "
-            "folder that holds config.json"
+            f"{path} does not begin with GGUF. Name a GGUF file, or the folder with config.json"
         )
     if len(head) < 8:
-        raise ValueError("it ends too early")
+        raise ValueError("the file ends too early")
     if swapped in VERSIONS:
-        raise ConfigError(f"{path}: a big-endian GGUF file; take a little-endian one")
+        raise ConfigError(f"{path} is a big-endian GGUF file. Use a little-endian file")
     if version not in VERSIONS:
         raise ConfigError(
-            f"{path}: version {version} of GGUF is not supported, {VERSIONS[0]} and {VERSIONS[1]} "
-            "are; convert the model again"
+            f"{path}: version {version} of GGUF is not supported, only {VERSIONS[0]} and "
+            f"{VERSIONS[1]}. Convert the model again"
         )
 
 
 def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
-    """A tensor's entry; its offset is counted from where tensors begin."""
+    """Read a tensor's name and entry; the offset is relative to the first tensor."""
     name = cursor.string(MAX_KEY)
     num_dimensions = int(cursor.number(U32))
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -323,16 +322,16 @@ def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
         supported = ", ".join(type.name for type in TYPES.values())
         raise ConfigError(
             f"{path}: the tensor {name!r:.80} has the type {OTHERS.get(number, f'number {number}')}"
-            f", which is not supported: {supported} are; take another quantization of the model"
+            f". Use another quantization of the model: {supported} are supported"
         )
     type = TYPES[number]
     if sizes[0] % type.width:
-        raise ValueError(f"{name!r:.80}: rows of {sizes[0]} values are no {type.name} blocks")
+        raise ValueError(f"{name!r:.80}: rows of {sizes[0]} values do not fit {type.name} blocks")
     return name, Tensor(tuple(sizes[::-1]), type, path, offset)
 
 
 def check_places(tensors: dict[str, Tensor], start: int, alignment: int, end: int) -> None:
-    """ValueError unless every tensor lies in the file, and apart from the others."""
+    """Raise ValueError if a tensor is outside of the file, or overlaps another tensor."""
     free = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset % alignment:

@@ -1,4 +1,4 @@
-"""A model in a GGUF file, or in the parts of a split one. Does not import torch."""
+"""The model source for a GGUF file, or for the parts of a split model. Does not import torch."""
 
 import logging
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ log = logging.getLogger("specserve")
 
 
 class GgufFile:
-    """Source of a model: `path` is the file, or the first of its parts."""
+    """The `ModelDescription` of a GGUF model; `path` is the file, or its first part."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,9 +54,9 @@ class GgufFile:
             config = decoder_config.parse(read_config(header))
             factors, pairs = len(config.rope_parameters.factors), config.head_dim // 2
             if factors not in (0, pairs):
-                raise ValueError(f"{ROPE_FACTORS} has {factors} for a head of {config.head_dim}")
+                raise ValueError(f"{ROPE_FACTORS} has {factors} entries, not {pairs}")
         except ValueError as e:
-            raise ConfigError(f"{self.path}: {e}; take another model, or another file of it") from e
+            raise ConfigError(f"{self.path}: {e}. Use another model, or another file of it") from e
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
@@ -107,13 +107,13 @@ class GgufFile:
 
     def refusal(self, e: Exception) -> ConfigError:
         return ConfigError(
-            f"{self.path}: its tokenizer cannot be built ({e}); take another file of the model, or "
+            f"{self.path}: the tokenizer cannot be built ({e}). Use another file of the model, or "
             "its folder in the Hugging Face layout"
         )
 
     def check(self) -> None:
-        """ConfigError if a tensor is missing, of a wrong shape or type, or would not be used, and
-        for a tokenizer that is not supported.
+        """Raise ConfigError if a tensor is missing, has a wrong shape or type, or is unused, or if
+        the tokenizer is not supported.
         """
         config, tensors, metadata = self.config(), self.header.tensors, self.header.metadata
         expected = decoder_config.tensor_shapes(config)
@@ -122,8 +122,8 @@ class GgufFile:
         for name in tensors:
             if checkpoint_name(name) not in expected and name != ROPE_FACTORS:
                 raise ConfigError(
-                    f"{self.path}: the tensor {name!r:.80} has no place in a "
-                    f"{config.architecture}; take a file of a supported architecture"
+                    f"{self.path}: the tensor {name!r:.80} is not part of a "
+                    f"{config.architecture}. Use a file of a supported architecture"
                 )
         home = self.path.parent.resolve()
         for file in template_files(home).values() if TEMPLATE not in self.header.metadata else ():
@@ -136,24 +136,24 @@ class GgufFile:
             raise self.refusal(e) from e
         if is_byte_level and f"{PREFIX}pre" not in metadata:
             log.warning(
-                "%s: %spre is missing, so the tokenizer splits text as llama.cpp's default. If the "
-                "output is poor, convert the model again",
+                "%s: %spre is missing, so the tokenizer splits text with llama.cpp's default. If "
+                "the output is poor, convert the model again",
                 *(self.path, PREFIX),
             )
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
         if found is None:
-            raise ConfigError(f"{self.path}: the tensor {name} is missing; download the file again")
+            raise ConfigError(f"{self.path}: the tensor {name} is missing. Download the file again")
         if found.shape != shape:
             raise ConfigError(
-                f"{self.path}: the tensor {name} has the shape {list(found.shape)}, and the "
-                f"metadata ask for {list(shape)}; download the file again"
+                f"{self.path}: the tensor {name} has the shape {list(found.shape)}, but the "
+                f"metadata require {list(shape)}. Download the file again"
             )
         if len(shape) == 1 and found.type.name in QUANTIZED:
             raise ConfigError(
-                f"{self.path}: the tensor {name} has the type {found.type.name}, and only linear "
-                "maps may be quantized; take another quantization of the model"
+                f"{self.path}: the tensor {name} has the type {found.type.name}, but only linear "
+                "maps may be quantized. Use another quantization of the model"
             )
 
     def identity(self) -> Iterator[bytes]:

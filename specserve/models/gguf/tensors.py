@@ -1,7 +1,7 @@
-"""A GGUF file's tensors by their Hugging Face names, with the interface of a safetensors file.
+"""Reads a GGUF file's tensors by Hugging Face name, with the interface of a safetensors file.
 
-Quantized weights are integers times a scale, some of them with an offset. Blocks are [N, blocks of
-a row, bytes]; within one, ggml's quants.c says what the bytes are.
+A quantized weight is integer * scale, or integer * scale + offset. Blocks are [N, blocks per row,
+bytes]; ggml's quants.c defines the bytes of a block.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ BY_NAME = {type.name: type for type in TYPES.values()}
 
 
 class Gguf:
-    """The reader of a file's linear maps, each of which has a type of its own."""
+    """The `WeightFormat` of GGUF: each linear map has its own type."""
 
     def __init__(self, told: Quantization) -> None:
         pass
@@ -65,7 +65,7 @@ def codes_of(type: str, blocks: Tensor) -> Codes:
             high = (blocks[..., None, 16:48] >> SHIFTS[:, None]) & 1
             return affine(5, in_eighths(blocks[..., 48:176]) | high << 4, *k_scales(blocks))
     assert type == "Q6_K", type
-    low = nibbles(rows(blocks[..., 0:128], 2))  # of each half of a block
+    low = nibbles(rows(blocks[..., 0:128], 2))  # per half of a block
     high = rows(blocks[..., 128:192], 2)[..., None, :] >> SHIFTS[::2, None] & 3
     q = (rows(low, 4) | high << 4).flatten(-3)
     scale = half(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
@@ -76,14 +76,16 @@ SHIFTS = torch.arange(8, dtype=torch.uint8)
 
 
 def codes(bits: int, q: Tensor, scale: Tensor) -> Codes:
-    """The middle of the range is zero. A block's scales are of equal shares of it."""
+    """Codes without zero points. Each scale belongs to an equal share of a row's columns."""
     N, scale = len(q), scale.reshape(len(q), -1)
     q = q.reshape(N, -1)
     return Codes(bits, q.shape[1] // scale.shape[1], q, scale)
 
 
 def affine(width: int, q: Tensor, scale: Tensor, offset: Tensor) -> Codes:
-    """q scale + offset, where q has so many bits; its middle becomes that of the codes."""
+    """Codes for q * scale + offset, with q of `width` bits: 4 bits stay, 5 bits become 8-bit codes
+    with the same middle.
+    """
     up = 0 if width == 4 else 128 - (1 << width - 1)
     made = codes(4 if width == 4 else 8, q + up, scale)
     zero = torch.full_like(made.scale, up, dtype=torch.uint8)
@@ -91,7 +93,7 @@ def affine(width: int, q: Tensor, scale: Tensor, offset: Tensor) -> Codes:
 
 
 def half(blocks: Tensor, start: int) -> Tensor:
-    """A float16 of every block, [N, blocks, 1] float32."""
+    """The float16 at byte `start` of every block, as [N, blocks, 1] float32."""
     values = blocks[..., start : start + 2].contiguous().view(torch.float16).float()
     if not is_finite(values):
         raise NotFinite("a block's scale")
@@ -99,7 +101,7 @@ def half(blocks: Tensor, start: int) -> Tensor:
 
 
 def nibbles(octets: Tensor) -> Tensor:
-    """The low halves of all bytes, then the high ones."""
+    """The low 4 bits of all bytes, then the high 4 bits."""
     return torch.cat([octets & 15, octets >> 4], dim=-1)
 
 
@@ -109,12 +111,12 @@ def bits(octets: Tensor) -> Tensor:
 
 
 def rows(octets: Tensor, number: int) -> Tensor:
-    """The last dimension as a matrix."""
+    """Reshape the last dimension to a matrix with `number` rows."""
     return octets.reshape(*octets.shape[:-1], number, -1)
 
 
 def in_eighths(octets: Tensor) -> Tensor:
-    """[N, blocks, 8, 32]: of each 32 bytes the low halves, then the high ones."""
+    """[N, blocks, 8, 32]: for each 32 bytes, the low 4 bits, then the high 4 bits."""
     quarters = rows(octets, 4)
     return torch.stack([quarters & 15, quarters >> 4], dim=-2).flatten(-3, -2)
 
@@ -122,7 +124,7 @@ def in_eighths(octets: Tensor) -> Tensor:
 def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and the offset of each eighth of a block, [N, blocks, 8].
 
-    Six bits each: those of the first four have bytes of their own, whose upper bits the others use.
+    Both have 6 bits. The first four have separate bytes, whose upper bits belong to the other four.
     """
     scale, least, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([scale & 63, (mixed & 15) | (scale >> 6) << 4], dim=-1)
@@ -134,16 +136,17 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufTensors:
-    """A quantized weight `module.weight` is here `module.Q8_0`, by its type: the bytes of its rows.
+    """The tensors of a GGUF file. A quantized weight `module.weight` has its type in its name, e.g.
+    `module.Q8_0`, and consists of the bytes of its rows.
 
-    The files stay mapped for as long as this object lives.
+    The files stay mapped during the lifetime of this object.
     """
 
     def __init__(self, path: Path) -> None:
         source = GgufFile(path)
         self.head_dim = source.config().head_dim
         self.architecture = str(source.header.metadata["general.architecture"])
-        self.tensors: dict[str, tuple[str, header.Tensor]] = {}  # with llama.cpp's name of it
+        self.tensors: dict[str, tuple[str, header.Tensor]] = {}  # name -> llama.cpp's name, entry
         for name, tensor in source.header.tensors.items():
             ours = checkpoint_name(name)
             if ours is not None and not tensor.type.is_plain:
@@ -166,7 +169,7 @@ class GgufTensors:
         return Slice((*tensor.shape[:-1], row_bytes(tensor)), "U8")
 
     def get_tensor(self, name: str) -> Tensor:
-        """Mapped, not copied, unless its rows have another order in a checkpoint."""
+        """A tensor: mapped, not copied, unless its rows must be reordered."""
         theirs, tensor = self.tensors[name]
         stored = self.bytes[tensor.file][tensor.offset : tensor.offset + tensor.size]
         if tensor.type.is_plain:

@@ -1,4 +1,4 @@
-"""A tokenizer built from a GGUF file's metadata: byte-level BPE, or SentencePiece's."""
+"""Builds a tokenizer from a GGUF file's metadata: byte-level BPE, or SentencePiece BPE."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -18,19 +18,19 @@ from tokenizers import (
 from specserve.models.gguf.header import Array, Value
 
 PREFIX = "tokenizer.ggml."
-NAMED = {  # as chat templates know them -> their keys in the file
+NAMED = {  # name in chat templates -> key in the file
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # spelled so
+    "sep_token": "seperator_token_id",  # GGUF's spelling
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
-SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # by default
+SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # defaults
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-NEEDED = ("bos_token_id", *ENDS)  # wrong ids of others, as some files have, do no harm
-KNOWN = "known text"  # as a place that names an end token
-# Control or added tokens that end a text, whatever the metadata name; llama.cpp ends at them, too.
+NEEDED = ("bos_token_id", *ENDS)  # keys that must have valid ids
+KNOWN = "known text"  # the source of end tokens in END_TEXTS
+# Control or added tokens that always end a text, as in llama.cpp.
 END_TEXTS = (
     "</s>",
     "<EOT>",
@@ -50,7 +50,7 @@ END_TEXTS = (
     "[EOS]",
     "[EOT]",
 )
-HARMONY = {"<|return|>", "<|call|>"}  # ends of gpt-oss's texts, whose <|end|> ends only a message
+HARMONY = {"<|return|>", "<|call|>"}  # end tokens of gpt-oss, whose <|end|> ends only a message
 
 
 class TokenKind(IntEnum):
@@ -63,15 +63,15 @@ class TokenKind(IntEnum):
 
 
 def find_model(metadata: dict[str, Value | Array]) -> str:
-    """The kind of tokenizer; ValueError for one that is not supported."""
+    """The tokenizer's type. Raises ValueError if it is not supported."""
     model = metadata.get(f"{PREFIX}model")
     if model not in ("gpt2", "llama"):
-        raise ValueError(f"{PREFIX}model = {model!r} is not supported: gpt2 and llama are")
+        raise ValueError(f"{PREFIX}model = {model!r} is not supported, only gpt2 and llama")
     return str(model)
 
 
 class GgufVocabulary:
-    """The fields of a tokenizer; ValueError where they are missing or do not fit each other."""
+    """The metadata of a tokenizer. Raises ValueError if fields are missing or inconsistent."""
 
     def __init__(self, metadata: dict[str, Value | Array]) -> None:
         self.metadata = metadata
@@ -89,16 +89,16 @@ class GgufVocabulary:
     def array(self, key: str) -> Array:
         value = self.get(key)
         if not isinstance(value, Array):
-            raise ValueError(f"{PREFIX}{key} is missing, or is no array")
+            raise ValueError(f"{PREFIX}{key} is missing or not an array")
         return value
 
     def numbers(self, key: str) -> list[Any]:
-        """A number for each token; none if there are none."""
+        """An array with one number per token; empty if the key is missing."""
         if self.get(key) is None:
             return []
         numbers = self.array(key).numbers()
         if len(numbers) != len(self.tokens):
-            raise ValueError(f"{PREFIX}{key} has {len(numbers)} for {len(self.tokens)} tokens")
+            raise ValueError(f"{PREFIX}{key} has {len(numbers)} entries, not {len(self.tokens)}")
         return numbers
 
     def flag(self, key: str, default: bool) -> bool:
@@ -106,14 +106,14 @@ class GgufVocabulary:
         return value if isinstance(value, bool) else default
 
     def is_filler(self, id: int) -> bool:
-        """Whether it stands for an id of the embedding that has no token."""
+        """Whether an entry is a placeholder for an id without a token."""
         return self.tokens[id] == f"[PAD{id}]"
 
     def of_kind(self, *kinds: TokenKind) -> list[str]:
         return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
 
     def named(self) -> dict[str, str]:
-        """The special tokens that have names."""
+        """The special tokens that chat templates can use, by name."""
         found = {name: self.token_at(key) for name, key in NAMED.items()}
         return {name: token for name, token in found.items() if token is not None}
 
@@ -124,15 +124,15 @@ class GgufVocabulary:
         if isinstance(id, int) and 0 <= id < len(self.tokens) and not self.is_filler(id):
             return self.tokens[id]
         if id is not None and key in NEEDED:
-            raise ValueError(f"{PREFIX}{key} = {id!r} is none of its {len(self.tokens)} tokens")
+            raise ValueError(f"{PREFIX}{key} = {id!r} is not a token: there are {len(self.tokens)}")
         return None
 
     def ends(self) -> dict[str, list[int]]:
-        """The tokens that end a text, by the key that names them or as known texts."""
+        """The tokens that end a text, by the key that names them, or by KNOWN."""
         named = {key.removesuffix("_id"): self.token_at(key) for key in ENDS}
         found = {key: [self.ids[text]] for key, text in named.items() if text is not None}
         control = {*self.of_kind(TokenKind.CONTROL)}
-        added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # Gemma has this tag of HTML
+        added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # an HTML tag in Gemma
         left_out = {"<|end|>"} if control >= HARMONY else set()
         known = [text for text in END_TEXTS if text in (control | added) - left_out]
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
@@ -151,16 +151,16 @@ TEKKEN = (
 
 
 class PreTokenizer(NamedTuple):
-    splits: tuple[str, ...]  # expressions, one after the other: matches and what is between
+    splits: tuple[str, ...]  # regular expressions that split the text, applied in turn
     is_nfc: bool = False
     takes_whole_words: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # default if the file lacks add_bos_token
 
 
 LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
 PRE_TOKENIZERS = {
     "deepseek-r1-qwen": PreTokenizer((QWEN_2,)),
-    # llama.cpp's own, for models that it has no other for.
+    # llama.cpp's default, for models without a specific one.
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((GPT2,)),
     "llama-bpe": LLAMA_BPE,
@@ -174,19 +174,19 @@ PRE_TOKENIZERS = {
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """llama.cpp's default for a file without a name. ValueError for a name that is not known: text
-    might be split in another way than in training.
+    """The pre-tokenizer of a name; None is llama.cpp's default. Raises ValueError for an unknown
+    name, because text could be split in another way than in training.
     """
     if name is None:
         return PRE_TOKENIZERS["default"]
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported: {known} are supported")
+        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported, only {known}")
     return PRE_TOKENIZERS[name]
 
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
-    """ValueError if the metadata describe none that is supported."""
+    """Build a tokenizer. Raises ValueError if it is not supported."""
     if vocabulary.model == "gpt2":
         pre = find_pre_tokenizer(vocabulary.get("pre"))
         backend, adds_bos = byte_level(vocabulary, pre), pre.adds_bos
@@ -219,7 +219,7 @@ def split_merge(merge: str) -> tuple[str, str]:
 
 
 def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
-    """BPE over whole texts in which ▁ stands for a space, with bytes for unknown characters."""
+    """BPE over whole texts, with ▁ for spaces and byte tokens for unknown characters."""
     if vocabulary.get("merges") is not None:
         merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
     elif scores := vocabulary.numbers("scores"):
@@ -246,11 +246,11 @@ def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """What merges SentencePiece's BPE makes, of which only results have scores: the best first.
+    """The merges of SentencePiece's BPE, by decreasing score of the merged token.
 
-    Equal ones are ordered as in the tokenizer.json that transformers writes.
+    Merges with equal scores have the order of the tokenizer.json that transformers writes.
     """
-    lengths = {len(token) for token in ids}  # few: to cut at every place of a long token is slow
+    lengths = {len(token) for token in ids}  # skips most places to split long tokens
     found = [
         (scores[id], i, len(token) - i, token)
         for token, id in ids.items()
@@ -263,7 +263,7 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
 
 
 def add_ends(backend: Tokenizer, vocabulary: GgufVocabulary, adds_bos: bool) -> None:
-    """Put bos before texts and eos behind them, where the file asks for it."""
+    """Add bos before texts and eos after them, if the file requires it."""
     named, before, behind = vocabulary.named(), None, None
     if vocabulary.flag("add_bos_token", adds_bos):
         before = named.get("bos_token")

@@ -1,1 +1,1 @@
-"""Checkpoints whose linear maps are integers or 8-bit floats, in the formats of other tools."""
+"""Reads checkpoints with linear maps in integers or 8-bit floats, in the formats of other tools."""

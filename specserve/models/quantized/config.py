@@ -1,4 +1,4 @@
-"""What a config.json says of its quantized weights and of activations. Does not import torch."""
+"""Parses the quantization of weights and activations in config.json. Does not import torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -7,21 +7,22 @@ import msgspec
 
 
 class ActivationTarget(NamedTuple):
-    """What is asked of the activations of some maps with 8-bit integers."""
+    """The quantization of activations for some maps with 8-bit integer weights."""
 
-    name: str  # a module's, or a pattern
-    are_rounded: bool  # to 8-bit integers, too
-    group: int | None  # columns that share a scale of the weight; None: whole rows
+    name: str  # a module's name, or a pattern
+    are_rounded: bool  # activations are quantized to 8-bit integers
+    group: int | None  # columns per scale of the weight; None: whole rows
 
 
 class Activations(NamedTuple):
     targets: tuple[ActivationTarget, ...] = ()
-    unmet: tuple[str, ...] = ()  # what is asked, in words, if it is not computed just so
+    unmet: tuple[str, ...] = ()  # descriptions of requirements that specserve does not follow
 
     def rounds(self, module: str, width: int) -> bool:
-        """Whether activations of a map with 8-bit integers in rows are such integers, too.
+        """Whether activations of a map with 8-bit integer weights are 8-bit integers, too.
 
-        As its name says; without one as all patterns say, which are not matched.
+        A target with the module's name decides, else all patterns must agree. Patterns are not
+        matched against the name.
         """
         told = [target for target in self.targets if target.group in (None, width)]
         named = [target.are_rounded for target in told if target.name == module]
@@ -29,7 +30,9 @@ class Activations(NamedTuple):
         return bool(found) and all(found)
 
     def unmet_by(self, num_rounding: int) -> tuple[str, ...]:
-        """What of it a model does not compute just so, in which so many maps round activations."""
+        """The requirements that a model does not follow, if `num_rounding` of its maps quantize
+        activations.
+        """
         if any(target.are_rounded for target in self.targets) and not num_rounding:
             return self.unmet or ("activations in integers of 8 bits",)
         return self.unmet
@@ -48,7 +51,7 @@ def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
         if scheme is not None and not are_row_codes(weights, scheme):
             time = "dynamic" if scheme.get("dynamic") else "static"
             how = f"({time}, per {scheme.get('strategy') or 'tensor'})"
-            unmet.append(f"activations in {kind(scheme)} {how} beside weights in {kind(weights)}")
+            unmet.append(f"activations in {kind(scheme)} {how} with weights in {kind(weights)}")
         if group.get("output_activations"):
             unmet.append("output activations")
     patterns = [target for target in targets if is_pattern(target.name) and target.group is None]
@@ -58,13 +61,13 @@ def read_activations(groups: Iterable[Mapping[str, Any]]) -> Activations:
 
 
 def columns_of(weights: Mapping[str, Any]) -> Any:
-    """As in ActivationTarget."""
+    """`group` of ActivationTarget."""
     size = weights.get("group_size")
     return None if size == -1 else size
 
 
 def is_pattern(target: str) -> bool:
-    """Whether it stands for many modules: it is a regular expression, or a class of them."""
+    """Whether a target is a regular expression or a class of modules, not one module."""
     return target.startswith("re:") or ("." not in target and target != "lm_head")
 
 
@@ -73,8 +76,8 @@ def is_int8(numbers: Mapping[str, Any]) -> bool:
 
 
 def are_row_codes(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool:
-    """Whether both are 8-bit integers without zero points, weights with a scale a row or a map, and
-    activations with a scale of each row's own: they are computed just as asked.
+    """Whether specserve follows a scheme exactly. Both must be 8-bit integers without zero points,
+    with one weight scale per row or map, and dynamic activation scales per row.
     """
     is_dynamic = activations.get("dynamic") is True and activations.get("strategy") == "token"
     both = weights, activations
@@ -90,16 +93,16 @@ def kind(numbers: Mapping[str, Any]) -> str:
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
-    """How linear maps are stored. Which of them are is seen by their tensors."""
+    """The stored form of quantized linear maps; their tensors show which maps are quantized."""
 
-    method: str  # of METHODS
-    bits: int | None = None  # of an integer; None: the tensors tell
-    group: int | None = None  # columns that share a scale; None: the tensors tell
-    # Whether every zero point is half of the range, so that what the file says is not needed.
+    method: str  # a key of METHODS
+    bits: int | None = None  # per integer; None: the tensors show it
+    group: int | None = None  # columns that share a scale; None: the tensors show it
+    # Whether every zero point is the middle of the range, so that stored zero points are ignored.
     is_symmetric: bool = False
-    # GPTQ's first form stores a zero point less one.
+    # GPTQ's first format stores zero points minus one.
     has_zeros_less_one: bool = False
-    block: tuple[int, int] | None = None  # rows and columns that share a scale, of 8-bit floats
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, for 8-bit floats
     activations: Activations = Activations()
 
     @property
@@ -110,17 +113,17 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(written: Mapping[str, Any]) -> Quantization | None:
-    """The quantization of a config.json, or None; ValueError says what is not supported."""
+    """The quantization in a config.json, or None. Raises ValueError if it is not supported."""
     key = "compression_config" if written.get("compression_config") else "quantization_config"
     fields = written.get(key)
     if not fields:
         return None
     if not isinstance(fields, dict):
-        raise ValueError(f"{key} = {fields!r} is no object")
+        raise ValueError(f"{key} = {fields!r} is not an object")
     method = fields.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
-        raise ValueError(f"{key}.quant_method = {method!r} is not supported: {known} are")
+        raise ValueError(f"{key}.quant_method = {method!r} is not supported, only {known}")
     try:
         return METHODS[method](fields)
     except ValueError as e:
@@ -132,7 +135,7 @@ def gptq(fields: Mapping[str, Any]) -> Quantization:
     form = one_of(fields, key, "gptq", "gptq_v2")
     rules = fields.get("dynamic") or {}
     if not isinstance(rules, dict) or not all(rule.startswith("-:") for rule in rules):
-        raise ValueError("dynamic: modules with settings of their own are not supported")
+        raise ValueError("dynamic: settings per module are not supported")
     return Quantization(
         method="gptq",
         bits=one_of(fields, "bits", 4, 8),
@@ -165,23 +168,23 @@ def compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
 
 
 def compressed_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is said of the weights of each group of modules."""
+    """The field `weights` of each group of modules."""
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise ValueError(f"config_groups = {groups!r} is no object of objects")
+        raise ValueError(f"config_groups = {groups!r} is not an object of objects")
     weights = [g.get("weights") or {} for g in groups.values()]
     if not all(isinstance(w, dict) for w in weights):
-        raise ValueError("config_groups: weights is no object")
+        raise ValueError("config_groups: weights is not an object")
     return weights
 
 
 def compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The block of a group of modules. ValueError for weights that no reader here reads."""
+    """The block size of a group of modules. Raises ValueError for unsupported weights."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise ValueError(
-            f"config_groups: weights of type {kind!r} and {bits!r} bits are not supported: "
-            "integers of 4 and 8 bits and floats of 8 are"
+            f"config_groups: weights of type {kind!r} and {bits!r} bits are not supported, only "
+            "integers of 4 or 8 bits and floats of 8 bits"
         )
     return block(weights, "block_structure")
 
@@ -189,7 +192,7 @@ def compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 def fp8(fields: Mapping[str, Any]) -> Quantization:
     one_of(fields, "fmt", "e4m3")
     refuse(fields, "kv_cache_scheme")
-    # transformers' own default. Scales for a whole map are told by their shape.
+    # transformers' default. A scale for a whole map is recognized by its shape.
     blocks = {"weight_block_size": [128, 128], **fields}
     scheme = fields.get("activation_scheme") or "dynamic"
     return Quantization(
@@ -223,21 +226,21 @@ def refuse(fields: Mapping[str, Any], *names: str) -> None:
 
 
 def one_of(fields: Mapping[str, Any], name: str, *allowed: Any) -> Any:
-    """A field that has one of some values; the first of them where it is null or not written."""
+    """A field's value, which must be in `allowed`; the first of these if it is null or missing."""
     value = allowed[0] if fields.get(name) is None else fields[name]
     if not any(value == a and type(value) is type(a) for a in allowed):
         known = ", ".join(map(str, allowed))
-        raise ValueError(f"{name} = {value!r} is not supported: {known}")
+        raise ValueError(f"{name} = {value!r} is not supported, only {known}")
     return value
 
 
 def group(fields: Mapping[str, Any], name: str) -> int | None:
-    """The columns that share a scale; None for -1, which means all of them."""
+    """The number of columns that share a scale; None for -1, i.e. all columns."""
     value = fields.get(name, 128)
     if value == -1:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} = {value!r} is neither -1 nor a whole number from 1 on")
+        raise ValueError(f"{name} = {value!r} must be -1 or a positive integer")
     return value
 
 
@@ -247,5 +250,5 @@ def block(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
         return None
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(type(n) is int and n > 0 for n in value):
-        raise ValueError(f"{name} = {value!r} is no pair of whole numbers from 1 on")
+        raise ValueError(f"{name} = {value!r} must be a pair of positive integers")
     return value[0], value[1]

@@ -1,4 +1,4 @@
-"""The readers of quantized linear maps: one class for each format, and the table of them."""
+"""Readers of quantized linear maps: one class per format, and the table FORMATS."""
 
 from collections.abc import Callable, Container, Mapping
 
@@ -22,21 +22,22 @@ from specserve_kernels import Codes
 
 
 def ordered(codes: Codes, groups: Tensor | None) -> Codes | Tensor:
-    """The codes if column i is in group i / group; else their values, with column i in `groups[i]`.
+    """The codes if column i is in group i / group; else their values in float32, with column i in
+    `groups[i]`.
 
-    Codes cannot say the latter, and rows would have to be permuted before each map.
+    Codes cannot represent permuted groups, and kernels do not permute rows.
     """
     if groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // codes.group):
         return codes
     columns = groups.long()
     if columns.min() < 0 or columns.max() >= codes.scale.shape[1]:
-        raise ValueError(f"g_idx has groups that are not there: there are {codes.scale.shape[1]}")
+        raise ValueError(f"g_idx has invalid groups: there are only {codes.scale.shape[1]}")
     zero = None if codes.zero is None else codes.zero[:, columns]
     return codes._replace(group=1, scale=codes.scale[:, columns], zero=zero).widen(torch.float32)
 
 
 FLOATS = ("F8_E4M3",)
-POWERS = ("F8_E8M0",)  # of two
+POWERS = ("F8_E8M0",)  # powers of two
 
 
 class Floats:
@@ -54,7 +55,7 @@ class Floats:
         return parts | unused(found)
 
     def blocks(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-        """The shape of the scales of blocks, if there are blocks."""
+        """The shape of block scales in a list; empty if there are no blocks."""
         if self.block is None:
             return []
         return [tuple(-(-n // size) for n, size in zip(shape, self.block, strict=True))]
@@ -69,11 +70,11 @@ class Floats:
 
 
 def name_of_scale(names: Container[str]) -> str:
-    """vLLM's name for it, or DeepSeek's, which says what it is the inverse of."""
+    """vLLM's name of the scale, or DeepSeek's name weight_scale_inv."""
     return "weight_scale_inv" if "weight_scale_inv" in names else "weight_scale"
 
 
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of columns 0, 1, ... in a word
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibble of columns 0, 1, ... in a word
 
 
 class Awq:
@@ -100,7 +101,7 @@ class Awq:
 
 
 def in_order(words: Tensor) -> Tensor:
-    """[columns, rows] from words [rows, columns / 8]."""
+    """Unpack words [rows, columns / 8] to [columns, rows]."""
     octets = bytes_of(words.T).view(words.shape[1], -1, 4)  # [columns / 8, rows, 4]
     columns = [octets[..., place // 2] >> 4 * (place % 2) & 15 for place in PLACES]
     return torch.stack(columns, dim=1).flatten(0, 1)
@@ -144,9 +145,9 @@ class Gptq:
 
 
 MXFP4_GROUP = 32
-MXFP4_BITS = 8  # of a code: twice a value is a whole number from -12 to 12
-TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # what a float of these bits means, but for its sign
-BIAS, NAN = 127, 255  # of an e8m0 number
+MXFP4_BITS = 8  # bits per code: a code is twice a value, an integer from -12 to 12
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the absolute value of a 4-bit float, by its low 3 bits
+BIAS, NAN = 127, 255  # exponent bias and NaN of e8m0 numbers
 
 
 class Mxfp4:
@@ -192,7 +193,7 @@ class Compressed:
 
 
 class PackedIntegers:
-    """Integers of 4 or 8 bits in words."""
+    """Reads integers of 4 or 8 bits that are packed into 32-bit words."""
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:
         N, K = shape
@@ -200,7 +201,8 @@ class PackedIntegers:
         bits = next((bits for bits in (4, 8) if width == (num_words(K, bits),)), None)
         if bits is None:
             raise ValueError(
-                f"weight_packed of {list(width)} columns fits {K} of neither 4 nor 8 bits"
+                f"weight_packed has {list(width)} columns, which fit {K} values of neither 4 nor 8 "
+                "bits"
             )
         parts = {
             "weight_packed": Stored((N, num_words(K, bits)), INTEGERS),
@@ -228,12 +230,12 @@ class PackedIntegers:
 
 
 class Bytes:
-    """Integers of 8 bits, one in a byte."""
+    """Reads 8-bit integers, one per byte."""
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:
         N, K = shape
         scale = found.get("weight_scale", ABSENT).shape
-        if scale not in ((), (1,)):  # one for all
+        if scale not in ((), (1,)):  # not a single scale
             scale = N, num_groups(K, found)
         parts = {"weight": Stored(shape, ("I8",)), "weight_scale": Stored(scale, SCALES)}
         if "weight_zero_point" in found:
@@ -252,7 +254,7 @@ class Bytes:
 
 
 def raised(signed: Tensor) -> Tensor:
-    """Bytes from 0 to 255 for those from -128 to 127."""
+    """Map bytes from -128..127 to 0..255."""
     return signed.contiguous().view(torch.uint8) ^ 128
 
 
@@ -261,11 +263,11 @@ def num_words(values: int, bits: int) -> int:
 
 
 def num_groups(K: int, found: Mapping[str, Stored]) -> int:
-    """The columns of the scales, 1 if there is no such table."""
+    """The number of scales per row; 1 if the scales are not a matrix."""
     scale = found.get("weight_scale", ABSENT).shape
     groups = scale[1] if len(scale) == 2 else 1
     if groups < 1 or K % groups:
-        raise ValueError(f"weight_scale of {groups} columns does not divide {K}")
+        raise ValueError(f"weight_scale has {groups} columns, which do not divide {K}")
     return groups
 
 

@@ -1,4 +1,4 @@
-"""The quantized linear maps of a checkpoint."""
+"""Finds and reads the quantized linear maps of a checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from specserve.models.quantized.stored import SCALES, UNUSED, NotFinite, Stored,
 from specserve_kernels import Codes
 
 PLAIN = {"weight", "bias"}
-UNTOLD = "config.json does not explain: it has no quantization_config"
+UNTOLD = "but config.json has no quantization_config"
 SIZES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}  # bytes, by type
-REMEDY = "download the model again, or take another quantization of it"
+REMEDY = "Download the model again, or use another quantization of it"
 
 
 class QuantizedMaps:
-    """Which maps of a checkpoint are quantized, by the name that their weight has in others.
+    """The quantized linear maps of a checkpoint, by the name of their unquantized weight.
 
-    A map is quantized if it has other tensors than a weight and a bias, or a weight of another type
-    than unquantized ones have, whatever the lists of exceptions in config.json say.
+    A map is quantized if it has other tensors than weight and bias, or a weight with a dtype that
+    unquantized weights do not have. Lists of exceptions in config.json are ignored.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class QuantizedMaps:
         self.checkpoint, self.told = checkpoint, told
         self.format = FORMATS[told.method](told) if told is not None else None
         self.shapes: dict[str, tuple[int, int]] = {}  # of the quantized maps
-        self.suffixes: dict[str, list[str]] = {}  # of the tensors that are read
-        self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint has to have
+        self.suffixes: dict[str, list[str]] = {}  # of the tensors to read
+        self.expected: dict[str, Stored] = {}  # all tensors that the checkpoint must have
         for name, shape in shapes.items():
             module, _, suffix = name.rpartition(".")
             is_map = suffix == "weight" and len(shape) == 2
@@ -53,7 +53,7 @@ class QuantizedMaps:
         is_plain = PLAIN.issuperset(found)
         if self.format is None:
             if not is_plain and "weight" not in found:
-                raise self.refusal(module, f"it has {', '.join(sorted(found))}, which {UNTOLD}")
+                raise self.refusal(module, f"it has {', '.join(sorted(found))}, {UNTOLD}")
             return False
         return not is_plain or ("weight" in found and found["weight"].dtypes[0] not in DTYPES)
 
@@ -71,8 +71,8 @@ class QuantizedMaps:
         self.expected |= {f"{module}.{suffix}": wanted for suffix, wanted in parts.items()}
 
     def read(self, name: str) -> Codes | Tensor:
-        """The weight, [N, K]; values are in float32. The pages of the file are dropped. ConfigError
-        for numbers that are not finite.
+        """Read a weight [N, K], as codes or as float32 values, and drop the pages of the file.
+        Raises ConfigError for values that are not finite.
         """
         assert self.format is not None and self.told is not None
         module = name.removesuffix(".weight")
@@ -82,7 +82,7 @@ class QuantizedMaps:
                 if "scale" in suffix and not is_finite(tensor.float()):
                     raise NotFinite(suffix)
             if "bias" in tensors and tensors["bias"].any():
-                raise ValueError("it has a bias, and config.json asks for none")
+                raise ValueError("it has a bias, but config.json describes none")
             weight = self.format.read(self.shapes[name], tensors)
             if isinstance(weight, Tensor) and "weight" in tensors and not is_finite(weight):
                 raise NotFinite("weight")
@@ -97,7 +97,7 @@ class QuantizedMaps:
         return weight
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
-        """Of a map in memory, where 8-bit floats are widened to `dtype`; nearly."""
+        """Approximate bytes of a map in memory; 8-bit floats are converted to `dtype`."""
         found = self.checkpoint.parts(name.removesuffix(".weight"))
         parts = [found[suffix] for suffix in self.suffixes[name]]
         if self.told is not None and self.told.method == "mxfp4":
@@ -108,4 +108,4 @@ class QuantizedMaps:
         return sum(math.prod(part.shape) * SIZES[part.dtypes[0]] for part in parts)
 
     def refusal(self, module: str, reason: str) -> ConfigError:
-        return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}; {REMEDY}")
+        return ConfigError(f"{self.checkpoint.folder}: {module}: {reason}. {REMEDY}")

@@ -1,4 +1,4 @@
-"""How a quantized linear map stands in a checkpoint: as several tensors of a module."""
+"""The stored form of a quantized linear map: several tensors of a module."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -10,28 +10,28 @@ from specserve_kernels import Codes
 
 INTEGERS = ("I32",)
 SCALES = ("F32", "F16", "BF16")
-# Of activations, which are not quantized here.
+# Tensors for static quantization of activations, which specserve does not use.
 UNUSED = ("activation_scale", "input_scale", "input_zero_point")
 
 
 class Stored(NamedTuple):
-    """A tensor as a file has it, or what it has to be."""
+    """Shape and dtype of a stored tensor, or the expected shape and dtypes."""
 
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]  # safetensors' names; what it has to be is one of them
+    dtypes: tuple[str, ...]  # safetensors' names; several: any of them is allowed
 
 
 class NotFinite(ValueError):
-    """A map's tensor of this suffix has numbers that are not finite."""
+    """The tensor with this suffix has values that are not finite."""
 
 
 class WeightFormat(Protocol):
-    """Reads the linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
+    """Reads linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
 
     def expected(self, shape: tuple[int, int], found: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The tensors by suffix that a map must have, given those that it has.
+        """The tensors that a map must have, by suffix; `found` are its tensors.
 
-        ValueError if those that it has fit no map of this shape.
+        Raises ValueError if `found` does not fit a map of this shape.
         """
         ...
 
@@ -39,15 +39,15 @@ class WeightFormat(Protocol):
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether none of the numbers is NaN or infinite. Their sum shows this in one fast pass; only a
-    sum that overflows needs a closer look.
+    """Whether no value is NaN or infinite. A finite sum shows this in one fast pass; the values are
+    checked one by one only if the sum is not finite.
     """
     total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(values.isfinite().all())
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Integers [..., n 32 / bits] uint8 from words [..., n] int32, the lowest bits first."""
+    """Unpack words [..., n] int32 to integers [..., n 32 / bits] uint8, the lowest bits first."""
     octets = bytes_of(words)
     if bits == 8:
         return octets
@@ -55,8 +55,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """[..., n 4] uint8 from words [..., n], as a copy."""
-    # contiguous() keeps the strides of a tensor that is one column, and may make no copy.
+    """Copy words [..., n] to bytes [..., n 4] uint8."""
+    # contiguous() may return a tensor with one column unchanged, with its strides.
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
@@ -66,5 +66,5 @@ def unused(found: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def divided(number: int, by: int, what: str) -> int:
     if number % by:
-        raise ValueError(f"{what}: {number} is no multiple of {by}")
+        raise ValueError(f"{what}: {number} is not a multiple of {by}")
     return number // by

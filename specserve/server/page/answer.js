@@ -1,16 +1,16 @@
-// An answer as it streams in: its text, and the steps of the engine that it came from.
+// A streaming response: its text and the engine steps that made it.
 
 import { ODD, Refusal, events } from "./api.js";
 
 export class Answer {
   constructor() {
     this.begun = performance.now();
-    this.chars = []; // code points, which `ends` of tokens count
+    this.chars = []; // code points: `ends` of tokens count them
     this.thought = "";
     this.sources = [];
     this.steps = []; // {at: ms, tokens, ends, sources, tree}
     this.last = null; // the event with timings and metrics
-    this.first = null; // ms until there was a token
+    this.first = null; // ms until the first token
   }
 
   get text() {
@@ -35,8 +35,8 @@ export class Answer {
     }
   }
 
-  // Pieces of the text from a character on, each of one step: {step, begin, end}. A step's text may
-  // come later than its tokens.
+  // The text from a character on, one piece per step: {number, step, begin, end}. A step's text may
+  // arrive after its tokens.
   *pieces(from = 0) {
     for (const [number, step] of this.steps.entries()) {
       const end = step.ends.at(-1) ?? 0;
@@ -46,12 +46,12 @@ export class Answer {
     }
   }
 
-  // Whether its tokens are told by places in this text: where there is a thought, they count that, too.
+  // Whether `ends` are places in this text. If there is reasoning, they count it, too.
   get isTold() {
     return !this.thought && this.steps.length > 0;
   }
 
-  // `plain(context)`: seconds of a step without draft tokens, if measured.
+  // plain(context): measured seconds of a step without draft tokens, or undefined.
   figures(plain) {
     const { timings, metrics, usage } = this.last ?? {};
     if (!timings) return {};
@@ -59,12 +59,12 @@ export class Answer {
     const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
     const steps = guesses?.mean_acceptance_length;
     const context = (usage?.prompt_tokens ?? timings.prompt_n) + timings.predicted_n / 2;
-    const without = 1000 * plain(context) * (timings.predicted_n - 1); // the first is the prompt's
+    const without = 1000 * plain(context) * (timings.predicted_n - 1); // prefill makes the first
     return {
       TTFT: inMs(metrics.time_to_first_token_ms),
       TPOT: inMs(perToken),
-      "Tokens a second": timings.predicted_per_second?.toFixed(1),
-      "Tokens a step": steps?.toFixed(2),
+      "Tokens/s": timings.predicted_per_second?.toFixed(1),
+      "Tokens/step": steps?.toFixed(2),
       "Estimated gain": without && timings.predicted_ms
         ? `${(without / timings.predicted_ms).toFixed(2)} times` : undefined,
       Tokens: timings.predicted_n,
@@ -72,13 +72,13 @@ export class Answer {
   }
 }
 
-// Measured seconds of a step without draft tokens, at half to twice this context.
+// Measured seconds of a step without draft tokens, at 0.5 to 2 times this context.
 export const plainSeconds = (measured, context) =>
   measured?.find((step) => Math.abs(Math.log2(step.context / context)) <= 1)?.seconds;
 
 export const inMs = (ms) => (ms == null ? undefined : `${ms.toFixed(ms < 10 ? 2 : 0)} ms`);
 
-// Stream an answer; onChange(answer) is called as it grows.
+// Stream a response; calls onChange(answer) after each event.
 export async function answer(body, signal, onChange) {
   const got = new Answer();
   const asked = {

@@ -1,26 +1,26 @@
-// The server's HTTP API, as the page uses it.
+// The server's HTTP API.
 
-const KEY = "specserve.key"; // of this tab's session
-const SILENCE = 60_000; // ms without a byte, not even a comment: the connection is taken for dead
+const KEY = "specserve.key"; // in sessionStorage
+const SILENCE = 60_000; // ms without a byte after which a stream is aborted
 
 export class Refusal extends Error {
   constructor(status, message, param) {
     super(message);
-    Object.assign(this, { status, param }); // param: the field of the request that is wrong
+    Object.assign(this, { status, param }); // param: the wrong field of the request
   }
 }
 
-let key = ""; // where the browser keeps nothing for the page, until it is left
+let key = ""; // used if sessionStorage is disabled
 
 export function setKey(given) {
   if (!/^[\x21-\x7e]+$/.test(given)) {
-    throw new Refusal(401, "this is no key: one has letters, digits and signs of ASCII, no spaces");
+    throw new Refusal(401, "invalid key: use printable ASCII characters without spaces");
   }
   key = given;
   try {
     sessionStorage.setItem(KEY, key);
   } catch {
-    // then it is asked for again after a reload
+    // the page asks again after a reload
   }
 }
 
@@ -29,7 +29,7 @@ function headers() {
   try {
     kept ||= sessionStorage.getItem(KEY);
   } catch {
-    // nothing is kept
+    // no sessionStorage
   }
   return kept ? { Authorization: `Bearer ${kept}` } : {};
 }
@@ -45,7 +45,7 @@ export async function call(path, body, signal) {
     response = await fetch(path, { signal, headers: headers(), ...sent });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal(0, "the server cannot be reached: is it running?");
+    throw new Refusal(0, "cannot connect to the server: is it running?");
   }
   if (response.ok) return response;
   const told = await response.json().catch(() => ({}));
@@ -55,7 +55,7 @@ export async function call(path, body, signal) {
 
 export const get = async (path) => (await call(path)).json();
 
-// The data of a stream's events, until [DONE]; what fails is a Refusal.
+// The data of a stream's events, until [DONE]; throws Refusal.
 export async function* events(path, body, signal) {
   const quiet = new AbortController();
   const response = await call(path, body, AbortSignal.any([signal, quiet.signal]));
@@ -68,11 +68,11 @@ export async function* events(path, body, signal) {
       read = await reader.read();
     } catch (error) {
       if (signal.aborted) throw error;
-      throw new Refusal(0, "the connection to the server broke before the answer was complete");
+      throw new Refusal(0, "the connection broke before the response was complete");
     } finally {
       clearTimeout(timer);
     }
-    if (read.done) throw new Refusal(0, "the stream ended before the answer was complete");
+    if (read.done) throw new Refusal(0, "the stream ended before the response was complete");
     const parts = (rest + read.value).replaceAll("\r\n", "\n").split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -86,19 +86,19 @@ export async function* events(path, body, signal) {
   }
 }
 
-export const ODD = "the server sent what this page cannot read: is it specserve, of this version?";
+export const ODD = "cannot read the server's reply: page and server may differ in version";
 
 function parse(data) {
   try {
     const event = JSON.parse(data);
     if (event && Array.isArray(event.choices ?? (event.error && []))) return event;
   } catch {
-    // told below
+    // throws below
   }
   throw new Refusal(0, ODD);
 }
 
-const texts = new Map(); // of tokens, by id
+const texts = new Map(); // token id -> text
 
 export async function textOf(token) {
   if (!texts.has(token)) {

@@ -1,4 +1,4 @@
-// The page's parts, and the chat.
+// The chat page.
 
 import { answer } from "./answer.js";
 import { setKey } from "./api.js";
@@ -10,20 +10,21 @@ import { closeSheet, openSheet } from "./sheet.js";
 import { TextView, drawFigures, drawLegend, drawTree, element } from "./view.js";
 
 const at = (id) => document.getElementById(id);
-const SAMPLES = [ // of what the demo pair has learnt
+const SAMPLES = [ // from the training topics of the demo models
   "What does shutil.copytree do?",
   "How do I read a file line by line?",
   "What is the difference between a list and a tuple?",
   "What does os.path.join return?",
 ];
 
-const NO_STEP = "Click a word, or go to it by Tab and the arrow keys: here are the guesses of its step.";
+const NO_STEP = "Click a word, or use Tab and arrow keys, to see the draft tokens of its step.";
 
 let current = kept.opened();
-let edited = null; // {number, draft}: the message that is edited, and what was in the box before
-let running = null; // an AbortController while an answer streams
-let chosen = 0; // counts the steps that were looked at
-const forgotten = new Set(); // ids: their answers may still come
+let edited = null; // {number, draft}: the edited message, the earlier text of the box.
+let running = null; // AbortController of the streaming response
+let chosen = 0; // number of steps shown
+// Ids of deleted conversations, which may still stream.
+const forgotten = new Set();
 
 async function begin() {
   try {
@@ -40,7 +41,7 @@ async function begin() {
   drawLegend(at("legend"), model.card.sources ?? []);
 }
 
-// `opener`: where the focus returns to from the tree; null where it does not go there.
+// opener: the element that gets the focus back from the tree; null: the tree gets no focus.
 async function choose(answered, number, opener) {
   const mine = ++chosen;
   let shown;
@@ -49,15 +50,15 @@ async function choose(answered, number, opener) {
   } catch (error) {
     shown = { words: error.message };
   }
-  if (mine !== chosen) return; // another step was chosen meanwhile
+  if (mine !== chosen) return; // another step was chosen
   at("tree-words").textContent = shown.words;
   at("tree").replaceChildren(...(shown.drawing ? [shown.drawing] : []));
   if (opener) openSheet(opener);
 }
 
-// Without figures and tree of an answer before.
+// Remove the figures and the tree.
 function clear() {
-  closeSheet(); // its focus returns to a step, which is chosen by that
+  closeSheet(); // moves the focus to a step, which chooses the step
   chosen += 1;
   at("tree-words").textContent = NO_STEP;
   at("tree").replaceChildren();
@@ -84,7 +85,7 @@ async function copy(pressed, from) {
     await navigator.clipboard.writeText(from.textContent);
     pressed.textContent = "Copied";
   } catch {
-    pressed.textContent = "This browser does not let the page copy";
+    pressed.textContent = "The browser blocked copying";
   }
   setTimeout(() => (pressed.textContent = "Copy"), 1500);
 }
@@ -103,7 +104,7 @@ function showKept() {
     const opening = button(title, () => open(one));
     if (time) opening.append(element("small", { className: "quiet", text: time }));
     const name = time ? `${title}, ${time}` : title;
-    return element("li", {}, opening, button("×", () => remove(one), `Forget ${name}`));
+    return element("li", {}, opening, button("×", () => remove(one), `Delete ${name}`));
   }));
 }
 
@@ -133,7 +134,7 @@ function edit(number) {
   at("prompt").focus();
 }
 
-// Leave the messages as they were before Edit.
+// Restore the messages before Edit.
 function cancel() {
   if (!edited) return;
   at("prompt").value = edited.draft;
@@ -152,7 +153,7 @@ function askAgain(number) {
   reply(asked);
 }
 
-// What the settings say; null and an error where one is wrong.
+// The request's fields; null if a setting is wrong, which shows an error.
 function fieldsOrError() {
   try {
     status("");
@@ -166,7 +167,7 @@ function fieldsOrError() {
 function send(content) {
   if (running || !content.trim()) return;
   if (isRacing()) {
-    status("A race is running: it needs the server alone.");
+    status("A race is running. Wait until it ends.");
     return;
   }
   const asked = fieldsOrError();
@@ -206,7 +207,7 @@ async function reply(settings) {
         box.append(element("p", { className: "error", role: "alert", text: wordsOf(error) }));
       } else {
         at("error").textContent = wordsOf(error);
-        at("prompt").value = messages.at(-1).content; // it returns to the box
+        at("prompt").value = messages.at(-1).content;
         asked.messages = messages.slice(0, -1);
         show();
       }
@@ -220,12 +221,12 @@ async function reply(settings) {
   view.answer = last;
   view.end();
   message.content = last.text;
-  if (asked.messages !== messages || forgotten.has(asked.id)) return; // edited, or asked again
+  if (asked.messages !== messages || forgotten.has(asked.id)) return; // edited or deleted
   messages.push(message);
   kept.keep(asked);
   showKept();
   await learnCosts().catch(() => {});
-  if (current !== asked || running) return; // figures of an answer that is not the last one shown
+  if (current !== asked || running) return; // another response is shown
   drawFigures(at("figures"), last.figures(model.plain));
 }
 
@@ -260,9 +261,9 @@ at("use-key").onclick = () => {
 };
 at("show-chat").onclick = () => view("chat");
 at("show-race").onclick = () => view("race");
-addEventListener("pagehide", () => running && kept.keep(current)); // with the question
+addEventListener("pagehide", () => running && kept.keep(current)); // stores the question
 at("new").onclick = () => open(kept.fresh());
-at("stop").onclick = (event) => event.detail > 1 || stop(); // it came under a double click on Send
+at("stop").onclick = (event) => event.detail > 1 || stop(); // not for a double click on Send
 at("controls").onsubmit = (event) => event.preventDefault();
 at("cancel").onclick = cancel;
 at("composer").onkeydown = (event) => {

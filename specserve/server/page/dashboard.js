@@ -1,4 +1,4 @@
-// What the server does now: drawn every second from /metrics and /v1/speculation.
+// The dashboard: drawn every second from /metrics and /v1/speculation.
 
 import { call, get, setKey } from "./api.js";
 import { inMs } from "./answer.js";
@@ -7,13 +7,14 @@ import { colorOf, drawFigures, element } from "./view.js";
 
 const at = (id) => document.getElementById(id);
 const EVERY = 1000, LATELY = 30, KEPT = 120, SHOWN = 120; // ms, looks, looks, seconds
+const KINDS = { prompts: "prompt tokens", guesses: "draft tokens" }; // of rows
 const TIMES = {
   TTFT: "vllm:time_to_first_token_seconds",
   TPOT: "vllm:request_time_per_output_token_seconds",
   ITL: "vllm:inter_token_latency_seconds",
 };
 
-const looks = []; // {at: ms, series: Map(name -> [{labels, value}])}, the latest last
+const looks = []; // {at: ms, series: Map(name -> [{labels, value}])}, ascending in time
 
 export function parse(text) {
   const series = new Map();
@@ -29,12 +30,12 @@ export function parse(text) {
 }
 
 const valueOf = (look, name) => look.series.get(name)?.[0].value ?? 0;
-// The latest look, and one of some time ago; where there is none, all since the start counts.
+// The latest look and one LATELY looks ago; an empty one if there is only one look.
 const lately = () => [
   looks.at(-1), looks.length > 1 ? looks[Math.max(0, looks.length - 1 - LATELY)] : { series: new Map() },
 ];
 
-// A quantile of what a histogram has counted between two looks, in seconds, between bucket ends.
+// A quantile of a histogram between two looks, in seconds, interpolated within its bucket.
 export function quantile(now, before, name, q) {
   const old = new Map((before.series.get(`${name}_bucket`) ?? []).map((b) => [b.labels.le, b.value]));
   const counts = (now.series.get(`${name}_bucket`) ?? [])
@@ -81,7 +82,7 @@ function drawCounts() {
     .map(({ labels, value }) => [labels.kind, value - (old.get(labels.kind) ?? 0)]);
   const sum = rows.reduce((total, [, count]) => total + count, 0) || 1;
   at("rows").replaceChildren(...rows.map(([kind, count]) =>
-    row(kind, count, `${(100 * count / sum).toFixed(1)} %`)));
+    row(KINDS[kind] ?? kind, count, `${(100 * count / sum).toFixed(1)} %`)));
 }
 
 function drawAccepted() {
@@ -90,7 +91,7 @@ function drawAccepted() {
   const verified = now.series.get("specserve_source_verified_tokens_total") ?? [];
   const depths = [1, 2, 3, 4, 5, 6];
   at("depths").replaceChildren(element("tr", {},
-    ...["", "right", ...depths].map((text) => element("th", { scope: "col", text }))));
+    ...["", "accepted", ...depths].map((text) => element("th", { scope: "col", text }))));
   at("accepted").replaceChildren(...verified.map(({ labels: { source }, value }) => {
     const its = accepted.filter((a) => a.labels.source === source);
     const sum = its.reduce((total, a) => total + a.value, 0);
@@ -103,7 +104,7 @@ function drawAccepted() {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// A curve over axes that begin at 0; `words` is about the end of the vertical one.
+// A curve over axes that begin at 0; words: label at the end of the vertical axis.
 function curve(svg, points, [mostX, mostY], words) {
   svg.previousElementSibling.textContent = words;
   const x = (value) => (100 * value / (mostX || 1)).toFixed(2);
@@ -128,7 +129,7 @@ function drawRate() {
   const most = Math.max(0, ...shown.map(([, rate]) => rate));
   curve(at("rate"), shown, [SHOWN, most], `${most.toFixed(0)} tokens/s`);
   at("rate-words").textContent =
-    `now ${(rates.at(-1)?.[1] ?? 0).toFixed(0)}, at most ${most.toFixed(0)} in two minutes`;
+    `now ${(rates.at(-1)?.[1] ?? 0).toFixed(0)}, maximum ${most.toFixed(0)} in two minutes`;
 }
 
 function drawSpeculation({ costs, plan }) {
@@ -144,15 +145,15 @@ function drawSpeculation({ costs, plan }) {
     at("most-rows").textContent = last.rows;
     const words = [`1 row ${inMs(steps[0].ms)}${steps[0].is_known ? "" : " (estimated)"}`];
     if (last.rows > 1) words.push(`${last.rows} rows ${inMs(last.ms)}`);
-    words.push(`other load makes it ${target.slowdown.toFixed(2)} times as long`);
+    words.push(`slowdown by other load: ${target.slowdown.toFixed(2)}`);
     at("cost-words").textContent = words.join(", ");
   }
   drawFigures(at("plan"), plan ? {
-    "Rows of prompts": plan.prompt_rows,
+    "Prompt rows": plan.prompt_rows,
     Roots: plan.roots,
-    Guesses: plan.guesses,
-    "Tokens expected": plan.tokens.toFixed(2),
-    "Time expected": inMs(1000 * plan.seconds),
+    "Draft tokens": plan.guesses,
+    "Expected tokens": plan.tokens.toFixed(2),
+    "Expected time": inMs(1000 * plan.seconds),
   } : { "No plan yet": "" });
 }
 
@@ -162,7 +163,7 @@ async function look() {
   ]);
   const now = { at: performance.now(), series: parse(metrics) };
   const rows = "specserve_rows_total";
-  if (looks.length && valueOf(now, rows) < valueOf(looks.at(-1), rows)) looks.length = 0; // restarted
+  if (looks.length && valueOf(now, rows) < valueOf(looks.at(-1), rows)) looks.length = 0; // restart
   looks.push(now);
   if (looks.length > KEPT) looks.shift();
   drawTimes();
@@ -184,7 +185,7 @@ async function begin() {
   } catch (error) {
     at("status").textContent = error.message;
     at("key-asked").hidden = error.status !== 401;
-    if (error.status === 401) return; // until there is a key
+    if (error.status === 401) return; // until a key is entered
   }
   setTimeout(begin, EVERY);
 }

@@ -1,9 +1,9 @@
-// What is kept in this browser: conversations, {id, at: ms, messages: [{role, content}]}, the latest
-// first; which one is open; and the settings.
+// Storage in the browser: conversations {id, at: ms, messages: [{role, content}]}, latest first;
+// the id of the open one; and the settings.
 
 const PLACE = "specserve.conversations", OPEN = "specserve.open", MOST = 50;
 
-// What is kept at a place; null where there is nothing that can be read.
+// The stored value at a place; null if it is missing or unreadable.
 export function take(place, storage = "localStorage") {
   try {
     return JSON.parse(window[storage].getItem(place));
@@ -12,7 +12,7 @@ export function take(place, storage = "localStorage") {
   }
 }
 
-// Whether the browser keeps it.
+// Returns whether the browser stored the value.
 export function put(place, value, storage = "localStorage") {
   try {
     window[storage].setItem(place, JSON.stringify(value));
@@ -26,7 +26,7 @@ const isMessage = (m) => typeof m?.role === "string" && typeof m.content === "st
 const isOne = (kept) => typeof kept?.id === "string" && Array.isArray(kept.messages)
   && kept.messages.every(isMessage);
 
-// What is not of this form is of another version or another page, and is not shown.
+// Entries of another form are from another version or page, and are skipped.
 export function read() {
   const kept = take(PLACE);
   return Array.isArray(kept) ? kept.filter(isOne) : [];
@@ -34,12 +34,12 @@ export function read() {
 
 function write(kept) {
   for (; kept.length; kept.pop()) {
-    if (put(PLACE, kept)) return; // else there is no room: without the oldest
+    if (put(PLACE, kept)) return; // no space: drop the oldest
   }
   try {
     localStorage.removeItem(PLACE);
   } catch {
-    // this browser keeps nothing
+    // no localStorage
   }
 }
 
@@ -48,7 +48,7 @@ export function keep(one) {
   write([one, ...read().filter((kept) => kept.id !== one.id)].slice(0, MOST));
 }
 
-// Of each tab its own: two tabs in one would lose answers.
+// One per tab: two tabs in one conversation would lose responses.
 export const setOpen = ({ id }) => put(OPEN, id, "sessionStorage");
 
 export function opened() {
@@ -60,7 +60,7 @@ export const forget = (id) => write(read().filter((kept) => kept.id !== id));
 export const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), messages: [] });
 export const titleOf = ({ messages }) => messages.find((m) => m.role === "user")?.content ?? "empty";
 
-// When its last answer came; nothing where that is not known.
+// The time of its last response; "" if unknown.
 export function timeOf({ at }) {
   const then = new Date(at);
   if (typeof at !== "number" || isNaN(then)) return "";

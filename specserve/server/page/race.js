@@ -1,19 +1,19 @@
-// The race: one prompt with two settings, each alone; then both again side by side as they were.
+// The race: runs one prompt with two settings in turn, then replays both side by side.
 
 import { answer } from "./answer.js";
 import { conversation, fields, learnCosts, model } from "./settings.js";
 import { TextView, element } from "./view.js";
 
 export let isRacing = () => false;
-const CLEAR = 1.1; // times as fast: less may be chance
+const CLEAR = 1.1; // minimum speed ratio that is reported
 const at = (id) => document.getElementById(id);
 
 function settings() {
   const sources = model.card?.sources ?? [];
   return [
-    { name: "no guesses", speculation: { enabled: false } },
-    { name: `${model.card?.drafter ?? "all"}: all that may guess`, speculation: { enabled: true } },
-    ...sources.map((name) => ({ name: `${name} alone`, speculation: { sources: [name] } })),
+    { name: "no speculation", speculation: { enabled: false } },
+    { name: `${model.card?.drafter ?? "all"}: all drafters`, speculation: { enabled: true } },
+    ...sources.map((name) => ({ name: `only ${name}`, speculation: { sources: [name] } })),
   ];
 }
 
@@ -36,7 +36,7 @@ class Lane {
 
   clear() {
     this.answer = null;
-    const text = element("div", { className: "text" }); // without the listeners of the last race
+    const text = element("div", { className: "text" }); // drops old listeners
     this.text.replaceWith(text);
     this.text = text;
     this.watch.textContent = "0.000 s";
@@ -63,7 +63,7 @@ class Lane {
       `${timings.predicted_n} tokens in ${this.answer.steps.length} steps`;
   }
 
-  // Show the answer as far as it was after so many ms.
+  // Show the response as of `ms` after its start.
   replay(ms) {
     const { answer: all } = this;
     const steps = all.steps.filter((step) => step.at <= ms);
@@ -110,7 +110,7 @@ function verdict(lanes) {
   const first = lanes[0].took <= lanes[1].took ? lanes[0] : lanes[1];
   const same = a.text === b.text
     ? `The texts are identical: ${a.chars.length} characters.`
-    : "The texts differ: please report this, it must not be.";
+    : "The texts differ. This is a bug: please report it.";
   const name = first.select.selectedOptions[0].textContent;
   if (ratio < CLEAR || a.steps.length === b.steps.length) {
     return `${same} Neither was clearly faster.`;
@@ -134,7 +134,7 @@ export function openRace({ choose, clear, sample, isChatting }) {
     const content = at("race-prompt").value;
     if (control || !content.trim()) return;
     if (isChatting()) {
-      at("verdict").textContent = "An answer is streaming in the chat: a race needs the server alone.";
+      at("verdict").textContent = "A response is streaming in the chat. Wait until it ends.";
       return;
     }
     control = new AbortController();
@@ -151,7 +151,7 @@ export function openRace({ choose, clear, sample, isChatting }) {
         say(`running: ${lane.select.selectedOptions[0].textContent}`);
         await lane.run({ ...asked, seed, messages }, control.signal);
       }
-      say("both again, side by side, as fast as they were");
+      say("replaying both side by side");
       await replay(lanes);
       say(verdict(lanes));
       await learnCosts();

@@ -1,5 +1,6 @@
-// What is said of a demo at a larger model's cost; nothing of other models.
+// A note about padded demo models; "" for other models.
+const words = ({ source, like }) => `${source}, padded to ${like} compute`;
 export const scaledWords = (card) => card.scaled?.length
-  ? `A demo: ${card.scaled.map(({ source, like }) => `${source} at the cost of ${like}`).join(", ")}. `
-    + "The words are the small model's, the time is the large one's."
+  ? `Demo: ${card.scaled.map(words).join("; ")}. `
+    + "The small model makes the text, at the speed of the large one."
   : "";

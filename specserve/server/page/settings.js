@@ -1,4 +1,4 @@
-// The model that is served, and what the page's controls ask of it.
+// The served model, and the settings of the page.
 
 import { plainSeconds } from "./answer.js";
 import { Refusal, get } from "./api.js";
@@ -6,9 +6,9 @@ import { put, take } from "./kept.js";
 import { element } from "./view.js";
 
 const form = document.querySelector("#controls"), KEPT = "specserve.settings";
-const controls = [...form.elements].filter((control) => control.name); // all but the sources
+const controls = [...form.elements].filter((control) => control.name); // without the drafters
 const { values, off } = Object(take(KEPT));
-const refused = new Set(Array.isArray(off) ? off : []); // names of sources that may not guess
+const refused = new Set(Array.isArray(off) ? off : []); // names of drafters that are off
 for (const control of controls) {
   if (typeof values?.[control.name] === "string") control.value = values[control.name];
 }
@@ -28,15 +28,15 @@ export async function connect() {
   const boxes = (model.card.sources ?? []).map((name) =>
     element("label", {},
       element("input", { type: "checkbox", name, checked: !refused.has(name) }), ` ${name}`));
-  const none = element("span", { className: "quiet", text: "this server makes no guesses" });
+  const none = element("span", { className: "quiet", text: "speculation is off" });
   fieldset.replaceChildren(fieldset.firstElementChild, ...(boxes.length ? boxes : [none]));
   form.max_nodes.max = model.card.max_nodes ?? 0;
-  if (form.max_nodes.validity.rangeOverflow) form.max_nodes.value = ""; // kept of another server
+  if (form.max_nodes.validity.rangeOverflow) form.max_nodes.value = ""; // from another server
   form.max_nodes.placeholder = `up to ${model.card.max_nodes ?? 0}`;
   await learnCosts();
 }
 
-// Learn what a step without draft tokens takes.
+// Fetch the measured time of steps without draft tokens.
 export async function learnCosts() {
   const { plain_steps: measured } = await get("v1/speculation");
   model.plain = (context) => plainSeconds(measured, context);
@@ -44,7 +44,7 @@ export async function learnCosts() {
 
 const labelOf = (control) => control.labels[0].textContent.trim();
 
-// The number in a control, undefined where it is empty; a Refusal where it is none of those it takes.
+// The number in a control, undefined if it is empty; throws Refusal if it is invalid.
 function numberOf(name) {
   const control = form[name], { value, min, max, step, validity } = control;
   const isWhole = step === "1";
@@ -58,13 +58,13 @@ function numberOf(name) {
     `${labelOf(control)}: set a ${isWhole ? "whole " : ""}number ${range}, or leave it empty`);
 }
 
-// An error's message, with the name on the page of the setting that the server refuses.
+// An error's message, with the label of the setting that the server refused.
 export function wordsOf({ message, param }) {
   const control = controls.find(({ name }) => name === param?.replace("speculation.", ""));
   return control ? `${labelOf(control)}: ${message}` : message;
 }
 
-// Fields of a request's body, as the controls say.
+// The fields of a request's body that the controls set.
 export function fields() {
   const speculation = {};
   const boxes = [...document.querySelectorAll("#sources input")];
@@ -76,7 +76,7 @@ export function fields() {
   const seed = numberOf("seed");
   return {
     temperature: numberOf("temperature"),
-    seed: seed < 0 ? undefined : seed, // drawn, as in other frontends
+    seed: seed < 0 ? undefined : seed, // below 0: random
     max_tokens: numberOf("max_tokens"),
     ...(Object.keys(speculation).length ? { speculation } : {}),
   };

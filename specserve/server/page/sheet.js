@@ -1,7 +1,7 @@
-// A step's tree where it is not beside the text: a sheet over it, with the focus, until it is closed.
+// On narrow screens, a step's tree is a sheet over the text, which has the focus while it is open.
 
 const sheet = document.querySelector("#step"), narrow = matchMedia("(max-width: 999px)");
-let opener = null; // the word to which the focus returns
+let opener = null; // the word that gets the focus back
 
 export function openSheet(from) {
   if (!narrow.matches) return;

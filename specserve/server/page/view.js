@@ -1,4 +1,4 @@
-// What an answer looks like: its text colored by who guessed it, and the guesses of a step as a tree.
+// A response's text, colored by drafter, and the draft tokens of a step as a tree.
 
 import { textOf } from "./api.js";
 
@@ -16,7 +16,7 @@ export function element(tag, { text, ...properties } = {}, ...children) {
 const NAMED = ["ngram", "model", "grammar", "prediction"], NUM_SPARE = 4, NEAR = 120; // px
 const named = (bits, sources) => sources.filter((_, i) => bits & (1 << i));
 
-// The color of a source, by its name alone: on every server and every page the same.
+// The color of a draft source: depends only on its name.
 export function colorOf(name) {
   const place = NAMED.indexOf(name);
   if (place >= 0) return `source-${place}`;
@@ -25,7 +25,7 @@ export function colorOf(name) {
   return `source-${NAMED.length + hash % NUM_SPARE}`;
 }
 
-// Shows an answer's text in an element, adding to it as it grows.
+// Shows a response's growing text in an element.
 export class TextView {
   constructor(box, onChoose, floor = null) {
     Object.assign(this, { box, onChoose, floor, shown: 0, isAsked: false, answer: null });
@@ -34,7 +34,7 @@ export class TextView {
     box.addEventListener("keydown", (e) => this.move(e));
   }
 
-  // Draw once a frame, however often the answer grows.
+  // Draw at most once per frame.
   update(answer) {
     this.answer = answer;
     if (this.isAsked) return;
@@ -45,7 +45,7 @@ export class TextView {
     });
   }
 
-  // Draw, and keep the end of the text in view above `floor`, unless somebody has scrolled away.
+  // Draw, and keep the end of the text visible above `floor` unless the user scrolled away.
   draw() {
     const hidden = () =>
       this.box.getBoundingClientRect().bottom - innerHeight + (this.floor?.offsetHeight ?? 0);
@@ -71,7 +71,7 @@ export class TextView {
     box.append(added);
   }
 
-  // The rest of the text, which is of no whole step where a stop string has cut it.
+  // Draw the rest of the text, which a stop string may have cut within a step.
   end() {
     this.draw();
     if (this.answer.isTold) this.box.append(this.answer.chars.slice(this.shown).join(""));
@@ -83,19 +83,19 @@ export class TextView {
     made.dataset.step = number;
     let from = begin;
     for (const [i, to] of step.ends.entries()) {
-      if (to <= from) continue; // its characters come with a later token
+      if (to <= from) continue; // a later token has its characters
       const text = answer.chars.slice(from, Math.min(to, end)).join("");
       const bits = step.sources[i];
       const names = named(bits, answer.sources);
       const className = names.length ? `guess ${colorOf(names[0])}${names.length > 1 ? " several" : ""}` : "";
-      const title = names.length ? `guessed by ${names.join(" and ")}` : "not guessed";
+      const title = names.length ? `drafted by ${names.join(" and ")}` : "from the target model";
       made.append(element("span", { className, title, text }));
       from = to;
     }
     return made;
   }
 
-  // isOpened: by a click or Enter, not on the way of the focus.
+  // isOpened: by a click or Enter, not by moving the focus.
   choose(step, isOpened = false) {
     if (!step) return;
     for (const other of document.querySelectorAll(".step.chosen")) other.classList.remove("chosen");
@@ -123,7 +123,7 @@ export function drawLegend(list, sources) {
     ...guessed,
     ...(sources.length > 1
       ? [element("li", {}, element("span", { className: "several", text: "several" }))] : []),
-    element("li", { text: "no color: not guessed" }),
+    element("li", { text: "no color: target model" }),
   );
 }
 
@@ -153,7 +153,7 @@ const visible = (text) => {
   return shown.length > MOST ? `${shown.slice(0, MOST - 1)}…` : shown || "∅";
 };
 
-// The places of a tree's nodes: a column a level, a row a leaf, accepted paths in the first row.
+// The places of a tree's nodes: one column per depth, one row per leaf, the accepted path on top.
 export function layout({ parents, accepted }) {
   const children = Array.from({ length: parents.length + 1 }, () => []);
   parents.forEach((parent, i) => children[parent].push(i + 1));
@@ -172,7 +172,7 @@ export function layout({ parents, accepted }) {
   return { places, rows: rows + 1 };
 }
 
-// A step's tree as a drawing and in words.
+// A step's tree as a drawing and as text.
 export async function drawTree(answer, number) {
   const { tree, tokens } = answer.steps[number];
   const { places, rows } = layout(tree);
@@ -207,12 +207,12 @@ export async function drawTree(answer, number) {
       shape("text", { x: x + 4, y: y + 4, class: isRight ? "right-text" : "wrong-text" }, text),
     );
     if (node) {
-      const title = `${names.join(" and ")}: ${isRight ? "right" : "wrong"}`;
+      const title = `${names.join(" and ")}: ${isRight ? "accepted" : "rejected"}`;
       drawing.lastChild.append(shape("title", {}, title));
     }
   });
-  const words = `Step ${number + 1}: ${counted(tree.tokens, "guess", "guesses")}, `
-    + `${tree.accepted.length} right, ${counted(tokens, "new token", "new tokens")}.`;
+  const words = `Step ${number + 1}: ${counted(tree.tokens, "draft token", "draft tokens")}, `
+    + `${tree.accepted.length} accepted, ${counted(tokens, "new token", "new tokens")}.`;
   drawing.setAttribute("aria-label", words);
   return { drawing, words };
 }

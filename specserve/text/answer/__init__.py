@@ -1,1 +1,1 @@
-"""What a chat model's text consists of: content, reasoning and tool calls."""
+"""Parsing a chat model's text into content, reasoning and tool calls."""

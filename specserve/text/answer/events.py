@@ -1,4 +1,4 @@
-"""The events that a chat model's text turns into, and the parsers that find them in it."""
+"""Events of a chat model's text, and the interface of the parsers that produce them."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -16,7 +16,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CallBegin(msgspec.Struct, frozen=True):
-    """A tool call begins; its arguments follow before the next call begins."""
+    """The beginning of a tool call. Its arguments precede the next call."""
 
     index: int  # 0, 1, ... in the order of the text
     id: str
@@ -24,9 +24,7 @@ class CallBegin(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """A piece of a call's arguments: all of them together are what the model wrote, usually a JSON
-    object.
-    """
+    """A piece of a call's arguments. All pieces form the model's text, usually a JSON object."""
 
     index: int
     text: str
@@ -36,23 +34,24 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Reads one answer. However its text is cut into pieces, the events are the same but for where
-    their texts are cut (see `joined`); text is held back only while it may be part of a marker, or
-    of the head of a call.
+    """Parses one response from pieces of text.
+
+    The cuts between pieces only affect the cuts of texts in events (see `joined`). A parser holds
+    text back only while it may be part of a marker or of the head of a call.
     """
 
     def push(self, text: str) -> list[Event]:
-        """The events that the next piece of text completes."""
+        """Return the events that the next piece of text completes."""
         ...
 
     def finish(self) -> list[Event]:
-        """What was held back, after the last piece. To be called once."""
+        """Return events of held-back text after the last piece. Call it once."""
         ...
 
     @property
     def num_reasoning(self) -> int:
-        """Characters from the beginning of the answer to the end of its reasoning, markers
-        included; 0 without reasoning.
+        """Characters from the response's beginning to the end of its reasoning, including markers;
+        0 without reasoning.
         """
         ...
 
@@ -64,7 +63,7 @@ class ParsedCall(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """An answer as a whole."""
+    """A complete response."""
 
     content: str = ""
     reasoning: str = ""
@@ -72,7 +71,7 @@ class Answer(msgspec.Struct):
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The events with neighboring texts of one kind joined, and empty ones left out."""
+    """Join adjacent texts of the same kind, and drop empty texts."""
     whole = list[Event]()
     for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
         first, *others = group

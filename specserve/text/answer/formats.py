@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning, and the parser of one answer."""
+"""Formats of tool calls and reasoning, and the parsers for a request's responses."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -41,8 +41,8 @@ from specserve.text.answer.response_template import (
     read_template,
 )
 
-DEFAULT = "hermes"  # of calls that a grammar enforces, where the model's own format is not known
-MARKERS = {  # those that may be special tokens, which a text leaves out
+DEFAULT = "hermes"  # format of enforced calls if the model's format is unknown
+MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "command_r": (START_ACTION, END_ACTION),
     "hermes": (CALL_BEGIN, CALL_END),
     "llama3_json": (PYTHON_TAG,),
@@ -53,8 +53,10 @@ MARKERS = {  # those that may be special tokens, which a text leaves out
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """How a model writes: tool calls as "hermes", "llama3_json", "mistral", "command_r", "template"
-    or "none", reasoning as "think", "template" or "none".
+    """A model's formats of tool calls and reasoning.
+
+    tools      "hermes", "llama3_json", "mistral", "command_r", "template" or "none"
+    reasoning  "think", "template" or "none"
     """
 
     tools: str = "none"
@@ -62,7 +64,7 @@ class Formats(msgspec.Struct, frozen=True):
     template: ResponseTemplate | None = None
     has_args: bool = False  # "mistral": with [ARGS]
     has_actions: bool = False  # "command_r": with <|START_ACTION|>
-    has_channels: bool = False  # gpt-oss's, which are not parsed
+    has_channels: bool = False  # channels of gpt-oss, which are not parsed
 
     @property
     def enforced(self) -> str:
@@ -72,7 +74,7 @@ class Formats(msgspec.Struct, frozen=True):
 
     @property
     def frame(self) -> tuple[str, str] | None:
-        """What stands around the JSON of a call, where a call is that; None where it is not."""
+        """The text before and after the JSON of a call; None if calls do not have this form."""
         if self.template is None:
             return (f"{CALL_BEGIN}\n", f"\n{CALL_END}") if self.tools != "template" else None
         fields = self.template.fields.items()
@@ -97,13 +99,13 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a request wants of its answers.
+    """A request's options for parsing its responses.
 
-    tools          calls of these are found; without any, text that looks like a call is content
-    is_enforced    a grammar makes the calls
-    is_named       and the caller has named the function
-    has_reasoning  reasoning is reported
-    most_calls     those after so many are left out; None is all
+    tools          parse calls of these tools; if empty, text that looks like a call is content
+    is_enforced    a grammar enforces the calls
+    is_named       the grammar enforces a function that the caller named
+    has_reasoning  report reasoning
+    most_calls     maximum number of reported calls; None: all
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -114,10 +116,10 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class AnswerReader:
-    """Makes the parsers of a request's answers, one of each choice."""
+    """Creates the parsers of a request's responses, one per choice."""
 
     def __init__(self, formats: Formats, wanted: Wanted, prompt: str) -> None:
-        """`prompt` as text: templates may write the beginning of an answer."""
+        """`prompt` is text, because templates may write the beginning of a response."""
         self.formats, self.wanted = formats, wanted
         self.is_inside = prompt.rstrip().endswith(THINK)
         self.tools = "none"
@@ -125,7 +127,7 @@ class AnswerReader:
             self.tools = formats.enforced if wanted.is_enforced else formats.tools
         self.reasoning = formats.reasoning
         if self.tools not in ("none", "template") and self.reasoning == "template":
-            self.reasoning = "none"  # the grammar leaves no room for it
+            self.reasoning = "none"  # the grammar does not allow it
         self.template, self.prompt = formats.template, ""
         if "template" in (self.tools, self.reasoning) and formats.template is not None:
             self.prompt = formats.template.prefilled(prompt)
@@ -136,12 +138,12 @@ class AnswerReader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content, so that there is nothing to parse."""
+        """Whether all text is content, so that no parsing is needed."""
         return self.tools == self.reasoning == "none"
 
     @property
     def markers(self) -> Collection[str] | None:
-        """The texts of special tokens that a parser needs; None is all."""
+        """The texts of special tokens that a parser needs; None: all."""
         if "template" in (self.tools, self.reasoning):
             return None
         return [*MARKERS[self.tools], *MARKERS[self.reasoning]]
@@ -173,7 +175,7 @@ class AnswerReader:
 
 
 class PlainParser:
-    """All text is content."""
+    """Returns all text as content."""
 
     num_reasoning = 0
 
@@ -185,7 +187,7 @@ class PlainParser:
 
 
 class FilteringParser:
-    """Leaves out what is not wanted of another parser's events."""
+    """Drops events of another parser that the request does not want."""
 
     def __init__(self, parser: AnswerParser, wanted: Wanted) -> None:
         self.parser, self.wanted = parser, wanted
@@ -207,7 +209,7 @@ class FilteringParser:
                 return self.wanted.has_reasoning
             case CallBegin(index) | CallArguments(index):
                 return most is None or index < most
-        return not self.wanted.is_enforced  # else it is of a call that was cut
+        return not self.wanted.is_enforced  # enforced: content is from a truncated call
 
 
 def find_formats(
@@ -217,8 +219,10 @@ def find_formats(
     tokens: Collection[str],
     response_template: Any = None,
 ) -> Formats:
-    """The formats of a model, by its chat template's source, its tokens and its response template,
-    unless the config names them; ConfigError if it names a template that cannot be used.
+    """Detect a model's formats from its chat template, tokens and response template.
+
+    Formats that the config names are not detected. ConfigError if it names a template that cannot
+    be used.
     """
     template = None
     if response_template is not None and tool_parser in ("auto", "template"):
@@ -228,7 +232,7 @@ def find_formats(
             if tool_parser == "template":
                 raise unusable(str(e)) from e
     if tool_parser == "template" and template is None:
-        raise unusable("it has none in tokenizer_config.json")
+        raise unusable("tokenizer_config.json contains none")
     tools = tool_parser
     if tools == "auto":
         tools = "template" if template is not None else tool_format(source, tokens)
@@ -242,13 +246,13 @@ def find_formats(
 
 def unusable(reason: str) -> ConfigError:
     return ConfigError(
-        f"server.tool_parser = 'template': the model's response template cannot be used: {reason}; "
-        "name another parser, or none"
+        f"server.tool_parser = 'template': the model's response template cannot be used: {reason}. "
+        "Set another parser, or 'none'."
     )
 
 
 def tool_format(source: str, tokens: Collection[str]) -> str:
-    # Formats that begin as Hermes' does, and have no JSON.
+    # Formats that begin like Hermes, but contain no JSON.
     is_other = "<function=" in source or "<arg_key>" in source
     if CALL_BEGIN in source and not is_other:
         return "hermes"

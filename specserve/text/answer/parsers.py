@@ -1,7 +1,7 @@
-"""Parsers of tool calls and reasoning in text that comes in pieces.
+"""Parsers of tool calls and reasoning in streamed text.
 
-Parsers are generators that yield where they need more text. What was read is never read again, so
-that time grows with the text's length and no faster.
+Parsers are generators that yield when they need more text. They never read text twice, so that the
+total time is linear in the length of the text.
 """
 
 import json
@@ -22,34 +22,35 @@ from specserve.text.answer.events import (
 )
 
 ParseSteps = Generator[None, None, None]
-# What models write around tool calls and reasoning.
+# Markers around tool calls and reasoning.
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ACTION, START_ACTION, END_ACTION = "Action:", "<|START_ACTION|>", "<|END_ACTION|>"
 THINK, END_THINK = "<think>", "</think>"
-NAME = re.compile(r"[\w.:/-]+")  # of a function, or an id
+NAME = re.compile(r"[\w.:/-]+")  # a function name or an id
 SPACES = re.compile(r"[ \t\r\n]+")
-OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # of a string: what matters there
+# Relevant characters outside and inside a JSON string.
+OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 SCALAR_END = re.compile(r"[,\]}\s]")
 ARGUMENTS = ("arguments", "parameters")
-# A JSON object that has another key before it is known to be a call is none.
+# Keys of a call. Before a call is recognized, any other key means that the object is not a call.
 CALL_KEYS = ("name", "id", "type", "tool_call_id", *ARGUMENTS)
 
 
 class End(Exception):
-    """The text has ended."""
+    """The end of the text."""
 
 
 class NoCall(Exception):
-    """What looked like a call is none."""
+    """The text is not a call, although it looked like one."""
 
 
 class TextParser:
-    """An `AnswerParser`; subclasses define `read`, which ends by `End` where the text does."""
+    """An `AnswerParser`. Subclasses define `read`, which raises `End` at the end of the text."""
 
     def __init__(self) -> None:
-        self.text, self.at, self.is_over = "", 0, False  # text[:at] has been read
+        self.text, self.at, self.is_over = "", 0, False  # text[:at] is read
         self.events: list[Event] = []
         self.steps = self.read()
 
@@ -77,7 +78,7 @@ class TextParser:
         return piece
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character."""
+        """Return the next character without reading it."""
         while self.at == len(self.text):
             if self.is_over:
                 raise End
@@ -85,7 +86,7 @@ class TextParser:
         return self.text[self.at]
 
     def spaces(self) -> Generator[None, None, str]:
-        """White space, which is read."""
+        """Read whitespace, and return it."""
         found = list[str]()
         while True:
             while self.at == len(self.text) and not self.is_over:
@@ -96,12 +97,12 @@ class TextParser:
             found.append(self.take(match.end() - self.at))
 
     def space(self) -> Generator[None, None, str]:
-        """The next character after white space, which is read."""
+        """Read whitespace, and return the next character without reading it."""
         yield from self.spaces()
         return (yield from self.peek())
 
     def follows(self, literal: str) -> Generator[None, None, bool]:
-        """Whether the text goes on with the literal, which is read then."""
+        """Read the literal if the text continues with it; return whether it does."""
         while not self.is_over and 0 <= len(self.text) - self.at < len(literal):
             if not literal.startswith(self.text[self.at :]):
                 return False
@@ -114,8 +115,9 @@ class TextParser:
     def until(
         self, marker: str, as_event: Callable[[str], Event] = Content
     ) -> Generator[None, None, str]:
-        """Events of the text up to a marker, which is read. Returns the white space before it and
-        the marker, of which there are no events.
+        """Read text up to and including a marker, and emit events of the text.
+
+        Return the marker with the whitespace before it. They produce no events.
         """
         spaces = list[str]()
         while True:
@@ -134,7 +136,7 @@ class TextParser:
             yield
 
     def sure_end(self, marker: str) -> int:
-        """Where the text ends without a suffix that may begin the marker."""
+        """Return the end of the text without a suffix that may begin the marker."""
         if self.is_over:
             return len(self.text)
         for size in range(min(len(marker) - 1, len(self.text) - self.at), 0, -1):
@@ -146,11 +148,11 @@ class TextParser:
 class CallParser(TextParser):
     """A parser of a model's tool calls.
 
-    From the beginning of what may be a call until it is known to be one, what is read is kept in
-    `kept`: it is content if it is no call after all, or if the text ends before that is known.
+    `kept` stores text that may begin a call until the call is recognized. The stored text becomes
+    content if it is not a call, or if the text ends first.
     """
 
-    name_key = "name"  # of a call's JSON
+    name_key = "name"  # key of the function's name in a call's JSON
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +171,7 @@ class CallParser(TextParser):
             raise
 
     def read_part(self) -> ParseSteps:
-        """Read content and calls; NoCall where something else than a call follows."""
+        """Read content and calls. NoCall if text that looks like a call is none."""
         raise NotImplementedError
 
     def take(self, size: int) -> str:
@@ -200,8 +202,9 @@ class CallParser(TextParser):
         return self.kept is None
 
     def call(self, names: Collection[str] | None = None) -> ParseSteps:
-        """A call as a JSON object with a name, of these if they are given, and arguments. Its
-        arguments are streamed if they come after its name.
+        """Read a call: a JSON object with a name and arguments. `names`, if given, limits the name.
+
+        Arguments after the name are streamed.
         """
         name = arguments = None
         yield from self.expect("{")
@@ -266,9 +269,7 @@ class CallParser(TextParser):
         return "".join(pieces)
 
     def value(self, sink: Callable[[str], None]) -> ParseSteps:
-        """Pass a JSON value on, as it is written; where it ends is seen from its brackets and
-        strings alone.
-        """
+        """Pass a JSON value's text to `sink`. Its brackets and strings decide where it ends."""
         if (yield from self.peek()) not in '{["':
             yield from self.scalar(sink)
             return
@@ -312,13 +313,14 @@ def ignored(text: str) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Whether clients can be told a name of a function, whether or not there is such a function."""
+    """Whether a text can be sent to clients as a function's name. The function need not exist."""
     return bool(name) and len(name) <= 256 and name.isprintable()
 
 
 def object_in(value: str) -> str:
-    """A call's arguments, as written: an object, one in a string, or null, which is an empty one;
-    NoCall for others.
+    """Return the JSON object of a call's arguments as text; NoCall if there is none.
+
+    Accepted are an object, an object in a string, and null, which means an empty object.
     """
     if value.startswith('"'):
         try:
@@ -334,24 +336,24 @@ def object_in(value: str) -> str:
 
 
 class HermesParser(CallParser):
-    """Calls of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+    """Parses calls of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
 
     def read_part(self) -> ParseSteps:
         self.kept = [(yield from self.until(CALL_BEGIN))]
         yield from self.call()
         yield from self.space()
-        yield from self.follows(CALL_END)  # a model that forgets it means no text either
+        yield from self.follows(CALL_END)  # optional, because models may omit it
         yield from self.space()
 
 
 class Llama3Parser(CallParser):
-    """Calls of Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons.
+    """Parses calls of Llama 3: {"name": ..., "parameters": {...}}, separated by semicolons.
 
-    They are the whole answer, or follow <|python_tag|>.
+    Calls are the whole response, or follow <|python_tag|>.
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        """Without the tag only calls of functions with these names are calls."""
+        """`names` are the only functions that are recognized without the tag."""
         super().__init__()
         self.names = names
         self.is_at_start = True
@@ -377,8 +379,10 @@ class Llama3Parser(CallParser):
 
 
 class MistralParser(CallParser):
-    """Calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}] of older models, and
-    [TOOL_CALLS]name[ARGS]{...} of newer ones, which may have [CALL_ID]id before [ARGS].
+    """Parses calls of Mistral.
+
+    Older models write [TOOL_CALLS][{"name": ..., "arguments": {...}}]. Newer models write
+    [TOOL_CALLS]name[ARGS]{...}, optionally with [CALL_ID]id before [ARGS].
     """
 
     def read_part(self) -> ParseSteps:
@@ -412,19 +416,20 @@ class MistralParser(CallParser):
             pieces.append(self.take(found.end() - self.at))
 
     def new_id(self) -> str:
-        """Mistral's chat templates accept no other form."""
+        """Return an id of the only form that Mistral's chat templates accept."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class CommandRParser(CallParser):
-    """Calls of Command R, a JSON list after `Action:` or, of newer models, after <|START_ACTION|>:
-    [{"tool_name": ..., "parameters": {...}}]
+    """Parses calls of Command R: [{"tool_name": ..., "parameters": {...}}]
+
+    The list follows `Action:`, or <|START_ACTION|> in newer models.
     """
 
     name_key = "tool_name"
 
     def __init__(self, has_tokens: bool) -> None:
-        """`has_tokens`: the calls are between the two special tokens."""
+        """`has_tokens`: calls are between the two special tokens."""
         super().__init__()
         self.marker, self.end = (START_ACTION, END_ACTION) if has_tokens else (ACTION, "```")
         self.is_call = True
@@ -454,7 +459,7 @@ class CommandRParser(CallParser):
 
 
 class ThinkParser(TextParser):
-    """Separates the reasoning that an answer begins with; another parser reads the rest."""
+    """Separates the reasoning at the beginning of a response. Another parser reads the rest."""
 
     def __init__(self, rest: AnswerParser, is_inside: bool) -> None:
         """`is_inside`: the prompt ends with <think>."""

@@ -1,7 +1,6 @@
-"""A tokenizer's own response template, as transformers defines it: which delimiters begin and end
-which fields of a message.
+"""A tokenizer's response template, as defined by transformers: delimiters of a message's fields.
 
-Texts are streamed; a tool call is known at its end, as a template may rewrite it. See
+Texts are streamed. A tool call is emitted at its end, because a template may rewrite it. See
 https://huggingface.co/docs/transformers/main/chat_response_parsing
 """
 
@@ -12,22 +11,22 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import regex  # it finds partial matches, which the standard library's module does not
+import regex  # unlike re, it finds partial matches
 
 from specserve.text.answer.events import Content, Event, Reasoning
 from specserve.text.answer.parsers import CallParser, End, NoCall, ParseSteps, ignored, is_name
 
-FIELD_KINDS = {  # of the fields of a message
+FIELD_KINDS = {  # message field -> kind
     "content": "content",
     "reasoning": "reasoning",
     "reasoning_content": "reasoning",
     "thinking": "reasoning",
     "tool_calls": "tool_calls",
 }
-SLICE = 4096  # characters that are searched at once, so that the time is linear
-MAX_HELD = 4096  # characters of what may be a delimiter; what goes on for longer is none
+SLICE = 4096  # characters that are searched at once, so that time is linear
+MAX_HELD = 4096  # maximum characters of a possible delimiter
 SPACE = " \t\r\n"
-SECONDS = 0.1  # for a template's own expression to go through a call
+SECONDS = 0.1  # maximum time of a template's expression on a call
 # A JSON string, complete or not, or a key without quotes.
 UNQUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|(?<=[{,])(\s*)([A-Za-z_][\w.-]*)(?=\s*:)', re.S)
 TYPES: dict[str, Any] = {
@@ -41,17 +40,17 @@ TYPES: dict[str, Any] = {
 
 
 class TemplateError(ValueError):
-    """A response template that cannot be used; the message says why."""
+    """A response template cannot be used. The message states the reason."""
 
 
 class Delimiter(NamedTuple):
     field: str
     pattern: Any
-    is_literal: bool  # and no other one of the field begins with it: a match does not grow
+    is_literal: bool  # and not a prefix of the field's other literals, so a match cannot grow
 
 
 class TemplateField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A field of a message; its delimiters are literals or regular expressions."""
+    """A field of a message. Its delimiters are literals or regular expressions."""
 
     open: str | list[str] | None = None
     open_pattern: str | None = None
@@ -85,7 +84,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
 
     @cached_property
     def default_field(self) -> str | None:
-        """The field that text outside of delimiters belongs to."""
+        """The field of text outside delimiters."""
         return next((name for name in self.fields if name not in self.opening), None)
 
     @cached_property
@@ -93,7 +92,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
         return delimiter("", self.start_anchor, self.start_anchor_pattern)
 
     def of_kinds(self, kinds: Collection[str]) -> "ResponseTemplate":
-        """Without other fields than content and these: their text is content."""
+        """Keep only content and fields of these kinds. The text of other fields becomes content."""
         fields = {n: f for n, f in self.fields.items() if FIELD_KINDS[n] in ("content", *kinds)}
         return (
             self
@@ -102,7 +101,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
         )
 
     def prefilled(self, prompt: str) -> str:
-        """What a prompt has of the answer already."""
+        """Return the part of a response that the prompt already contains."""
         assert self.anchor is not None, "checked by read_template"
         ends = [match.end() for match in self.anchor.pattern.finditer(prompt)]
         return prompt[ends[-1] :] if ends else ""
@@ -111,7 +110,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fi
 def delimiter(
     field: str, literals: str | list[str] | None, pattern: str | None
 ) -> Delimiter | None:
-    """None where there is none; TemplateError if it is wrong."""
+    """Compile a delimiter; None if there is none. TemplateError if it is invalid."""
     if not literals and not pattern:
         return None
     given = sorted([literals] if isinstance(literals, str) else literals or (), key=len)
@@ -120,23 +119,25 @@ def delimiter(
     try:
         compiled = regex.compile(written, regex.DOTALL)
     except regex.error as e:
-        raise TemplateError(f"the expression {pattern!r:.100} is wrong: {e}") from e
+        raise TemplateError(f"the expression {pattern!r:.100} is invalid: {e}") from e
     return Delimiter(field, compiled, bool(given) and not has_longer)
 
 
 def read_template(written: Any) -> ResponseTemplate:
-    """The template, checked; TemplateError if it is wrong, or has what is not supported."""
+    """Read and check a template. TemplateError if it is invalid or not supported."""
     try:
         template = msgspec.convert(written, ResponseTemplate)
     except msgspec.ValidationError as e:
         raise TemplateError(str(e)) from e
     for name, field in template.fields.items():
         if name not in FIELD_KINDS:
-            raise TemplateError(f"a message has no field {name!r:.50} here")
+            raise TemplateError(f"the message field {name!r:.50} is not supported")
         if field.content not in PARSERS:
             raise TemplateError(f"field {name}: content {field.content!r:.50} is unknown")
         if FIELD_KINDS[name] != "tool_calls" and field.content != "text":
-            raise TemplateError(f"field {name}: it can only be text, not {field.content!r:.50}")
+            raise TemplateError(
+                f"field {name}: its content can only be text, not {field.content!r:.50}"
+            )
     if len(template.fields) - len(template.opening) > 1:
         raise TemplateError("two fields have no opening delimiter")
     if FIELD_KINDS.get(template.default_field or "") == "tool_calls":
@@ -153,8 +154,10 @@ class TemplateParser(CallParser):
         prefilled: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`prefilled` is what the prompt has of the answer already; `tools`, as in a request, tell
-        the types of arguments that are written without.
+        """Parse `prefilled` first, the part of the response that the prompt already contains.
+
+        The schemas of `tools`, as in a request, give the types of arguments that the model writes
+        without a type.
         """
         super().__init__()
         self.template = template
@@ -162,10 +165,10 @@ class TemplateParser(CallParser):
             tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties")
             for tool in tools
         }
-        self.begun_fields = set[str]()  # fields that have text
+        self.begun_fields = set[str]()  # fields with text so far
         self.is_reasoning, self.num_read, self.reasoned_to = False, 0, 0
         super().push(prefilled)
-        self.num_calls = self.num_read = self.reasoned_to = 0  # the answer begins here
+        self.num_calls = self.num_read = self.reasoned_to = 0  # the response begins here
 
     @property
     def num_reasoning(self) -> int:
@@ -182,7 +185,7 @@ class TemplateParser(CallParser):
         return super().take(size)
 
     def read_part(self) -> ParseSteps:
-        """Text of no field, or of the default one, and then another field."""
+        """Read text outside fields or of the default field, then another field."""
         template, default = self.template, self.template.default_field
         closing = [template.closing[default]] if default in template.closing else []
         found = yield from self.field_until(default, [*template.opening.values(), *closing])
@@ -198,7 +201,9 @@ class TemplateParser(CallParser):
     def field_until(
         self, name: str | None, delimiters: list[Delimiter]
     ) -> Generator[None, None, tuple[str, Any]]:
-        """A field's text up to a delimiter, which is returned; text of no field is dropped."""
+        """Read a field's text up to a delimiter, and return the delimiter. Drop text outside
+        fields.
+        """
         sink = ignored if name is None else self.sink(name)
         self.is_reasoning = name is not None and FIELD_KINDS[name] == "reasoning"
         found = yield from self.up_to(delimiters, sink)
@@ -209,7 +214,7 @@ class TemplateParser(CallParser):
         return found
 
     def sink(self, name: str) -> Callable[[str], None]:
-        """Makes events of a field's text, without the white space around it."""
+        """Return a function that emits events of a field's text without surrounding whitespace."""
         field, kind = self.template.fields[name], FIELD_KINDS[name]
         strips, spaces, has_begun = field.content_args.get("strip", True), list[str](), False
 
@@ -249,8 +254,9 @@ class TemplateParser(CallParser):
     def up_to(
         self, delimiters: list[Delimiter], sink: Callable[[str], None]
     ) -> Generator[None, None, tuple[str, Any] | None]:
-        """Pass text on up to the first delimiter, which is read and returned; None where the text
-        ends before one.
+        """Pass text to `sink` up to the first delimiter; read and return the delimiter.
+
+        Return None if the text ends first.
         """
         while True:
             found, end = self.first(delimiters)
@@ -263,7 +269,7 @@ class TemplateParser(CallParser):
             yield
 
     def first(self, delimiters: list[Delimiter]) -> tuple[tuple[str, Any] | None, int]:
-        """The first delimiter and where it begins; where none is sure, where one may begin."""
+        """Return the first delimiter and its begin; without one, None and where one may begin."""
         end, matches = len(self.text), []
         for name, pattern, is_literal in delimiters:
             match = pattern.search(self.text, self.at, partial=not self.is_over)
@@ -284,7 +290,9 @@ class TemplateParser(CallParser):
     def calls(
         self, field: TemplateField, body: str, captures: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """Names and arguments of the calls that a field's text is; errors if it is none."""
+        """Yield the names and arguments of the calls in a field's text. Raise an error if it has
+        none.
+        """
         value = parsed(body, field.content, field.content_args)
         if field.transform_each:
             value = [transformed(field.transform, {**captures, **item}) for item in value]
@@ -302,7 +310,7 @@ class TemplateParser(CallParser):
 
 
 def parsed(text: str, kind: str, args: Mapping[str, Any]) -> Any:
-    """The text as a value of the kind; ValueError if it is none."""
+    """Parse a text as a value of this kind; ValueError if it is not one."""
     return PARSERS[kind](text, args)
 
 
@@ -311,7 +319,7 @@ def as_text(text: str, args: Mapping[str, Any]) -> str:
 
 
 def as_json(text: str, args: Mapping[str, Any]) -> Any:
-    """JSON, or a dialect of it, with strings in delimiters of their own or keys without quotes."""
+    """Parse JSON, or a dialect with other string delimiters or unquoted keys."""
     written = with_json_strings(text, dict(args.get("string_delims", ())))
     if args.get("unquoted_keys"):
         written = UNQUOTED.sub(lambda m: m[0] if m[2] is None else f'{m[1]}"{m[2]}"', written)
@@ -324,7 +332,7 @@ def as_json(text: str, args: Mapping[str, Any]) -> Any:
 
 
 def with_json_strings(text: str, delimiters: Mapping[str, str]) -> str:
-    """The text with its strings, which are in other delimiters, as those of JSON."""
+    """Convert strings in other delimiters to JSON strings."""
     if not delimiters:
         return text
     opening, pieces, at = re.compile("|".join(map(re.escape, delimiters))), list[str](), 0
@@ -336,7 +344,7 @@ def with_json_strings(text: str, delimiters: Mapping[str, str]) -> str:
 
 
 def as_xml(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Tags, by an expression with the groups key and value."""
+    """Parse tags with an expression that has the groups key and value."""
     found = dict[str, Any]()
     for match in regex.finditer(args["tag_pattern"], text, regex.DOTALL, timeout=SECONDS):
         groups = match.groupdict()
@@ -349,7 +357,7 @@ def as_xml(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """A key and a value in each line."""
+    """Parse a key and a value per line."""
     found = dict[str, Any]()
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = as_text(line, args).partition(args.get("kv_sep", ":"))
@@ -375,8 +383,9 @@ PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
 
 
 def transformed(form: Any, values: Mapping[str, Any]) -> Any:
-    """The form with each string {name} or {name.key} replaced by that value; KeyError or TypeError
-    where there is none.
+    """Replace each string {name} or {name.key} in a form by its value.
+
+    KeyError or TypeError if there is no such value.
     """
     if isinstance(form, dict):
         return {key: transformed(item, values) for key, item in form.items()}
@@ -392,9 +401,7 @@ def transformed(form: Any, values: Mapping[str, Any]) -> Any:
 
 
 def of_type(value: Any, schema: Any) -> Any:
-    """A value that was written without a type, as its schema has it; as it is where it does not
-    fit.
-    """
+    """Convert an untyped value to its schema's type, or return it unchanged if it does not fit."""
     if not isinstance(value, str):
         return value
     for name in types_in(schema):

@@ -1,1 +1,1 @@
-"""Texts that have to obey a grammar: what a caller asks for, and which tokens may come next."""
+"""Structured outputs: requests for grammars, and the tokens that a grammar allows next."""

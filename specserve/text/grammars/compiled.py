@@ -1,6 +1,6 @@
-"""Compiling a grammar by llguidance, within limits: a matcher returns which tokens may come next.
+"""Compiling grammars with llguidance, within limits. A matcher returns the allowed next tokens.
 
-A grammar is a string in llguidance's own JSON form (`structured_outputs.py` writes it):
+A grammar is a string in llguidance's JSON form, which `structured_outputs.py` writes:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -15,39 +15,40 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specserve.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # its import takes 70 ms
+if TYPE_CHECKING:  # importing it takes 70 ms
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 T = TypeVar("T")
-DEEP_STACK = 1 << 28  # bytes of address space; what is not used takes no memory
-STACK_SIZE = threading.Lock()  # it is the process's, and set while a thread starts
-AHEAD = 8  # tokens
-AGAIN = 2  # times the usual limits of a step, of a matcher that is made anew in the midst of a text
-LONG = 0.1  # seconds: a grammar that takes longer is compiled once, as steps wait
-MAX_VERDICTS = 256  # grammars whose verdicts are kept
-SLOW_MS = 30  # of CPU time: a step of streams takes about as long
+DEEP_STACK = 1 << 28  # bytes of address space; unused pages take no memory
+STACK_SIZE = threading.Lock()  # guards the process's stack size, which is set while a thread starts
+AHEAD = 8  # tokens that are tried after compiling
+AGAIN = 2  # factor of the step limits for matchers that are rebuilt within a text
+LONG = 0.1  # seconds; a grammar with a longer compile time is not compiled again
+MAX_VERDICTS = 256  # maximum stored verdicts
+SLOW_MS = 30  # maximum CPU time per token, about the time of a step
 ONE_OF = (
-    "oneOf: more than one of its schemas may fit the same value: use anyOf, or let each require a "
-    "property that has strings of its own"
+    "oneOf: several of its schemas may match the same value. Use anyOf, or require a property with "
+    "different strings in each schema."
 )
-NO_TEXT = "it allows no text, not even an empty one"
+NO_TEXT = "it allows no text, not even an empty text"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
-LISTING = re.compile(r"\n *\d+ \| ")  # lines of the grammar, which are not the caller's text
+LISTING = re.compile(r"\n *\d+ \| ")  # listed lines of the grammar
 UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class GrammarError(ValueError):
-    """A grammar that is wrong, or needs more than the limits allow; the message says which."""
+    """A grammar is invalid, or exceeds the limits. The message states which."""
 
 
 def limits(room: int = 1) -> "LLParserLimits":
-    """What compiling a grammar, and finding the next tokens, may take at most; a matcher that has
-    followed no text yet needs more `room`, as it has nothing of the text's looks any more.
+    """Return the limits of compiling a grammar and of computing masks.
 
-    llguidance's own limits let a step of an ambiguous grammar take a second, and the automaton of a
-    regex like (x{1000}){1000} much memory: tests/text/grammars/hostile.py has such grammars. With
-    these an object may have 240 optional properties. What still takes long ends its own request,
-    see engine/grammar_state.py.
+    A matcher that is rebuilt within a text needs more `room`, because it has cached nothing.
+
+    The default limits of llguidance allow a step of a second for an ambiguous grammar, and much
+    memory for a regex like (x{1000}){1000}. Examples are in tests/text/grammars/hostile.py. These
+    limits allow objects of 240 optional properties. Grammars that are still slow fail only their
+    own request, see engine/grammar_state.py.
     """
     from llguidance import LLParserLimits
 
@@ -62,20 +63,22 @@ def limits(room: int = 1) -> "LLParserLimits":
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> "LLTokenizer":
-    """The tokens' bytes as llguidance needs them; any of `end_ids` ends a complete text.
+    """Create llguidance's vocabulary; any of `end_ids` ends a complete text.
 
-    `size` is that of the model's logits, and may be more than the tokenizer has tokens.
+    `size` is the width of the model's logits, which may exceed the tokenizer's size.
     """
     from llguidance import LLTokenizer
 
     if not end_ids:
-        raise GrammarError("the model has no token that ends a text: none would be complete")
+        raise GrammarError("the model has no end token, so no text could be complete")
     return LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=[*end_ids])
 
 
 def compile_grammar(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
-    """A matcher at the beginning of the text. It may take a second, without the GIL; some grammars
-    take far longer, which no limit of llguidance ends: a server checks them in another process.
+    """Compile a grammar to a matcher at the beginning of the text.
+
+    This may take a second, without the GIL. Some grammars take far longer despite llguidance's
+    limits, so the server checks grammars in another process.
     """
 
     def made() -> "LLMatcher":
@@ -95,27 +98,28 @@ def new_matcher(vocabulary: "LLTokenizer", grammar: str, room: int = 1) -> "LLMa
 
 
 class Compiled:
-    """A grammar's matcher at the beginning of a text, for all requests that bring the grammar.
+    """A grammar's matcher at the beginning of a text, shared by all requests with the grammar.
 
-    Copies of a matcher share its automaton, which grows by what any of them looks at, up to a limit
-    that ends all of them. Then there is a new one, so that no text depends on others, or on
-    draft tokens.
+    Copies of a matcher share its automaton. It grows with each copy's lookups, up to a limit that
+    stops all copies. A new automaton then replaces it, so that no text depends on other requests or
+    on draft tokens.
     """
 
     def __init__(self, vocabulary: "LLTokenizer", grammar: str) -> None:
-        """GrammarError for a grammar that is wrong or too much; see `compile_grammar`."""
+        """GrammarError if the grammar is invalid or exceeds the limits; see `compile_grammar`."""
         self.vocabulary, self.grammar = vocabulary, grammar
         start = time.perf_counter()
         self.first, self.number = compile_grammar(vocabulary, grammar), 0
         self.is_long = time.perf_counter() - start > LONG
 
     def copy(self) -> tuple["LLMatcher", int]:
-        """A matcher at the beginning, and the number of its automaton."""
+        """Return a matcher at the beginning, and the number of its automaton."""
         return self.first.deep_copy(), self.number
 
     def renew(self, number: int) -> bool:
-        """Compile anew, unless another automaton has taken the place of that one already, or it
-        takes too long beside steps; whether it was done.
+        """Replace the automaton `number`; return whether this was done.
+
+        It is not done if the automaton is already replaced, or if compiling would delay steps.
         """
         if number != self.number or self.is_long:
             return False
@@ -125,9 +129,7 @@ class Compiled:
 
 
 def look_ahead(matcher: "LLMatcher", end_ids: Sequence[int]) -> None:
-    """Follow a text's first tokens, for limits that they run into: llguidance builds its lexer when
-    it is first asked for a mask.
-    """
+    """Check the limits on a text's first tokens, because llguidance builds its lexer lazily."""
     token = first_of(matcher.compute_bitmask())
     check(matcher)
     if token is None:
@@ -149,13 +151,13 @@ def check(matcher: "LLMatcher") -> None:
 
 
 def first_of(mask: bytes) -> int | None:
-    """The lowest id that is allowed."""
+    """Return the lowest allowed id."""
     bits = int.from_bytes(mask, "little")
     return (bits & -bits).bit_length() - 1 if bits else None
 
 
 def in_words(error: str) -> str:
-    """llguidance's message, without what only its developers can use."""
+    """Return llguidance's message without details for its developers."""
     text = error.removesuffix("<non-verbose/>").strip()[:500]
     text = LISTING.split(text)[0].rstrip()
     if unsupported := UNSUPPORTED.search(text):
@@ -169,8 +171,9 @@ def in_words(error: str) -> str:
 
 
 def on_deep_stack(do: Callable[[], T]) -> T:
-    """Call a function in a thread with a stack of its own: llguidance calls itself for each rule
-    and each schema within another, as deep as the largest grammar has them.
+    """Call a function in a thread with a large stack.
+
+    llguidance recurses for each nested rule and schema, as deep as the largest grammar.
     """
     if threading.current_thread().name == "deep stack":
         return do()
@@ -194,9 +197,9 @@ def on_deep_stack(do: Callable[[], T]) -> T:
 
 
 class Verdicts:
-    """What is wrong with each of the last grammars; "" is nothing.
+    """The errors of the last grammars; "" is a valid grammar.
 
-    Who has sent one is a part of the key (`salt`): nobody learns what others have sent.
+    The key includes the sender (`salt`), so that senders cannot detect each other's grammars.
     """
 
     def __init__(self) -> None:

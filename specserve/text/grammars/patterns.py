@@ -1,4 +1,4 @@
-"""Regexes of JSON schemas without look-around, which no automaton has."""
+"""Rewriting regexes of JSON schemas without look-around, which automata cannot express."""
 
 import re
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import Any
 
 from specserve.text.grammars.compiled import GrammarError
 
-MOST_DIGITS = 64  # of a decimal number; its pattern has a part for each
-# What is escaped, a class, or the beginning of a look-around. A class may lack its end, so that the
+MOST_DIGITS = 64  # maximum digits of a decimal number; its pattern has a part per digit
+# An escape, a class, or the beginning of a look-around. A class may lack its end, so that the
 # search is linear.
 PIECE = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?|(?P<look>\(\?<?[=!])", re.DOTALL)
 
@@ -31,7 +31,7 @@ SECONDS = r"\d+(?:[.,]\d+)?S"
 TIME = rf"T(?:\d+H(?:\d+M)?(?:{SECONDS})?|\d+M(?:{SECONDS})?|{SECONDS})"
 EMOJI = r"[\p{Extended_Pictographic}\p{Emoji_Component}]"
 ONE_EMOJI = r"[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3]"
-SAME = {  # pattern of zod -> the same without look-around
+SAME = {  # zod's pattern -> equivalent without look-around
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
     r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (rf"^P(?:\d+W|(?:{DATE})(?:{TIME})?|{TIME})$"),
     rf"^(?=[\s\S]*{ONE_EMOJI}){EMOJI}+$": f"^{EMOJI}*{ONE_EMOJI}{EMOJI}*$",
@@ -42,8 +42,10 @@ SAME = {  # pattern of zod -> the same without look-around
 
 
 def without_look_around(pattern: str) -> str:
-    """The pattern, or one of the same strings where pydantic or zod wrote it with look-around; for
-    numbers, of the same numbers. GrammarError, which names it, for other look-around.
+    """Return a pattern without look-around: known patterns of pydantic and zod are rewritten.
+
+    A rewritten pattern matches the same strings; for decimals, the same numbers. GrammarError for
+    other look-around.
     """
     if not any(piece["look"] for piece in PIECE.finditer(pattern)):
         return pattern
@@ -53,14 +55,15 @@ def without_look_around(pattern: str) -> str:
     if pattern in SAME:
         return SAME[pattern]
     raise GrammarError(
-        f"the pattern {pattern!r:.300} has look-around, which is not supported: write it without "
-        "(?=, (?!, (?<= and (?<!"
+        f"the pattern {pattern!r:.300} has look-around, which is not supported. Write it without "
+        "(?=, (?!, (?<= and (?<!."
     )
 
 
 def string_form(pattern: str) -> dict[str, Any]:
-    """The keywords of strings that match: a pattern without look-around, and the lengths that one
-    at the beginning allows.
+    """Return schema keywords for a pattern: a pattern without look-around, and length limits.
+
+    A length look-ahead at the beginning becomes `minLength` and `maxLength`.
     """
     if found := LENGTH.fullmatch(pattern):
         rest = without_look_around("^" + found["rest"])
@@ -85,14 +88,14 @@ def any_decimal(found: re.Match[str]) -> str:
 
 
 def some_places(found: re.Match[str]) -> str:
-    """Of so many digits, and so many of them behind the point."""
+    """Return a pattern for limited digits and limited decimal places."""
     whole, places = int(found["whole"]), min(int(found["places"]), int(found["length"]) - 1)
     integer = rf"0*\d{{1,{whole}}}" if whole else "0+"
     return decimal(rf"{integer}(?:\.\d{{0,{places}}}0*)?", "0*" + fraction(places))
 
 
 def some_digits(found: re.Match[str]) -> str:
-    """Of so many digits, wherever the point is."""
+    """Return a pattern for limited digits with the point at any place."""
     most = int(found["whole"])
     if not 0 < most <= MOST_DIGITS:
         return ""

@@ -1,4 +1,4 @@
-"""JSON schemas in the keywords of llguidance, with closed objects."""
+"""Rewriting JSON schemas to llguidance's keywords, with closed objects."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from specserve.text.grammars.compiled import ONE_OF, GrammarError
 from specserve.text.grammars.patterns import string_form, without_look_around
 
-SchemaNode = Mapping[str, Any]  # one schema, with those within it
+SchemaNode = Mapping[str, Any]  # one schema with its nested schemas
 
 MAPS = {"patternProperties", "properties"}  # keywords whose values are schemas by name
 WITHIN = {  # keywords whose values are schemas, or lists of schemas
@@ -18,63 +18,65 @@ WITHIN = {  # keywords whose values are schemas, or lists of schemas
 DEFINITIONS = {"$defs", "definitions"}
 UNIONS = {"anyOf", "oneOf"}
 COMPOSERS = {"$ref", "allOf", *UNIONS}
-ANNOTATIONS = DEFINITIONS | {  # keywords that change no value
+ANNOTATIONS = DEFINITIONS | {  # keywords that do not restrict values
     *("$anchor", "$comment", "$id", "$schema", "$vocabulary", "default", "deprecated"),
     *("description", "discriminator", "example", "examples", "externalDocs", "id"),
     *("nullable", "readOnly", "title", "writeOnly", "xml"),
 }
-MAX_WORK = 1 << 22  # characters of composed schemas, and SCHEMA or PART for each that is read
+MAX_WORK = 1 << 22  # maximum work: characters of composed schemas, and SCHEMA or PART per visit
 SCHEMA, PART = 32, 512
-MAX_INLINE = 8  # composed schemas, each within the one before
-MAX_PARTS = 1000  # schemas that describe one value
-MAX_DEPTH = 200  # of schemas that describe one value
-TOO_MUCH = "it is too complex: use fewer allOf, anyOf and $ref together"
+MAX_INLINE = 8  # maximum nesting of inlined composed schemas
+MAX_PARTS = 1000  # maximum schemas that describe one value
+MAX_DEPTH = 200  # maximum nesting of schemas that describe one value
+TOO_MUCH = "it is too complex. Combine fewer allOf, anyOf and $ref."
 FORMAT_NOTES = {
     "binary",
     "directory-path",
     "file-path",
     "password",
     "path",
-}  # formats of any string
-# Formats that zod writes next to a pattern, which says the same.
+}  # formats that any string has
+# Formats that zod writes next to an equivalent pattern.
 PATTERNED = {
     *("base64", "base64url", "cidrv4", "cidrv6", "cuid", "cuid2", "e164", "emoji", "ends_with"),
     *("hex", "includes", "ksuid", "lowercase", "mac", "nanoid", "starts_with", "ulid"),
     *("uppercase", "xid"),
 }
-# Read for all unions of a schema, which may refer to the same ones again and again. The largest
-# schema has fewer of its own.
+# Maximum strings that are read to compare the unions of a schema, including repeated references.
+# The largest schema has fewer strings.
 MAX_STRINGS = 1 << 17
-MAX_OPTIONS = 64  # schemas of a union without a tag; each is compared with the others
+MAX_OPTIONS = 64  # maximum schemas of a union without a tag; all pairs are compared
 
 
 def simplified(schema: SchemaNode, is_strict: bool = False) -> dict[str, Any]:
-    """The schema, whose objects have no properties but those that it names:
+    """Rewrite a schema so that its objects only have the properties that it names.
 
-    - `additionalProperties` of the schema opens an object, unless `is_strict`;
-    - an object without `properties` and `patternProperties` stays open, unless `is_strict`;
-    - allOf, anyOf, oneOf, $ref and the keywords next to them describe one object together.
+    The schema's `additionalProperties` opens an object, unless `is_strict`. An object without
+    `properties` and `patternProperties` stays open, unless `is_strict`. The keywords allOf, anyOf,
+    oneOf, $ref and their neighbors together describe one object.
 
-    oneOf becomes anyOf if no two of its schemas fit the same value. References are to `$defs`.
-    GrammarError for what cannot be said so.
+    oneOf becomes anyOf if no two of its schemas match the same value. References point to `$defs`.
+    GrammarError for schemas that cannot be rewritten.
     """
     return Simplifier(schema, is_strict).whole()
 
 
 class Simplifier:
-    """Writes each schema that is referred to as a definition, and each that is composed where it
-    stands, but for repetitions: llguidance drops a property that nothing fits, but no reference.
+    """Rewrites referenced schemas as definitions, and composed schemas inline.
+
+    Repeated composed schemas become definitions. llguidance drops an unsatisfiable property only if
+    it is inline.
     """
 
     def __init__(self, root: SchemaNode, is_strict: bool) -> None:
         self.root, self.is_strict = root, is_strict
         self.num_left = MAX_WORK
-        self.num_strings_left = MAX_STRINGS  # that may still be read to compare schemas
+        self.num_strings_left = MAX_STRINGS  # remaining budget of strings
         self.own = {**mapping(root.get("definitions")), **mapping(root.get("$defs"))}
-        self.names: dict[str, str] = {}  # of definitions, by the reference or the schema as JSON
-        self.pending: list[tuple[str, Any]] = []  # definitions that are not written yet
-        self.seen: set[str] = set()  # composed schemas, as JSON
-        self.depth = 0  # of composed schemas, each within the one before
+        self.names: dict[str, str] = {}  # names of definitions, by reference or JSON
+        self.pending: list[tuple[str, Any]] = []  # definitions to be written
+        self.seen: set[str] = set()  # composed schemas as JSON
+        self.depth = 0  # nesting of composed schemas
         self.has_other_references = False
 
     def whole(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class Simplifier:
         return {**node, "$defs": defs} if defs else node
 
     def simplified(self, schema: Any) -> Any:
-        """The schema of a value, or a list of schemas."""
+        """Simplify the schema of a value, or a list of schemas."""
         self.spend(SCHEMA)
         if is_list(schema):
             return [self.simplified(item) for item in schema]
@@ -115,19 +117,19 @@ class Simplifier:
         return simple
 
     def value_of(self, key: str, value: Any) -> Any:
-        """A keyword's value, with the schemas in it simplified."""
+        """Simplify the schemas in a keyword's value."""
         if key in MAPS and isinstance(value, Mapping):
             return {name: self.simplified(schema) for name, schema in value.items()}
         return self.simplified(value) if key in WITHIN else value
 
     def referring(self, schema: SchemaNode) -> dict[str, Any]:
-        """A schema that is not composed, whose reference is to a definition."""
+        """Rewrite a schema that is not composed; its reference points to a definition."""
         node = closed(rewritten(schema, self.is_strict), self.is_strict)
         target = self.target(schema)
         return node if target is None else {**node, **self.reference(node["$ref"], target)}
 
     def reference(self, key: str, schema: Any) -> dict[str, str]:
-        """To the definition of a schema."""
+        """Return a reference to a schema's definition."""
         if key not in self.names:
             number = len(self.names)
             self.names[key] = next(n for n in (f"{number}", f"{number}-") if n not in self.own)
@@ -135,7 +137,7 @@ class Simplifier:
         return {"$ref": f"#/$defs/{self.names[key]}"}
 
     def composed(self, schema: SchemaNode) -> dict[str, Any]:
-        """A union of schemas that are not written yet, or a schema without compositions."""
+        """Return a union of unwritten schemas, or a schema without compositions."""
         members, unions = self.parts(schema)
         if len(members) > MAX_PARTS:
             raise GrammarError(TOO_MUCH)
@@ -146,7 +148,7 @@ class Simplifier:
         return {key: [{"allOf": [*rest, choice]} for choice in choices]}
 
     def parts(self, schema: Any, depth: int = 0) -> tuple[list[SchemaNode], list[tuple[str, Any]]]:
-        """The schemas, without compositions, and the unions that a value has to obey."""
+        """Return the schemas without compositions and the unions that apply to a value."""
         self.spend(PART)
         if depth > MAX_DEPTH or not isinstance(schema, Mapping | bool):
             is_deep = depth > MAX_DEPTH
@@ -171,15 +173,16 @@ class Simplifier:
         return members, unions
 
     def inner(self, schema: SchemaNode, key: str, value: Any) -> Sequence[Any] | None:
-        """The schemas of a keyword that the same value has to obey."""
+        """Return a keyword's schemas that apply to the same value."""
         if key == "allOf" and is_list(value):
             return [*value]
         target = self.target(schema) if key == "$ref" else None
         return None if target is None else [target]
 
     def target(self, schema: SchemaNode) -> Any:
-        """What a schema refers to within the root; None if that does not exist. A pointer's escapes
-        are those of RFC 6901 in a URI: %7E, ~1 for a slash, ~0 for a tilde.
+        """Return the target of a schema's reference within the root; None if it does not exist.
+
+        Pointers have the escapes of RFC 6901 in a URI: %7E, ~1 for a slash, ~0 for a tilde.
         """
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -196,10 +199,10 @@ class Simplifier:
         return found
 
     def are_apart(self, choices: Any) -> bool:
-        """Whether no two schemas of a oneOf fit the same value, so that anyOf means the same.
+        """Whether no two schemas of a oneOf match the same value, so that anyOf is equivalent.
 
-        False where llguidance has to find out. GrammarError if two objects may be the same, as
-        closed objects differ where the schemas do not.
+        False if llguidance must decide. GrammarError if two object schemas may match the same
+        object, because closing the objects would change the meaning.
         """
         if not is_list(choices):
             return False
@@ -209,7 +212,7 @@ class Simplifier:
             tags = [name for name in first if all(name in found for found in others)]
             for name in tags:
                 sets = [found[name] for found in (first, *others)]
-                if len(set().union(*sets)) == sum(map(len, sets)):  # no string is in two of them
+                if len(set().union(*sets)) == sum(map(len, sets)):  # the sets are disjoint
                     return True
         if sum(map(len, each)) > MAX_OPTIONS:
             raise GrammarError(ONE_OF)
@@ -234,9 +237,7 @@ class Simplifier:
         ) or (lacks(a, b) and lacks(b, a))
 
     def strings_of(self, schema: SchemaNode) -> dict[str, set[str]]:
-        """The strings that each property may be, of those that an object has to have and that may
-        be only certain strings.
-        """
+        """Return the allowed strings of each required property that only allows listed strings."""
         if schema.get("type") != "object":
             return {}
         properties = mapping(schema.get("properties"))
@@ -248,7 +249,7 @@ class Simplifier:
         }
 
     def values_of(self, schema: Any) -> list[Any] | None:
-        """All that a value may be, if the schema lists them."""
+        """Return all values that a schema allows, if it lists them."""
         if not isinstance(schema, Mapping):
             return None
         composed = schema["allOf"] if is_list(schema.get("allOf")) else ()
@@ -259,7 +260,7 @@ class Simplifier:
         return values if self.num_strings_left >= 0 else None
 
     def options(self, schema: Any) -> list[SchemaNode]:
-        """The schemas without compositions that one stands for."""
+        """Expand a schema to the alternatives without compositions."""
         if not isinstance(schema, Mapping):
             return [{}]
         node = self.composed(schema)
@@ -280,7 +281,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-# The kinds of values that are read here; llguidance checks those of other keywords.
+# Types of the values that this module reads. llguidance checks the other keywords.
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "allOf": (is_list, "a list of schemas"),
     "required": (is_list, "a list of names"),
@@ -290,14 +291,14 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def is_composed(schema: SchemaNode) -> bool:
-    """Whether several schemas describe one value; a union or reference alone does not."""
+    """Whether several schemas describe one value. A single union or reference is not composed."""
     if not schema.keys() & COMPOSERS:
         return False
     return "allOf" in schema or len(schema.keys() - ANNOTATIONS) > 1
 
 
 def kinds(schema: SchemaNode) -> set[str]:
-    """The types of values that fit; none where the schema does not list them."""
+    """Return the allowed types of values; empty if the schema does not list them."""
     given = schema.get("type")
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
@@ -315,7 +316,7 @@ def required(schema: SchemaNode) -> set[str]:
 
 
 def lacks(a: SchemaNode, b: SchemaNode) -> bool:
-    """Whether no object of one fits the other, as the other requires a property that it lacks."""
+    """Whether closed objects of `a` lack a property that `b` requires."""
     is_closed = a.get("additionalProperties") is False and not a.get("patternProperties")
     return is_closed and bool(required(b) - names(a))
 
@@ -328,16 +329,16 @@ def may_be_object(schema: SchemaNode) -> bool:
 
 
 def mapping(value: Any) -> SchemaNode:
-    """The value, or an empty object if the value is no object."""
+    """Return the value, or an empty object if it is not an object."""
     return value if isinstance(value, Mapping) else {}
 
 
 def rewritten(schema: SchemaNode, is_strict: bool) -> dict[str, Any]:
-    """The schema with equivalent keywords. `is_strict` refuses objects that are open.
+    """Rewrite a schema with equivalent keywords. `is_strict` rejects open objects.
 
-    GrammarError for look-around, for an open object, and for keywords that llguidance reads past.
+    GrammarError for look-around, for such objects, and for keywords that llguidance ignores.
     """
-    old = "disallow", "divisibleBy", "extends"  # keywords of JSON Schema's draft 3
+    old = "disallow", "divisibleBy", "extends"  # keywords of JSON Schema draft 3
     if unsupported := [keyword for keyword in schema if keyword in old]:
         raise GrammarError(f"these keywords are not supported: {', '.join(unsupported)}")
     for keyword, (is_kind, words) in KINDS.items():
@@ -348,7 +349,7 @@ def rewritten(schema: SchemaNode, is_strict: bool) -> dict[str, Any]:
 
 
 def without_notes(schema: SchemaNode) -> dict[str, Any]:
-    """Drop keywords without effect, and a format that any string has or that a pattern repeats."""
+    """Drop keywords without effect, and formats that any string has or that a pattern repeats."""
     format = schema.get("format")
     has_pattern = "pattern" in schema or "allOf" in schema
     known = FORMAT_NOTES | PATTERNED if has_pattern else FORMAT_NOTES
@@ -359,7 +360,7 @@ def without_notes(schema: SchemaNode) -> dict[str, Any]:
 
 
 def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
-    """Replace look-around in patterns."""
+    """Remove look-around from patterns."""
     if isinstance(pattern := schema.get("pattern"), str):
         form = string_form(pattern)
         if "maxLength" in form:
@@ -372,7 +373,7 @@ def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Write `propertyNames` in other keywords: any string, some names, a pattern or a length."""
+    """Replace `propertyNames` for any string, some names, a pattern or a length."""
     names = schema.get("propertyNames")
     if not isinstance(names, Mapping) or names.get("type", "string") != "string":
         return schema
@@ -392,7 +393,7 @@ def with_names(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(names: SchemaNode) -> str | None:
-    """The pattern of names that a schema of strings allows, if that is all that it says."""
+    """Return a string schema as a pattern, if a pattern can express it."""
     if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
         return without_look_around(names["pattern"])
     least, most = names.get("minLength", 0), names.get("maxLength", "")
@@ -401,13 +402,14 @@ def pattern_of(names: SchemaNode) -> str | None:
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """Close an object that the schema itself leaves open. All closed objects look alike then, so
-    that `allOf` can merge them.
+    """Close an object that the schema leaves open.
+
+    All closed objects then have the same form, so that `allOf` can merge them.
     """
     if schema.get("additionalProperties", False) is not False:
         raise GrammarError(
-            "additionalProperties: a strict schema allows no properties but its own: send false, "
-            "or leave out strict"
+            "additionalProperties: a strict schema allows only its own properties. Send false, or "
+            "omit strict."
         )
     kind = schema.get("type")
     is_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
@@ -418,8 +420,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(node: SchemaNode, is_strict: bool = False) -> dict[str, Any]:
-    """The schema of an object without other properties than it names, unless it has
-    `additionalProperties` or names none.
+    """Close the object of a schema, unless it has `additionalProperties` or names no properties.
 
     GrammarError for a strict schema that requires a property without describing it.
     """
@@ -432,15 +433,15 @@ def closed(node: SchemaNode, is_strict: bool = False) -> dict[str, Any]:
     unnamed = {name: True for name in more if isinstance(name, str) and name not in (names or {})}
     if unnamed and is_strict:
         raise GrammarError(
-            f"required: {next(iter(unnamed))!r:.100} is not among the properties, which a strict "
-            "schema describes all: add it to properties, or leave out strict"
+            f"required: {next(iter(unnamed))!r:.100} is not in properties of a strict schema. Add "
+            "it to properties, or omit strict."
         )
     own = {"properties": {**(names or {}), **unnamed}} if names or unnamed else {}
     return {**node, **own, "additionalProperties": False}
 
 
 def joined(members: Sequence[SchemaNode], is_strict: bool = False) -> dict[str, Any]:
-    """One schema of the values that obey all of these, whose objects are merged."""
+    """Return one schema that matches what all these schemas match; merge their objects."""
     whole = [m for m in members if len(members) > 1 and is_whole(m)]
     parts = [m for m in members if m not in whole]
     own = {"additionalProperties", "patternProperties", "properties", "required"}
@@ -448,19 +449,19 @@ def joined(members: Sequence[SchemaNode], is_strict: bool = False) -> dict[str, 
     first, *others = distinct([rest for rest in rests if rest]) or [{}]
     more = [*others, *whole]
     node = first | merged(parts)
-    if whole:  # these decide which others there may be
+    if whole:  # these decide about additional properties
         node.setdefault("additionalProperties", True)
     return closed(node | ({"allOf": more} if more else {}), is_strict)
 
 
 def is_whole(member: SchemaNode) -> bool:
-    """Its own names and patterns decide which properties are additional, so it is not merged."""
+    """Whether a schema cannot be merged: its own names and patterns limit additional properties."""
     is_limit = member.get("additionalProperties", True) not in (True, {})
     return is_limit and bool(member.get("patternProperties"))
 
 
 def merged(members: Sequence[SchemaNode]) -> dict[str, Any]:
-    """The keywords of objects that obey all members."""
+    """Merge the object keywords of all members."""
     named: dict[str, list[Any]] = {}
     matched: dict[str, list[Any]] = {}
     for member in members:
@@ -479,7 +480,7 @@ def merged(members: Sequence[SchemaNode]) -> dict[str, Any]:
 def keywords(
     members: Sequence[SchemaNode], named: dict[str, list[Any]], matched: dict[str, list[Any]]
 ) -> dict[str, Any]:
-    """As one schema has them; without those that no member has."""
+    """Combine object keywords in one schema; omit keywords that no member has."""
     node: dict[str, Any] = {}
     for key, found in (("properties", named), ("patternProperties", matched)):
         if found or any(key in member for member in members):
@@ -496,7 +497,7 @@ def distinct(schemas: Sequence[Any]) -> list[Any]:
 
 
 def both(schemas: Sequence[Any]) -> Any:
-    """A schema of the values that obey all of these."""
+    """Return a schema that matches what all these schemas match."""
     if False in schemas:
         return False
     rules = distinct([schema for schema in schemas if schema is not True])

@@ -1,6 +1,6 @@
-"""Structured output as a caller asks for it, and the grammar that it means.
+"""Structured output parameters, and the grammars that they define.
 
-Grammars are as llguidance reads them. Lark here is its dialect:
+Grammars are in llguidance's format. Lark means its dialect of Lark:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -19,12 +19,12 @@ from specserve.text.grammars.schemas import simplified
 
 FIELD = "structured_outputs"
 KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
-MAX_BYTES = 1 << 18  # of a grammar; larger ones take more than a second to compile
-MAX_DEPTH = 64  # of objects and lists in a schema; llguidance's reader of JSON ends at 127
-# JSON on one line, as Python's json.dumps writes it: models have learnt it, and as there is no
-# choice of spaces, a grammar forces whole keys and what is between them.
+MAX_BYTES = 1 << 18  # maximum size of a grammar; larger ones take more than a second to compile
+MAX_DEPTH = 64  # maximum nesting of a schema; llguidance's JSON parser allows 127
+# JSON on one line, as Python's json.dumps writes it. Models know this form, and fixed spaces let
+# the grammar force whole keys and separators.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Linear in the text: a try at one place ends before the next place where a match may begin.
+# Linear in the text: a failed match ends before the next possible start.
 START = re.compile(r"^[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)
 WITHOUT_EFFECT = re.compile(r"[\w-][ \t]*\[[^][]*\b(max_tokens|stop|temperature)\s*=")
 ESCAPED = re.compile(r"\\?\n|\\.|/")
@@ -33,17 +33,17 @@ ESCAPED = re.compile(r"\\?\n|\\.|/")
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The form that a text has to have; exactly one of the first six, named as in vLLM.
+    """The required form of a text: exactly one of the first six fields, named as in vLLM.
 
-    json                a JSON schema, as an object or as JSON
-    regex               a regex of llguidance's, which the whole text matches
-    choice              1 to 4096 texts, one of which it is
-    grammar             a grammar in Lark, in llguidance's dialect
+    json                a JSON schema, as an object or as JSON text
+    regex               a regex in llguidance's syntax that the whole text matches
+    choice              1 to 4096 allowed texts
+    grammar             a grammar in llguidance's dialect of Lark
     json_object         true: any JSON object
-    structural_tag      text with parts of a form, as an object or as JSON
-    strict              of json; true: all objects are closed, and an open one is an error
-    whitespace_pattern  of json and json_object; a regex of the space that may be within JSON
-    disable_any_whitespace  of json and json_object; true: there is none
+    structural_tag      text with structured parts, as an object or as JSON text
+    strict              with json; true: all objects are closed, and an open object is an error
+    whitespace_pattern  with json and json_object; a regex of the whitespace within JSON
+    disable_any_whitespace  with json and json_object; true: no whitespace within JSON
     """
 
     json: dict[str, Any] | bool | str | None = None
@@ -58,13 +58,13 @@ class StructuredOutputsParams(
 
     @property
     def kinds(self) -> list[str]:
-        """Which of the six are given."""
+        """The set fields among the first six."""
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         return [kind for kind in given if kind != "json_object" or self.json_object]
 
     @property
     def field(self) -> str:
-        """Where a body has what is asked for."""
+        """The path of the set field in a request body."""
         return f"{FIELD}.{self.kinds[0]}"
 
     @property
@@ -73,12 +73,15 @@ class StructuredOutputsParams(
 
 
 def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
-    """llguidance's grammar; RequestError for what is wrong by itself, which names `field` where the
-    caller has sent it in another one.
+    """Write the grammar for llguidance. RequestError if the parameters are invalid.
+
+    Errors name `field` if the caller sent the parameters in another field.
     """
     if len(asked.kinds) != 1:
         given = " and ".join(asked.kinds) or "none"
-        raise RequestError(f"{FIELD}: exactly one of {', '.join(KINDS)}, not {given}", FIELD)
+        raise RequestError(
+            f"{FIELD}: exactly one of {', '.join(KINDS)} is required, not {given}", FIELD
+        )
     check_options(asked, asked.kinds[0])
     path = field or asked.field
     try:
@@ -88,7 +91,7 @@ def grammar_of(asked: StructuredOutputsParams, field: str | None = None) -> str:
 
 
 def json_form(asked: StructuredOutputsParams) -> str:
-    """JSON that is asked for, as a part of a Lark rule."""
+    """Write the requested JSON as a part of a Lark rule."""
     schema = {"type": "object"} if asked.json is None else read_schema(asked.json)
     return json_part(schema, asked.whitespace, asked.strict)
 
@@ -104,7 +107,7 @@ def written(asked: StructuredOutputsParams, kind: str) -> str:
             escaped = ESCAPED.sub(escape, without_look_around(checked(value)))
             return lark(f"start: /{escaped}/" if value else 'start: ""')
         case "choice":
-            # A terminal, in capitals, is one automaton. A rule would follow each text by itself.
+            # A terminal, in capitals, is one automaton. A rule would track each text separately.
             return lark("start: ONE\nONE: " + " | ".join(json.dumps(text) for text in value))
         case "grammar":
             return lark(own_text(value))
@@ -120,25 +123,25 @@ def read_schema(given: Any) -> Mapping[str, Any] | bool:
 
 
 def check_options(asked: StructuredOutputsParams, kind: str) -> None:
-    """RequestError for options that would have no effect."""
+    """Check that all options have an effect; else RequestError."""
     if asked.strict and kind != "json":
-        name, why = "strict", f"it is of json, not of {kind}: leave it out"
+        name, why = "strict", f"it applies only to json, not to {kind}. Omit it."
     elif asked.disable_any_whitespace and asked.whitespace_pattern is not None:
         name = "whitespace_pattern"
-        why = "there is no whitespace with disable_any_whitespace: send one of the two"
+        why = "it conflicts with disable_any_whitespace. Send only one of the two."
     elif kind in ("json", "json_object"):
         return
     else:
         name = "disable_any_whitespace" if asked.disable_any_whitespace else "whitespace_pattern"
-        why = f"it is of json and json_object, not of {kind}: leave it out"
+        why = f"it applies only to json and json_object, not to {kind}. Omit it."
     if getattr(asked, name):
         raise RequestError(f"{FIELD}.{name}: {why}", f"{FIELD}.{name}")
 
 
 def lark(text: str) -> str:
-    """The grammar of a Lark text, which begins at the rule `start`.
+    """Return the grammar of a Lark text, which begins at the rule `start`.
 
-    `json_part` and `quoted` write parts of it. GrammarError for a text that is too large.
+    `json_part` and `quoted` write parts of Lark texts. GrammarError if the text is too large.
     """
     return checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
@@ -146,11 +149,11 @@ def lark(text: str) -> str:
 def json_schema(
     schema: Mapping[str, Any] | bool, whitespace: str | None = None, is_strict: bool = False
 ) -> str:
-    """The grammar of JSON values that obey a schema, whose objects are closed (`schemas.py`).
+    """Return the grammar of JSON values that match a schema with closed objects (`schemas.py`).
 
-    `whitespace` is a regex of what may stand behind `{`, `[`, `,` and `:`, and before `}` and `]`,
-    once in each place; "" is none, and None a space behind `,` and `:`. GrammarError for a schema
-    that is no JSON, too deep, or, if `is_strict`, open.
+    `whitespace` is a regex of the text allowed after `{`, `[`, `,` and `:`, and before `}` and `]`.
+    It may match once per place. "" means no whitespace; None means one space after `,` and `:`.
+    GrammarError for a schema that is not JSON, too deep, or, if `is_strict`, open.
     """
     return checked(
         f'{{"grammars": [{{"json_schema": {schema_json(schema, whitespace, is_strict)}}}]}}'
@@ -160,27 +163,27 @@ def json_schema(
 def json_part(
     schema: Mapping[str, Any] | bool, whitespace: str | None = None, is_strict: bool = False
 ) -> str:
-    """The same as a part of a Lark rule."""
+    """Same as `json_schema`, as a part of a Lark rule."""
     return f"%json {schema_json(schema, whitespace, is_strict)}"
 
 
 def quoted(text: str) -> str:
-    """A Lark rule's part that is this text; nothing where the text is empty."""
+    """Return a text as a part of a Lark rule; "" for an empty text."""
     return json.dumps(text) if text else ""
 
 
 def escape(found: re.Match[str]) -> str:
-    """A slash or line break of a regex, as Lark can have it between slashes."""
+    """Escape a slash or line break of a regex between slashes in Lark."""
     return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
 
 
 def schema_json(schema: Mapping[str, Any] | bool, whitespace: str | None, is_strict: bool) -> str:
-    """The schema's JSON, with what llguidance has to know of the text's form."""
+    """Return the schema as JSON, with llguidance's options for whitespace."""
     if schema is False:
-        raise GrammarError("false allows no value")
+        raise GrammarError("the schema false allows no value")
     given = {} if schema is True else schema
     if "x-guidance" in given:
-        raise GrammarError("x-guidance is not for callers: leave it out")
+        raise GrammarError("x-guidance is reserved. Omit it.")
     check_depth(given)
     checked(as_json(given))
     form: dict[str, Any] = {"whitespace_pattern": whitespace}
@@ -193,11 +196,11 @@ def as_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as e:
-        raise GrammarError(f"no JSON: {e!s:.200}") from e
+        raise GrammarError(f"it is not JSON: {e!s:.200}") from e
 
 
 def check_depth(value: Any) -> None:
-    """GrammarError for objects and lists that are nested too deep."""
+    """Check the nesting of objects and lists; GrammarError if it exceeds MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         containers = [v for v in level if isinstance(v, Mapping | list | tuple)]
@@ -205,33 +208,34 @@ def check_depth(value: Any) -> None:
             return
         level = [v for c in containers for v in (c.values() if isinstance(c, Mapping) else c)]
     if any(isinstance(v, Mapping | list | tuple) for v in level):
-        raise GrammarError(f"nested more than {MAX_DEPTH} deep: use fewer levels, or $ref")
+        raise GrammarError(f"nested more than {MAX_DEPTH} deep. Use fewer levels, or $ref.")
 
 
 def read_json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError) as e:
-        raise GrammarError(f"no valid JSON: {e!s:.200}") from e
+        raise GrammarError(f"it is not valid JSON: {e!s:.200}") from e
     except RecursionError as e:
-        raise GrammarError("nested too deeply") from e
+        raise GrammarError("it is nested too deeply") from e
 
 
 def checked(grammar: str) -> str:
     if len(grammar) > MAX_BYTES:
         raise GrammarError(
-            f"{len(grammar)} bytes as a grammar, and {MAX_BYTES} are allowed: send a smaller one"
+            f"the grammar has {len(grammar)} bytes, but only {MAX_BYTES} are allowed. Send "
+            "a smaller one."
         )
     return grammar
 
 
 def own_text(lark: str) -> str:
-    """A caller's Lark; GrammarError for another notation, and for options without effect here."""
+    """Check a caller's Lark text. GrammarError for other notations and unsupported options."""
     checked(lark)
     if "::=" in lark and not START.search(lark):
-        raise GrammarError('::= is of GBNF or EBNF: send Lark, as in start: "yes" | "no"')
+        raise GrammarError('::= is GBNF or EBNF. Send Lark, for example start: "yes" | "no"')
     if option := WITHOUT_EFFECT.search(lark):
-        raise GrammarError(f"the option {option[1]} is not supported: leave it out")
+        raise GrammarError(f"the option {option[1]} is not supported. Omit it.")
     return lark
 
 
@@ -269,10 +273,10 @@ Triggers = Annotated[tuple[TagText, ...], Meta(min_length=1, max_length=256)]
 
 
 class TriggeredTags(BaseFormat, frozen=True, tag="triggered_tags"):
-    """Free text, in which every trigger begins one of the tags.
+    """Free text in which every trigger begins one of the tags.
 
     at_least_one      the text begins with a tag
-    stop_after_first  and ends with the first one
+    stop_after_first  the text ends after the first tag
     """
 
     triggers: Triggers
@@ -296,7 +300,7 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Structures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The older form: free text, in which every trigger begins one of the structures."""
+    """The older format: free text in which every trigger begins one of the structures."""
 
     structures: Annotated[tuple[Structure, ...], Meta(min_length=1, max_length=256)]
     triggers: Triggers
@@ -309,7 +313,7 @@ class Structures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def structural_tag(given: dict[str, Any] | str) -> str:
-    """The Lark text; GrammarError for what is wrong, not supported, too deep or too large."""
+    """Write the Lark text. GrammarError if the tag is invalid, unsupported, too deep or large."""
     value = read_json(given) if isinstance(given, str) else given
     check_depth(value)
     is_older = isinstance(value, dict) and "structures" in value
@@ -318,14 +322,14 @@ def structural_tag(given: dict[str, Any] | str) -> str:
         asked = msgspec.convert(value, kind)
     except ValueError as e:  # msgspec's ValidationError is one
         formats = sorted(kind.__struct_config__.tag for kind in get_args(TagFormat))
-        raise GrammarError(f"{e!s:.300}; formats are {', '.join(formats)}") from e
+        raise GrammarError(f"{e!s:.300}. Formats are {', '.join(formats)}.") from e
     writer = LarkWriter()
     start = writer.part(asked.format, is_last=True)
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *writer.rules])
 
 
 class LarkWriter:
-    """Writes formats as parts of Lark rules; what needs a rule of its own is in `rules`."""
+    """Writes formats as parts of Lark rules. `rules` holds the additional rules."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
@@ -340,16 +344,17 @@ class LarkWriter:
         return self.counted(quoted(text))
 
     def counted(self, text: str) -> str:
-        """The text; GrammarError where all of them are larger than a grammar may be."""
+        """Return the text; GrammarError if the total size exceeds MAX_BYTES."""
         self.size += len(text)
         if self.size > MAX_BYTES:
             raise GrammarError(
-                f"more bytes as a grammar than the {MAX_BYTES} that are allowed: send a smaller one"
+                f"the grammar has more than the {MAX_BYTES} bytes that are allowed. Send a smaller "
+                "one."
             )
         return text
 
     def part(self, format: TagFormat, is_last: bool) -> str:
-        """`is_last`: the text ends with it, so that it may be free."""
+        """Write a format. `is_last`: the text ends with it, so free text is allowed."""
         match format:
             case ConstString(value):
                 return self.quoted(value)
@@ -363,11 +368,13 @@ class LarkWriter:
                 return f"{self.quoted(begin)} {self.content(content, end, is_last)}"
         if not is_last:
             name = format.__struct_config__.tag
-            raise GrammarError(f"{name}: it may only end a text, or be any_text of a tag with end")
+            raise GrammarError(
+                f"{name}: it may only end a text, or be the any_text content of a tag with an end"
+            )
         return "TEXT" if isinstance(format, AnyText) else self.triggered(format)
 
     def content(self, content: TagFormat, end: str, is_last: bool) -> str:
-        """What is within a tag, and its end."""
+        """Write the content of a tag, and its end."""
         if isinstance(content, AnyText) and end:
             return self.rule(f"TEXT {self.quoted(end)}", "[lazy]")
         return f"{self.part(content, is_last and not end)} {self.quoted(end)}"
@@ -375,7 +382,7 @@ class LarkWriter:
     def triggered(self, asked: TriggeredTags) -> str:
         for tag in asked.tags:
             if not any(tag.begin.startswith(trigger) for trigger in asked.triggers):
-                raise GrammarError(f"{tag.begin!r:.100} begins with none of the triggers")
+                raise GrammarError(f"the tag {tag.begin!r:.100} begins with none of the triggers")
         for trigger in asked.triggers:
             if not any(tag.begin.startswith(trigger) for tag in asked.tags):
                 raise GrammarError(f"no tag begins with the trigger {trigger!r:.100}")
@@ -390,14 +397,14 @@ class LarkWriter:
     def after_triggers(
         self, triggers: Sequence[str], tags: Sequence[tuple[str, str]]
     ) -> Iterator[str]:
-        """Free text that ends with a trigger, and the rest of one of its tags."""
+        """Write free text that ends with a trigger, then the rest of one of its tags."""
         for trigger in triggers:
             rests = [(b.removeprefix(trigger), rule) for b, rule in tags if b.startswith(trigger)]
             begin = self.rule(f"TEXT {self.quoted(trigger)}", "[lazy]")
             yield f"{begin} {self.one_of(rests)}"
 
     def one_of(self, tags: Sequence[tuple[str, str]]) -> str:
-        """A rule of tags: what each begins with, and the rule of the rest of it."""
+        """Write a rule of alternatives: each tag's begin and the rule of its rest."""
         return self.rule(
             " | ".join(f"{self.quoted(begin)} {self.counted(rule)}" for begin, rule in tags)
         )

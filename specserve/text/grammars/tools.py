@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in the format in which a model writes them."""
+"""Grammars of tool calls in a model's format."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ GAP: /\n{0,2}/
 
 
 class CallGrammar(msgspec.Struct, frozen=True):
-    """How calls of some tools are written, as rules of Lark.
+    """The format of calls of some tools, as Lark rules.
 
     strict       names of tools whose schemas are strict
-    special      ids of tokens that are no text to llguidance, by their texts
-    thinks       there may be reasoning before the answer
-    is_inside    the prompt has begun it
+    special      ids of tokens that llguidance does not treat as text, by their texts
+    thinks       reasoning may precede the response
+    is_inside    the prompt already contains the beginning of the reasoning
     """
 
     formats: Formats
@@ -36,31 +36,34 @@ class CallGrammar(msgspec.Struct, frozen=True):
     strict: frozenset[str] = frozenset()
 
     def enforced(self, is_parallel: bool = True) -> str:
-        """A grammar of one call, or of one or more, and nothing else but reasoning before them.
-        GrammarError where schemas are too large or too deep.
+        """Return a grammar of one or, if `is_parallel`, more calls, with optional reasoning before.
+
+        GrammarError if schemas are too large or too deep.
         """
         return self.lark(f"start: {self.thought} {self.only_calls(is_parallel)}", *self.calls())
 
     def or_form(self, form: str, is_parallel: bool = True) -> str:
-        """The same, or a text of a form, which is a part of a rule. Arguments of others than the
-        strict tools are any object.
+        """Return a grammar of calls, as in `enforced`, or of a text of a form.
+
+        `form` is a part of a rule. Arguments of tools that are not strict are any object.
         """
         start = f"start: {self.thought} ({self.only_calls(is_parallel)} | form)"
         return self.lark(start, f"form: {form}", *self.calls(is_free=True))
 
     def form_alone(self, form: str) -> str:
-        """A grammar of a text of a form alone."""
+        """Return a grammar of a text of a form, without calls."""
         return self.lark(f"start: {self.thought} form", f"form: {form}")
 
     def only_calls(self, is_parallel: bool) -> str:
-        """One call, or one or more, as a part of a rule."""
+        """Return one call, or one or more calls, as a part of a rule."""
         begin, separator, end = self.around
         more = f"({self.literal(separator)} call)*" if is_parallel else ""
         return f"{begin} call {more} {end}"
 
     def triggered(self) -> str:
-        """A grammar of any text, whose calls are of these tools; arguments of the strict ones obey
-        their schemas. Errors: as above.
+        """Return a grammar of any text with calls of these tools. Errors as in `enforced`.
+
+        Arguments of strict tools match their schemas.
         """
         begin, separator, end = self.around
         more = f"({self.literal(separator)} call)*"
@@ -87,12 +90,12 @@ class CallGrammar(msgspec.Struct, frozen=True):
     @property
     def frame(self) -> tuple[str, str]:
         found = self.formats.frame
-        assert found is not None, "a format without a frame is not enforced"
+        assert found is not None, "a format without a frame cannot be enforced"
         return found
 
     @property
     def around(self) -> tuple[str, str, str]:
-        """Rules before the first call and after the last one, and the text between two."""
+        """Rule parts before the first call and after the last call, and the text between calls."""
         match self.formats.enforced:
             case "llama3_json":
                 return "", "; ", ""
@@ -103,7 +106,8 @@ class CallGrammar(msgspec.Struct, frozen=True):
         return "", "\n", ""
 
     def calls(self, is_free: bool = False, trigger: str = "") -> Iterator[str]:
-        """The rule of a call, and each tool's, without the trigger, which has been written.
+        """Write the rule of a call and the rule of each tool, without the trigger.
+
         `is_free`: the arguments of tools that are not strict are any object.
         """
         names = [f"call_{i}" for i in range(len(self.tools))]
@@ -117,7 +121,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             yield f"{rule}: {before} {arguments} {self.literal(after)}"
 
     def arguments(self, function: Mapping[str, Any], is_held: bool, is_strict: bool) -> str:
-        """Any object, or one that obeys the function's schema."""
+        """Write any object, or if `is_held` an object that matches the function's schema."""
         schema: dict[str, Any] = {"type": "object"}
         if is_held and function.get("parameters"):
             schema |= function["parameters"]
@@ -129,7 +133,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             raise GrammarError(f"parameters of {function['name']}: {e}") from e
 
     def written(self, name: str) -> tuple[str, str]:
-        """What stands before and after a call's arguments."""
+        """Return the text before and after a call's arguments."""
         match self.formats.enforced:
             case "llama3_json":
                 return f'{{"name": "{name}", "parameters": ', "}"
@@ -142,7 +146,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
 
     @property
     def thought(self) -> str:
-        """The rules of reasoning before the answer."""
+        """The rule parts of reasoning before the response."""
         if not self.thinks:
             return ""
         if self.is_inside:
@@ -150,28 +154,29 @@ class CallGrammar(msgspec.Struct, frozen=True):
         return f"({self.literal(THINK)} thought GAP)?"
 
     def up_to(self, rule: str, marker: str) -> Iterator[str]:
-        """A rule of any text up to a marker, and with it."""
+        """Write a rule of any text up to and including a marker."""
         if marker in self.special:
             yield f"{rule}: TEXT {self.literal(marker)}"
         else:
             yield f"{rule}[lazy]: TEXT {quoted(marker)}"
 
     def literal(self, text: str) -> str:
-        """Parts of a rule that are a text, in which there may be special tokens."""
+        """Write a text that may contain special tokens as parts of a rule."""
         parts = (
             f"<[{self.special[p]}]>" if p in self.special else quoted(p) for p in self.pieces(text)
         )
         return " ".join(parts)
 
     def pieces(self, text: str) -> list[str]:
-        """The text, cut at special tokens."""
+        """Split a text at special tokens."""
         found = [re.escape(special) for special in self.special if special in text]
         return [*filter(None, re.split(f"({'|'.join(found)})", text))] if found else [text]
 
 
 def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:
-    """Those tokens in the model's markers that are no text to llguidance: special tokens, and other
-    added tokens in angle brackets.
+    """Find the tokens in the model's markers that llguidance does not treat as text.
+
+    They are special tokens, and other added tokens in angle brackets.
     """
     markers = [*(m for each in MARKERS.values() for m in each), *(formats.frame or ())]
     added = tokenizer.backend.get_added_tokens_decoder()

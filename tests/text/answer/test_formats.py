@@ -85,7 +85,7 @@ def test_a_template_that_cannot_be_used_is_named_or_passed_over(written, why):
 
 
 def test_a_missing_template_is_named():
-    with pytest.raises(ConfigError, match="it has none"):
+    with pytest.raises(ConfigError, match="contains none"):
         find_formats("template", "auto", QWEN, ())
 
 

@@ -263,13 +263,13 @@ def test_a_strict_schema_that_is_open_is_refused(more):
     ids=("one", "no properties", "allOf"),
 )
 def test_a_strict_schema_that_requires_what_it_does_not_describe_is_refused(schema):
-    with pytest.raises(RequestError, match="required: 'b' is not among the properties"):
+    with pytest.raises(RequestError, match="required: 'b' is not in properties of a strict"):
         compiled(schema, strict=True)
     compiled(schema)
 
 
 def test_strict_without_a_schema_is_refused():
-    with pytest.raises(RequestError, match="not of regex") as e:
+    with pytest.raises(RequestError, match="not to regex") as e:
         grammar_of(StructuredOutputsParams(regex="a", strict=True))
     assert e.value.param == "structured_outputs.strict"
 
@@ -306,7 +306,7 @@ def test_a_composition_that_never_ends_is_refused():
         "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, an_object("b")]}},
         "$ref": "#/$defs/a",
     }
-    with pytest.raises(RequestError, match=TOO_MUCH.split(":")[0]):
+    with pytest.raises(RequestError, match=TOO_MUCH.split(".")[0]):
         compiled(schema)
 
 

@@ -126,15 +126,15 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
     "nothing": ({}, "", "exactly one of json, regex"),
     "two forms": ({"regex": "a", "json_object": True}, "", "not regex and json_object"),
     "false": ({"json_object": False}, "", "not none"),
-    "no json": ({"json": "{"}, "json", "no valid JSON"),
+    "no json": ({"json": "{"}, "json", "not valid JSON"),
     "no schema": ({"json": "[]"}, "json", "a schema is a JSON object"),
     "nothing allowed": ({"json": False}, "json", "false allows no value"),
-    "an infinity": ({"json": {"maximum": float("inf")}}, "json", "no JSON"),
+    "an infinity": ({"json": {"maximum": float("inf")}}, "json", "not JSON"),
     "our own options": ({"json": {"x-guidance": {"lenient": True}}}, "json", "x-guidance"),
     "a pattern": ({"json": {"items": {"pattern": "x(?<!a)"}}}, "json", "'x(?<!a)' has look-around"),
     "too deep": ({"json": {"const": eval("[" * 64 + "]" * 64)}}, "json", "nested more than 64"),
-    "too large": ({"regex": "a" * MAX_BYTES}, "regex", "are allowed: send a smaller one"),
-    "gbnf": ({"grammar": 'root ::= "a"'}, "grammar", "send Lark"),
+    "too large": ({"regex": "a" * MAX_BYTES}, "regex", "are allowed. Send a smaller one"),
+    "gbnf": ({"grammar": 'root ::= "a"'}, "grammar", "Send Lark"),
     "an option": ({"grammar": "start[temperature=0.5]: /a/"}, "grammar", "option temperature"),
     "an option behind a space": ({"grammar": "start [max_tokens=1]: /a/"}, "grammar", "max_tokens"),
     "an option behind many": (
@@ -146,17 +146,17 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
     "whitespace of a regex": (
         {"regex": "a", "whitespace_pattern": " "},
         "whitespace_pattern",
-        "of json and json_object, not of regex",
+        "to json and json_object, not to regex",
     ),
     "no whitespace of choices": (
         {"choice": ("a",), "disable_any_whitespace": True},
         "disable_any_whitespace",
-        "not of choice",
+        "not to choice",
     ),
     "whitespace and none": (
         {"json": A, "disable_any_whitespace": True, "whitespace_pattern": " "},
         "whitespace_pattern",
-        "send one of the two",
+        "Send only one of the two",
     ),
     "an unknown format": (tag({"type": "regex", "pattern": "a"}), "structural_tag", "'regex'"),
     "an unknown option": (
@@ -192,7 +192,7 @@ REFUSED = {  # what is asked for, the field that is wrong, and words of the reas
     "tags for too many triggers": (
         {"structural_tag": tags(BEGINNINGS, [True] * 256)},
         "structural_tag",
-        "are allowed: send a smaller one",
+        "are allowed. Send a smaller one",
     ),
     "no structures": ({"structural_tag": {"a": 1}}, "structural_tag", "unknown field `a`"),
 }
@@ -213,7 +213,7 @@ WRONG = {  # what cannot be compiled, and words of the reason
         {"json": {"if": {}, "not": {}, "uniqueItems": True}},
         "these keywords are not supported: if, not, uniqueItems",
     ),
-    "oneOf": ({"json": {"oneOf": [NUMBER, {"minimum": 1}]}}, "oneOf: more than one of its"),
+    "oneOf": ({"json": {"oneOf": [NUMBER, {"minimum": 1}]}}, "oneOf: several of its"),
     "a format": ({"json": {"type": "string", "format": "isbn"}}, "Unknown format: isbn"),
     "a bound": ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
     "another's schema": ({"json": {"$ref": "https://example.com/a"}}, "is not present"),
