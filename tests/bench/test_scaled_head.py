@@ -221,7 +221,7 @@ REFUSED = {  # how the head is written -> the complaint
         {"fields": SPECULATORS | {"transformer_layer_config": OF_LAYERS | {"model_type": "qwen3"}}},
         "it is a Qwen3ForCausalLM; take a LlamaForCausalLM",
     ),
-    "an embedding of its own": ({"without": ()}, "the tensor embed_tokens.weight has no place"),
+    "an embedding of its own": ({"without": ()}, "the tensor embed_tokens.weight is not part of"),
 }
 
 
