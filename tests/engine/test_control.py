@@ -258,11 +258,11 @@ REFUSED = {
     ),
     "a source by another engine's name": (
         lambda llm, f: llm.change_speculation(sources=["ngram", "eagle3"]),
-        "'eagle3': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
+        "'eagle3'. Use drafter 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a drafter by another engine's name": (
         lambda llm, f: llm.change_speculation(drafter="mtp"),
-        "'mtp': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
+        "'mtp'. Use drafter 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
     "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),
