@@ -128,7 +128,7 @@ class DrafterError(ValueError):
 
 
 # Other engines' names of methods that are one drafter here, and what to do.
-HEADS = dict.fromkeys(("eagle3", "mtp"), "Use drafter 'eagle' for EAGLE-3 and MTP heads")
+HEADS = dict.fromkeys(("eagle3", "mtp"), "use 'eagle' for EAGLE-3 and MTP heads")
 
 # Errors of user code. They include SystemExit, so that a sys.exit() does not end the engine.
 ANYTHING = (Exception, SystemExit)
@@ -141,7 +141,7 @@ def find_drafter(name: str) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except ANYTHING as e:
         if name in HEADS:
-            raise DrafterError(f"Unknown drafter {name!r}. {HEADS[name]}") from e
+            raise DrafterError(f"Unknown drafter {name!r}: {HEADS[name]}") from e
         if name in ("grammar", "prediction", "suffix"):
             raise DrafterError(
                 f"{name!r} is a draft source, not a drafter. Use drafter.name = 'auto', and add it "
@@ -160,7 +160,7 @@ def find_drafter(name: str) -> Any:
 def find_source(name: str) -> Any:
     """Return the class of a user's drafter that is a source of `auto`."""
     if name in HEADS:
-        raise DrafterError(f"drafter.options.sources: unknown source {name!r}. {HEADS[name]}")
+        raise DrafterError(f"drafter.options.sources: unknown source {name!r}: {HEADS[name]}")
     if name in BUILT_IN or ":" not in name:
         raise DrafterError(
             f"drafter.options.sources: unknown source {name!r}. Choose from ngram, model, eagle, "

@@ -16,7 +16,7 @@ WRONG = {  # name, options -> words of the refusal
     "what a head is called elsewhere": (
         "eagle3",
         {},
-        r"Unknown drafter 'eagle3'\. Use drafter 'eagle'",
+        r"Unknown drafter 'eagle3': use 'eagle'",
     ),
     "an unknown option of auto": (
         "auto",
@@ -113,7 +113,7 @@ def test_who_has_candidates_alone_is_a_source_of_auto(mine):
     make_drafter("a_users_own:Scored", {}, is_source=True)
     with pytest.raises(DrafterError, match="no method `propose` or `candidates`"):
         make_drafter("a_users_own:Neither", {}, is_source=True)
-    with pytest.raises(DrafterError, match=r"'mtp'\. Use drafter 'eagle'"):
+    with pytest.raises(DrafterError, match=r"'mtp': use 'eagle'"):
         make_drafter("mtp", {}, is_source=True)
     with pytest.raises(
         DrafterError, match=r"unknown source .auto.\. Choose from .*grammar, prediction"

@@ -258,11 +258,11 @@ REFUSED = {
     ),
     "a source by another engine's name": (
         lambda llm, f: llm.change_speculation(sources=["ngram", "eagle3"]),
-        "'eagle3'. Use drafter 'eagle' for EAGLE-3 and MTP heads",
+        r"'eagle3'.* use 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a drafter by another engine's name": (
         lambda llm, f: llm.change_speculation(drafter="mtp"),
-        "'mtp'. Use drafter 'eagle' for EAGLE-3 and MTP heads",
+        r"'mtp'.* use 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
     "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),
