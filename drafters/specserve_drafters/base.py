@@ -33,8 +33,8 @@ class DraftRequest(msgspec.Struct, frozen=True):
     id: int
     known: "array[int]"  # prompt and committed output
     limit: int  # most draft tokens for this step, at least 1
-    temperature: float  # of the target's sampling; 0 is argmax
-    seed: int  # of the target's sampling noise: a drafter may use it, too
+    temperature: float  # temperature of the target's sampling; 0 is argmax
+    seed: int  # seed of the target's sampling noise: a drafter may use it, too
 
     def copy(self) -> "DraftRequest":
         """Copy the request with its history: `known` of a built-in drafter is the request's own

@@ -139,7 +139,7 @@ class CalibrationBin:
 
     def __init__(self) -> None:
         self.tries = self.hits = self.scores = 0.0
-        self.factor = 1.0  # from the odds of a score to the odds of the accepted share
+        self.factor = 1.0  # odds of the accepted share, relative to the odds of a score
 
     def count(self, score: float, is_right: bool) -> None:
         self.tries = tries = self.tries * MEMORY + 1
@@ -224,7 +224,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self.sources: dict[str, tuple[int, list[CalibrationBin]]] = {}  # a bit, and the bins
-        self.worth: dict[int, float] = {}  # by the bits of the sources that agree
+        self.worth: dict[int, float] = {}  # learned gain, by the bits of the sources that agree
         self.requests: dict[int, Calibrators] = {}
 
     def calibrators(self, id: int) -> Calibrators:

@@ -16,7 +16,7 @@ from specserve_drafters.ngram import continuation
 if TYPE_CHECKING:  # see base.py
     import numpy as np
 
-LENGTHS = range(1, 5)  # of the n-grams
+LENGTHS = range(1, 5)  # lengths of indexed n-grams, in tokens
 MAX_TOKENS = 1 << 16  # most tokens of a request that are indexed, the latest: 2 MB
 AT_ONCE = 1 << 13  # most tokens added per step: a long prompt is indexed over several steps
 # Least size of the tables: an output longer than its prompt lengthens the chains
@@ -26,7 +26,12 @@ MAX_MATCHES, MAX_VISITS = 16, 64  # most matches per lookup, and most visited pl
 ENOUGH = 4  # number of matches that are enough to estimate their agreement
 MAX_LENGTH = 16  # most tokens of a match: longer ones are equally certain
 
-MIX = (0x1B873593, 0x165667B1, 0x0CC9E2D5, 0x185EBCA7)  # odd, below 2 ** 29: sums fit 63 bits
+MIX = (
+    0x1B873593,
+    0x165667B1,
+    0x0CC9E2D5,
+    0x185EBCA7,
+)  # odd hash factors below 2 ** 29: sums fit 63 bits
 
 # Rough probability of a draft token by the length of its match; calibration shifts it.
 SURE = [1 - 0.75 * 0.82 ** min(length, MAX_LENGTH) for length in range(MAX_LENGTH + MAX_NODES + 1)]
@@ -47,8 +52,8 @@ class NgramIndex:
     def __init__(self, num_tokens: int) -> None:
         """Create an index for a text that starts with `num_tokens` tokens."""
         size = min(MAX_TOKENS, max(LEAST_SIZE, 1 << num_tokens.bit_length()))
-        self.newest = [zeros(size) for _ in LENGTHS]  # by hash; 0 for none
-        self.before = [zeros(size) for _ in LENGTHS]  # by place & mask; a ring of MAX_TOKENS
+        self.newest = [zeros(size) for _ in LENGTHS]  # newest place by hash; 0 for none
+        self.before = [zeros(size) for _ in LENGTHS]  # earlier place by place & mask; a ring
         self.mask, self.slots = size - 1, size - 1
         self.next = LENGTHS.start  # the first place that is not indexed
         self.latest: tuple[int, list[int]] = 0, []  # a place, and the result of slots_of
@@ -186,7 +191,7 @@ class FollowedText:
 
     def __init__(self, num_tokens: int) -> None:
         self.index = NgramIndex(num_tokens)
-        self.size = num_tokens  # of the text at the last call
+        self.size = num_tokens  # length of the text at the last call
         self.place = self.length = 0  # the token that follows the match; 0 for no match
 
     def follow(self, text: "array[int]", accuracy: MatchAccuracy) -> None:

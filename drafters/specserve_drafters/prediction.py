@@ -30,7 +30,7 @@ class Alignment:
         self.came = bytearray(len(expected))  # 1 for each that came when it was next
         self.missed = bytearray(len(expected))  # how often another token came instead of it
         self.at = 0
-        self.parted = 0  # where the texts last agreed on several tokens
+        self.parted = 0  # index at which the texts last agreed on several tokens
         self.length = SURE_LENGTH  # at the start the match counts as certain
         self.places: dict[int, list[int]] = {}  # by token, computed after the first difference
 

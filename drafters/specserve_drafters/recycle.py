@@ -36,7 +36,7 @@ class Successors:
         self.ids = array("i", bytes(4 * NUM_SLOTS * NUM_SUCCESSORS))  # the most likely first
         self.p = array("H", bytes(2 * NUM_SLOTS * NUM_SUCCESSORS))
         self.entered = array("H", bytes(2 * NUM_SLOTS))  # time of entry, in tokens of all scopes
-        self.renewed = array("H", bytes(2 * NUM_SLOTS))  # and in tokens of its scope
+        self.renewed = array("H", bytes(2 * NUM_SLOTS))  # time of entry, in tokens of its scope
         self.now = 0
 
     @property

@@ -18,10 +18,10 @@ from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy, chain, zeros
 from specserve_drafters.tenants import TenantScope
 
-LENGTHS = 2, 4, 8, 16  # of the n-grams
+LENGTHS = 2, 4, 8, 16  # lengths of indexed n-grams, in tokens
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
 SMALL, LARGE = 1 << 10, 1 << 17  # tokens of a scope's first part, and most tokens of a part
-MOST_BYTES = 64 << 20  # of all scopes
+MOST_BYTES = 64 << 20  # most bytes of all scopes together
 MAX_MATCHES, MAX_VISITS = 16, 64  # most matches per length, and most visited places
 END = -1  # marks the end of an output
 
@@ -35,8 +35,8 @@ class SuffixPart:
     def __init__(self, size: int) -> None:
         """Create a part for `size` tokens, a power of 2."""
         self.tokens, self.size = array("i", [END]), size
-        self.newest = [zeros(size) for _ in LENGTHS]  # by hash
-        self.before = [zeros(size) for _ in LENGTHS]  # by place
+        self.newest = [zeros(size) for _ in LENGTHS]  # newest place by hash
+        self.before = [zeros(size) for _ in LENGTHS]  # earlier place by place
 
     @property
     def room(self) -> int:
@@ -52,7 +52,7 @@ class SuffixPart:
         self.tokens.extend(text)
         self.tokens.append(END)
         tokens = np.frombuffer(text, np.int32).astype(np.int64)
-        hashes = np.zeros(len(text), np.int64)  # of the n-gram that ends before a token
+        hashes = np.zeros(len(text), np.int64)  # hash of the n-gram before each token
         for n, mix in enumerate(MIX[: len(text)], 1):
             hashes[n:] += tokens[:-n] * mix
             if n in LENGTHS:

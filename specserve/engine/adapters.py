@@ -222,4 +222,4 @@ def words_of(error: Exception) -> str:
 
 
 def use_one_core() -> None:
-    torch.set_num_threads(1)  # of this thread
+    torch.set_num_threads(1)  # only for this thread

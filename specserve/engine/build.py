@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
     weights: Weights
     max_model_len: int
     drafter: str
-    phases: dict[str, str]  # of the start-up: seconds and notes, as text
+    phases: dict[str, str]  # seconds and notes of start-up phases, as text
 
     @property
     def vocab_size(self) -> int:

@@ -99,7 +99,7 @@ class Control:
         self.put(prepared.result())
 
     def prepare_beside_steps(self, config: Config) -> Prepared:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # only for this thread
         return self.prepare(config)
 
     def prepare(self, config: Config) -> Prepared:

@@ -493,7 +493,7 @@ class Runner:
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
         self.program = decoder.program(self.kv, max_rows, self.head_rows, taps)
         self.threads: Threads | None = None  # None keeps torch's number
-        self.outputs: Outputs | None = None  # of the last launch
+        self.outputs: Outputs | None = None  # outputs of the last launch
 
     def launch(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         """Do the step's KV updates, write the KV of all its rows, and compute the logits that are

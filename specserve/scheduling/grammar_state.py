@@ -19,7 +19,7 @@ T = TypeVar("T")
 # Ambiguous grammars may take long steps within llguidance's limits, while all other requests wait.
 # A request ends once its slow looks, above QUICK each, took PATIENCE in all. Draft tokens must not
 # change a text, so their looks have a separate limit; after it no draft tokens are checked.
-QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread
+QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread's CPU time
 TOO_SLOW = "finding the next tokens takes too long. Use a simpler grammar"
 
 
@@ -77,7 +77,7 @@ class GrammarState:
                 self.error = TOO_SLOW
             return None
         is_new, error = False, ""
-        for _ in range(3):  # with this matcher, a shared new one, and one with its own automaton
+        for _ in range(3):  # this matcher, a shared new one, and one with its own automaton
             start = thread_time()
             if self.matcher.is_error():
                 is_new = self.renew()

@@ -72,7 +72,7 @@ class DraftDepthPolicy:
         rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
         self.rate = max(rates)
         best = rates.index(self.rate)
-        self.expected = tokens[best]  # of the best plan, including the value of prompt rows
+        self.expected = tokens[best]  # tokens of the best plan, including the value of prompt rows
         self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
         rest = len(self.values) - self.best
         # Least value of a draft token that improves the plan

@@ -120,7 +120,7 @@ class TextState:
                 self.words.add(word)
         # Edits that forbid an end before min_tokens.
         self.early = equal_edits(sampling.stop_ids if sampling.min_tokens else (), BAN)
-        self.output: list[int] = []  # with the tokens of the path
+        self.output: list[int] = []  # output tokens, and tokens of the path
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
         self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())

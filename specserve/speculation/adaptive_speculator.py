@@ -58,8 +58,8 @@ class AskedSources(NamedTuple):
     """Sources that are asked for a request in a step."""
 
     is_estimated: bool  # estimating sources are asked
-    benefit: SavedShare | None  # of the other sources; None: they are not asked
-    level_benefits: dict[str, SavedShare]  # of the models that are asked, by source
+    benefit: SavedShare | None  # savings of the other sources; None: they are not asked
+    level_benefits: dict[str, SavedShare]  # savings of the models that are asked, by source
 
     @property
     def is_any(self) -> bool:
@@ -73,7 +73,7 @@ class RequestDraft(msgspec.Struct, eq=False):
     scheduled: ScheduledRequest
     item: DraftRequest
     ask: RequestCandidates
-    acceptance: AcceptanceStats  # of the request's tenant scope
+    acceptance: AcceptanceStats  # statistics of the request's tenant scope
     proposed: dict[str, int]  # number of candidates by source
     asked: AskedSources
     nodes: list[int] = []

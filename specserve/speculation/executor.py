@@ -28,8 +28,8 @@ class ModelExecutor:
         self.costs = self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)
         self.num_ids = runner.decoder.config.vocab_size  # ids of nodes are below it
         self.max_len = runner.decoder.num_positions - TREE_SLOTS
-        self.requests: dict[int, Request] = {}  # of this step
-        self.grammars: dict[int, GrammarState] = {}  # of the requests with a grammar
+        self.requests: dict[int, Request] = {}  # requests of this step
+        self.grammars: dict[int, GrammarState] = {}  # states of the requests with a grammar
         # Masks of the request's nodes in this step, by request
         self.masks: dict[int, list[int]] = {}
         self.nodes: dict[int, list[tuple[int, int]]] = {}  # tokens and parents of these nodes

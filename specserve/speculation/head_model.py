@@ -36,7 +36,7 @@ class TapWatch:
     def __init__(self, words: str) -> None:
         """`words` describe the head's input."""
         self.words = words
-        self.expected: dict[int, int] = {}  # by request
+        self.expected: dict[int, int] = {}  # expected token, by request
         self.num_tokens = self.num_right = 0
 
     @property
@@ -146,7 +146,7 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
-        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # of rows of known tokens
+        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
         words = tap_words(head.taps, target.decoder.config.num_layers)
         self.watch: TapWatch | None = TapWatch(words)
         self.seen: list[TargetRows] = []

@@ -44,7 +44,7 @@ class UserSource:
 
     def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size
-        self.has_warned = False  # of invalid candidates
+        self.has_warned = False  # True after a warning about invalid candidates
 
     def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
         """Return the drafter's scored candidates, or its draft without scores."""
