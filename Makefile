@@ -71,6 +71,7 @@ lint: setup
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(PY) -m tests.prose
 
 # The pages of docs/ as a site, in build/site.
 docs: setup

@@ -1,4 +1,4 @@
-"""Drafters: token histories in, trees of guesses out."""
+"""Drafters propose trees of draft tokens from token histories."""
 
 from specserve_drafters.base import (
     Drafter,

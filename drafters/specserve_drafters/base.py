@@ -1,4 +1,4 @@
-"""The drafter interface: its input, the draft model lent to it, and finding one by name."""
+"""The drafter interface: its input, access to the draft model, and lookup by name."""
 
 import importlib
 from array import array
@@ -19,35 +19,39 @@ BUILT_IN = {
     "auto": "specserve_drafters.base:Auto",
     "ngram": "specserve_drafters.ngram:NgramDrafter",
     "model": "specserve_drafters.model:ModelDrafter",
-    "eagle": "specserve_drafters.model:ModelDrafter",  # with a head as its model
+    "eagle": "specserve_drafters.model:ModelDrafter",  # runs a head of the target
 }
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A drafter's own knobs; each drafter file extends it."""
+    """A drafter's options; each drafter extends this struct."""
 
 
 class DraftRequest(msgspec.Struct, frozen=True):
-    """What a drafter sees of a request that is due a token."""
+    """A drafter's view of a request that needs its next token."""
 
     id: int
     known: "array[int]"  # prompt and committed output
-    limit: int  # guesses that fit into this step, at least 1
-    temperature: float  # of the target's draw; 0 is argmax
-    seed: int  # of the noise that the target's draw will use: a draft may use it, too
+    limit: int  # most draft tokens for this step, at least 1
+    temperature: float  # temperature of the target's sampling; 0 is argmax
+    seed: int  # seed of the target's sampling noise: a drafter may use it, too
 
     def copy(self) -> "DraftRequest":
-        """With a history of its own: `known` of a built-in drafter is the request's."""
+        """Copy the request with its history: `known` of a built-in drafter is the request's own
+        array.
+        """
         return msgspec.structs.replace(self, known=self.known[:])
 
     @property
     def token_ids(self) -> "array[int]":
-        """Prompt and committed output; a copy made at each access, for the drafter to keep."""
+        """Return prompt and committed output; each access makes a copy that the drafter may
+        keep.
+        """
         return self.known[:]
 
 
 class Nodes(NamedTuple):
-    """Tokens of one request for the draft model to run, each below the root or an earlier one.
+    """Tokens of one request for the draft model to run, each below the root or an earlier node.
 
     The nodes of a request are numbered from 1 over all calls of a step, in the order given;
     `parents` holds those numbers, or ROOT.
@@ -59,39 +63,39 @@ class Nodes(NamedTuple):
 
 
 class Executor(Protocol):
-    """A draft model, lent to a drafter for the time of one `propose`."""
+    """Access to a draft model during one `propose`."""
 
     ops: "Ops"
-    num_ids: int  # tokens of nodes are below it
+    num_ids: int  # ids of nodes are below it
 
     def extend(self, items: Sequence[DraftRequest]) -> "tuple[list[int], Tensor]":
-        """Run known tokens that the draft model has not seen.
+        """Run known tokens that the draft model has not run.
 
         -> indices of the items whose known tokens have all been run, and for each of these the
-        logits after its last token, [n, V]. Nodes run in earlier steps are forgotten.
+        logits after its last token, [n, V]. Nodes of earlier steps are dropped.
         """
         ...
 
     def expand(self, nodes: Sequence[Nodes]) -> "tuple[list[int], Tensor]":
-        """Run one level of guesses, all requests in one forward.
+        """Run one level of draft tokens, all requests in one forward.
 
-        -> indices of the entries that had room for their KV, and the logits after each of their
-        nodes, in order, [n, V].
+        -> indices of the entries whose KV had room, and the logits after each of their nodes, in
+        order, [n, V].
         """
         ...
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. It can change how fast text comes, never which text.
+    """Proposes draft tokens. It can change how fast text comes, never which text.
 
-    A class with `needs_executor = True` is given `executor=` at construction; without the attribute
-    it is not. An exception discards the drafts of that step, and nothing else.
+    A class with `needs_executor = True` gets `executor=` at construction; other classes do not. An
+    exception only discards the drafts of its step.
     """
 
     needs_executor: ClassVar[bool]
 
     def propose(self, items: Sequence[DraftRequest]) -> list[Draft]:
-        """A tree for each item, of at most `limit` guesses; it may be empty."""
+        """Return a tree for each item, of at most `limit` draft tokens; it may be empty."""
         ...
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
@@ -99,13 +103,13 @@ class Drafter(Protocol):
         ...
 
     def forget(self, id: int) -> None:
-        """Drop what is kept of a request: it has ended, and its id may be used again."""
+        """Drop the state of a request: it has ended, and its id may be used again."""
         ...
 
 
 class DraftSource(Protocol):
-    """One of several sources, whose guesses are merged into one tree. It sees requests' texts, and
-    knows beforehand how many of its guesses are likely to be right.
+    """One of several sources whose draft tokens are merged into one tree. It sees requests' texts,
+    and estimates how many of its draft tokens will be accepted.
     """
 
     name: str
@@ -120,74 +124,74 @@ class DraftSource(Protocol):
 
 
 class DrafterError(ValueError):
-    """A drafter cannot be found, or cannot be made with its options."""
+    """A drafter is unknown, or its options are invalid."""
 
 
-# What other engines call methods that are one drafter here, and what to do.
-HEADS = dict.fromkeys(("eagle3", "mtp"), "heads of the target, EAGLE-3 and MTP, guess as 'eagle'")
+# Other engines' names of methods that are one drafter here, and what to do.
+HEADS = dict.fromkeys(("eagle3", "mtp"), "use 'eagle' for EAGLE-3 and MTP heads")
 
-# Errors of user code. SystemExit is one, so that a sys.exit() in it does not end the engine.
+# Errors of user code. They include SystemExit, so that a sys.exit() does not end the engine.
 ANYTHING = (Exception, SystemExit)
 
 
 def find_drafter(name: str) -> Any:
-    """The class behind a built-in name or `package.module:Class`."""
+    """Return the class of a built-in name or of `package.module:Class`."""
     module, _, attribute = BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ANYTHING as e:
         if name in HEADS:
-            raise DrafterError(f"no drafter {name!r}: {HEADS[name]}") from e
+            raise DrafterError(f"Unknown drafter {name!r}: {HEADS[name]}") from e
         if name in ("grammar", "prediction", "suffix"):
             raise DrafterError(
-                f"no drafter {name!r}: it is a source; take drafter.name = 'auto', and name it in "
-                "drafter.options.sources, as configs/suffix.toml does"
+                f"{name!r} is a draft source, not a drafter. Use drafter.name = 'auto', and add it "
+                "to drafter.options.sources, as in configs/suffix.toml"
             ) from e
         known = ", ".join(("none", *BUILT_IN))
         raise DrafterError(
-            f"no drafter {name!r} ({reason(e)}); built in: {known}; others as "
-            "package.module:Class, installed or with their folder on PYTHONPATH"
+            f"Unknown drafter {name!r} ({reason(e)}). Choose one of {known}, or "
+            "package.module:Class that is installed or whose folder is on PYTHONPATH"
         ) from e
     if not isinstance(found, type):
-        raise DrafterError(f"drafter {name!r} is no class, but of type {type(found).__name__}")
+        raise DrafterError(f"Drafter {name!r} is of type {type(found).__name__}. Name a class")
     return found
 
 
 def find_source(name: str) -> Any:
-    """The class of a user's drafter that is one of the sources of `auto`."""
+    """Return the class of a user's drafter that is a source of `auto`."""
     if name in HEADS:
-        raise DrafterError(f"drafter.options.sources: no source {name!r}: {HEADS[name]}")
+        raise DrafterError(f"drafter.options.sources: unknown source {name!r}: {HEADS[name]}")
     if name in BUILT_IN or ":" not in name:
         raise DrafterError(
-            f"drafter.options.sources: no source {name!r}; there are ngram, model, eagle, "
+            f"drafter.options.sources: unknown source {name!r}. Choose from ngram, model, eagle, "
             "grammar, prediction, suffix, recycle and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):
-        raise DrafterError(f"drafter {name!r} has neither a method `propose` nor `candidates`")
+        raise DrafterError(f"Drafter {name!r} has no method `propose` or `candidates`. Add one")
     return cls
 
 
 def find_proposer(name: str) -> Any:
-    """The class of a drafter that is alone."""
+    """Return the class of a drafter that runs as the only one."""
     cls = find_drafter(name)
     if name != "auto" and not callable(getattr(cls, "propose", None)):
         raise DrafterError(
-            f"drafter {name!r} has no method `propose`; one that has `candidates` only is named in "
-            "drafter.options.sources of drafter auto"
+            f"Drafter {name!r} has no method `propose`. If it has `candidates`, use drafter auto "
+            "and add it to drafter.options.sources"
         )
     return cls
 
 
 def drafter_options(name: str, options: Mapping[str, Any]) -> Any:
-    """The options as the drafter's own struct, checked."""
+    """Return the checked options as the drafter's struct."""
     cls = find_drafter(name)
     try:
         return msgspec.convert(options, cls.Options)
     except ANYTHING as e:
         struct = getattr(cls, "Options", None)
         known = ", ".join(getattr(struct, "__struct_fields__", ()))
-        words = f"; it has {known}" if known else ""
+        words = f". Available options: {known}" if known else ""
         raise DrafterError(f"drafter.options for {name!r}: {reason(e)}{words}") from e
 
 
@@ -197,16 +201,16 @@ def make_drafter(
     executor: Executor | None = None,
     is_source: bool = False,
 ) -> Drafter:
-    """A drafter that is alone, or one of the sources of `auto`."""
+    """Create a drafter that runs as the only one, or a source of `auto`."""
     knobs = drafter_options(name, options)
     cls = find_source(name) if is_source else find_proposer(name)
-    lent = {"executor": executor} if getattr(cls, "needs_executor", False) else {}
-    if lent and executor is None:
-        raise DrafterError(f"drafter {name!r} needs a draft model: set drafter.model")
+    kwargs = {"executor": executor} if getattr(cls, "needs_executor", False) else {}
+    if kwargs and executor is None:
+        raise DrafterError(f"Drafter {name!r} needs a draft model. Set drafter.model")
     try:
-        drafter: Drafter = cls(knobs, **lent)
+        drafter: Drafter = cls(knobs, **kwargs)
     except ANYTHING as e:
-        raise DrafterError(f"drafter {name!r} cannot be made: {reason(e)}") from e
+        raise DrafterError(f"Drafter {name!r} failed at construction: {reason(e)}") from e
     return drafter
 
 
@@ -220,17 +224,17 @@ AUTO_SOURCES = *USUAL, "suffix", "recycle"
 
 
 class AutoOptions(Options, frozen=True):
-    # ngram, model (where there is a draft model), eagle (where there is a head), grammar,
-    # prediction, suffix, recycle, and drafters as package.module:Class
+    # Sources: ngram, model (if there is a draft model), eagle (if there is a head), grammar,
+    # prediction, suffix, recycle, and drafters as package.module:Class.
     sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = USUAL
-    # of the drafters among them, by these names
+    # options of the drafters among the sources, by name
     source_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # levels of a model
-    width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+    max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 16  # most levels of a model
+    width: Annotated[int, Meta(ge=1, le=16)] = 4  # most nodes per level, and children per node
     tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
 
 
 class Auto:
-    """The options of the sources that the engine asks and plans by itself."""
+    """The options of drafter `auto`, whose sources the engine runs and plans."""
 
     Options = AutoOptions

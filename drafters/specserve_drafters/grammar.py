@@ -1,4 +1,4 @@
-"""What a request's grammar forces, as a source of guesses."""
+"""A source of draft tokens that a request's grammar forces."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import Candidate, Rules, Trie
 
-SCORE = 1.0  # bytes that are forced are certain; calibration learns whether the tokens are
-LEAST_VALUE = 0.02  # of a path that it continues
+SCORE = 1.0  # forced bytes are certain; calibration learns whether the tokens are
+LEAST_VALUE = 0.02  # least value of a path that is continued
 
 
 class GrammarSource:
-    """Guesses where a grammar leaves one text only: after the root, and after others' guesses."""
+    """Proposes the only text that a grammar allows: after the root, and after draft tokens of other
+    sources.
+    """
 
     name = "grammar"
 
@@ -19,7 +21,7 @@ class GrammarSource:
         self.rules: dict[int, Rules] = {}
 
     def follow(self, id: int, rules: Rules) -> None:
-        """Guess for a request; until `forget`."""
+        """Propose for a request until `forget`."""
         self.rules[id] = rules
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
@@ -35,7 +37,7 @@ class GrammarSource:
         return [Candidate(token, k, SCORE, self.name) for k, token in enumerate(forced)]
 
     def extend(self, trie: Trie, item: DraftRequest, proposed: dict[str, int]) -> None:
-        """Continue the paths of a request that have come to their end since the last call."""
+        """Continue the paths of a request that were added and ended since the last call."""
         if item.id not in self.rules:
             return
         new = range(trie.num_continued + 1, len(trie) + 1)
@@ -50,4 +52,4 @@ class GrammarSource:
         self.rules.pop(id, None)
 
     def reset(self) -> None:
-        """Nothing is learnt here."""
+        """Do nothing: this source learns nothing."""

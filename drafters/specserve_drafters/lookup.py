@@ -1,7 +1,7 @@
-"""Prompt lookup with an index that grows with the text: where the last tokens stood before.
+"""Prompt lookup with an index that grows with the text: finds earlier places of the last tokens.
 
-It guesses as `NgramDrafter` does, whose search it makes fast, and gives each guess a score: so a
-single token's match is of use as well. `native_lookup.py` has the same in C++, bit by bit.
+It proposes as `NgramDrafter` does, with a faster search, and gives each draft token a score. So a
+match of a single token is useful as well. `native_lookup.py` is the same in C++, bit by bit.
 """
 
 from array import array
@@ -16,46 +16,52 @@ from specserve_drafters.ngram import continuation
 if TYPE_CHECKING:  # see base.py
     import numpy as np
 
-LENGTHS = range(1, 5)  # of the n-grams
-MAX_TOKENS = 1 << 16  # of a request that are indexed, the latest: 2 MB
-AT_ONCE = 1 << 13  # tokens that a step adds at most: a long prompt is indexed over several steps
-LEAST_SIZE = 1 << 12  # of the tables: an output longer than its prompt lengthens the chains
-FEW = 64  # tokens up to which adding them one by one is faster
-MAX_MATCHES, MAX_VISITS = 16, 64  # looked at, and places visited for them
-ENOUGH = 4  # matches from which to tell how often they go on alike
-MAX_LENGTH = 16  # of a match: longer ones are equally sure
+LENGTHS = range(1, 5)  # lengths of indexed n-grams, in tokens
+MAX_TOKENS = 1 << 16  # most tokens of a request that are indexed, the latest: 2 MB
+AT_ONCE = 1 << 13  # most tokens added per step: a long prompt is indexed over several steps
+# Least size of the tables: an output longer than its prompt lengthens the chains
+LEAST_SIZE = 1 << 12
+FEW = 64  # number of tokens up to which adding them one by one is faster
+MAX_MATCHES, MAX_VISITS = 16, 64  # most matches per lookup, and most visited places
+ENOUGH = 4  # number of matches that are enough to estimate their agreement
+MAX_LENGTH = 16  # most tokens of a match: longer ones are equally certain
 
-MIX = (0x1B873593, 0x165667B1, 0x0CC9E2D5, 0x185EBCA7)  # odd, below 2 ** 29: sums fit 63 bits
+MIX = (
+    0x1B873593,
+    0x165667B1,
+    0x0CC9E2D5,
+    0x185EBCA7,
+)  # odd hash factors below 2 ** 29: sums fit 63 bits
 
-# How sure a guess is by the length of its match, roughly; calibration shifts it.
+# Rough probability of a draft token by the length of its match; calibration shifts it.
 SURE = [1 - 0.75 * 0.82 ** min(length, MAX_LENGTH) for length in range(MAX_LENGTH + MAX_NODES + 1)]
-# How often a match of that length goes on, until texts have shown it.
+# Initial probability that a match of that length continues.
 LIKELY = [1 - 0.9 * 0.85**length for length in range(MAX_LENGTH + 1)]
-PRIOR = 4.0  # tokens that this counts for
-MEMORY = 1 - 1 / 256  # what is left of the counts of a length after another token
-SUM_EVERY = 64  # tokens
+PRIOR = 4.0  # number of tokens that the initial value counts for
+MEMORY = 1 - 1 / 256  # factor on the counts of a length per counted token
+SUM_EVERY = 64  # tokens between updates of the expected lengths
 
 
 class NgramIndex:
     """The places of a text's n-grams, newest first: a chain of places for each hash.
 
-    A place is where an n-gram ends, at a token that follows it. Nothing of the text is kept:
-    n-grams of the same hash are told apart by the text itself.
+    A place is the end of an n-gram, at the token that follows it. The index does not store the
+    text: the text itself distinguishes n-grams of the same hash.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Of a text that has so many tokens at first."""
+        """Create an index for a text that starts with `num_tokens` tokens."""
         size = min(MAX_TOKENS, max(LEAST_SIZE, 1 << num_tokens.bit_length()))
-        self.newest = [zeros(size) for _ in LENGTHS]  # by hash; 0 for none
-        self.before = [zeros(size) for _ in LENGTHS]  # by place & mask; a ring of MAX_TOKENS
+        self.newest = [zeros(size) for _ in LENGTHS]  # newest place by hash; 0 for none
+        self.before = [zeros(size) for _ in LENGTHS]  # earlier place by place & mask; a ring
         self.mask, self.slots = size - 1, size - 1
         self.next = LENGTHS.start  # the first place that is not indexed
-        self.latest: tuple[int, list[int]] = 0, []  # a place, and what slots_of says of it
+        self.latest: tuple[int, list[int]] = 0, []  # a place, and the result of slots_of
 
     def grow(self, text: "array[int]") -> None:
-        """Index the tokens that the text has more than before, the oldest first, AT_ONCE at most.
+        """Index new tokens of the text, the oldest first, at most AT_ONCE.
 
-        The last token is left out until another follows it.
+        The last token is left out until another token follows it.
         """
         while len(text) > self.mask and self.mask + 1 < MAX_TOKENS:
             for before in self.before:
@@ -78,7 +84,9 @@ class NgramIndex:
         self.next = max(self.next, end)
 
     def slots_of(self, text: "array[int]", place: int) -> list[int]:
-        """Those of the n-grams that end before the place, by length, as many as fit."""
+        """Return the slots of the n-grams that end before the place, by length, for all lengths
+        that fit.
+        """
         if place != self.latest[0]:
             mixed, slots, mask = 0, [], self.slots
             for token, mix in zip(
@@ -104,8 +112,8 @@ class NgramIndex:
         self.next = max(first, end)
 
     def matches(self, text: "array[int]") -> Iterator[tuple[int, int]]:
-        """Places where earlier copies of the last tokens end, and how long those are at least:
-        the longest n-grams first, then the newest.
+        """Yield the ends of earlier copies of the last tokens, with their least length: the longest
+        n-grams first, then the newest.
         """
         end, mask, seen = len(text), self.mask, set[int]()
         slots = self.slots_of(text, end)
@@ -115,7 +123,7 @@ class NgramIndex:
             newest, before = self.newest[n - 1], self.before[n - 1]
             tail, visits = text[end - n :], 0
             place = newest[slots[n - 1]]
-            # Behind a place that has left the ring comes any other one: visits are bounded.
+            # The chain after a place that has left the ring is arbitrary, so visits are bounded.
             while place and visits < MAX_VISITS:
                 visits += 1
                 if place not in seen and text[place - n : place] == tail:
@@ -131,7 +139,7 @@ def zeros(n: int) -> "array[int]":
 def chain(
     newest: "array[int]", before: "array[int]", places: "np.ndarray", slots: "np.ndarray"
 ) -> None:
-    """Put places, which rise, in front of the chains of their slots."""
+    """Put rising places in front of the chains of their slots."""
     import numpy as np
 
     if not len(places):
@@ -147,15 +155,17 @@ def chain(
 
 
 class MatchAccuracy:
-    """How often the token after a match was that of the text, by the match's length, in all texts.
+    """How often the token after a match equals the text's next token, by the match's length, in all
+    texts.
 
-    It needs no verified guess: every token of a text shows what a match would have been worth.
+    It needs no verified draft token: every token of a text shows whether a match was right.
     """
 
     def __init__(self) -> None:
         self.right = [PRIOR * p for p in LIKELY]
         self.tries = [PRIOR] * (MAX_LENGTH + 1)
-        self.expected = [0.0] * (MAX_LENGTH + 1)  # right tokens in a row after such a match
+        # Number of right tokens in a row after such a match
+        self.expected = [0.0] * (MAX_LENGTH + 1)
         self.until_sum = 0
         self.sum()
 
@@ -175,17 +185,17 @@ class MatchAccuracy:
 
 
 class FollowedText:
-    """A text's index, and the longest latest match of its end, followed from token to token."""
+    """A text's index, and the longest latest match of its end, updated with each token."""
 
     __slots__ = ("index", "length", "place", "size")
 
     def __init__(self, num_tokens: int) -> None:
         self.index = NgramIndex(num_tokens)
-        self.size = num_tokens  # of the text that was looked at
+        self.size = num_tokens  # length of the text at the last call
         self.place = self.length = 0  # the token that follows the match; 0 for no match
 
     def follow(self, text: "array[int]", accuracy: MatchAccuracy) -> None:
-        """Compare the tokens that the text has more than before with those after the match."""
+        """Compare new tokens of the text with the tokens after the match."""
         size, place, length = self.size, self.place, self.length
         self.size = len(text)
         while place and size < len(text):
@@ -201,7 +211,9 @@ class FollowedText:
 
 
 class NgramSource:
-    """At most two continuations: the longest latest match's, and the next one that differs."""
+    """Proposes at most two continuations: the longest latest match's, and the next one that
+    differs.
+    """
 
     name = "ngram"
 
@@ -209,13 +221,13 @@ class NgramSource:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all texts, and what they have shown."""
+        """Drop all texts and statistics."""
         self.texts: dict[int, FollowedText] = {}
         self.accuracy = MatchAccuracy()
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        """Guesses that are expected to be right, by what the text has shown; it takes far less time
-        than to make them.
+        """Return the expected number of accepted draft tokens, by the text so far. This is far
+        faster than proposing them.
         """
         followed = self.texts.get(id)
         if followed is None:
@@ -235,7 +247,7 @@ class NgramSource:
         found: list[tuple[int, int]] = []
         best: list[int] = []
         other: list[int] = []
-        at = 0  # where the other continuation begins
+        at = 0  # start of the other continuation
         for match in islice(index.matches(text), MAX_MATCHES if limit else 0):
             found.append(match)
             if not other:
@@ -260,8 +272,9 @@ class NgramSource:
 def scores(
     text: "array[int]", found: Sequence[tuple[int, int]], place: int, limit: int
 ) -> list[float]:
-    """How sure the tokens after a match are: by its length, which grows with each right token, the
-    first also by how many of the matches of that n-gram go on with it.
+    """Return the probabilities of the tokens after a match, by the match's length, which grows with
+    each right token. The first also depends on how many of the matches of that n-gram continue with
+    it.
     """
     length, longest = match_length(text, place), found[0][1]
     alike = [text[other] == text[place] for other, n in found if n == longest]
@@ -270,10 +283,10 @@ def scores(
 
 
 def fork(draft_tokens: list[Candidate], other: list[int], scores: list[float], source: str) -> None:
-    """Add what differs of another continuation, for a quarter of the limit at most."""
+    """Add the part of another continuation that differs, at most a quarter of the limit."""
     at = next(j for j, token in enumerate(other) if token != draft_tokens[j].token)
     parent, p = at, scores[at]
-    if at > 0:  # both stood behind the same tokens, so they share what is sure
+    if at > 0:  # both follow the same tokens, so they share the probability
         p *= (1 - (draft_tokens[at].p or 0.0)) / 2
     end = at + len(other) // 4
     for token, score in zip(other[at:end], [p, *scores[at + 1 :]], strict=False):
@@ -282,7 +295,7 @@ def fork(draft_tokens: list[Candidate], other: list[int], scores: list[float], s
 
 
 def match_length(text: "array[int]", place: int) -> int:
-    """How many tokens before the place are those at the text's end, MAX_LENGTH at most."""
+    """Return how many tokens before the place equal the text's last tokens, at most MAX_LENGTH."""
     back = 1
     while back <= min(place, MAX_LENGTH) and text[place - back] == text[-back]:
         back += 1

@@ -1,7 +1,7 @@
-"""A draft model's likeliest tree, level by level, coupled with the target's noise.
+"""A draft model's most likely tree, level by level, coupled with the target's noise.
 
-Prompt lookup adds one more path. The probability of its tokens is taken to be the recent share of
-such tokens that were accepted for the request.
+Prompt lookup adds one more path. The probability of its tokens is the recent share of such tokens
+that were accepted for the request.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,25 @@ if TYPE_CHECKING:  # see base.py
 
     from specserve_kernels import SampleParams
 
+# Initial and least probability of a looked-up token, and the weight of a new result in it.
 FIRST_TRUST, LEAST_TRUST, TRUST_RATE = 0.5, 0.02, 0.125
 
 
 class ModelOptions(base.Options, frozen=True):
     max_depth: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 8
-    width: Annotated[int, Meta(ge=1, le=16)] = 4  # nodes run a level, and children a node
+    width: Annotated[int, Meta(ge=1, le=16)] = 4  # most nodes per level, and children per node
     tau: Annotated[float, Meta(gt=0, le=4)] = 1.0  # see Ops.top_children
-    min_gain: Annotated[float, Meta(ge=0)] = 0.3  # least accepted tokens to expect of a level
-    min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03  # least probability of a guess's path
+    # Least expected accepted tokens of a level that runs
+    min_gain: Annotated[float, Meta(ge=0)] = 0.3
+    # Least probability of a draft token's path
+    min_value: Annotated[float, Meta(ge=0, le=1)] = 0.03
     ngrams: bool = True  # add the path of a prompt lookup
 
 
 class ModelDrafter:
     """Best-first trees after EAGLE-2 (Li et al. 2406.16858), ranked by coupled probabilities.
 
-    A request whose draft KV has not caught up gets the path of the prompt lookup alone.
+    A request whose draft KV is incomplete gets only the path of the prompt lookup.
     """
 
     needs_executor: ClassVar[bool] = True
@@ -43,8 +46,9 @@ class ModelDrafter:
     def __init__(self, options: ModelOptions, executor: base.Executor) -> None:
         self.options, self.executor = options, executor
         self.lookup = NgramDrafter(NgramDrafter.Options())
-        self.trust: dict[int, float] = {}  # by request: how often an n-gram's next token is right
-        self.looked_up: dict[int, list[int]] = {}  # nodes of the last draft that n-grams guessed
+        # Probability that an n-gram's next token is accepted, by request.
+        self.trust: dict[int, float] = {}
+        self.looked_up: dict[int, list[int]] = {}  # nodes of the last draft from the prompt lookup
 
     def propose(self, items: Sequence[base.DraftRequest]) -> list[Draft]:
         for item in items:
@@ -77,7 +81,7 @@ class ModelDrafter:
         return draft
 
     def grow(self, trees: list["DraftTree"]) -> list["DraftTree"]:
-        """Run one more level of the trees where that is worth it; the trees that have grown."""
+        """Run one more level of the trees that are worth it; return these trees."""
         chosen = [(tree, tree.worth_running(self.options)) for tree in trees]
         chosen = [(tree, nodes) for tree, nodes in chosen if nodes]
         if not chosen:
@@ -89,7 +93,7 @@ class ModelDrafter:
         return [tree for tree, _ in request_tries]
 
     def branch(self, chosen: list[tuple["DraftTree", list[int]]], logits: "Tensor") -> None:
-        """Add the likeliest children of every node that was run; logits [nodes, V], in order."""
+        """Add the most likely children of every node that was run; logits [nodes, V], in order."""
         rows = [(tree, node) for tree, nodes in chosen for node in nodes]
         k = min(self.options.width, logits.shape[1])
         index = [len(tree.item.known) + tree.depths[node] for tree, node in rows]
@@ -101,7 +105,7 @@ class ModelDrafter:
             tree.add(node, tokens, values)
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
-        """Update how often an n-gram's token is right, given that its parent was."""
+        """Update the probability that an n-gram's token is accepted if its parent is."""
         nodes = [n for n in self.looked_up.pop(id, ()) if n <= len(draft)]
         reached, trust = {ROOT, *accepted}, self.trust.get(id, FIRST_TRUST)
         for node in nodes:
@@ -116,7 +120,7 @@ class ModelDrafter:
 
 
 def coupling(items: Sequence[base.DraftRequest], index: list[int]) -> "SampleParams":
-    """The temperature and the noise with which the target will draw the token at each index."""
+    """Return the temperature and the noise of the target's sampling at each index."""
     from specserve_kernels import SampleParams
 
     params = SampleParams.greedy(len(items))
@@ -146,7 +150,7 @@ class DraftTree:
         self.expanded = [0]  # the draft model's number of each candidate; 0 if it has not run it
         self.num_expanded = 0
         self.frontier: list[int] = []  # candidates of the last level
-        self.looked_up: dict[int, int] = {}  # parent -> its child that n-grams guess
+        self.looked_up: dict[int, int] = {}  # parent -> its child from the prompt lookup
 
     def look_up(self, tokens: list[int], cost: float) -> None:
         """Add the path of a prompt lookup; each of its tokens costs `cost`."""
@@ -158,7 +162,7 @@ class DraftTree:
 
     def add(self, parent: int, tokens: list[int], log_p: list[float]) -> None:
         """Add the draft model's children of a candidate; a token that the prompt lookup has added
-        already is the same candidate.
+        is the same candidate.
         """
         known = self.looked_up.get(parent, ROOT)
         for token, x in zip(tokens, log_p, strict=True):
@@ -178,8 +182,8 @@ class DraftTree:
         return len(self.tokens) - 1
 
     def worth_running(self, options: ModelOptions) -> list[int]:
-        """The likeliest candidates of the last level; none if running them is not worth it: their
-        children cannot enter the draft, or too few of them would be accepted.
+        """Return the most likely candidates of the last level; none if running them is not
+        worth it. Then their children cannot enter the draft, or too few would be accepted.
         """
         if not self.frontier or self.depths[self.frontier[0]] >= self.item.limit:
             return []
@@ -199,13 +203,13 @@ class DraftTree:
         return base.Nodes(self.item.id, tokens, [self.expanded[self.parents[c]] for c in nodes])
 
     def best(self, n: int) -> list[int]:
-        """The n likeliest candidates; a candidate's parent is always among them."""
+        """Return the n most likely candidates; a candidate's parent is always among them."""
         order = sorted(range(1, len(self.tokens)), key=self.costs.__getitem__)
         return order[:n]  # the sort is stable: parents first
 
     def draft(self, min_value: float) -> tuple[Draft, list[int]]:
-        """The likeliest candidates as a draft, the likeliest path first, and which of its nodes the
-        prompt lookup has guessed. Below `min_value` a guess is not worth its row.
+        """Return the most likely candidates as a draft, the most likely path first, and the draft's
+        nodes from the prompt lookup. A draft token below `min_value` is not worth its row.
         """
         best = [c for c in self.best(self.item.limit) if exp(-self.costs[c]) >= min_value]
         path, node = [], ROOT

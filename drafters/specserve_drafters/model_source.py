@@ -1,7 +1,7 @@
-"""A model as one of several sources: it adds children to the likeliest candidates.
+"""A model as one of several sources: it adds children to the most likely candidates.
 
-Each level is a forward of the draft model over the candidates that are worth it. Its children are
-ranked with the noise that the target will draw with.
+Each level is a forward of the draft model over the candidates that are worth its time. Their
+children are ranked with the noise of the target's sampling.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,33 @@ from specserve_drafters.model import coupling
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor
 
-LEAST_VALUE = 1e-3  # of a child: a less likely one is not added
+LEAST_VALUE = 1e-3  # least value of a child that is added
 
 
 class LevelPlanner(Protocol):
-    """Decides how far a draft model runs in a step. Each answer is followed by `ran`."""
+    """Decides how many levels a draft model runs in a step. A call of `ran` follows each
+    decision.
+    """
 
     def first(self, reach: Sequence[float]) -> list[int]:
-        """Places of the requests that the first level is run for, given the reach of each root."""
+        """Return the places of the requests whose first level runs, given the reach of each
+        root.
+        """
         ...
 
     def next(self, reach: Sequence[float]) -> int:
-        """How many nodes the next level runs, the best first; `reach` falls."""
+        """Return how many nodes the next level runs, best first; `reach` falls."""
         ...
 
     def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
-        """A level has been run: the values of the children that its nodes have, and those of the
-        children that they had before.
+        """Record a finished level: `values` of its nodes' children, and values of the children
+        `before`.
         """
         ...
 
 
 class RequestTrie(NamedTuple):
-    """A request to guess for: its candidates so far, and how many of them each source proposed."""
+    """A request, its candidates so far, and the number of candidates by source."""
 
     item: base.DraftRequest
     trie: Trie
@@ -47,7 +51,7 @@ class RequestTrie(NamedTuple):
 
 
 class ModelSource:
-    """A model's guesses, added level by level to what other sources have proposed."""
+    """A model that adds draft tokens, level by level, to the candidates of other sources."""
 
     def __init__(
         self,
@@ -58,13 +62,13 @@ class ModelSource:
         tau: float,
         is_kept: bool = True,
     ) -> None:
-        """`width` is the most nodes run of a request and level, and the most children of a node;
-        `tau` see Ops.top_children; `is_kept`: the model keeps the KV of accepted nodes, so drafts
-        have its numbers.
+        """`width` is the most nodes per request and level, and the most children per node. `tau`:
+        see Ops.top_children. `is_kept`: the model keeps the KV of accepted nodes, so drafts have
+        its numbers.
         """
         self.name, self.executor, self.is_kept = name, executor, is_kept
         self.max_depth, self.width, self.tau = max_depth, width, tau
-        # The model's own numbers of nodes that it has run, by the request's place in the step.
+        # The model's numbers of nodes that it has run, by the request's place in the step.
         self.numbers: dict[tuple[int, int], int] = {}
 
     def grow(
@@ -73,15 +77,15 @@ class ModelSource:
         levels: LevelPlanner,
         grammar: GrammarSource | None = None,
     ) -> None:
-        """Add levels to requests' tries for as long as `levels` says so. After each of them comes
-        what grammars force then.
+        """Add levels to requests' tries while `levels` allows it. After each level, add the tokens
+        that grammars force.
         """
         chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in request_tries])
         if not chosen:
             return
         ready, logits = self.executor.extend([request_tries[i].item for i in chosen])
         rows: list[tuple[int, int]] = [(chosen[i], ROOT) for i in ready]
-        run = dict.fromkeys(chosen, 0)  # nodes that the model has run
+        run = dict.fromkeys(chosen, 0)  # number of nodes that the model has run
         self.numbers = {}
         for depth in range(1, self.max_depth + 1):
             before = self.branch(rows, request_tries, logits) if rows else []
@@ -111,8 +115,8 @@ class ModelSource:
         request_tries: Sequence[RequestTrie],
         logits: "Tensor",
     ) -> list[float]:
-        """Add the likeliest children of every node that was run; the values of children that there
-        were before. logits [rows, V].
+        """Add the most likely children of every node that was run; return the values of existing
+        children. logits [rows, V].
         """
         k = min(self.width, logits.shape[1])
         items = [request_tries[i].item for i, _ in rows]
@@ -139,7 +143,7 @@ class ModelSource:
         levels: LevelPlanner,
         run: dict[int, int],
     ) -> list[tuple[int, int]]:
-        """The nodes that the next level runs."""
+        """Return the nodes that the next level runs."""
         fit = []
         for i, nodes in ends.items():
             reach = request_tries[i].trie.reaches(nodes, self.name)
@@ -150,7 +154,7 @@ class ModelSource:
         return [(i, node) for _, i, node in fit[:size]]
 
     def with_those_above(self, i: int, trie: Trie, nodes: Sequence[int]) -> list[int]:
-        """Nodes and, before each, those above it that the model has not run."""
+        """Return nodes, each after its ancestors that the model has not run."""
         found: dict[int, None] = {}
         for node in nodes:
             path = []
@@ -166,21 +170,21 @@ class ModelSource:
         request_tries: Sequence[RequestTrie],
         run: dict[int, int],
     ) -> "tuple[list[tuple[int, int]], Tensor]":
-        """Run nodes, and what above them was not run yet; those that had room, and the logits after
-        each of them.
+        """Run nodes and their ancestors that were not run; return nodes that had room, and the
+        logits after each of them.
         """
         by_request: dict[int, list[int]] = {}
         for i, node in rows:
             by_request.setdefault(i, []).append(node)
-        asked, every = list[base.Nodes](), list[list[int]]()
+        wanted, every = list[base.Nodes](), list[list[int]]()
         for i, nodes in by_request.items():
             item, trie, _ = request_tries[i]
             every.append(self.with_those_above(i, trie, nodes))
             numbers = {node: k for k, node in enumerate(every[-1], run[i] + 1)}
             above = [trie.parents[node] for node in every[-1]]
             parents = [numbers.get(node, self.numbers.get((i, node), ROOT)) for node in above]
-            asked.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
-        fit, logits = self.executor.expand(asked)
+            wanted.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
+        fit, logits = self.executor.expand(wanted)
         requests, ran, read = [*by_request], list[tuple[int, int]](), list[bool]()
         for place in fit:
             i = requests[place]
@@ -197,7 +201,7 @@ class ModelSource:
 
 
 def forced_end(trie: Trie, node: int) -> int:
-    """Where the tokens end that a grammar forces after a node."""
+    """Return the end of the tokens that a grammar forces after a node."""
     while len(trie.children[node]) == 1:
         [child] = trie.children[node].values()
         if GrammarSource.name not in trie.sources(child):
@@ -209,7 +213,7 @@ def forced_end(trie: Trie, node: int) -> int:
 def children(
     rows: Sequence[tuple[int, int]], request_tries: Sequence[RequestTrie]
 ) -> dict[int, list[int]]:
-    """Those of nodes that were run, whichever source has proposed them, by request."""
+    """Return the children of nodes that were run, by request, from any source."""
     found: dict[int, list[int]] = {}
     for i, node in rows:
         below = request_tries[i].trie.children[node].values()

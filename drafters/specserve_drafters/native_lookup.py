@@ -1,4 +1,6 @@
-"""The n-gram source in C++, or in Python on a machine that cannot compile it: they say the same."""
+"""The n-gram source in C++, or in Python if the machine cannot compile it; both give equal
+results.
+"""
 
 import weakref
 from array import array
@@ -21,7 +23,7 @@ def ngram_source() -> DraftSource:
 
 
 class NativeSource:
-    """As `lookup.NgramSource`."""
+    """`lookup.NgramSource` in C++."""
 
     name = lookup.NgramSource.name
 
@@ -58,7 +60,7 @@ class NativeSource:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
-        assert 0 <= limit <= MAX_NODES, "more guesses than there is room for"
+        assert 0 <= limit <= MAX_NODES, "the limit exceeds the buffers"
         n = self.propose(self.source, id, *text.buffer_info(), limit, *self.out)
         rows = zip(self.tokens[:n], self.parents, self.scores, repeat(self.name), repeat(0))
         return [*map(Candidate._make, rows)]

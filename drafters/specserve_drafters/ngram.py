@@ -1,4 +1,4 @@
-"""Prompt lookup: if the last few tokens occurred before, guess what followed them then."""
+"""Prompt lookup: if the last few tokens occurred before, propose the tokens that followed them."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,12 @@ from msgspec import Meta
 from specserve_drafters import base
 from specserve_drafters.candidates import ROOT, Draft
 
-_MAX_MATCHES = 16  # tried for a second continuation: a text of one repeated token has many
+_MAX_MATCHES = 16  # most matches tried for a second continuation: repeated tokens have many
 
 
 class NgramOptions(base.Options, frozen=True):
-    max_ngram: Annotated[int, Meta(ge=1, le=64)] = 4  # tried first: a longer match is surer
+    # Longest n-gram, tried first: its match is more certain
+    max_ngram: Annotated[int, Meta(ge=1, le=64)] = 4
     min_ngram: Annotated[int, Meta(ge=1, le=64)] = 2
 
     def __post_init__(self) -> None:
@@ -23,7 +24,9 @@ class NgramOptions(base.Options, frozen=True):
 
 
 class NgramDrafter:
-    """At most two continuations: the longest latest match's, and the next one that differs."""
+    """Proposes at most two continuations: the longest latest match's, and the next one that
+    differs.
+    """
 
     needs_executor: ClassVar[bool] = False
     Options = NgramOptions
@@ -51,10 +54,12 @@ class NgramDrafter:
         return Draft.chain(best)
 
     def matches(self, ids: "array[int]") -> Iterator[int]:
-        """Where earlier copies of the last tokens end: longest copies first, then the latest."""
+        """Yield the ends of earlier copies of the last tokens: longest copies first, then the
+        latest.
+        """
         history, seen, size = bytes(ids), set[int](), ids.itemsize
         if history.rfind(history[-size * self.sizes[-1] :], 0, -size) < 0:
-            return  # the shortest tail has no copy, so no longer one has
+            return  # the shortest tail has no copy, so longer ones have none
         for n in self.sizes:
             if n >= len(ids):
                 continue
@@ -65,7 +70,7 @@ class NgramDrafter:
 
 
 def find_back(history: bytes, n: int, size: int) -> Iterator[int]:
-    """Where earlier copies of the last n items end, the latest first."""
+    """Yield the ends of earlier copies of the last n items, the latest first."""
     # bytes.rfind searches at memory speed; hits that do not begin at an item are skipped.
     tail, end = history[-n * size :], len(history) - size
     while (at := history.rfind(tail, 0, end)) >= 0:
@@ -75,9 +80,10 @@ def find_back(history: bytes, n: int, size: int) -> Iterator[int]:
 
 
 def continuation(ids: "array[int]", start: int, limit: int) -> list[int]:
-    """What follows a match; where the text ends, the continuation is read again from its start.
+    """Return the tokens after a match; at the end of the text, the continuation is repeated from
+    its start.
 
-    So a text that repeats with a period p < limit is guessed for the whole limit.
+    So a text that repeats with a period p < limit gets draft tokens for the whole limit.
     """
     follows = ids[start : start + limit].tolist()
     while len(follows) < limit:
@@ -86,7 +92,9 @@ def continuation(ids: "array[int]", start: int, limit: int) -> list[int]:
 
 
 def merge(first: list[int], second: list[int], limit: int) -> Draft:
-    """The first continuation, and from where they differ the second, with a quarter of the room."""
+    """Merge two continuations: the second adds up to a quarter of the limit from where they
+    differ.
+    """
     fork = next(j for j, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     room = min(limit // 4, len(second) - fork)
     trunk = first[: limit - room]

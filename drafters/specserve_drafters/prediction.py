@@ -1,4 +1,4 @@
-"""A text that the caller expects, as a source of guesses: a file, say, that is to be edited."""
+"""A source that proposes a text that the caller expects, for example a file to be edited."""
 
 from array import array
 from bisect import bisect_left
@@ -10,37 +10,37 @@ from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy
 from specserve_drafters.tenants import DEFAULT_SCOPE, PerTenant, TenantScope
 
-NEAR = 64  # tokens from the place where the texts parted, in which any match is one
-SURE_LENGTH = 4  # tokens that have to match elsewhere
-MOST_PLACES = 16  # of a token, looked at after a difference
-MOST_MISSES = 2  # of an expected token: once, where the output has more before it
+NEAR = 64  # tokens from the point of divergence within which any match counts
+SURE_LENGTH = 4  # least tokens of a match at other places
+MOST_PLACES = 16  # most places of a token that are checked after a difference
+MOST_MISSES = 2  # most misses of an expected token: one if the output has extra tokens before it
 
 
 class Alignment:
-    """Where in the expected text an output stands, found again after each difference.
+    """The position of an output in the expected text, found again after each difference.
 
-    at          the expected token that comes next, if the output goes on as expected
-    length      tokens before it that are those of the output's end, MAX_LENGTH at most
+    at          index of the next expected token, if the output continues as expected
+    length      tokens before it that equal the output's last tokens, at most MAX_LENGTH
     """
 
     __slots__ = ("at", "came", "end", "expected", "length", "missed", "parted", "places")
 
     def __init__(self, expected: Sequence[int]) -> None:
-        self.expected, self.end = expected, array("i")  # and the output's last tokens
+        self.expected, self.end = expected, array("i")  # `end`: the output's last tokens
         self.came = bytearray(len(expected))  # 1 for each that came when it was next
-        self.missed = bytearray(len(expected))  # how often another came instead of it
+        self.missed = bytearray(len(expected))  # how often another token came instead of it
         self.at = 0
-        self.parted = 0  # where the texts last agreed on several tokens
-        self.length = SURE_LENGTH  # at the beginning, too, the caller knows what comes
-        self.places: dict[int, list[int]] = {}  # by token, made after the first difference
+        self.parted = 0  # index at which the texts last agreed on several tokens
+        self.length = SURE_LENGTH  # at the start the match counts as certain
+        self.places: dict[int, list[int]] = {}  # by token, computed after the first difference
 
     @property
     def num_came(self) -> int:
-        """Expected tokens that came when they were next."""
+        """Return the number of expected tokens that came when they were next."""
         return sum(self.came)
 
     def follow(self, token: int) -> bool:
-        """Go on by a token of the output; whether it is the expected one."""
+        """Add a token of the output; return whether it is the expected one."""
         self.end.append(token)
         if len(self.end) > 2 * MAX_LENGTH:
             del self.end[:MAX_LENGTH]
@@ -52,7 +52,8 @@ class Alignment:
             self.length = 0
             if self.at < len(self.expected):
                 self.missed[self.at] = min(self.missed[self.at] + 1, MOST_MISSES)
-        self.at += 1  # a token that differs stands for one, unless it turns out otherwise
+        # A different token replaces one expected token, unless a match shows otherwise
+        self.at += 1
         if self.length >= SURE_LENGTH:
             self.parted = self.at
         else:
@@ -64,9 +65,11 @@ class Alignment:
             self.follow(token)
 
     def find(self, token: int) -> None:
-        """Go where most tokens before are those of the output's end, SURE_LENGTH being as good as
-        more. Of such places one whose next token is still to come is best, else a text that repeats
-        itself would be taken back to the same difference for ever; then the nearest.
+        """Move to the place with the most tokens before it that equal the output's end; more than
+        SURE_LENGTH do not count.
+
+        Among equal places, one whose next token is still to come is best: otherwise a repetitive
+        text would return to the same difference forever. The nearest place comes next.
         """
         if not self.places:
             self.places = defaultdict(list)
@@ -77,7 +80,7 @@ class Alignment:
         best = self.length, False, -abs(self.at - self.parted)
         for place in places[max(0, middle - MOST_PLACES // 2) : middle + MOST_PLACES // 2]:
             length, far = self.length_at(place), abs(place + 1 - self.parted)
-            after = place + 1  # it is still to come, as far as is known, or it has come
+            after = place + 1  # its token is still to come, if known, or it has come
             is_to_come = after < len(self.expected) and not self.came[after]
             is_to_come = is_to_come and self.missed[after] < MOST_MISSES
             rank = min(length, SURE_LENGTH), is_to_come, -far
@@ -85,7 +88,7 @@ class Alignment:
                 best, self.at, self.length = rank, place + 1, length
 
     def length_at(self, place: int) -> int:
-        """How many tokens up to a place are those of the output's end."""
+        """Return how many tokens up to a place equal the output's end."""
         length = 0
         while length < min(len(self.end), place + 1, MAX_LENGTH):
             if self.end[-1 - length] != self.expected[place - length]:
@@ -95,7 +98,7 @@ class Alignment:
 
 
 class FollowedAlignment:
-    """A request's alignment, and how much of its text it has seen."""
+    """A request's alignment, and how much of its text was processed."""
 
     __slots__ = ("accuracy", "alignment", "size")
 
@@ -104,22 +107,22 @@ class FollowedAlignment:
 
 
 class PredictionSource:
-    """Guesses that the output goes on as the caller expects."""
+    """Proposes the caller's expected text."""
 
     name = "prediction"
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedAlignment] = {}
-        self.accuracy = PerTenant(MatchAccuracy)  # nobody sees what others' texts showed
+        self.accuracy = PerTenant(MatchAccuracy)  # scopes do not see the statistics of other scopes
 
     def expect(
         self, id: int, expected: Sequence[int], num_prompt: int, scope: TenantScope = DEFAULT_SCOPE
     ) -> None:
-        """Guess for a request; until `forget`."""
+        """Propose for a request until `forget`."""
         self.requests[id] = FollowedAlignment(expected, num_prompt, self.accuracy.begin(id, scope))
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        """Guesses that are expected to be right, by what texts have shown."""
+        """Return the expected number of accepted draft tokens, by the texts so far."""
         alignment = self.follow(id, text)
         left = len(alignment.expected) - alignment.at
         return min(float(max(left, 0)), self.requests[id].accuracy.expected[alignment.length])
@@ -148,7 +151,7 @@ class PredictionSource:
         self.accuracy.forget(id)
 
     def reset(self) -> None:
-        """Forget what texts have shown."""
+        """Drop all that was learned from texts."""
         self.accuracy.reset()
         for id, followed in self.requests.items():
             followed.accuracy = self.accuracy.of(id)

@@ -1,8 +1,8 @@
-"""What the target itself held likely after each token, as a source of guesses.
+"""A source that proposes the target's most likely successors of each token.
 
-As in Token Recycling (Luo et al. 2024, arXiv:2408.08696): the likeliest successors of a token,
-taken from the target's logits where it stood last, with their probabilities. A tree of guesses is
-made of successors, those of successors, and so on. What the token before was is not looked at.
+Implements Token Recycling (Luo et al. 2024, arXiv:2408.08696). The most likely successors of a
+token, with their probabilities, come from the target's logits at its last position. A tree of draft
+tokens consists of successors, their successors, and so on. Earlier tokens are not considered.
 """
 
 from array import array
@@ -16,27 +16,27 @@ from specserve_drafters.base import DraftRequest
 from specserve_drafters.candidates import BOUNDS, LEAST, MOST, ROOT, CalibrationBin, Candidate
 from specserve_drafters.tenants import PerTenant, TenantScope
 
-NUM_SLOTS, WAYS = 1 << 16, 8  # of all owners; those that a token's successors may be in
-NUM_SUCCESSORS = 8  # of a token
-ONE = (1 << 16) - 1  # a probability of 1 as it is kept
-AGES = 1 << 16  # tokens after which ages begin again: an old one is then taken for a new one
+NUM_SLOTS, WAYS = 1 << 16, 8  # slots of all scopes, and slots that a token's successors may use
+NUM_SUCCESSORS = 8  # successors per token
+ONE = (1 << 16) - 1  # stored value of probability 1
+AGES = 1 << 16  # tokens after which ages wrap: an old entry then counts as new
 OLD = 1 << 10  # tokens after which successors are renewed
-LEAST_VALUE = 1e-3  # of a guess: a less likely one is not made
-DEPTH = 4  # of the guesses that are promised
+LEAST_VALUE = 1e-3  # least value of a draft token that is proposed
+DEPTH = 4  # depth of the estimate of accepted tokens
 MIX = 0x9E3779B97F4A7C15
 
 
 class Successors:
-    """A table of tokens' likeliest successors, which has a fixed size: what was entered long ago
-    gives way. A number, above 0, tells the entries of an owner apart.
+    """A table of tokens' most likely successors with a fixed size: new entries replace old ones. A
+    number above 0 identifies the entries of a tenant scope.
     """
 
     def __init__(self) -> None:
-        self.keys = array("q", bytes(8 * NUM_SLOTS))  # an owner's number and a token; 0: free
-        self.ids = array("i", bytes(4 * NUM_SLOTS * NUM_SUCCESSORS))  # the likeliest first
+        self.keys = array("q", bytes(8 * NUM_SLOTS))  # a scope's number and a token; 0: free
+        self.ids = array("i", bytes(4 * NUM_SLOTS * NUM_SUCCESSORS))  # the most likely first
         self.p = array("H", bytes(2 * NUM_SLOTS * NUM_SUCCESSORS))
-        self.entered = array("H", bytes(2 * NUM_SLOTS))  # when, in tokens of all owners
-        self.renewed = array("H", bytes(2 * NUM_SLOTS))  # and in those of its owner
+        self.entered = array("H", bytes(2 * NUM_SLOTS))  # time of entry, in tokens of all scopes
+        self.renewed = array("H", bytes(2 * NUM_SLOTS))  # time of entry, in tokens of its scope
         self.now = 0
 
     @property
@@ -45,12 +45,12 @@ class Successors:
         return sum(x.itemsize * len(x) for x in arrays)
 
     def first(self, key: int) -> int:
-        """Of the slots that the successors may be in."""
+        """Return the first of the slots that a key may use."""
         mixed = key * MIX >> 32 & 0xFFFFFFFF
         return mixed % (NUM_SLOTS // WAYS) * WAYS
 
     def find(self, number: int, token: int) -> int | None:
-        """The slot of a token's successors."""
+        """Return the slot of a token's successors."""
         key = number << 32 | token
         first = self.first(key)
         for slot in range(first, first + WAYS):
@@ -59,14 +59,14 @@ class Successors:
         return None
 
     def best(self, slot: int) -> tuple[int, float]:
-        """The likeliest successor, and its probability."""
+        """Return the most likely successor, and its probability."""
         return self.ids[slot * NUM_SUCCESSORS], self.p[slot * NUM_SUCCESSORS] / ONE
 
     def enter(
         self, number: int, token: int, ids: Sequence[int], p: Sequence[float], now: int
     ) -> None:
-        """Enter a token's successors, NUM_SUCCESSORS at most, the likeliest first. The owner has
-        seen so many tokens by now.
+        """Enter a token's successors, at most NUM_SUCCESSORS, most likely first. `now` counts the
+        tokens of its scope.
         """
         key = number << 32 | token
         slot = self.find(number, token)
@@ -80,13 +80,13 @@ class Successors:
         self.p[begin:end] = array("H", [*(round(x * ONE) for x in p), *more])
 
     def rank(self, slot: int) -> tuple[bool, int]:
-        """The slot with the highest is taken first: a free one, else the oldest."""
+        """Return the slot's rank for replacement: a free slot first, then the oldest."""
         return self.keys[slot] == 0, (self.now - self.entered[slot]) % AGES
 
 
 class TenantSuccessors:
-    """An owner's number in the table, the tokens that were learnt from, and how often the first
-    successor was right, by its probability.
+    """A scope's number in the table, its token count, and the accuracy of first successors, by
+    their probability.
     """
 
     def __init__(self, number: int) -> None:
@@ -98,22 +98,22 @@ class TenantSuccessors:
         self.kinds[bisect(BOUNDS, p)].count(p, is_right)
 
     def chance(self, p: float) -> float:
-        """How likely a first successor of such a probability is right."""
+        """Return the probability that a first successor of such a probability is accepted."""
         p = min(max(p, LEAST), MOST)
         right = self.kinds[bisect(BOUNDS, p)].factor * p
         return right / (right + 1 - p)
 
 
 class RecycleSource:
-    """Guesses what the target held likely after the same token, in requests of the same owner: a
-    tenant and a salt.
+    """Proposes the target's most likely successors of the last token, from requests of the same
+    tenant scope.
     """
 
     name = "recycle"
 
     def __init__(self) -> None:
         self.table = Successors()
-        self.numbers = count(1)  # none is given twice: nobody finds what others have entered
+        self.numbers = count(1)  # unique, so that scopes do not find each other's entries
         self.scopes = PerTenant(lambda: TenantSuccessors(next(self.numbers)))
         self.is_learnt: dict[int, bool] = {}  # by request
 
@@ -122,12 +122,12 @@ class RecycleSource:
         return self.is_learnt
 
     def begin(self, id: int, scope: TenantScope, is_learnt: bool) -> None:
-        """Guess for a request until `forget`, and learn from it if it `is_learnt`."""
+        """Propose for a request until `forget`, and learn from it if it `is_learnt`."""
         self.scopes.begin(id, scope)
         self.is_learnt[id] = is_learnt
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        """First successors after one another that are expected to be right."""
+        """Return the expected number of accepted first successors in a row."""
         known, token, value, expected = self.scopes.of(id), text[-1], 1.0, 0.0
         for _ in range(DEPTH):
             slot = self.table.find(known.number, token)
@@ -142,9 +142,11 @@ class RecycleSource:
         return [self.tree(self.scopes.of(i.id).number, i.known[-1], i.limit) for i in items]
 
     def tree(self, number: int, token: int, limit: int) -> list[Candidate]:
-        """The likeliest paths of successors. A guess is looked up once: that bounds the time."""
+        """Return the most likely paths of successors. Each draft token is looked up once, which
+        bounds the time.
+        """
         table, draft_tokens = self.table, list[Candidate]()
-        # Value, guess before it, place in the table, value of the guess before it.
+        # Value, parent, place in the table, value of the parent.
         heap = list[tuple[float, int, int, float]]()
 
         def consider(place: int, parent: int, before: float) -> None:
@@ -168,8 +170,8 @@ class RecycleSource:
         return draft_tokens
 
     def follow(self, id: int, tokens: Sequence[int]) -> list[int]:
-        """Learn from a token of a text and those that came after it which successors are right; the
-        places of those, but the last one, after which successors are to be entered.
+        """Learn from consecutive tokens of a text which successors are right. Return the places
+        whose successors should be entered.
         """
         if not self.is_learnt.get(id):
             return []
@@ -186,7 +188,7 @@ class RecycleSource:
         return wanted
 
     def enter(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
-        """Enter a token's likeliest successors, unless their probabilities are no numbers."""
+        """Enter a token's most likely successors, unless their probabilities are not finite."""
         if all(map(isfinite, p)):
             known = self.scopes.of(id)
             self.table.enter(known.number, token, ids, p, known.now)
@@ -196,6 +198,6 @@ class RecycleSource:
         self.scopes.forget(id)
 
     def reset(self) -> None:
-        """Forget all successors, and what texts have shown of them."""
+        """Drop all successors and statistics."""
         self.table = Successors()
         self.scopes.reset()

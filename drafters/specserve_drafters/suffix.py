@@ -1,9 +1,9 @@
-"""Earlier outputs as a source of guesses: where the last tokens stood before, what followed?
+"""Earlier outputs as a source: proposes the tokens that followed the last tokens before.
 
-As in SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) guesses are what followed the longest
-match, weighted by how often it did. Here places are found by the hashes of n-grams, so that each
-token of an output is entered once for each length. Nothing else is kept of it but the last tokens
-of its prompt, by which the beginning of an answer is found when a question comes again.
+As in SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975), draft tokens are the tokens that
+followed the longest match, weighted by frequency. Here, hashes of n-grams find the places, so each
+token of an output is entered once per length. Only outputs are stored, with the last tokens of
+their prompts. These find the start of a response when a prompt is repeated.
 """
 
 from array import array
@@ -18,25 +18,25 @@ from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy, chain, zeros
 from specserve_drafters.tenants import TenantScope
 
-LENGTHS = 2, 4, 8, 16  # of the n-grams
+LENGTHS = 2, 4, 8, 16  # lengths of indexed n-grams, in tokens
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
-SMALL, LARGE = 1 << 10, 1 << 17  # tokens of a scope's first part, and of any
-MOST_BYTES = 64 << 20  # of all scopes
-MAX_MATCHES, MAX_VISITS = 16, 64  # of a length: looked at, and places visited for them
-END = -1  # of an output
+SMALL, LARGE = 1 << 10, 1 << 17  # tokens of a scope's first part, and most tokens of a part
+MOST_BYTES = 64 << 20  # most bytes of all scopes together
+MAX_MATCHES, MAX_VISITS = 16, 64  # most matches per length, and most visited places
+END = -1  # marks the end of an output
 
 
 class SuffixPart:
     """Outputs one after the other, and the places of their n-grams, newest first.
 
-    A place is that of the token after an n-gram; 0 is none.
+    A place is the position of the token after an n-gram; 0 is none.
     """
 
     def __init__(self, size: int) -> None:
-        """For so many tokens, a power of 2."""
+        """Create a part for `size` tokens, a power of 2."""
         self.tokens, self.size = array("i", [END]), size
-        self.newest = [zeros(size) for _ in LENGTHS]  # by hash
-        self.before = [zeros(size) for _ in LENGTHS]  # by place
+        self.newest = [zeros(size) for _ in LENGTHS]  # newest place by hash
+        self.before = [zeros(size) for _ in LENGTHS]  # earlier place by place
 
     @property
     def room(self) -> int:
@@ -47,12 +47,12 @@ class SuffixPart:
         return 4 * self.size * (2 * len(LENGTHS) + 1)
 
     def add(self, text: "array[int]", num_context: int = 0) -> None:
-        """Enter a text that there is room for: an output after so many tokens of its prompt."""
+        """Enter a text that fits: an output after `num_context` tokens of its prompt."""
         begin = len(self.tokens)
         self.tokens.extend(text)
         self.tokens.append(END)
         tokens = np.frombuffer(text, np.int32).astype(np.int64)
-        hashes = np.zeros(len(text), np.int64)  # of the n-gram that ends before a token
+        hashes = np.zeros(len(text), np.int64)  # hash of the n-gram before each token
         for n, mix in enumerate(MIX[: len(text)], 1):
             hashes[n:] += tokens[:-n] * mix
             if n in LENGTHS:
@@ -61,7 +61,9 @@ class SuffixPart:
                 chain(self.newest[k], self.before[k], places, (sums ^ sums >> 17) & self.size - 1)
 
     def matches(self, end: "array[int]", k: int, mixed: int) -> Iterator[int]:
-        """The places after the last LENGTHS[k] tokens of `end`, whose sum of hashes is `mixed`."""
+        """Yield the places after the last LENGTHS[k] tokens of `end`, whose sum of hashes is
+        `mixed`.
+        """
         tail, before = end[-LENGTHS[k] :], self.before[k]
         place, visits = self.newest[k][(mixed ^ mixed >> 17) & self.size - 1], 0
         while place and visits < MAX_VISITS:
@@ -75,9 +77,10 @@ SuffixPlace = tuple[SuffixPart, int]
 
 
 class OutputIndex:
-    """The outputs of requests that may see each other's: the latest ones, in two parts. Once the
-    newer part is full the older one goes, and what is asked for again has been entered again: so
-    what goes is what nobody has asked for of late.
+    """The latest outputs of one tenant scope, in two parts.
+
+    Once the newer part is full, the older one is dropped. Repeated outputs have been entered again,
+    so only outputs that were not used lately are lost.
     """
 
     def __init__(self) -> None:
@@ -88,7 +91,7 @@ class OutputIndex:
         return sum(part.num_bytes for part in self.parts)
 
     def add(self, text: "array[int]", num_context: int = 0) -> None:
-        """As `SuffixPart.add`; of a text that is too long the end is kept."""
+        """Enter a text as `SuffixPart.add`; only the end of a long text is kept."""
         cut = max(0, len(text) - LARGE // 2)
         text, num_context = text[cut:], max(0, num_context - cut)
         if self.parts[0].room < len(text):
@@ -99,7 +102,7 @@ class OutputIndex:
         self.parts[0].add(text, num_context)
 
     def matches(self, text: "array[int]") -> tuple[int, list[SuffixPlace]]:
-        """The length of the longest n-grams at the text's end that there are, and their places."""
+        """Return the length of the longest n-grams that match the text's end, and their places."""
         end = text[-LENGTHS[-1] :]
         found = 0, list[SuffixPlace]()
         mixed = done = 0
@@ -116,7 +119,7 @@ class OutputIndex:
 
 
 class FollowedOutput:
-    """A request, and the match of its text's end, followed from token to token."""
+    """A request, and the match of its text's end, updated with each token."""
 
     __slots__ = ("is_learnt", "length", "match", "num_prompt", "scope", "size", "text")
 
@@ -129,31 +132,28 @@ class FollowedOutput:
 
 
 class SuffixSource:
-    """Guesses what followed the same tokens in earlier outputs of the same owner: a tenant, which
-    has its share of the memory, and a salt.
+    """Proposes the tokens that followed the same tokens in earlier outputs of the same tenant
+    scope. Tenants share the memory.
     """
 
     name = "suffix"
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedOutput] = {}
-        self.scopes: OrderedDict[TenantScope, OutputIndex] = (
-            OrderedDict()
-        )  # the one last used at the end
-        self.accuracy: dict[
-            TenantScope, MatchAccuracy
-        ] = {}  # of each: nobody sees what others' texts showed
+        self.scopes: OrderedDict[TenantScope, OutputIndex] = OrderedDict()  # the last used last
+        # A scope does not see the statistics of other scopes.
+        self.accuracy: dict[TenantScope, MatchAccuracy] = {}
 
     def begin(
         self, id: int, text: "array[int]", num_prompt: int, scope: TenantScope, is_learnt: bool
     ) -> None:
-        """Guess for a request until `forget`, when its output is entered if it `is_learnt`. `text`
-        grows with it.
+        """Propose for a request until `forget`, which enters its output if it `is_learnt`. `text`
+        grows with the request.
         """
         self.requests[id] = FollowedOutput(text, num_prompt, scope, is_learnt)
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        """Guesses that are expected to be right, by what the scope's texts have shown."""
+        """Return the expected number of accepted draft tokens, by the scope's texts so far."""
         followed = self.requests[id]
         scope = self.scopes.get(followed.scope)
         if scope is None:
@@ -170,7 +170,7 @@ class SuffixSource:
         scope: OutputIndex,
         accuracy: MatchAccuracy,
     ) -> None:
-        """Compare the tokens that the text has more than before with those after the match."""
+        """Compare new tokens of the text with the tokens after the match."""
         while followed.size < len(text) and followed.match is not None:
             part, place = followed.match
             is_right = part.tokens[place] == text[followed.size]
@@ -200,9 +200,8 @@ class SuffixSource:
             self.learn(text, followed.scope, num_context)
 
     def learn(self, text: "array[int]", scope: TenantScope, num_context: int = 0) -> None:
-        """Enter an output after so many tokens of its prompt, by which its beginning is found when
-        the prompt comes again. Scopes that were used least of late are dropped where all are too
-        large.
+        """Enter an output after `num_context` tokens of its prompt, so that a repeated prompt finds
+        its start. If all scopes together are too large, the least recently used are dropped.
         """
         if len(text) - num_context <= LENGTHS[0]:
             return
@@ -214,7 +213,7 @@ class SuffixSource:
             self.drop()
 
     def drop(self) -> None:
-        """Of the tenant that has most: the scope that was used least of late."""
+        """Drop the least recently used scope of the tenant with the most memory."""
         held = Counter[Hashable]()
         for (tenant, *_), scope in self.scopes.items():
             held[tenant] += scope.num_bytes
@@ -227,7 +226,7 @@ class SuffixSource:
         return sum(scope.num_bytes for scope in self.scopes.values())
 
     def reset(self) -> None:
-        """Forget all earlier outputs."""
+        """Drop all earlier outputs."""
         self.scopes.clear()
         self.accuracy.clear()
         for followed in self.requests.values():
@@ -235,14 +234,15 @@ class SuffixSource:
 
 
 def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) -> list[Candidate]:
-    """The likeliest continuations of the places, in the order of how likely they are: by how many
-    of the places go on so, and by the length of the match, which grows with each token.
+    """Return the most likely continuations of the places, in order of probability. It depends on
+    the share of places that continue equally, and on the length of the match, which grows with each
+    token.
     """
     draft_tokens: list[Candidate] = []
     heap: list[tuple[float, int, int, int, list[SuffixPlace], float, int]] = []
 
     def branch(places: Sequence[SuffixPlace], parent: int, value: float, depth: int) -> None:
-        """Note what may follow a guess; the newest places come first."""
+        """Add the tokens that may follow a draft token; the newest places come first."""
         groups: dict[int, list[SuffixPlace]] = {}
         for part, place in places:
             if (token := part.tokens[place]) != END:

@@ -1,4 +1,4 @@
-"""What is learnt from the requests of one owner, and is of no effect on those of another."""
+"""Statistics that the requests of one tenant scope share; other scopes do not see them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,29 +10,26 @@ from specserve_drafters.candidates import Candidate
 if TYPE_CHECKING:  # see base.py
     from array import array
 
-TenantScope = tuple[
-    int, str, str
-]  # a tenant, a salt of its requests, and the digest of their adapter
-DEFAULT_SCOPE = 0, "", ""  # of requests without a key, a salt and an adapter
-MOST = 256  # owners without requests that are kept, those that had some last
+TenantScope = tuple[int, str, str]  # tenant, salt, digest of the adapter
+DEFAULT_SCOPE = 0, "", ""  # scope of requests without a key, a salt and an adapter
+MOST = 256  # most scopes without requests that are kept, the latest ones
 
 T = TypeVar("T")
 
 
 class PerTenant(Generic[T]):
-    """One object for each owner, which its requests share."""
+    """One object for each tenant scope, shared by its requests."""
 
     def __init__(self, make: Callable[[], T], most: int = MOST) -> None:
         self.make, self.most = make, most
         self.live: dict[TenantScope, T] = {}
-        self.num_requests: dict[TenantScope, int] = {}  # of the live ones
-        self.idle: OrderedDict[TenantScope, T] = (
-            OrderedDict()
-        )  # the one that had requests last at the end
+        self.num_requests: dict[TenantScope, int] = {}  # number of requests of live scopes
+        # The scope that had requests last is at the end.
+        self.idle: OrderedDict[TenantScope, T] = OrderedDict()
         self.requests: dict[int, tuple[TenantScope, T]] = {}
 
     def begin(self, id: int, scope: TenantScope) -> T:
-        """The owner's object, which it keeps until `forget` of its last request at least."""
+        """Return the scope's object, kept at least until `forget` of its last request."""
         self.forget(id)
         if scope not in self.live:
             kept = self.idle.pop(scope, None)
@@ -44,7 +41,7 @@ class PerTenant(Generic[T]):
         return found
 
     def of(self, id: int) -> T:
-        """That of the owner of a request that has begun."""
+        """Return the object of the scope of a request that has begun."""
         return self.requests[id][1]
 
     @property
@@ -66,7 +63,7 @@ class PerTenant(Generic[T]):
                 self.idle.popitem(last=False)
 
     def reset(self) -> None:
-        """Begin again with new objects; requests go on."""
+        """Start again with new objects; requests continue."""
         scopes = {id: scope for id, (scope, _) in self.requests.items()}
         for each in (self.live, self.num_requests, self.idle, self.requests):
             each.clear()
@@ -75,7 +72,7 @@ class PerTenant(Generic[T]):
 
 
 class PerTenantSource:
-    """A source of its own for each owner, as one source."""
+    """A separate source for each tenant scope, used as one source."""
 
     def __init__(self, make: Callable[[], DraftSource], name: str) -> None:
         self.name, self.sources = name, PerTenant(make)
@@ -85,7 +82,7 @@ class PerTenantSource:
         return self.sources.requests
 
     def begin(self, id: int, scope: TenantScope) -> None:
-        """Guess for a request; until `forget`."""
+        """Propose for a request until `forget`."""
         self.sources.begin(id, scope)
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
@@ -99,5 +96,5 @@ class PerTenantSource:
         self.sources.forget(id)
 
     def reset(self) -> None:
-        """Forget what texts have shown."""
+        """Drop all that was learned from texts."""
         self.sources.reset()

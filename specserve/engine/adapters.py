@@ -1,4 +1,4 @@
-"""Adapters in the target's slots: read beside the steps, put in place between two of them."""
+"""Adapters in the target's slots: files are read during steps, and slots change between steps."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -16,61 +16,64 @@ from specserve.scheduling import Request
 
 log = logging.getLogger("specserve")
 
-AHEAD = 3  # adapters that are read while they have no slot; each takes memory
+AHEAD = 3  # most adapters read without a free slot; each takes memory
 
 GONE = (
-    "model: the files of this adapter are gone or have changed since it was loaded; the server's "
-    "operator has to load it again (the log says more)"
+    "model: this adapter's files are missing or have changed since it was loaded. The server's "
+    "operator must load it again; the log has details"
 )
-LONGEST = 1000  # characters of an error, which may repeat what a file says
+LONGEST = 1000  # most characters of an error, which may quote a file
 
 
 class Resident:
-    """An adapter in a slot, and the requests that have it."""
+    """An adapter in a slot, and the requests that use it."""
 
     def __init__(self, slot: int) -> None:
         self.slot, self.users = slot, set[int]()
 
 
 class Adapters:
-    """Requests wait here until their adapter is in a slot, which stays its own until they end.
+    """Requests wait here until their adapter is in a slot. The slot stays in use until they end.
 
-    An adapter that comes takes a free slot, or that of the one without requests which was used
-    least recently. If all have requests, the one with the fewest gets no new ones: theirs wait as
-    well, so that everyone has a turn.
+    An adapter takes a free slot, or the slot of the least recently used adapter without requests.
+    If all have requests, the adapter with the fewest gets no new ones until it has left, so that no
+    tenant starves.
     """
 
     def __init__(
         self, slots: AdapterSlots, num_slots: int, read: Callable[[Path], PackedAdapter]
     ) -> None:
-        """`read` raises ConfigError, which says what is wrong with an adapter's files."""
+        """`read` raises ConfigError with the error in an adapter's files."""
         self.slots, self.num_slots, self.read = slots, num_slots, read
         self.free = [*reversed(range(num_slots))]
         self.residents: OrderedDict[str, Resident] = OrderedDict()  # by digest, the last used last
-        self.forgotten = set[str]()  # that no request will name: the last one frees it
-        self.waiting: OrderedDict[int, list[Request]] = OrderedDict()  # choices by the first's id
-        # Of the usual priority: steps would wait for a niced thread that holds the GIL, but no CPU.
+        self.forgotten = set[str]()  # no request will name these; their last request frees them
+        # Requests with one prompt, by the first's id
+        self.waiting: OrderedDict[int, list[Request]] = OrderedDict()
+        # Usual priority: a niced thread would delay steps while it holds the GIL without a CPU.
         self.thread = ThreadPoolExecutor(1, "adapters", use_one_core)
         self.coming: dict[str, Future[PackedAdapter]] = {}  # by digest
-        self.loading: list[tuple[str, Future[PackedAdapter]]] = []  # of no request yet
+        self.loading: list[tuple[str, Future[PackedAdapter]]] = []  # loads without requests
 
     def ask(self, choices: list[Request]) -> None:
-        """Have choices of one prompt wait for their adapter."""
+        """Queue the requests of one prompt until their adapter is in a slot."""
         self.waiting[choices[0].id] = choices
 
     def ready(self) -> Iterator[tuple[list[Request], str]]:
-        """Choices whose adapter is in a slot by now; or what is wrong with it, if anything."""
+        """Yield requests whose adapter is in a slot now, or requests that fail with an error
+        message.
+        """
         leaving = set[str]()  # residents that get no new requests
-        absent = set[str]()  # adapters that are not in a slot
+        absent = set[str]()  # adapters without a slot
         for place, id, choices in self.in_turn():
             ref = choices[0].adapter
-            assert ref is not None, "without an adapter there is nothing to wait for"
+            assert ref is not None, "only requests with an adapter wait"
             if ref.digest in leaving or ref.digest in absent:
                 continue
             try:
                 resident = self.find(ref, leaving, AHEAD if place == 0 else AHEAD - 1)
-            except Exception as e:  # as there is no memory for it: it is these requests' alone
-                log.error("an adapter cannot be read again: %s", words_of(e))
+            except Exception as e:  # for example too little memory: only these requests fail
+                log.error("Adapter cannot be read again: %s", words_of(e))
                 del self.waiting[id]
                 yield choices, GONE
                 continue
@@ -82,8 +85,8 @@ class Adapters:
             yield choices, ""
 
     def in_turn(self) -> list[tuple[int, int, list[Request]]]:
-        """What waits, as (place in its tenant's line, id, choices): the first of each tenant, then
-        the second of each.
+        """Return waiting requests as (place in the tenant's line, id, requests): the first of each
+        tenant, then the second of each.
         """
         lengths, found = Counter[int](), []
         for id, choices in self.waiting.items():
@@ -93,8 +96,8 @@ class Adapters:
         return sorted(found, key=lambda each: each[0])
 
     def find(self, ref: AdapterRef, leaving: set[str], ahead: int = AHEAD) -> Resident | None:
-        """The adapter in its slot, or None as long as it is not there; ConfigError where its files
-        are not what they were. `ahead` adapters may be read at most.
+        """Return the adapter in its slot, or None while it is absent. ConfigError if its files have
+        changed. At most `ahead` adapters are read at once.
         """
         if (resident := self.residents.get(ref.digest)) is not None:
             return resident
@@ -107,13 +110,15 @@ class Adapters:
         adapter = self.coming.pop(ref.digest).result()
         if adapter.digest != ref.digest:
             raise ConfigError(
-                f"{ref.folder}: the adapter has other weights than when it was loaded; load it "
-                "again, in place of what was there (load_inplace)"
+                f"{ref.folder}: the adapter's weights have changed since it was loaded. Load it "
+                "again with load_inplace"
             )
         return self.put(adapter)
 
     def has_room(self, leaving: set[str]) -> bool:
-        """Whether a slot is free or can be freed; else one more resident is leaving."""
+        """Return whether a slot is free or can be freed; if not, mark one more resident as
+        leaving.
+        """
         if self.free or any(not resident.users for resident in self.residents.values()):
             return True
         staying = [digest for digest in self.residents if digest not in leaving]
@@ -122,10 +127,11 @@ class Adapters:
         return False
 
     def put(self, adapter: PackedAdapter) -> Resident:
-        """Put an adapter into a slot, where there is room; between two steps."""
+        """Put an adapter into a slot, between two steps; requires `has_room`."""
         if not self.free:
             self.drop(next(d for d, resident in self.residents.items() if not resident.users))
-        if (future := self.coming.pop(adapter.digest, None)) is not None:  # it came another way
+        # It was also loaded by name
+        if (future := self.coming.pop(adapter.digest, None)) is not None:
             future.cancel()
         resident = Resident(self.free.pop())
         self.slots.put(resident.slot, adapter)
@@ -139,34 +145,36 @@ class Adapters:
             resident.users.add(request.id)
 
     def load(self, folder: str) -> None:
-        """Read an adapter that requests are to name."""
+        """Read an adapter for later requests."""
         self.loading.append((folder, self.thread.submit(self.read, Path(folder))))
 
     def loaded(self) -> Iterator[tuple[str, AdapterRef | str]]:
-        """Folders that have been read: how requests name the adapter, or what is wrong with it."""
+        """Yield folders that were read, each with the adapter's reference or an error message."""
         while self.loading and self.loading[0][1].done():
             folder, future = self.loading.pop(0)
             try:
                 yield folder, self.welcome(folder, future.result())
-            except Exception as e:  # as there is no memory for it
+            except Exception as e:  # for example too little memory
                 if not isinstance(e, ConfigError):
-                    log.exception("%s: the adapter could not be read", escaped(folder))
+                    log.exception("%s: adapter cannot be read", escaped(folder))
                 yield folder, words_of(e)
 
     def welcome(self, folder: str, adapter: PackedAdapter) -> AdapterRef:
-        """Put an adapter that requests may name from now on into a slot, if one is free."""
+        """Register an adapter for new requests, and put it into a slot if one is free."""
         self.forgotten.discard(adapter.digest)
         if self.free and adapter.digest not in self.residents:
             self.put(adapter)
         return AdapterRef(folder, adapter.digest, adapter.rank)
 
     def forget(self, digest: str) -> None:
-        """Free the slot of an adapter that no new request names, once its last one ends."""
+        """Free the slot of an adapter that new requests no longer name, once its last request
+        ends.
+        """
         self.forgotten.add(digest)
         self.drop_if_forgotten(digest)
 
     def release(self, request: Request) -> None:
-        """Of a request that has ended, whether it waited or ran."""
+        """Release a request that has ended, whether it waited or ran."""
         if request.adapter is None:
             return
         for id, choices in [*self.waiting.items()]:
@@ -190,7 +198,7 @@ class Adapters:
                 self.drop(digest)
 
     def is_wanted(self, digest: str) -> bool:
-        """Whether a request waits for it."""
+        """Return whether a request waits for the adapter."""
         each = (choices[0].adapter for choices in self.waiting.values())
         return any(ref is not None and ref.digest == digest for ref in each)
 
@@ -200,7 +208,7 @@ class Adapters:
         self.free.append(slot)
 
     def wait(self, seconds: float) -> None:
-        """Until one has been read, but no longer."""
+        """Wait until an adapter was read, at most `seconds`."""
         loading = (future for _, future in self.loading)
         wait([*self.coming.values(), *loading], seconds, FIRST_COMPLETED)
 
@@ -209,9 +217,9 @@ class Adapters:
 
 
 def words_of(error: Exception) -> str:
-    """What is wrong, as text that can be sent and shown, whatever was in a file."""
+    """Return an error as printable text, whatever a file contains."""
     return escaped(str(error) or type(error).__name__)[:LONGEST]
 
 
 def use_one_core() -> None:
-    torch.set_num_threads(1)  # of this thread
+    torch.set_num_threads(1)  # only for this thread

@@ -1,4 +1,4 @@
-"""From a prompt to requests that the scheduler can plan."""
+"""Turns prompts into requests that the scheduler can plan."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from specserve.scheduling.processors import LogitsProcessor, LogitsProcessors
 from specserve.scheduling.scheduler import seconds
 
 MOMENT = 2e-3  # seconds that a step waits for a grammar or adapter if nothing else is due
-NO_GUESSES = SpeculationParams(enabled=False)
+NO_SPECULATION = SpeculationParams(enabled=False)
 
 
 class Admitted(NamedTuple):
-    """Choices of one prompt that wait no longer, or the reason why they fail.
+    """Requests of one prompt that no longer wait, or the reason why they fail.
 
-    blamed  the parameter that causes the failure, if one does
+    blamed  the parameter that causes the failure, if any
     """
 
     choices: list[Request]
@@ -33,7 +33,9 @@ class Admitted(NamedTuple):
 
 
 class Admission:
-    """Makes requests, and holds them until their grammar is compiled and their adapter is read."""
+    """Creates requests, and holds them until their grammar is compiled and their adapter is
+    read.
+    """
 
     def __init__(
         self,
@@ -57,14 +59,14 @@ class Admission:
         resume: ResumeState,
         adapter: AdapterRef | None,
     ) -> list[Request]:
-        """One request per id, see `Engine.add_choices`; the first leads the others."""
-        assert not resume.output or len(samplings) == 1, "each choice has an output of its own"
+        """Return one request per id, see `Engine.add_choices`; the first leads the others."""
+        assert not resume.output or len(samplings) == 1, "only a single request can resume"
         prompt = self.checked(token_ids)
         salt, digest = samplings[0].cache_salt, "" if adapter is None else adapter.digest
         tenant = 0 if caller is None else caller.tenant
         known = keys or self.tables.prompt_keys(prompt, salt, digest, tenant)
         if processors:
-            samplings = [replace(each, speculation=NO_GUESSES) for each in samplings]
+            samplings = [replace(each, speculation=NO_SPECULATION) for each in samplings]
         now, budget = perf_counter(), self.scheduler.budget
         choices = [
             Request(
@@ -92,19 +94,22 @@ class Admission:
         return choices
 
     def checked(self, token_ids: Sequence[int]) -> "array[int]":
-        """The prompt as an array; RequestError for ids whose embedding look-up would crash."""
+        """Return the prompt as an array. RequestError for ids outside the vocabulary, which would
+        crash the embedding lookup.
+        """
         try:
             prompt = array("i", token_ids)
         except OverflowError as e:
             raise RequestError(
-                f"the prompt has an id outside of [0, {self.vocab_size})", "prompt"
+                f"the prompt has an id out of range. Use ids in [0, {self.vocab_size})", "prompt"
             ) from e
         if not prompt:
-            raise RequestError("the prompt has no tokens: give at least one", "prompt")
+            raise RequestError("the prompt has no tokens. Pass at least one", "prompt")
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"prompt token {token} is no id: ids lie in [0, {self.vocab_size})", "prompt"
+                    f"prompt token {token} is out of range. Use ids in [0, {self.vocab_size})",
+                    "prompt",
                 )
         return prompt
 
@@ -113,30 +118,32 @@ class Admission:
         return any(part is not None and part.waiting for part in (self.grammars, self.adapters))
 
     def holds(self, choices: list[Request]) -> bool:
-        """Whether choices of one prompt have to wait: from now on, until `ready` yields them."""
+        """Return whether the requests of one prompt must wait; if so, queue them until `ready`
+        yields them.
+        """
         if not choices[0].sampling.grammar:
             return self.waits_for_adapter(choices)
-        assert self.grammars is not None, "this engine takes no grammars"
+        assert self.grammars is not None, "the engine has no grammars"
         self.grammars.ask([*choices])
         return True
 
     def waits_for_adapter(self, choices: list[Request]) -> bool:
         if choices[0].adapter is None:
             return False
-        assert self.adapters is not None, "this engine takes no adapters"
+        assert self.adapters is not None, "the engine has no adapters"
         self.adapters.ask([*choices])
         return True
 
     def ready(self) -> Iterator[Admitted]:
-        """Choices that wait no longer."""
+        """Yield requests that no longer wait."""
         for choices, state in () if self.grammars is None else self.grammars.ready():
             if isinstance(state, str):
                 yield Admitted(choices, f"the grammar: {state}")
                 continue
             choices[0].begin_text(self.vocab_size, state)
             text = choices[0].text
-            assert text is not None, "it has begun"
-            for request in choices[1:]:  # each has its own: any may end before the others
+            assert text is not None, "begin_text was called"
+            for request in choices[1:]:  # each has its own state: any may end before the others
                 request.text = text.fork()
             if not self.waits_for_adapter(choices):
                 yield Admitted(choices)
@@ -144,14 +151,14 @@ class Admission:
             yield Admitted(choices, failure, "model" if failure else "")
 
     def wait(self) -> None:
-        """Wait a moment for what requests need before they can be planned."""
+        """Wait up to MOMENT seconds for a grammar or an adapter."""
         if self.grammars is not None and self.grammars.waiting:
             self.grammars.wait(MOMENT)
         elif self.adapters is not None and (self.adapters.waiting or self.adapters.loading):
             self.adapters.wait(MOMENT)
 
     def drop(self, request: Request) -> None:
-        """Of a request that has ended."""
+        """Drop a request that has ended."""
         if self.grammars is not None and self.grammars.waiting:
             self.grammars.drop(request)
         if self.adapters is not None:

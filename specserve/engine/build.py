@@ -1,4 +1,4 @@
-"""From a config to an engine that is ready to step."""
+"""Builds an engine from a config."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
     weights: Weights
     max_model_len: int
     drafter: str
-    phases: dict[str, str]  # of the start-up: seconds and notes, as text
+    phases: dict[str, str]  # seconds and notes of start-up phases, as text
 
     @property
     def vocab_size(self) -> int:
@@ -71,12 +71,12 @@ def build(
     known_sources: Iterable[str] = (),
     first: Drafters | None = None,
 ) -> Loaded:
-    """Load the config's models and build an engine; ConfigError says what to change.
+    """Load the config's models and build an engine; ConfigError states what to change.
 
-    Models in `known`, those of earlier engines, are shared instead of loaded again; so is the
-    `vocabulary`. An engine that is served has that read for grammars before it is ready: with a
-    large one that takes a second, in which no step would run. `known_sources` are those that an
-    earlier engine's requests know by their bits, and `first` are the drafters of the first engine.
+    Models in `known`, from earlier engines, are shared instead of loaded again; so is the
+    `vocabulary`. A served engine reads the vocabulary for grammars before it is ready, because a
+    large one would delay a step by a second. `known_sources` are the sources whose bits an earlier
+    engine's requests use, and `first` are the drafters of the first engine.
     """
     phases = phases or Phases()
     check_drafter(config)
@@ -116,7 +116,7 @@ def assemble(
     is_served: bool = False,
     keeps_costs: bool = False,
 ) -> Engine:
-    """An engine for models that are loaded already."""
+    """Build an engine for loaded models."""
     adapters = build_adapters(config, models.target)
     if adapters is not None:
         models = models._replace(target=adapters.slots.decoder)
@@ -151,7 +151,9 @@ def assemble(
 def kv_tables(
     config: Config, pool: BlockPool, target: Runner, draft_model: DraftModel | None
 ) -> KVTables:
-    """Texts that identify the weights and dtype of KV are the names of what has a prefix cache."""
+    """Return the tables of KV. Only models with a name get a prefix cache; a name identifies the
+    weights and dtype of their KV.
+    """
     sizes = {"target": target.kv.block_size}
     draft = None
     if draft_model is not None:
@@ -161,14 +163,14 @@ def kv_tables(
 
 
 def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
-    """The target's slots for adapters; ConfigError for a model that cannot have any."""
+    """Return the target's slots for adapters; ConfigError for a model without adapter support."""
     num_slots, rank = config.lora.num_slots, config.lora.max_rank
     if num_slots == 0:
         return None
     if not isinstance(target, Decoder):
         raise ConfigError(
-            "lora.max_loras: a model that transformers' modules compute takes no adapters here; "
-            "leave out [lora], or merge the adapter into the model (peft's merge_and_unload)"
+            "lora.max_loras: models that run with transformers' modules cannot have adapters. "
+            "Remove [lora], or merge the adapter into the model with peft's merge_and_unload"
         )
     shape, dtype = target.config, target.dtype
     slots = AdapterSlots(target, num_slots, rank)
@@ -180,7 +182,7 @@ def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
 
 
 def read_vocabulary(config: Config) -> Vocabulary:
-    """The target's, as grammars need it."""
+    """Return the target's vocabulary for grammars."""
     source = open_source(resolve_model(config))
     size = source.shape(config.model.implementation).vocab_size
     tokenizer = source.tokenizer().templated(config.model.chat_template)
@@ -189,13 +191,13 @@ def read_vocabulary(config: Config) -> Vocabulary:
 
 
 def kept_costs(config: Config, runner: Runner, costs: StepCosts) -> KeptCosts:
-    """The costs of a model's steps, which begin with what earlier starts have measured."""
+    """Return the costs of a model's steps, initialized with the measurements of earlier starts."""
     threads = str(config.model.threads)
     return KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
 
 
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
-    """Texts that identify the weights and dtype of the target's and of the draft model's KV."""
+    """Return texts that identify the weights and dtype of the target's and the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
     kept = model.quantize_head, model.quantize_embedding, kv_dtype
     code, draft_code = (m.config.implementation if m else None for m in (target, draft))
@@ -207,7 +209,7 @@ def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> 
 
 
 class DrafterParts(NamedTuple):
-    """What drafters are built of: the rest of an engine."""
+    """Parts of an engine that drafters need."""
 
     scheduler: Scheduler
     vocab_size: int
@@ -217,14 +219,14 @@ class DrafterParts(NamedTuple):
 
     @property
     def num_ids(self) -> int:
-        """Ids that draft tokens may have."""
+        """Return the number of ids that draft tokens may have."""
         return self.vocab_size if self.draft_model is None else self.draft_model.num_ids
 
 
 def build_speculator(
     config: Config, parts: DrafterParts, before: Speculator | None = None
 ) -> Speculator | None:
-    """As the config says; sources that guessed `before` go on with what they know."""
+    """Build the config's speculator; sources of `before` keep their statistics."""
     name = config.drafter_name
     if name == "none":
         return None
@@ -232,17 +234,19 @@ def build_speculator(
         if name == "auto":
             earlier = before if isinstance(before, AdaptiveSpeculator) else None
             return adaptive_speculator(config, parts, earlier)
-        lent = parts.head if name == EAGLE else parts.draft_model
-        drafter = make_drafter(name, config.drafter.options, lent)
+        executor = parts.head if name == EAGLE else parts.draft_model
+        drafter = make_drafter(name, config.drafter.options, executor)
     except DrafterError as e:
         raise ConfigError(str(e)) from e
-    return FixedSpeculator(name, drafter, parts.scheduler, lent, parts.num_ids, parts.stats)
+    return FixedSpeculator(name, drafter, parts.scheduler, executor, parts.num_ids, parts.stats)
 
 
 def adaptive_speculator(
     config: Config, parts: DrafterParts, before: AdaptiveSpeculator | None = None
 ) -> AdaptiveSpeculator:
-    """From all sources of `drafter.options`; the draft model is one if there is one."""
+    """Build a speculator of all sources in `drafter.options`; the draft model is one if it
+    exists.
+    """
     options, draft_model = drafter_options("auto", config.drafter.options), parts.draft_model
     sizes = options.max_depth, options.width, options.tau
     run = {EAGLE: parts.head, "model": draft_model}
@@ -261,22 +265,24 @@ def adaptive_speculator(
         for name in names
         if name not in run
     ]
-    refuse_second_executor([s.name for s in sources if lent_to(s)], "model" in there)
-    lent = parts.scheduler, draft_model, parts.stats
-    return AdaptiveSpeculator(sources, model_sources, *lent, names, before)
+    refuse_second_executor([s.name for s in sources if needs_executor(s)], "model" in there)
+    shared = parts.scheduler, draft_model, parts.stats
+    return AdaptiveSpeculator(sources, model_sources, *shared, names, before)
 
 
-def lent_to(source: Source) -> bool:
+def needs_executor(source: Source) -> bool:
     return bool(getattr(getattr(source, "drafter", None), "needs_executor", False))
 
 
 def refuse_second_executor(names: Sequence[str], is_run: bool) -> None:
-    """The draft model runs a request's known tokens for one source in a step, and no other."""
+    """Raise ConfigError if several sources run the draft model: it runs a request's known tokens
+    for one source per step.
+    """
     every = [*names, *(["model"] if is_run else [])]
     if len(every) > 1:
         raise ConfigError(
-            f"drafter.options.sources: {' and '.join(every)} would run the draft model in the same "
-            "step; leave one of them"
+            f"drafter.options.sources: {' and '.join(every)} run the draft model in the same step. "
+            "Keep one of them"
         )
 
 
@@ -310,5 +316,7 @@ def step_budget(config: Config, target: LoadedModel, draft: LoadedModel | None) 
 
 
 def rows_in_time_of_one(draft: LoadedModel, target: LoadedModel) -> int:
-    """Rows of the draft model that take about as long as one of the target, at least 1."""
+    """Return how many rows of the draft model take about as long as one of the target, at least
+    1.
+    """
     return max(1, target.config.num_layer_weights // draft.config.num_layer_weights)

@@ -1,4 +1,4 @@
-"""The step loop: plan, draft, build, launch, collect, walk, commit."""
+"""The step loop: plan, draft, build, launch, collect, verify, commit."""
 
 import logging
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ LESS_MEMORY = "lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batche
 
 
 class Engine:
-    """`add` queues requests, and `step` returns their new tokens, until `is_idle`.
+    """Runs requests: `add` queues them, and `step` returns their new tokens, until `is_idle`.
 
-    A step must not be interrupted: the caller holds back signals meanwhile, as `LLM.step` does.
+    A step must not be interrupted: callers must delay signals during it, as `LLM.step` does.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Engine:
         kept: Sequence[KeptCosts] = (),
         is_replaceable: bool = False,
     ) -> None:
-        """`speculator` is None without a drafter, `grammars` and `adapters` are None if no request
-        may have one. `is_replaceable`: another process can go on with the requests.
+        """`speculator` is None without a drafter; `grammars` and `adapters` are None if no request
+        may use them. `is_replaceable`: another process can continue the requests.
         """
         self.target, self.scheduler = target, scheduler
         self.draft_model, self.head, self.speculator = draft_model, head, speculator
@@ -83,17 +83,17 @@ class Engine:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of those that may guess."""
+        """Return the names of the draft sources in use."""
         return () if self.speculator is None else self.speculator.names
 
     @property
     def known_sources(self) -> tuple[str, ...]:
-        """All that could ever guess, in the order of the bits in `VerifiedTree.sources`."""
+        """Return all known draft sources, in the order of the bits in `VerifiedTree.sources`."""
         return tuple(self.stats.sources)
 
     @property
     def draft_models(self) -> list[ModelExecutor]:
-        """The models that draft: the draft model and the target's head, if there are any."""
+        """Return the models that draft: the draft model and the target's head, if they exist."""
         return [model for model in (self.draft_model, self.head) if model is not None]
 
     @property
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an adapter is read that requests will name."""
+        """Return whether an adapter is being read for later requests."""
         return self.adapters is not None and len(self.adapters.loading) > 0
 
     @property
@@ -115,7 +115,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Run one forward of the target; the outputs of all requests that have new tokens."""
+        """Run one forward of the target; return the outputs of all requests with new tokens."""
         start, drafting = perf_counter(), self.stats.draft_seconds
         refused = self.admit() if self.admission.has_waiting else []
         if self.head is not None and self.head.has_work:
@@ -150,8 +150,8 @@ class Engine:
         return refused + outputs
 
     def admit(self) -> list[StepOutput]:
-        """Queue requests whose grammar and adapter are ready; error outputs for those that have
-        none.
+        """Queue requests whose grammar and adapter are ready; return error outputs for failed
+        ones.
         """
         refused: list[StepOutput] = []
         for choices, failure, blamed in self.admission.ready():
@@ -163,7 +163,7 @@ class Engine:
         return refused
 
     def draft(self, scheduled: list[ScheduledRequest]) -> None:
-        """Give the step's roots their drafts."""
+        """Set the drafts of the step's roots."""
         if self.speculator is None:
             return
         start = perf_counter()
@@ -175,12 +175,12 @@ class Engine:
     def build(
         self, scheduled: list[ScheduledRequest], sampled: list[ScheduledRequest]
     ) -> StepInput:
-        """The step as data. It includes the pending KV updates, so it has to be launched."""
+        """Build the step's input. It takes the pending KV updates, so it must be launched."""
         updates, num_slots = self.pool.updates, self.num_slots
         return step_input_of(scheduled, sampled, updates, self.vocab_size, num_slots)
 
     def verify(self, step: StepInput) -> TargetTokens:
-        """Run the step's forward; the target's tokens after the rows that are read."""
+        """Run the step's forward; return the target's tokens after the rows that are read."""
         start = perf_counter()
         answers = self.target.collect(step, self.target.launch(step))
         self.stats.num_rows += len(step.token_ids)
@@ -215,10 +215,11 @@ class Engine:
         return outputs + [self.append(*each) for each in zip(sampled, paths, strict=True)]
 
     def keep_kv(self, item: ScheduledRequest, path: AcceptedPath) -> None:
-        """Note the moves of accepted nodes' KV, which the next launch does.
+        """Queue the moves of accepted nodes' KV for the next launch.
 
-        Node k was written at slot root + k, and the j-th accepted one belongs at root + j, with
-        j <= k: no move overwrites the source of a later one, so in order they need no scratch.
+        Node k was written at slot root + k, and the j-th accepted node belongs at root + j, with j
+        <= k. No move overwrites the source of a later one, so moves in order need no scratch
+        memory.
         """
         table, root = item.request.table, item.end - 1
         moved = [(j, k) for j, k in enumerate(path.nodes, 1) if k != j]
@@ -234,7 +235,7 @@ class Engine:
         request, draft = item.request, item.draft
         processors = request.processors
         if processors is not None and processors.error is not None:
-            log.error("a logits processor failed", exc_info=processors.error)
+            log.error("Logits processor failed", exc_info=processors.error)
             return self.fail(request, f"logits_processors: {processors.failure}")
         if not path.tokens:
             return self.fail(request, *request.no_token(path.failure))
@@ -253,7 +254,7 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        told = (
+        step_stats = (
             StepSpecStats()
             if self.speculator is None
             else self.speculator.learn(item, path.tokens, path.nodes)
@@ -273,14 +274,14 @@ class Engine:
             admitted_at=request.admitted_at,
             num_cached=request.num_cached,
             is_fallback=is_fallback,
-            sources=told.sources,
-            tree=told.tree,
+            sources=step_stats.sources,
+            tree=step_stats.tree,
             logprobs=path.logprobs,
             prompt_logprobs=item.scores,
         )
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
-        """Queue a request with checked parameters and an unused id; as `add_choices` for one."""
+        """Queue a request with checked parameters and an unused id; see `add_choices`."""
         return self.add_choices(token_ids, [sampling], id)[0]
 
     def add_choices(
@@ -296,12 +297,11 @@ class Engine:
     ) -> list[Request]:
         """Queue requests with one prompt, which is computed once; ids count up from `id`.
 
-        `keys` are the prompt's block keys from `tables.prompt_keys`. They are computed here if
-        missing, so that no step hashes a prompt. Without a `caller` the requests count as a call of
-        their own. `processors` change the logits: their requests have no draft tokens. A single
-        request that has `begun` elsewhere goes on here, with the text that it would have had there.
-        An `adapter` is waited for. RequestError for a prompt that is empty or has an id outside of
-        the vocabulary.
+        `keys` are the prompt's block keys from `tables.prompt_keys`. Missing keys are computed
+        here, so that no step hashes a prompt. Requests without a `caller` count as a separate call.
+        `processors` change the logits; their requests get no draft tokens. `resume` continues a
+        single request of another engine with the same text. Requests wait until their `adapter` is
+        in a slot. RequestError for a prompt that is empty or has an id outside the vocabulary.
         """
         ids = [next(self.ids) if id is None else id + i for i in range(len(samplings))]
         choices = self.admission.requests(
@@ -317,12 +317,12 @@ class Engine:
         return choices
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache; running requests go on."""
+        """Empty the prefix cache; running requests continue."""
         self.pool.reset_cache()
         self.stats.num_resets += 1
 
     def reset_learned(self) -> None:
-        """Reset what was learnt of costs and draft tokens; running requests go on."""
+        """Reset statistics of costs and draft tokens; running requests continue."""
         self.scheduler.costs.reset()
         self.plain_steps.reset()
         for model in self.draft_models:
@@ -334,8 +334,8 @@ class Engine:
     def change_draft_model(
         self, draft_model: DraftModel | None, tables: KVTables, kept: Sequence[KeptCosts]
     ) -> None:
-        """Use another draft model, or none, from the next step on. All draft KV is released, and
-        running requests' is computed again; it gets no keys, as no step hashes a prompt.
+        """Use another draft model, or none, from the next step on. All draft KV is released and
+        computed again for running requests. It gets no keys, so that no step hashes a prompt.
         """
         requests = [*self.requests.values()]
         for request in requests:
@@ -370,14 +370,15 @@ class Engine:
         self.scheduler.remove(request)
         if self.speculator is not None:
             self.speculator.forget(id)
-        assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are held"
+        assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are in use"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
         """End the requests of a step that ran out of memory. Any other error is raised again, and
-        this one, too, where another process can go on with them.
+        also this error if another process can continue the requests.
 
-        Their blocks are released, with whatever the step wrote. Where KV updates failed, blocks of
-        any request may be damaged: all requests end, and the prefix cache is emptied.
+        The requests' blocks are released, with everything that the step wrote. If KV updates
+        failed, blocks of any request may be damaged: all requests end, and the prefix cache is
+        emptied.
         """
         requests = [s.request for s in scheduled]
         if self.head is not None:
@@ -386,26 +387,28 @@ class Engine:
         if cause is None or not is_out_of_memory(cause):
             raise error
         if self.is_replaceable:
-            log.error("a step ran out of memory; if that happens often: %s", LESS_MEMORY)
+            log.error("A step ran out of memory. If this happens often, %s", LESS_MEMORY)
             raise error
         if isinstance(error, KVLost):
             self.reset_cache()
             requests = list(self.requests.values())
         failure = (
-            "the device ran out of memory in a step of this request: try again later; its operator "
-            f"should {LESS_MEMORY}"
+            "the device ran out of memory in a step of this request. Try again later; the server's "
+            f"operator should {LESS_MEMORY}"
         )
-        log.error("%d requests ended, as the device ran out of memory: %s", len(requests), cause)
+        log.error(
+            "%d requests ended because the device ran out of memory: %s", len(requests), cause
+        )
         return [self.fail(request, failure) for request in requests]
 
     def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
-        """End a request that cannot continue, for a parameter that is to blame or for none."""
+        """End a request that cannot continue; `blamed` is the parameter that causes it, if any."""
         self.finish(request.id)
         at = request.admitted_at
         return StepOutput(request.id, [], "error", False, 0, 0, at, failure=failure, blamed=blamed)
 
     def rest(self) -> None:
-        """Do what takes a moment, as no request waits for a step."""
+        """Run slow work while no request waits for a step."""
         if self.head is not None and self.head.has_work:
             with torch.inference_mode():
                 self.head.follow_timed(self.stats)
@@ -413,7 +416,7 @@ class Engine:
             costs.keep()
 
     def close(self) -> None:
-        """Keep what steps have cost, for the next start, and compile no more grammars."""
+        """Store step costs for the next start, and stop compiling grammars and reading adapters."""
         for costs in self.kept:
             costs.write()
         if self.grammars is not None:
@@ -422,12 +425,14 @@ class Engine:
             self.adapters.close()
 
     def check(self) -> None:
-        """Assert that every block is free, cached, or held by as many tables as it counts."""
+        """Assert that every block is free, cached, or used by as many tables as its count."""
         tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
         self.pool.check(tables)
 
     def speculation(self, tenant: int = 0) -> SpeculationState:
-        """The data by which draft tokens are chosen now, for a tenant's requests without a salt."""
+        """Return the state that decides about draft tokens, for a tenant's requests without a
+        salt.
+        """
         models = {"draft": self.draft_model, "head": self.head}
         costs = {name: model.costs for name, model in models.items() if model is not None}
         state = SpeculationState(
@@ -443,6 +448,6 @@ class Engine:
 
 
 def prompt_output(item: ScheduledRequest) -> StepOutput:
-    """The logprobs of a prompt that is not computed to its end."""
+    """Return an output with the logprobs of a prompt that is only partly computed."""
     r = item.request
     return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)

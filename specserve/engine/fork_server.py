@@ -1,8 +1,8 @@
-"""The process whose forks are the engine processes, one after the other.
+"""The process that forks the engine processes, one after the other.
 
-It has imported what they need, and for the CPU it has read the weights, too: forks share its
-memory, so that an engine process that dies is replaced within a moment. A process that has used a
-GPU cannot be forked, so there each engine process reads the weights by itself.
+It imports their modules, and reads the weights if the device is the CPU. Forks share its memory, so
+a failed engine process is replaced quickly. A process that has used a GPU cannot be forked, so each
+engine process on a GPU reads the weights itself.
 """
 
 import os
@@ -33,18 +33,18 @@ from specserve.process import (
     switch_threads_often,
 )
 
-NVIDIA = Path("/dev/nvidiactl")  # of the driver
+NVIDIA = Path("/dev/nvidiactl")  # device file of the driver
 
 
 def main(fd: int, log_format: str) -> None:
-    """Fork an engine process for each socket that comes over this one, when the one before has
-    ended; until the parent process closes its end.
+    """Fork an engine process for each socket that arrives over this one, once the previous process
+    has ended. Return when the parent process closes its end.
     """
     die_with_parent()
     keep_stderr_from_failing()
     switch_threads_often()
     logs.configure(log_format)
-    ignore_signals()  # the parent finishes its requests, for which engines have to go on stepping
+    ignore_signals()  # the parent finishes its requests, so engines must keep stepping
     control = socket.socket(fileno=fd)
     shared, phases = NOTHING, Phases()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -62,7 +62,7 @@ def main(fd: int, log_format: str) -> None:
             if (engine := os.fork()) == 0:
                 control.close()
                 die_with_parent()
-                if os.getppid() != parent:  # it ended before that
+                if os.getppid() != parent:  # the parent ended before the call
                     return
                 process.run(link, begin, phases, shared)
                 return
@@ -70,11 +70,11 @@ def main(fd: int, log_format: str) -> None:
             control.sendall(NUMBER.pack(engine))
             _, status = os.waitpid(engine, 0)
             control.sendall(NUMBER.pack(status))
-            phases = Phases()  # the next one has nothing to read
+            phases = Phases()  # the next process has nothing to read
 
 
 def next_socket(control: socket.socket) -> socket.socket:
-    """EOFError where none will come."""
+    """Return the next socket; EOFError if none will arrive."""
     _, fds, _, _ = socket.recv_fds(control, 1, 1)
     if not fds:
         raise EOFError
@@ -82,14 +82,14 @@ def next_socket(control: socket.socket) -> socket.socket:
 
 
 def is_for_cpu(config: Config) -> bool:
-    """Without asking CUDA, after which a process cannot be forked."""
+    """Return whether the device is the CPU, without calling CUDA, which would prevent forks."""
     may_be_cuda = torch.version.cuda is not None and NVIDIA.exists()
     return config.model.device == "cpu" or (config.model.device == "auto" and not may_be_cuda)
 
 
 def read_shared(begin: EngineStart, progress: Progress, phases: Phases) -> Shared:
-    """The weights and the vocabulary, read in threads of their own: the threads of OpenMP belong to
-    the one that started them and end with it, and a fork could not go on with them.
+    """Read weights and vocabulary in separate threads. OpenMP's threads belong to the thread that
+    started them and end with it, and a fork could not use them.
     """
     with ThreadPoolExecutor(2) as threads:
         vocabulary = threads.submit(read_vocabulary, begin.config)

@@ -1,4 +1,4 @@
-"""Compiles requests' grammars beside the steps."""
+"""Compiles requests' grammars in threads during steps."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specserve")
 
-KEPT = 64  # compiled grammars, for requests that bring the same again
-# Of the usual priority: the steps would wait for a niced thread that holds the GIL but gets no CPU.
-NUM_THREADS = 2  # one tenant's grammars take one of them
+KEPT = 64  # most compiled grammars kept for requests with the same grammar
+# Usual priority: a niced thread would delay steps while it holds the GIL without a CPU.
+NUM_THREADS = 2  # threads that compile; one tenant's grammars take one of them
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that texts are made of.
+    """The tokens of a model's texts.
 
-    size      of the logits
-    end_ids   those that end a complete text
+    size      number of logits
+    end_ids   ids that end a complete text
     """
 
     tokens: "LLTokenizer"
@@ -37,16 +37,17 @@ class Grammars:
     """Requests wait here until their grammar is compiled."""
 
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
-        """`read` is called when the first grammar comes, unless `prepare` was."""
+        """`read` is called with the first grammar, or in `prepare`."""
         self.read = read
         self.threads = FairThreads(NUM_THREADS, "grammars")
         self.vocabulary: Future[Vocabulary] | None = None
-        # By tenant, salt and grammar.
+        # Keys: tenant, salt and grammar.
         self.compiled: OrderedDict[tuple[int, str, str], Future[Compiled]] = OrderedDict()
-        self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}  # by the first's id
+        # Requests of one prompt, by the first request's id.
+        self.waiting: dict[int, tuple[Future[Compiled], list[Request]]] = {}
 
     def prepare(self) -> Future[Vocabulary]:
-        """Read the vocabulary, in a thread."""
+        """Read the vocabulary in a thread."""
         if self.vocabulary is None:
             self.vocabulary = self.threads.submit(None, self.read)
         return self.vocabulary
@@ -58,9 +59,10 @@ class Grammars:
         self.threads.close()
 
     def ask(self, choices: list[Request]) -> None:
-        """Compile the grammar of a prompt's choices."""
+        """Compile the grammar of the requests of one prompt."""
         asked, tenant = choices[0].sampling, choices[0].caller.tenant
-        key = tenant, asked.cache_salt, asked.grammar  # nobody learns what others have sent
+        # Separate entries: times must not reveal other tenants' grammars
+        key = tenant, asked.cache_salt, asked.grammar
         if key not in self.compiled:
             vocabulary = self.prepare()
             self.compiled[key] = self.threads.submit(
@@ -71,33 +73,35 @@ class Grammars:
         self.waiting[choices[0].id] = self.compiled[key], choices
 
     def drop_one_beyond_limit(self) -> None:
-        """Drop the oldest grammar of the tenant that has most of those that are kept."""
+        """Drop the oldest grammar of the tenant with the most grammars."""
         if len(self.compiled) > KEPT:
             [(largest, _)] = Counter(tenant for tenant, _, _ in self.compiled).most_common(1)
             del self.compiled[next(key for key in self.compiled if key[0] == largest)]
 
     def ready(self) -> Iterator[tuple[list[Request], GrammarState | str]]:
-        """Choices that need not wait any more, and the state of the first or what is wrong."""
+        """Yield requests that no longer wait, with the first's grammar state or an error
+        message.
+        """
         done = [id for id, (future, _) in self.waiting.items() if future.done()]
         for id in done:
             future, choices = self.waiting.pop(id)
             try:
                 compiled = future.result()
-            except Exception as e:  # as there is no memory for a thread: it is this request's alone
+            except Exception as e:  # for example no memory for a thread: only this request fails
                 if not isinstance(e, GrammarError):
-                    told = {"request_id": choices[0].caller.request_id}
-                    log.exception("a grammar could not be compiled", extra=told)
+                    details = {"request_id": choices[0].caller.request_id}
+                    log.exception("Grammar cannot be compiled", extra=details)
                 yield choices, str(e) or type(e).__name__
                 continue
             _, size, end_ids = self.prepare().result()
             yield choices, GrammarState(compiled, end_ids, size)
 
     def wait(self, seconds: float) -> None:
-        """Until one is ready, but no longer."""
+        """Wait until a grammar is ready, at most `seconds`."""
         wait([future for future, _ in self.waiting.values()], seconds, FIRST_COMPLETED)
 
     def drop(self, request: Request) -> None:
-        """Of a request that has ended."""
+        """Drop a request that has ended."""
         for id, (future, choices) in [*self.waiting.items()]:
             if request in choices:
                 choices.remove(request)
@@ -106,7 +110,7 @@ class Grammars:
                     self.drop_if_unwanted(future)
 
     def drop_if_unwanted(self, future: Future[Compiled]) -> None:
-        """Forget a grammar that no request waits for and that is not being compiled yet."""
+        """Drop a grammar that no request waits for and that is not being compiled."""
         if not any(future is other for other, _ in self.waiting.values()) and future.cancel():
             self.compiled = OrderedDict(
                 (key, kept) for key, kept in self.compiled.items() if kept is not future

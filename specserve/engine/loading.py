@@ -1,4 +1,4 @@
-"""Loading the models that a config names, each once, to be shared between engines."""
+"""Loads the models of a config, each once, so that engines can share them."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, total
 
 
 class ModelKey(NamedTuple):
-    """Everything that the weights in memory depend on."""
+    """All settings that the weights in memory depend on."""
 
     folder: str
     device: str
@@ -55,27 +55,28 @@ class Model:
     def __init__(self, decoder: LoadedModel, key: ModelKey) -> None:
         self.decoder, self.key = decoder, key
         self.threads: tuple[Threads, str] | None = None  # the choice, and its description
-        self.probed = 0  # rows of the largest step that has been probed
-        self.differing: int | None = None  # what `differing_rows` found
-        self.num_ids: int | None = None  # of a draft model: ids that it shares with the target
+        self.probed = 0  # rows of the largest step that was probed
+        self.differing: int | None = None  # result of `differing_rows`
+        # Number of ids that a draft model shares with the target.
+        self.num_ids: int | None = None
 
     @property
     def is_row_invariant(self) -> bool | None:
-        """Whether a row has the same bits in all steps; None where that was not probed."""
+        """Return whether results are batch-invariant; None without a probe."""
         return None if self.probed == 0 else self.differing is None
 
     def probe(self, rows: int) -> None:
-        """Find out, for steps of up to so many rows."""
+        """Probe steps of up to so many rows."""
         if self.probed < rows:
             self.differing, self.probed = differing_rows(self.decoder, rows), rows
 
     @property
     def row_words(self) -> str:
         if self.differing is None:
-            return f"the same bits in steps of 1 to {self.probed} rows"
+            return f"batch-invariant in steps of 1 to {self.probed} rows"
         return (
-            f"other bits in a step of {self.differing} rows than in one of {self.probed}: "
-            "no guesses, no prefix hits"
+            f"not batch-invariant: steps of {self.differing} and {self.probed} rows differ. "
+            "Speculation and prefix caching are off"
         )
 
 
@@ -86,7 +87,9 @@ class Weights(NamedTuple):
 
     @property
     def num_ids(self) -> int | None:
-        """The number of ids that a drafter may propose; None without a draft model: all are."""
+        """Return the number of ids that a drafter may propose; None without a draft model: all
+        ids.
+        """
         return None if self.draft is None else self.draft.num_ids
 
     @property
@@ -103,14 +106,14 @@ def load_weights(
     known: Iterable[Model | None],
     first: Drafters | None = None,
 ) -> Weights:
-    """As `load_models`, with the head of the `first` engine process, or of this one.
+    """Load a config's models, and the head of the `first` engine process, or of this one.
 
-    No head can come later, and a head stays while nothing runs it.
+    A head cannot be added later. It stays loaded while no drafter runs it.
     """
     known, drafters = [*known], resolve_drafters(config)
     weights = load_models(config, drafters, progress, phases, known)
     of_head = first or drafters
-    skipped = "the target's own layers for multi-token prediction do not guess: %s"
+    skipped = "The target's multi-token prediction layers are not used: %s"
     if weights.target.is_row_invariant is False:
         return weights
     if of_head.lost_head:
@@ -133,7 +136,7 @@ def load_models(
     phases: Phases,
     known: Iterable[Model | None],
 ) -> Weights:
-    """The target and the draft model of a config; those in `known` are not loaded again."""
+    """Load the target and the draft model of a config; models in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
     def get(name: str, path: Path, quantize: str | None, implementation: str = "auto") -> Model:
@@ -149,12 +152,13 @@ def load_models(
                 phases.note(name, decoder.forms.words)
         return loaded[key]
 
-    with nullcontext() if loaded else phases.phase("kernels"):  # they came with the models
+    # Otherwise they came with the models
+    with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
     target = get("target", folder, asked.quantize, asked.implementation)
     context_length(config, target.decoder.config)  # may raise, so before the next load
-    if target.key.implementation == "transformers":  # other code promises nothing about its rows
+    if target.key.implementation == "transformers":  # its code may not be batch-invariant
         probe(target, config.scheduler.max_batched_tokens, phases)
     draft = None
     if needs_draft_model(settled(config, target), drafters) and drafters.draft is not None:
@@ -168,12 +172,12 @@ def load_models(
 
 @lru_cache(maxsize=8)
 def num_common_ids(target: Path, draft: Path) -> int:
-    """The number of ids of the tokenizer that both models have; ConfigError if theirs differ."""
+    """Return the number of ids that both tokenizers have; ConfigError if they differ otherwise."""
     return check_same_vocabulary(*(open_source(path).tokenizer() for path in (target, draft)))
 
 
 def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases: Phases) -> Model:
-    """The target's head; one in `known` is not loaded again."""
+    """Load the target's head, unless it is in `known`."""
     key = target.key._replace(
         folder=str(folder.resolve()), implementation=f"head of {target.key.folder}"
     )
@@ -181,8 +185,8 @@ def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases:
         return loaded
     if not isinstance(target.decoder, Decoder):
         raise ConfigError(
-            f"{folder}: {target.key.implementation} computes it, and a head reads the layers of a "
-            "target that native code computes; take another drafter"
+            f"{folder}: the target runs with {target.key.implementation}, but a head needs a "
+            "target that runs with native code. Choose another drafter"
         )
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
@@ -192,7 +196,7 @@ def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases:
 
 
 def load_head(folder: Path, target: Decoder) -> DraftHead:
-    """An EAGLE-3 head, or the target's own MTP layers."""
+    """Load an EAGLE-3 head, or the target's own MTP layers."""
     return load_eagle_head(folder, target) if is_head(folder) else load_mtp_head(folder, target)
 
 
@@ -201,15 +205,12 @@ def probe(target: Model, rows: int, phases: Phases) -> None:
         target.probe(rows)
         phases.note("rows", target.row_words)
     if not target.is_row_invariant:
-        log.warning(
-            "%s: a row has %s, as the text might depend on them",
-            *(target.key.folder, target.row_words),
-        )
+        log.warning("%s: the model is %s", target.key.folder, target.row_words)
 
 
 def settled(config: Config, target: Model) -> Config:
-    """The config as it is carried out: without guesses and prefix hits for a model whose rows have
-    other bits in other steps, as a text might depend on them.
+    """Return the config with speculation and prefix caching off if the target's results depend on
+    the batch, because they could change a text.
     """
     if target.is_row_invariant in (None, True):
         return config
@@ -232,7 +233,7 @@ def device_refused(config: Config, e: DeviceError) -> ConfigError:
 
 
 def check_device(config: Config) -> None:
-    """ConfigError for a GPU that cannot be used, before a model is downloaded for it."""
+    """Raise ConfigError for a GPU that cannot be used, before a model is downloaded for it."""
     if config.model.device not in ("auto", "cpu"):
         load_ops(config)
 
@@ -259,19 +260,19 @@ def load_model(
     except torch.OutOfMemoryError as e:
         gib = num_bytes(folder, shape, dtype, ops, rounding) / 2**30
         raise ConfigError(
-            f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}): free some "
-            "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or take a smaller model "
+            f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}). Free some "
+            "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or choose a smaller model "
             "or another model.device"
         ) from e
 
 
 def num_bytes(folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding) -> int:
-    """Of a model's weights; about, where transformers loads them."""
+    """Return the bytes of a model's weights; an estimate if transformers loads them."""
     if shape.implementation == "transformers":
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return weight_bytes(folder, dtype, ops, rounding)
 
 
 def asked_for(e: BaseException) -> str:
-    """The sentences of torch's error that state how much was asked for, and how much was free."""
+    """Return the sentences of torch's error with the requested and the free memory."""
     return ". ".join(str(e).split(". ")[:3]).strip(" .")

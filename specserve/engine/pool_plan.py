@@ -1,4 +1,4 @@
-"""How much memory the KV pool gets, and how target and draft model divide it into blocks."""
+"""Sizes the KV pool, and divides it into blocks of the target and the draft model."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,13 @@ from specserve_kernels import DeviceError, KVCache, Ops
 
 
 class Models(NamedTuple):
-    """What shares a pool."""
+    """Models that share a pool."""
 
     target: LoadedModel
     draft: LoadedModel | None = None
     head: DraftHead | None = None
-    num_ids: int | None = None  # that a drafter may propose; None: all that both models have
+    # Number of ids that a drafter may propose; None: all that both models have
+    num_ids: int | None = None
 
 
 class Runners(NamedTuple):
@@ -35,12 +36,12 @@ class Runners(NamedTuple):
 class PoolPlan:
     """The sizes of the arena that all models share, for requests of up to `max_len` tokens.
 
-    layouts      of each layer's KV, by whose blocks they are in: the target's, with a head's layers
-                 behind its own, and the draft model's
+    layouts      of each layer's KV, by the model whose blocks have it: the target's and a head's
+                 layers, and the draft model's layers
     block_bytes  bytes of a block, the same for all models
     block_sizes  tokens in a block, by model
     per_request  blocks of a request of full length and its tree, by model
-    num_blocks   no more than `max_running` such requests need, and no more than memory allows
+    num_blocks   at most the need of `max_running` such requests, and at most what memory allows
     """
 
     def __init__(self, config: Config, models: Models, max_len: int) -> None:
@@ -61,7 +62,9 @@ class PoolPlan:
         self.num_blocks = min(self.allowed // self.block_bytes, needed)
 
     def check(self) -> None:
-        """ConfigError, with what to change, unless one request of full length fits."""
+        """Raise ConfigError, with the settings to change, unless one request of full length
+        fits.
+        """
         if self.num_blocks >= self.per_request[0]:
             return
         fit = self.num_blocks * self.block_sizes[0] - TREE_SLOTS
@@ -69,19 +72,19 @@ class PoolPlan:
         needed = self.per_request[0] * self.block_bytes
         raise ConfigError(
             f"a request of {self.max_len} tokens and its tree need {needed} bytes of KV, and "
-            f"memory allows {self.allowed}: {shorter}raise memory.kv_bytes or memory.kv_fraction, "
-            "or lower memory.block_size"
+            f"memory allows {self.allowed}. To fix this, {shorter}raise memory.kv_bytes or "
+            "memory.kv_fraction, or lower memory.block_size"
         )
 
 
 def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, BlockPool]:
-    """A runner for each model, and the pool that they share."""
+    """Return a runner for each model, and the pool that they share."""
     plan = PoolPlan(config, models, max_len)
     plan.check()
     arena, (target, draft, head, _) = allocate(plan, models.target.ops), models
     both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
     sizes, num_layers = rows_of_steps(config), target.config.num_layers
-    # Only the target's KV is moved: a head runs accepted guesses again.
+    # Only the target's KV is moved: a head runs accepted draft tokens again.
     arena.views["target"] = of_target = KVCache(both[:num_layers])
     taps = () if head is None else [tap for tap in head.taps if tap < num_layers]
     runners = Runners(Runner(target, arena, of_target, *sizes, taps))
@@ -94,15 +97,15 @@ def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, B
 
 
 def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
-    """A runner for a draft model that comes to a pool that there is; ConfigError if no token of it
-    fits into a block. The arena's view of the draft model's KV stays what it is.
+    """Return a runner for a draft model that is added to an existing pool. ConfigError if a block
+    cannot hold a token of it. The arena's view of the draft model's KV does not change.
     """
     layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
     fits = tokens_that_fit(layouts, arena.blocks.shape[1])
     if fits == 0:
         raise ConfigError(
-            f"drafter.model = {config.draft!r}: the KV of one of its tokens takes more than the "
-            f"{arena.blocks.shape[1]} bytes of a block: start with it, or with "
+            f"drafter.model = {config.draft!r}: the KV of a token exceeds the "
+            f"{arena.blocks.shape[1]} bytes of a block. Start the server with this model, or with "
             "a larger memory.block_size"
         )
     size = draft_block_size(config.memory.draft_block_size, fits)
@@ -110,7 +113,7 @@ def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
 
 
 def rows_of_steps(config: Config) -> tuple[int, int]:
-    """Rows of the largest steps, and of those the rows that are read at most."""
+    """Return the most rows of a step, and the most rows of a step that are read."""
     c = config.scheduler
     return c.max_batched_tokens, c.max_running + config.max_step_nodes
 
@@ -121,7 +124,7 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
         return Arena(ops.allocate(size), plan.block_bytes)
     except (OSError, OverflowError, torch.OutOfMemoryError) as e:
         raise ConfigError(
-            f"the system refuses {size} bytes for the KV pool ({asked_for(e)}): lower "
+            f"the system refuses {size} bytes for the KV pool ({asked_for(e)}). Lower "
             "memory.kv_bytes or memory.kv_fraction"
         ) from e
 
@@ -136,8 +139,8 @@ def pool_words(config: Config, pool: BlockPool) -> str:
 def draft_block_size(asked: int | None, fits: int) -> int:
     if asked is not None and asked > fits:
         raise ConfigError(
-            f"memory.draft_block_size = {asked} is more than the {fits} draft tokens that fit into "
-            "a block: lower it, or raise memory.block_size"
+            f"memory.draft_block_size = {asked} exceeds the {fits} draft tokens that fit into "
+            "a block. Lower it, or raise memory.block_size"
         )
     return asked or fits
 
@@ -148,4 +151,4 @@ def kv_bytes(config: Config, ops: Ops) -> int:
     try:
         return int(config.memory.kv_fraction * ops.free_memory())
     except DeviceError as e:
-        raise ConfigError(f"{e}: set memory.kv_bytes") from e
+        raise ConfigError(f"{e}. Set memory.kv_bytes") from e

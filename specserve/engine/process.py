@@ -1,4 +1,4 @@
-"""The engine in a process of its own, and changes of its drafters while requests run."""
+"""Runs the engine in a separate process, and changes its drafters while requests run."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +52,7 @@ from specserve_kernels import is_out_of_memory
 
 
 class Prepared(NamedTuple):
-    """Guesses that can be put in place."""
+    """Drafters and a draft model that are ready for use."""
 
     config: Config
     draft: Model | None
@@ -73,10 +73,10 @@ class Control:
         return self.loaded.engine
 
     def ask(self, config: Config) -> None:
-        """Prepare what the config asks for in a thread that uses one core. A niced one would hold
-        up steps while it holds the GIL and gets no CPU.
+        """Prepare the config's drafters in a thread that uses one core. A niced thread would delay
+        steps while it holds the GIL without a CPU.
         """
-        assert self.preparing is None, "a change comes after the one before is done"
+        assert self.preparing is None, "changes run one at a time"
         self.preparing = self.thread.submit(self.prepare_beside_steps, config)
 
     def wait(self, seconds: float) -> None:
@@ -89,22 +89,22 @@ class Control:
 
     @property
     def is_due(self) -> bool:
-        """Whether `finish` will not have to wait."""
+        """Return whether `finish` can run without waiting."""
         return self.preparing is not None and self.preparing.done()
 
     def finish(self) -> None:
-        """Put in place what was asked for; between two steps. ConfigError if it cannot be."""
-        assert self.preparing is not None, "nothing was asked for"
+        """Apply the prepared change, between two steps. ConfigError if that is impossible."""
+        assert self.preparing is not None, "no change was requested"
         prepared, self.preparing = self.preparing, None
         self.put(prepared.result())
 
     def prepare_beside_steps(self, config: Config) -> Prepared:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # only for this thread
         return self.prepare(config)
 
     def prepare(self, config: Config) -> Prepared:
-        """Load the draft model, where it is another one; ConfigError if that cannot be used. It may
-        run beside steps.
+        """Load the draft model if it is a new one; ConfigError if it cannot be used. It may run
+        during steps.
         """
         check_drafter(config)
         drafters = resolve_drafters(config)
@@ -112,8 +112,8 @@ class Control:
             raise ConfigError(NO_HEAD)
         if settled(config, self.loaded.weights.target) != config and config.drafter_name != "none":
             raise ConfigError(
-                "there can be no guesses: this model's rows have other bits in other steps (see "
-                "row_invariant in GET /v1/models), so that they might change the text"
+                "speculation is off: results of this model depend on the batch, so draft tokens "
+                "could change the text. See `row_invariant` in GET /v1/models"
             )
         known = [*self.known, *self.loaded.weights]
         weights = load_models(config, drafters, None, Phases(), known)
@@ -126,13 +126,18 @@ class Control:
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            raise ConfigError(f"drafter.model = {config.draft!r}: too little memory ({e})") from e
-        assert weights.num_ids is not None, "there is a draft model"
+            words = (
+                f"drafter.model = {config.draft!r}: too little memory ({e}). Choose a smaller one"
+            )
+            raise ConfigError(words) from e
+        assert weights.num_ids is not None, "the draft model has ids"
         draft_model = DraftModel(runner, self.engine.scheduler, weights.num_ids)
         return Prepared(config, weights.draft, draft_model)
 
     def put(self, prepared: Prepared) -> None:
-        """Guess so from the next step on. ConfigError, with nothing changed, if it cannot be."""
+        """Use the prepared drafters from the next step on. ConfigError, without any change, if that
+        is impossible.
+        """
         config, draft, draft_model = prepared
         engine, weights = self.engine, self.loaded.weights
         vocab_size = weights.target.decoder.config.vocab_size
@@ -165,7 +170,7 @@ MOMENT = 0.01  # seconds that an idle engine waits for a change before it looks 
 
 
 class Shared(NamedTuple):
-    """What engine processes have in common, read once for all of them."""
+    """Data of all engine processes, read once for all of them."""
 
     models: Iterable[Model | None] = ()
     vocabulary: Callable[[], Vocabulary] | None = None
@@ -177,7 +182,7 @@ NOTHING = Shared()
 def run(
     link: Link, begin: EngineStart, phases: Phases | None = None, shared: Shared = NOTHING
 ) -> None:
-    """Make an engine, and run steps until the other end of the socket is closed: EOFError."""
+    """Build an engine, and run steps until the other end closes the socket: EOFError."""
     try:
         began = begin.sources, begin.first
         loaded = build(begin.config, progress_to(link), phases, *shared, True, *began)
@@ -189,7 +194,7 @@ def run(
     try:
         link.send(ready(loaded))
         serve(link, control)
-    finally:  # it is killed if this takes long
+    finally:  # the process is killed if this takes long
         control.close()
         loaded.engine.close()
 
@@ -199,7 +204,7 @@ def progress_to(link: Link) -> Progress:
 
 
 def serve(link: Link, control: Control) -> None:
-    """Carry out all commands that have come, run a step, send a report; block while idle."""
+    """Run all received commands and a step, and send a report; block while idle."""
     engine = control.engine
     link.send(report(engine, []))
     while True:
@@ -232,7 +237,7 @@ def serve(link: Link, control: Control) -> None:
 def change_adapters(engine: Engine, commands: EngineCommands) -> None:
     if not (commands.load_adapters or commands.forget_adapters):
         return
-    assert engine.adapters is not None, "the server knows whether there can be adapters"
+    assert engine.adapters is not None, "the server checks for adapters"
     for digest in commands.forget_adapters:
         engine.adapters.forget(digest)
     for folder in commands.load_adapters:
@@ -240,7 +245,7 @@ def change_adapters(engine: Engine, commands: EngineCommands) -> None:
 
 
 def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
-    """Those that have been read since the last step, if any."""
+    """Yield adapters that were read since the last step."""
     for folder, found in () if engine.adapters is None else engine.adapters.loaded():
         if isinstance(found, AdapterRef):
             yield AdapterLoaded(folder, found)
@@ -249,7 +254,7 @@ def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
 
 
 def change(control: Control) -> Changed:
-    """Put in place what has been prepared."""
+    """Apply the prepared change, and report the result."""
     try:
         control.finish()
     except ConfigError as e:
@@ -258,7 +263,9 @@ def change(control: Control) -> Changed:
 
 
 def add(engine: Engine, asked: Add) -> list[StepOutput]:
-    """Queue a prompt's choices; if the prompt is refused, an error output for each of them."""
+    """Queue a prompt's requests; if the prompt is refused, return an error output for each of
+    them.
+    """
     try:
         engine.add_choices(
             asked.token_ids,

@@ -1,4 +1,4 @@
-"""One model, target or draft, with its KV: a StepInput in, logits or tokens out."""
+"""Runs one model, target or draft, with its KV: a StepInput in, logits or tokens out."""
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,13 +43,13 @@ Processor = Callable[[Tensor], Tensor]
 
 
 class Draws(NamedTuple):
-    """What the token after each of n rows is drawn with; the fields are those of SampleParams.
+    """Sampling parameters of the token after each of n rows; the fields are as in SampleParams.
 
-    processors  what callers' functions make of the logits [V] float32 of some rows, before all else
-    node_masks  of some rows, instead of `masks`: each is made when its row's token is drawn
+    processors  callers' functions, by row: they change the logits [V] float32 before other edits
+    node_masks  masks by row, instead of `masks`: each is computed when its row's token is sampled
     """
 
-    is_greedy: bool  # every temperature is 0: the columns after it change nothing
+    is_greedy: bool  # every temperature is 0: the columns after it have no effect
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int32]
     top_p: NDArray[np.float32]
@@ -62,7 +62,7 @@ class Draws(NamedTuple):
     node_masks: Mapping[int, NodeMask] = {}
 
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
-        """The parameters of all rows, or of some, as host tensors."""
+        """Return the parameters of all rows, or of some, as host tensors."""
         if self.edits is None and self.masks is None and not self.node_masks:
             return self.plain_params(rows)
         params = self.plain_params()._replace(edits=self.edits, masks=self.masks)
@@ -74,7 +74,7 @@ class Draws(NamedTuple):
         return params._replace(masks=self.with_node_masks(params.masks, each))
 
     def with_node_masks(self, masks: Masks | None, rows: Sequence[int]) -> Masks | None:
-        """The masks of some rows, with those that are found now."""
+        """Return the masks of some rows, with the node masks that are computed now."""
         found = [(i, self.node_masks[row]) for i, row in enumerate(rows) if row in self.node_masks]
         if not found:
             return masks
@@ -88,7 +88,7 @@ class Draws(NamedTuple):
         return Masks(number, torch.stack(words))
 
     def plain_params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
-        """Without edits and masks."""
+        """Return the parameters without edits and masks."""
         if self.is_greedy:
             return SampleParams.greedy(len(self.seeds if rows is None else rows))
         columns: Sequence[NDArray[Any]] = self[1:7]
@@ -97,7 +97,9 @@ class Draws(NamedTuple):
         return SampleParams.of(map(torch.from_numpy, columns))
 
     def processed(self, logits: Tensor, first: int) -> Tensor:
-        """The logits of the rows from `first` on, as processors change them: a copy if any does."""
+        """Return the logits of the rows from `first` on after processors; a copy if any row has
+        one.
+        """
         rows = [row for row in self.processors if first <= row < first + len(logits)]
         if not rows:
             return logits
@@ -109,12 +111,12 @@ class Draws(NamedTuple):
 
 
 class AskedLogprobs(NamedTuple):
-    """The logprobs that a step has to tell.
+    """The logprobs that a step must return.
 
-    k         so many likeliest ones beside each token
-    is_drawn  of the tokens that are drawn
-    rows      [m]  int64  and of the prompts' tokens that come after these rows
-    tokens    [m]  int64  these tokens
+    k         number of most likely tokens per position, next to the token itself
+    is_drawn  whether sampled tokens are included
+    rows      [m]  int64  rows before prompt tokens whose logprobs are returned
+    tokens    [m]  int64  these prompt tokens
     """
 
     k: int
@@ -125,7 +127,9 @@ class AskedLogprobs(NamedTuple):
 
 @cache
 def greedy_draws(n: int) -> Draws:
-    """Draws of the likeliest token after each of n rows. Cached, so never written to."""
+    """Return parameters for the most likely token after each of n rows. Cached, so never written
+    to.
+    """
     zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
     integers = np.zeros(n, np.int64)
     return Draws(True, zeros, integers.astype(np.int32), ones, zeros, integers, integers)
@@ -137,11 +141,11 @@ def draws_of(
     drafts: Sequence[Draft],
     states: Sequence[TextState | None] = (),
 ) -> Draws:
-    """Draws after the root and every guess of each request, request by request.
+    """Return parameters for the root and every draft token of each request, request by request.
 
-    `states` is empty where no request has one. `lengths` counts the requests' known tokens: the
-    token after a node has index length + depth in its request's token_ids, whatever the node's
-    number, and is drawn with that index's noise.
+    `states` is empty if no request has one. `lengths` counts the requests' known tokens. The token
+    after a node has index length + depth in its request's token_ids, and is sampled with that
+    index's noise, for any node number.
     """
     draws = plain_draws(samplings, lengths, drafts)
     if not any(states):
@@ -156,7 +160,7 @@ def draws_of(
 def plain_draws(
     samplings: Sequence[Sampling], lengths: Sequence[int], drafts: Sequence[Draft]
 ) -> Draws:
-    """Draws without edits and masks."""
+    """Return parameters without edits and masks."""
     if all(s.temperature == 0 for s in samplings):
         return greedy_draws(len(drafts) + sum(map(len, drafts)))
     places = [n + depth for n, d in zip(lengths, drafts, strict=True) for depth in d.depths()]
@@ -175,7 +179,7 @@ def plain_draws(
 class RowGroup(NamedTuple):
     """One request's rows: tokens in the slots [start, start + n) of its table.
 
-    Without masks they are causal rows. With masks they are nodes of a tree that see the slots
+    Rows without masks are causal. Rows with masks are nodes of a tree that see the slots
     [0, prefix), and slot prefix + j for each bit j of their mask.
     """
 
@@ -185,19 +189,19 @@ class RowGroup(NamedTuple):
     num_read: int  # rows at the end whose logits are read
     prefix: int = 0
     masks: list[int] | None = None
-    slot: int = -1  # that the request's adapter is in; -1: it has none
+    slot: int = -1  # slot of the request's adapter; -1: no adapter
 
 
 class StepInput(NamedTuple):
-    """A step as plain arrays, which a recorded graph or a native program could take as well.
+    """A step as plain arrays, which a recorded graph or a native program could also take.
 
     updates    done first, to any model's KV
     token_ids  [R]  int64
     qo_indptr .. mask     the fields of kernels' Rows, in its order and dtypes
     read       [n]  int64  the rows whose logits are read, ascending
-    draws      how the token after each of these is drawn; None where the logits alone are wanted
-    logprobs   what is to be told of tokens; None: nothing
-    adapters   which rows have an adapter; None: none has
+    draws      sampling parameters of the token after each of these; None: only logits are needed
+    logprobs   logprobs to return; None: none
+    adapters   adapters of rows; None: no row has one
     """
 
     updates: KVUpdates
@@ -216,14 +220,14 @@ class StepInput(NamedTuple):
     adapters: AdapterRows | None = None
 
     def rows(self) -> Rows:
-        """The rows as the ops take them; host tensors that share the arrays' memory."""
+        """Return the rows as the ops take them; host tensors that share the arrays' memory."""
         arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1])
         return Rows._make([*arrays, self.adapters])
 
 
 class StepColumns(NamedTuple):
-    """The arrays of a StepInput while they grow. They are of the standard library: for the few rows
-    of most steps, calls of NumPy would take longer.
+    """The arrays of a StepInput while they grow. They are Python arrays, which are faster than
+    NumPy for the few rows of most steps.
     """
 
     token_ids: "array[int]"
@@ -234,7 +238,7 @@ class StepColumns(NamedTuple):
     positions: "array[int]"
     slots: "array[int]"
     prefix: "array[int]"
-    mask: "array[int]"  # unsigned: bit 63 is a node like any other
+    mask: "array[int]"  # unsigned, because bit 63 is a node
     read: "array[int]"
 
 
@@ -245,10 +249,10 @@ def build_step_input(
     logprobs: AskedLogprobs | None = None,
     num_slots: int = 0,
 ) -> StepInput:
-    """One step of all the groups' rows, in order, with adapters in so many slots.
+    """Build one step of all the groups' rows, in order; `num_slots` is the number of adapter slots.
 
-    The pending updates are taken last, when hardly anything can fail any more: from then on they
-    are lost unless the step is launched.
+    The pending updates are taken last, when errors are unlikely: from then on they are lost unless
+    the step is launched.
     """
     columns = empty_columns()
     add_groups(columns, groups)
@@ -277,11 +281,13 @@ def step_input_of(
     vocab_size: int,
     num_slots: int,
 ) -> StepInput:
-    """The target's step for these requests. `sampled` are those with a last known token in it."""
+    """Build the target's step for these requests. `sampled` are the requests whose last known token
+    is in the step.
+    """
     requests = [item.request for item in sampled]
     has_text = False
     for request in requests:
-        # Not when the prompt comes: many prompts may come between two steps.
+        # Do this here and not on arrival, because many prompts may arrive between two steps.
         if request.text is None and request.sampling.changes_logits:
             request.begin_text(vocab_size)
         has_text |= request.text is not None
@@ -302,7 +308,7 @@ def step_input_of(
 def asked_logprobs(
     scheduled: Sequence[ScheduledRequest], sampled: Sequence[ScheduledRequest], vocab_size: int
 ) -> AskedLogprobs | None:
-    """What a step has to tell; None for nothing."""
+    """Return the logprobs that a step must return; None for none."""
     rows, tokens, most = list[int](), list[int](), list[int]()
     sizes = [item.end - item.start + len(item.draft) for item in scheduled]
     for item, first in zip(scheduled, accumulate(sizes, initial=0), strict=False):
@@ -319,7 +325,7 @@ def asked_logprobs(
 
 
 def scored(item: ScheduledRequest) -> range:
-    """The places of the step's rows behind which a token of the prompt stands that was not told."""
+    """Return the rows' positions before prompt tokens whose logprobs were not reported."""
     request = item.request
     if not request.is_scoring:
         return range(0)
@@ -327,7 +333,7 @@ def scored(item: ScheduledRequest) -> range:
 
 
 def rows_of(item: ScheduledRequest) -> RowGroup:
-    """A request's rows for the target, causal ones or a root and its tree."""
+    """Return a request's rows for the target: causal rows, or a root and its tree."""
     r, draft = item.request, item.draft
     tokens = r.token_ids[item.start : item.end]
     if not draft.tokens:
@@ -339,7 +345,7 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
 
 
 def processors_of(sampled: Sequence[ScheduledRequest]) -> dict[int, Processor]:
-    """By row that is read: none of these requests has draft tokens."""
+    """Return processors by row that is read; these requests have no draft tokens."""
     roots = accumulate([1 + len(item.draft) for item in sampled], initial=0)
     return {
         root: partial(item.request.processors, item.request.output)
@@ -377,7 +383,7 @@ def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
         table, tokens, start, num_read, _, masks, _ = group
         end = start + len(tokens)
         block, offset = divmod(end - 1, table.block_size)
-        if end == start + 1 and masks is None:  # most groups: to append is faster than to extend
+        if end == start + 1 and masks is None:  # most groups: appending is faster than extending
             token_ids.append(tokens[0])
             positions.append(start)
             slots.append(table.blocks[block] * table.block_size + offset)
@@ -394,10 +400,11 @@ def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
 
 
 def add_rows(columns: StepColumns, group: RowGroup) -> None:
-    """A chunk of causal rows, or a tree."""
+    """Add a chunk of causal rows, or a tree."""
     table, tokens, start, _, prefix, masks, _ = group
     end = start + len(tokens)
-    columns.token_ids.extend(iter(tokens))  # an array cannot be extended by one of another type
+    # An array cannot be extended by an array of another type.
+    columns.token_ids.extend(iter(tokens))
     columns.slots.extend(table.slots(start, end))
     if masks is None:
         columns.positions.extend(range(start, end))
@@ -409,21 +416,21 @@ def add_rows(columns: StepColumns, group: RowGroup) -> None:
         columns.mask.extend(masks)
 
 
-HEAD_ROWS = 64  # rows whose logits are in memory at a time
+HEAD_ROWS = 64  # most rows whose logits are in memory at a time
 
 
 class KVLost(RuntimeError):
-    """Pending KV updates failed, so that the arena's contents are not known."""
+    """Pending KV updates failed, so the arena's contents are unknown."""
 
 
 class Launched(NamedTuple):
-    """A step that has been started.
+    """A step that was started.
 
-    logits    [n, V]  of the rows that are read, until the runner's next launch; empty [0, 0] where
-                      none is, or where the head ran in slices
-    tokens    [n]     int64, drawn after each of these rows, where ops.samples_ahead or the head ran
-                      in slices; else None
-    logprobs  of these tokens, where they were asked for and the head ran in slices; else None
+    logits    [n, V]  of the rows that are read, until the runner's next launch. It is empty [0, 0]
+              if none is read, or if the head ran in slices
+    tokens    [n]     int64, sampled after each of these rows, if ops.samples_ahead or the head
+              ran in slices; else None
+    logprobs  of these tokens, if requested and the head ran in slices; else None
     """
 
     logits: Tensor
@@ -437,16 +444,18 @@ class TargetTokens:
     def __init__(self, ops: Ops, draws: Draws, launched: Launched) -> None:
         self.ops, self.draws, self.logits = ops, draws, launched.logits
         self.known = launched.logprobs
-        # One wait for the device brings all tokens.
+        # A single wait for the device returns all tokens.
         self.tokens = None if launched.tokens is None else launched.tokens.tolist()
 
     @property
     def has_logits(self) -> bool:
-        """Whether the logits of all rows that were read are there."""
+        """Return whether the logits of all rows that were read are available."""
         return len(self.logits) > 0
 
     def after(self, rows: list[int]) -> list[int]:
-        """The tokens after some of the rows that are read; drawn here unless they were ahead."""
+        """Return the tokens after some of the rows that are read; sample them now unless they
+        exist.
+        """
         if self.tokens is not None:
             return [self.tokens[row] for row in rows]
         at = np.array(rows, np.int64)
@@ -455,15 +464,17 @@ class TargetTokens:
         return tokens
 
     def logprobs(self, rows: list[int], tokens: list[int], k: int) -> Logprobs:
-        """Of the tokens after some of the rows that are read, and of the k likeliest."""
+        """Return logprobs of the tokens after some of the rows that are read, and of the k most
+        likely.
+        """
         if self.known is not None:
             return Logprobs._make(x[rows] for x in self.known)
         return self.ops.logprobs(self.logits, torch.tensor(rows), torch.tensor(tokens), k)
 
 
 class Runner:
-    """Runs one model's steps. The caller is in torch.inference_mode already, as entering it for
-    every draft level would cost time.
+    """Runs one model's steps. Callers must be in torch.inference_mode, because entering it for
+    every draft level would take time.
     """
 
     def __init__(
@@ -475,18 +486,18 @@ class Runner:
         max_read: int = 1,
         taps: Collection[int] = (),
     ) -> None:
-        """`kv` is the model's view of the arena. Memory is reserved for steps of up to so many rows
-        and rows that are read. What comes into the layers in `taps` is among `outputs`.
+        """`kv` is the model's view of the arena. Memory is reserved for steps of `max_rows` rows,
+        `max_read` of them read. `outputs` include the inputs of the layers in `taps`.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
         self.program = decoder.program(self.kv, max_rows, self.head_rows, taps)
         self.threads: Threads | None = None  # None keeps torch's number
-        self.outputs: Outputs | None = None  # of the last launch
+        self.outputs: Outputs | None = None  # outputs of the last launch
 
     def launch(self, step: StepInput, residual: Tensor | None = None) -> Launched:
-        """Do the step's KV updates, write the KV of all its rows, compute the logits that are
-        read. KVLost where the updates fail. A step that draws nothing may start from a residual.
+        """Do the step's KV updates, write the KV of all its rows, and compute the logits that are
+        read. KVLost if the updates fail. A step that samples nothing may start from a residual.
         """
         if step.updates:
             self.update(step.updates)
@@ -495,7 +506,7 @@ class Runner:
 
     @contextmanager
     def using_threads(self, rows: int) -> Iterator[None]:
-        """For a forward of so many rows."""
+        """Use the threads for a forward of so many rows."""
         if self.threads is None:
             yield
             return
@@ -513,7 +524,7 @@ class Runner:
             logits = self.outputs.logits
             return Launched(torch.empty(0, 0) if logits is None else logits, None)
         each, params = torch.arange(len(read)), step.draws.params()
-        # Columns go along with the step's inputs. Lists and masks may take more room than there is.
+        # Columns travel with the step's inputs. Lists and masks may not fit there.
         also: Sequence[Tensor] = [each, *params.columns] if params.is_plain else []
         self.outputs = self.program.run(step.rows(), token_ids, read, also)
         _, logits, _, also = self.outputs
@@ -524,7 +535,7 @@ class Runner:
         return Launched(logits, self.ops.sample(logits, each, params))
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
-        """Whether all tokens are drawn as soon as some of the rows have their logits."""
+        """Return whether tokens must be sampled slice by slice, because not all logits are kept."""
         is_scored = step.logprobs is not None and len(step.logprobs.rows) > 0
         is_lost = len(step.read) > HEAD_ROWS or is_scored
         return bool(draws.processors) or (is_lost and not self.ops.samples_ahead)
@@ -532,8 +543,10 @@ class Runner:
     def compute_in_slices(
         self, step: StepInput, token_ids: Tensor, read: Tensor, draws: Draws
     ) -> Launched:
-        """As `compute`, with the logits of HEAD_ROWS rows at a time; their tokens are all drawn."""
-        tokens, told = [torch.empty(0, dtype=torch.int64)], []
+        """Do the same as `compute`, with the logits of HEAD_ROWS rows at a time; sample all their
+        tokens.
+        """
+        tokens, logprobs = [torch.empty(0, dtype=torch.int64)], []
         asked = step.logprobs
         self.outputs = self.program.run(step.rows(), token_ids, read[:HEAD_ROWS])
         logits = self.outputs.logits
@@ -546,28 +559,28 @@ class Runner:
             given = draws.processed(logits, first)
             tokens.append(self.ops.sample(given, torch.arange(len(some)), params).cpu())
             if asked is not None and asked.is_drawn:
-                told.append(self.logprobs(logits, tokens[-1], asked.k))
-        known = joined(told) if told else None
+                logprobs.append(self.logprobs(logits, tokens[-1], asked.k))
+        known = joined(logprobs) if logprobs else None
         return Launched(torch.empty(0, 0), torch.cat(tokens), known)
 
     def score(self, asked: AskedLogprobs) -> Logprobs:
-        """Of the prompts' tokens that come after rows of the last launch, whose logits are lost
-        where they are not drawn ahead.
+        """Return logprobs of prompt tokens after rows of the last launch. Their logits are computed
+        again.
         """
-        told = []
+        each = []
         for first in range(0, len(asked.rows), self.head_rows):
             some = slice(first, first + self.head_rows)
             logits = self.program.logits(torch.from_numpy(asked.rows[some]))
-            told.append(self.logprobs(logits, torch.from_numpy(asked.tokens[some]), asked.k))
-        return joined(told)
+            each.append(self.logprobs(logits, torch.from_numpy(asked.tokens[some]), asked.k))
+        return joined(each)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
         given = tokens.cpu().clamp(min=0)  # a row may have no token
         return self.ops.logprobs(logits, torch.arange(len(tokens)), given, k)
 
     def collect(self, step: StepInput, launched: Launched) -> TargetTokens:
-        """The target's tokens of a launched step; waits for the device where it is a GPU."""
-        assert step.draws is not None, "a step without draws has no answers"
+        """Return the target's tokens of a launched step; waits for a GPU."""
+        assert step.draws is not None, "a step without draws has no tokens"
         return TargetTokens(self.ops, step.draws, launched)
 
     def update(self, updates: KVUpdates) -> None:
@@ -578,11 +591,11 @@ class Runner:
             if updates.copies:
                 self.ops.copy_blocks(self.arena.blocks, *columns(updates.copies))
         except Exception as e:
-            raise KVLost(f"KV could not be moved ({e})") from e
+            raise KVLost(f"KV updates failed ({e})") from e
 
 
 def columns(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """[n] int64 each: the first and the second of each pair."""
+    """Return [n] int64 each: the first and the second of each pair."""
     source, target = zip(*pairs, strict=True)
     return torch.tensor(source), torch.tensor(target)
 

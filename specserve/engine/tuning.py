@@ -1,4 +1,4 @@
-"""At load: choosing how many threads run a model's steps, and running the kernels once."""
+"""At start-up: chooses the number of threads for a model's steps, and runs the kernels once."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads
 
-CONTEXT = 256  # tokens before the rows of a step that runs at load
+CONTEXT = 256  # tokens before the rows of a step that runs at start-up
 
 
 def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
-    """Set the runner's threads, chosen once a model unless the config has a number; as text. That
-    runs steps, which a build that records them does for every runner.
+    """Set the runner's threads; return the choice as text. It is made once per model unless the
+    config has a number. It runs steps, for every runner if the build records them.
     """
     if model.threads is None or config.model.threads is not None or runner.ops.records_steps:
         model.threads = choose_threads(runner, pool, config, max_len)
@@ -29,9 +29,12 @@ def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len:
 def choose_threads(
     runner: Runner, pool: BlockPool, config: Config, max_len: int
 ) -> tuple[Threads, str]:
-    """The choice of the ops' build, which may run steps of up to the largest number of rows."""
+    """Return the choice of the ops' build, which may run steps of up to the largest number of
+    rows.
+    """
     table = BlockTable(pool, runner.kv.block_size)
-    positions = min(max_len + TREE_SLOTS, runner.decoder.num_positions)  # a draft's are fewer
+    # A draft model may have fewer
+    positions = min(max_len + TREE_SLOTS, runner.decoder.num_positions)
     positions = min(positions, pool.num_blocks * table.block_size)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
@@ -50,8 +53,8 @@ def choose_threads(
         raise device_refused(config, e) from e
     except torch.OutOfMemoryError as e:
         raise ConfigError(
-            f"beside weights and KV pool too little memory is left for a step of {most} rows "
-            f"({asked_for(e)}): lower memory.kv_bytes or memory.kv_fraction, or "
+            f"memory for a step of {most} rows is missing after weights and KV pool "
+            f"({asked_for(e)}). Lower memory.kv_bytes, memory.kv_fraction or "
             "scheduler.max_batched_tokens"
         ) from e
     finally:
@@ -67,6 +70,6 @@ def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
 
 
 def model_key(runner: Runner) -> str:
-    """Everything that the time of a step depends on, apart from the machine."""
+    """Return all values that the time of a step depends on, except the machine."""
     decoder, kv_dtype = runner.decoder, runner.kv.layers[0].k.dtype
     return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.forms} {decoder.config}"

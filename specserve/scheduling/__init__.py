@@ -1,4 +1,4 @@
-"""Which requests run, and with which rows."""
+"""The scheduler: which requests run in a step, and with which rows."""
 
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.scheduling.scheduler import Scheduler

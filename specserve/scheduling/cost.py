@@ -1,12 +1,12 @@
-"""How long a model's steps take, by rows, context and requests: learnt from the steps themselves.
+"""Estimates the seconds of a model's steps from measured steps, by rows, context and requests.
 
-Rows cost in stairs: kernels and graphs work on tiles of them. Attention adds to that: a step reads
-the KV of each request once, and each of its rows attends to all of it. Other load makes some steps
-slower and none faster, so what a step costs is read off the fastest of the latest steps, and what
-slows down all of them alike is kept apart.
+Step time rises in buckets of rows, because kernels and graphs work on tiles. Attention adds to it:
+a step reads the KV of each request once, and each of its rows attends to all of it. Other load
+makes some steps slower and none faster. So the estimate follows the fastest of the latest steps,
+and a slowdown of all of them is kept separately.
 
-Estimates are bounded by measurements. Only steps of equally many rows show what context and
-requests add, and a stair's estimate goes through its own latest steps.
+Measurements bound the estimates. Only steps with equally many rows show the cost of context and
+requests, and a bucket's estimate matches its own latest steps.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,35 +28,37 @@ from specserve_kernels.cpu.compiler import cpu_name, source_hash
 from specserve_kernels.cpu.kept import keep, kept_file, read_kept
 from specserve_kernels.threads import topology
 
-# Steps of an edge that are remembered; their third best is the estimate, of fewer a better one: the
-# first steps are often slow.
+# Number of remembered steps per edge, and the rank of the step that is the estimate. First steps
+# are often slow. The rank is lower if there are fewer steps.
 WINDOW, RANK = 16, 2
-KNOWN = 3  # steps from which on an edge is known
-RECENT = 5  # steps of which even the fastest is slowed down by other load
-TOO_HIGH = 0.75  # of the estimate: KNOWN steps in a row below it show that all estimates are high
-TILE = 16  # rows that a kernel takes as one, where rows are many
-FIRST = 1e-3  # seconds of a step of one row, before there was any step
-LEAST = 1e-7  # seconds of a step
+KNOWN = 3  # number of steps after which an edge is known
+RECENT = 5  # number of latest steps whose fastest one shows the slowdown by other load
+# Ratio to the estimate; if KNOWN steps in a row are below it, all estimates are too high.
+TOO_HIGH = 0.75
+TILE = 16  # rows of a kernel's tile in large steps
+FIRST = 1e-3  # seconds of a step of one row before any measurement
+LEAST = 1e-7  # least seconds of a step
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
-HOPED = 0.8  # of the seconds of an edge's few steps: what it might come down to
-HOPE = 2  # times the most rows that are known: more are not tried yet
-BAND = 256  # tokens: steps with about as much context a row, up to the next power of two, are alike
-LONG_AGO = 256  # steps: what was measured before says nothing of how busy the machine is
-FIT_EVERY = 8  # steps from a fit of what context and requests add to the next, at least
-# Of a fit: how much is given to what steps have not told apart. Until they have, attending of RIDGE
-# rows takes as long as reading the KV.
+HOPED = 0.8  # hoped seconds of an edge with few steps, relative to its fastest one
+HOPE = 2  # largest hoped rows, as a multiple of the most known rows
+BAND = 256  # tokens of context per row; steps are alike up to the next power of two
+LONG_AGO = 256  # steps; an older measurement does not show how busy the machine is
+FIT_EVERY = 8  # least steps between two fits of the cost of context and requests
+# Relative weight of the prior in a fit. The prior: attention of RIDGE rows takes as long as reading
+# the KV.
 PRIOR = 1e-3
-LEAST_SHARE = 0.05  # of a step's time that its rows account for
-CHANGED = 0.02  # of an edge's estimate: less does not recompute the stairs
-STALE = 1024  # steps without one of an edge, after which its few steps are forgotten
-LATEST = 16  # plain steps of about the same context whose median counts
-WRONG = 3.0  # times more or less than kept costs say: if all first steps take that, they go
+LEAST_SHARE = 0.05  # least share of a step's time due to its rows
+CHANGED = 0.02  # least relative change of an edge's estimate that recomputes all estimates
+STALE = 1024  # steps; an edge's few steps are dropped if none was measured for so long
+LATEST = 16  # number of plain steps of similar context whose median is reported
+# Ratio to stored costs, or its inverse; if all first steps exceed it, stored costs are dropped
+WRONG = 3.0
 
 
 def edges(most: int) -> list[int]:
-    """Numbers of rows, each the right edge of a stair: powers of two and halfway between; from 64
-    on an eighth of a power of two apart, but no less than a tile: 1, 2, 3, 4, 6, 8, 12, ..., 48,
-    64, 80, 96, ..., 256, 288, ...
+    """Return the right edges of row buckets: 1, 2, 3, 4, 6, 8, 12, ..., 48, 64, 80, 96, ..., 256,
+    288, ... They are powers of two and halfway points. The distance from 64 on is an eighth of a
+    power of two, but at least a tile.
     """
     found, size = [1], 2
     while found[-1] < most:
@@ -67,10 +69,10 @@ def edges(most: int) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """A measured step, as long as it would have taken without other load."""
+    """A measured step, with its time corrected for other load."""
 
     context: float  # tokens whose KV was read
-    attended: float  # the same, summed over rows
+    attended: float  # tokens of context, summed over rows
     requests: int
     seconds: float
 
@@ -78,31 +80,33 @@ class Sample(NamedTuple):
         return self._replace(seconds=max(LEAST, self.seconds * factor))
 
     def added(self, by: Sequence[float]) -> float:
-        """What context, rows that attend to it and requests added."""
+        """Return the seconds that context, attention and requests added."""
         return by[0] * self.context + by[1] * self.attended + by[2] * self.requests
 
     def of_rows(self, by: Sequence[float]) -> float:
-        """What its rows alone took."""
+        """Return the seconds of the rows only."""
         return max(self.seconds - self.added(by), LEAST_SHARE * self.seconds)
 
 
 class Cell:
-    """The latest steps of a stair with about the same context a row, and as many requests."""
+    """The latest steps of a bucket with similar context per row and number of requests."""
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=WINDOW)
         self.point: Sample | None = None  # the estimate, once it is known
-        self.last = -LONG_AGO  # number of the step that it was last added to
-        self.num_new = 0  # samples since the last one that came long after the one before it
+        self.last = -LONG_AGO  # number of the step that was last added
+        self.num_new = 0  # samples since the last long gap between two of them
 
     @property
     def is_trusted(self) -> bool:
-        """Whether it was measured lately: a step that differs shows how busy the machine is."""
+        """Return whether the cell was measured lately: then a different time shows how busy the
+        machine is.
+        """
         return self.num_new >= KNOWN
 
     def add(self, sample: Sample, by: Sequence[float], number: int) -> bool:
-        """Whether what is known has changed. Old samples go as soon as as many new ones are there
-        as make it known.
+        """Add a step; return whether the estimate has changed. KNOWN new samples after a long gap
+        replace the old ones.
         """
         self.num_new = self.num_new + 1 if number - self.last < LONG_AGO else 1
         self.last = number
@@ -126,7 +130,7 @@ class Cell:
             self.point = self.point.scaled(factor)
 
 
-CellKey = tuple[int, int]  # of a cell: what steps with about the same context and requests share
+CellKey = tuple[int, int]  # size class of context per row, and of the number of requests
 
 
 def key_of(rows: int, sample: Sample) -> CellKey:
@@ -134,21 +138,21 @@ def key_of(rows: int, sample: Sample) -> CellKey:
 
 
 class RowBucket:
-    """The latest steps of up to so many rows."""
+    """The latest steps of one row bucket."""
 
     def __init__(self) -> None:
         self.cells: dict[CellKey, Cell] = {}
-        self.latest: Cell | None = None  # of those that are known
-        self.estimate = 0.0  # of the rows alone; 0 until it is known
-        self.last = 0  # number of the step that `latest` was last added to
-        self.kept = 0.0  # the estimate of an earlier start
-        self.unproven = 0  # more steps that it takes to contradict it
+        self.latest: Cell | None = None  # the known cell with the latest step
+        self.estimate = 0.0  # seconds of the rows only; 0 until it is known
+        self.last = 0  # number of the step that was last added to `latest`
+        self.kept = 0.0  # the estimate that was stored by an earlier start
+        self.unproven = 0  # number of further steps that must contradict `kept`
 
     def point(self, key: CellKey) -> Sample | None:
         return self.cells[key].point if key in self.cells else None
 
     def add(self, key: CellKey, sample: Sample, by: Sequence[float], number: int) -> bool:
-        """Whether what is known has changed, by the step of this number."""
+        """Add a step with its number; return whether the estimate has changed."""
         cell = self.cells.setdefault(key, Cell())
         has_changed = cell.add(sample, by, number)
         if cell.point is None:
@@ -158,7 +162,7 @@ class RowBucket:
         return has_changed
 
     def begin_with(self, key: CellKey, sample: Sample) -> None:
-        """Take a step of an earlier start."""
+        """Use a step of an earlier start."""
         self.latest = self.cells[key] = cell = Cell()
         cell.samples.append(sample)
         cell.point = sample
@@ -168,17 +172,17 @@ class RowBucket:
         return [cell.point for cell in self.cells.values() if cell.point is not None]
 
     def settle(self, by: Sequence[float]) -> None:
-        """Estimate it anew, from the steps that it has had lately."""
+        """Update the estimate from the latest known cell."""
         point = None if self.latest is None else self.latest.point
         self.estimate = 0.0 if point is None else point.of_rows(by)
 
     def least(self, by: Sequence[float]) -> float:
-        """The fastest of its steps; 0 if there was none."""
+        """Return the seconds of its fastest step; 0 if there is none."""
         each = (s.of_rows(by) for cell in self.cells.values() for s in cell.samples)
         return min(each, default=0.0)
 
     def forget_stale(self, number: int) -> None:
-        """Forget few steps that were long before this one."""
+        """Drop cells with few steps that are older than STALE steps."""
         for key, cell in [*self.cells.items()]:
             if len(cell.samples) < WINDOW and number - cell.last >= STALE:
                 del self.cells[key]
@@ -186,7 +190,9 @@ class RowBucket:
         self.latest = max(known, key=lambda cell: cell.last, default=None)
 
     def contradicts(self, ratio: float) -> bool:
-        """Whether this step, like all since the start, is far from what was kept."""
+        """Return whether this step completes a series of first steps that contradict stored
+        costs.
+        """
         if self.unproven == 0:
             return False
         is_far = not 1 / WRONG < ratio < WRONG
@@ -195,9 +201,11 @@ class RowBucket:
 
 
 def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]:
-    """What a token of context, a row's attending to it, and a request add: by least squares of
-    relative errors, none below 0. Only steps of one stair are compared, so that what rows cost is
-    none of it. `before` is what is kept of any that no stair shows.
+    """Fit the seconds that a token of context, a row's attention to it, and a request add.
+
+    Uses least squares of relative errors, with no value below 0. Only steps of one bucket are
+    compared, so the cost of rows has no effect. Values that no bucket shows are taken from
+    `before`.
     """
     sums = [[0.0] * 4 for _ in range(3)]
     for bucket in buckets:
@@ -216,7 +224,7 @@ def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]
 
 
 def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
-    """The solution of these equations; those that would be below 0 are left out."""
+    """Solve the equations; leave out unknowns that would be below 0."""
     while kept:
         left = np.array([[sums[i][k] for k in kept] for i in kept])
         found = np.linalg.solve(left, [sums[i][3] for i in kept])
@@ -228,7 +236,7 @@ def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
 
 
 def add_differences(sums: list[list[float]], known: Sequence[tuple[int, Sample]]) -> None:
-    """Add a stair's part of the normal equations: each sample stands for so many steps."""
+    """Add a bucket's part of the normal equations; each sample has a number of steps as weight."""
     each = [(number / point.seconds**2, point) for number, point in known]
     whole = sum(weight for weight, _ in each)
     usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
@@ -240,24 +248,25 @@ def add_differences(sums: list[list[float]], known: Sequence[tuple[int, Sample]]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step as it is known before its guesses are chosen, and how long it may take."""
+    """A step before its draft tokens are chosen, and its allowed time."""
 
-    rows: int  # roots and rows of prompts
+    rows: int  # roots and prompt rows
     context: int  # tokens whose KV is read
     requests: int
     num_roots: int
     prompt_rows: int = 0
     attended: int = 0  # tokens of context, summed over rows
-    root_context: int = 0  # of all roots: each row of a draft attends to that of its root
+    # Tokens of context of all roots: each row of a draft attends to its root's context
+    root_context: int = 0
     spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
 
     def attended_with(self, drafts: int) -> float:
-        """As `attended`, with so many draft tokens."""
+        """Return `attended` with so many draft tokens added."""
         return self.attended + drafts * self.root_context / max(self.num_roots, 1)
 
     def with_prompt(self, rows: int, context: int) -> "Step":
-        """With so many rows of another prompt, each of which attends to so many tokens."""
+        """Add rows of another prompt; each of them attends to `context` tokens."""
         return msgspec.structs.replace(
             self,
             rows=self.rows + rows,
@@ -269,7 +278,7 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def without_prompts(self) -> "Step":
-        """Its roots alone."""
+        """Return the step with its roots only."""
         if not self.prompt_rows:
             return self
         rows, context = self.rows - self.prompt_rows, self.root_context
@@ -278,54 +287,57 @@ class Step(msgspec.Struct, frozen=True):
         )
 
     def allowed_with_draft(self, roots: float) -> float:
-        """As `allowed`, where the roots alone take so long. A target that they miss binds no
-        guesses: nothing but guesses can meet it.
+        """Return the allowed time with draft tokens, if the roots take `roots` seconds. A target
+        that the roots miss does not limit drafts, because only drafts can meet it.
         """
         return self.allowed if roots <= self.allowed else float("inf")
 
 
 def prefill_value(prompts: float, tokens: Sequence[float], seconds: Sequence[float]) -> float:
-    """The tokens that prompts' rows are worth: as many as the streams would get in their seconds.
+    """Return the value of prompt rows in tokens: as many as the streams would get in the same time.
 
-    Without it, time would be cheap in a step that prompts make long, and guesses would make it
-    longer, for tokens that the next steps bring faster.
+    Otherwise time would seem cheap in a step with long prompts. Draft tokens would lengthen it, for
+    tokens that the next steps produce faster.
     """
     rates = (t / (s - prompts) for t, s in zip(tokens, seconds, strict=True) if s > prompts)
     return prompts * max(rates, default=0.0)
 
 
 class KnownCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a `StepCosts` knows, to begin with it again."""
+    """Measured steps of a `StepCosts`, stored for the next start."""
 
     buckets: dict[int, list[Sample]]  # right edge -> a step for each context and number of requests
 
 
 class StepCosts:
-    """Seconds of a model's steps. The estimate never falls with rows, context or requests."""
+    """Estimates seconds of a model's steps; an estimate never falls with rows, context or
+    requests.
+    """
 
     def __init__(
         self, max_rows: int, seconds_per_token: float = 0.0, known: KnownCosts | None = None
     ) -> None:
-        """`seconds_per_token` is what a token of context adds, until steps have shown it."""
+        """`seconds_per_token` is the cost of a token of context until steps show it."""
         self.edges = edges(max_rows)
         self.places = [bisect_left(self.edges, rows) for rows in range(self.edges[-1] + 1)]
         self.seconds_per_token = seconds_per_token
-        self.lock = Lock()  # engines that share a model's weights share this, too
+        self.lock = Lock()  # engines that share a model's weights also share this object
         self.reset()
         if known is not None:
             self.begin_with(known)
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Drop all steps."""
         self.buckets = {edge: RowBucket() for edge in self.edges}
-        self.has_steps = False  # whether anything is known of the model's steps
+        self.has_steps = False  # True once a step was measured
         self.num_steps = 0
-        # Seconds by token of context, by row and token of its context, and by request.
+        # Seconds per token of context, per row and token of its context, and per request.
         self.added = [self.seconds_per_token, 0.0, 0.0]
-        self.is_fitted = True  # whether they are as the steps that are known show
-        self.fit_at = 0  # number of the step from which on they may be fitted again
-        self.ratios: deque[float] = deque(maxlen=RECENT)  # of the latest steps to their estimates
-        self.slowdown = 1.0  # by other load, at present
+        self.is_fitted = True  # `added` fits the known steps
+        self.fit_at = 0  # number of the step after which the next fit may run
+        # Measured to estimated seconds of the latest steps
+        self.ratios: deque[float] = deque(maxlen=RECENT)
+        self.slowdown = 1.0  # current slowdown by other load, at least 1
         self.fill()
 
     def seconds(
@@ -336,10 +348,13 @@ class StepCosts:
         is_hopeful: bool = False,
         attended: float | None = None,
     ) -> float:
-        """Of a step with these rows, at present. `context` counts the tokens whose KV is read, and
-        `attended` sums that over rows: of requests with rows and context alike, if it is left out.
+        """Estimate the seconds of a step with these rows under the present load.
 
-        If hopeful, an edge that is not known costs the least that it can: so it gets tried.
+        rows      rows of the step
+        context   tokens whose KV is read
+        attended  the same, summed over rows; by default for requests with equal rows and context
+
+        If hopeful, an edge that is not known gets its least possible cost, so that it is tried.
         """
         if rows == 0:
             return 0.0
@@ -352,7 +367,7 @@ class StepCosts:
         return (by_edge[place] + added) * self.slowdown
 
     def of(self, step: "Step", drafts: int = 0, is_hopeful: bool = False) -> float:
-        """Seconds of a step with so many draft tokens, at present."""
+        """Estimate the seconds of a step with so many draft tokens under the present load."""
         rows, attended = step.rows + drafts, step.attended_with(drafts)
         return self.seconds(rows, step.context, step.requests, is_hopeful, attended)
 
@@ -360,7 +375,7 @@ class StepCosts:
         return self.buckets[self.edges[self.bucket(rows)]].estimate > 0
 
     def bucket(self, rows: int) -> int:
-        """The place of the stair; rows beyond the last edge are taken to be there."""
+        """Return the index of the row bucket; more rows than the last edge count as the last."""
         return self.places[rows] if rows < len(self.places) else len(self.edges) - 1
 
     def observe(
@@ -371,7 +386,7 @@ class StepCosts:
         seconds: float,
         attended: float | None = None,
     ) -> None:
-        """Learn from a step that took so long."""
+        """Learn from a measured step."""
         if attended is None:
             attended = alike(rows, context, requests)
         sample = Sample(context, attended, requests, seconds)
@@ -389,8 +404,9 @@ class StepCosts:
     def learn(self, rows: int, sample: Sample) -> None:
         bucket, key = self.buckets[self.edges[self.bucket(rows)]], key_of(rows, sample)
         cell, before = bucket.cells.get(key), bucket.point(key)
-        if cell is not None and cell.is_trusted:  # else it shows what context adds
-            # Slower steps of fewer rows may have raised the estimate: that shows nothing of load.
+        if cell is not None and cell.is_trusted:  # otherwise it shows the cost of context
+            # Slower steps of fewer rows may have raised the estimate, which shows nothing about
+            # load.
             place = self.bucket(rows)
             expected = min(self.by_edge[place], bucket.estimate) + sample.added(self.added)
             self.compare(sample.seconds / expected)
@@ -405,24 +421,24 @@ class StepCosts:
             self.fill()
 
     def is_wrong(self, rows: int, sample: Sample) -> bool:
-        """Whether a step shows that costs of an earlier start do not hold here."""
+        """Return whether a step shows that stored costs are wrong on this machine."""
         bucket = self.buckets[self.edges[self.bucket(rows)]]
         kept = bucket.kept + sample.added(self.added)
         return bucket.contradicts(sample.seconds / kept) if bucket.kept else False
 
     def forget_stale(self) -> None:
-        """Forget few steps, the last of them long ago. If these were slow by chance, plans have
-        kept away from them since, and nothing else would show it.
+        """Drop edges with few, old steps. If these were slow by chance, plans have avoided the edge
+        since, and no new step would correct it.
         """
         for bucket in self.buckets.values():
             bucket.forget_stale(self.num_steps)
         self.fill()
 
     def compare(self, ratio: float) -> None:
-        """Tell by a step's ratio to its estimate how busy the machine is.
+        """Update the slowdown from a step's measured to estimated seconds.
 
-        The slowdown is that of the fastest of the latest steps: it rises late and falls at once.
-        It is never below 1: then the estimates are too high, those of other stairs as well.
+        The slowdown is the lowest ratio of the latest steps: it rises late and falls at once. It is
+        never below 1: then all estimates are too high, and are scaled.
         """
         self.ratios.append(ratio)
         self.slowdown = max(1.0, min(self.ratios)) if len(self.ratios) == RECENT else 1.0
@@ -441,8 +457,8 @@ class StepCosts:
         self.added = [a * factor for a in self.added]
 
     def fit(self) -> None:
-        """Fit what context and requests add. It is no more than any measured step leaves beside its
-        rows.
+        """Fit the cost of context and requests. It leaves each measured step at least LEAST_SHARE
+        for rows.
         """
         self.fit_at, self.is_fitted = self.num_steps + FIT_EVERY, True
         buckets = self.buckets.values()
@@ -455,9 +471,9 @@ class StepCosts:
         self.added = [a * most for a in found]
 
     def fill(self) -> None:
-        """Estimate every edge: known, between its neighbors, or beyond the last by RIDGE. Below the
-        first that is known a few steps count, too: roots alone are fewer rows than steps of
-        prompts, which tell little of them.
+        """Estimate every edge: known, between neighbors, or beyond the last known one with RIDGE.
+        Below the first known edge a few steps also count, because prompt steps show little about
+        steps with only roots.
         """
         found, last, has_known = dict[int, float](), dict[int, int](), False
         for edge, bucket in self.buckets.items():
@@ -492,10 +508,12 @@ class StepCosts:
         return found[below] + part * (found[above] - found[below])
 
     def least(self, edge: int, known: Sequence[int], found: dict[int, float]) -> float:
-        """What an edge may cost at best, if it is not known: a row below all that are known no less
-        than one of the next edge; between two that are known, nothing beside others of its tile,
-        else half of what it is expected to; rows beyond the last edge half as much as those before
-        it. The stairs are climbed one by one: far above what is known nothing is hoped for.
+        """Return the least possible cost of an edge that is not known.
+
+        Below all known edges, a row costs no less than a row of the next known one. Between two
+        known edges, rows of the same tile are free, and others cost half of the expected
+        difference. Beyond the last known edge, rows cost half of the previous slope, up to HOPE
+        times the known rows.
         """
         place = bisect_right(known, edge)
         seen = self.buckets[edge].least(self.added) * HOPED
@@ -505,7 +523,7 @@ class StepCosts:
         if edge == below:
             return found[below]
         if place < len(known):
-            is_free = -(-edge // TILE) == -(-below // TILE)  # perhaps
+            is_free = -(-edge // TILE) == -(-below // TILE)  # not certain
             most = found[below] if is_free else self.between(edge, known, found)
             return max(seen, (found[below] + most) / 2)
         if edge > HOPE * below:
@@ -515,8 +533,8 @@ class StepCosts:
         return max(seen, found[below] + slope / 2 * (edge - below))
 
     def begin_with(self, known: KnownCosts) -> None:
-        """Take the steps of an earlier start, until there are as few new ones; ignores absurd ones.
-        All are forgotten if the first steps of any size contradict them.
+        """Use the steps of an earlier start until enough new ones exist. Invalid steps are ignored.
+        If the first steps of any size contradict them, all are dropped.
         """
         for edge, samples in known.buckets.items():
             for sample in samples if edge in self.buckets else ():
@@ -534,20 +552,20 @@ class StepCosts:
         return KnownCosts({edge: points for edge, points in each.items() if points})
 
     def table(self) -> dict[int, float]:
-        """Right edge -> seconds of the rows alone, on a machine that nothing else slows down."""
+        """Return right edge -> seconds of the rows only, without other load."""
         return dict(zip(self.edges, self.by_edge, strict=True))
 
 
 class PlainSteps:
-    """Whole steps, as measured, without the time of drafting. Those with about the same context are
-    counted together: up to the next power of two.
-    """
+    """Measured whole steps without drafting, grouped by context up to the next power of two."""
 
     def __init__(self) -> None:
         self.steps: dict[int, deque[tuple[int, float]]] = {}
 
     def observe(self, step: Step, rows: int, seconds: float) -> None:
-        """Count a step of so many rows, draft tokens included, if its one row is a request's."""
+        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
+        root.
+        """
         if rows != 1 or step.num_roots != 1:
             return
         latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
@@ -558,34 +576,34 @@ class PlainSteps:
 
     @property
     def state(self) -> list[PlainStep]:
-        """By rising context."""
+        """Return the medians by rising context."""
         each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
         return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
 
 
 def shape(rows: int) -> float:
-    """How the time of a step grows with rows, until steps have shown it."""
+    """Return the relative step time by rows that is assumed until steps show it."""
     return 1 + rows / RIDGE
 
 
 def alike(rows: int, context: float, requests: int) -> float:
-    """Tokens of context summed over rows, of requests that have rows and context alike."""
+    """Return the context summed over rows, if all requests have equal rows and context."""
     return rows * context / max(requests, 1)
 
 
 def is_sound(sample: Sample) -> bool:
-    """Whether a machine can have measured it; NaN is not sound."""
+    """Return whether a sample is a plausible measurement; NaN is not."""
     return all(0 <= value < 1e15 for value in sample) and LEAST <= sample.seconds < 1e6
 
 
 def in_order(
     found: dict[int, float], lowest: dict[int, float], last: dict[int, int]
 ) -> dict[int, float]:
-    """Seconds by edge that never fall with rows, and are never below the edge's `lowest`.
+    """Return seconds by edge that never fall with rows, and are never below the edge's `lowest`.
 
-    Other load makes no step faster. An estimate above that of more rows is too high, and one below
-    that of fewer rows is too low: if two differ, the one that was measured last is right. Steps
-    that were measured bound this: more rows cost as much as the fastest steps of fewer rows.
+    Other load makes no step faster. An estimate above another of more rows is too high, or the
+    other is too low; the latest measurement wins. Measured steps bound the result: more rows cost
+    at least as much as the fastest steps of fewer rows.
     """
     edges, right = list[int](), dict[int, float]()
     for edge in sorted(found, key=lambda edge: last[edge], reverse=True):
@@ -598,22 +616,24 @@ def in_order(
     return dict(zip(edges, bounded, strict=True))
 
 
-EVERY = 60.0  # seconds: while the engine runs, the file is written no more often
-FORMAT = "3"  # of the file: change it with what its numbers mean
+EVERY = 60.0  # least seconds between two writes of the file while the engine runs
+FORMAT = "3"  # version of the file's format: change it with the meaning of its numbers
 
 
 class KeptCosts:
     """The costs of a model's steps, and their file."""
 
     def __init__(self, costs: StepCosts, file: Path | None) -> None:
-        """Begin with what the file holds."""
+        """Start with the file's costs."""
         self.costs, self.file, self.written_at = costs, file, float("-inf")
         known = read_costs(file)
         if known is not None:
             costs.begin_with(known)
 
     def keep(self) -> None:
-        """Write the file, unless that was done a moment ago. Not in a step: it takes a moment."""
+        """Write the file if the last write is at least EVERY seconds old. Do not call it within a
+        step.
+        """
         if monotonic() - self.written_at > EVERY:
             self.write()
 
@@ -623,8 +643,8 @@ class KeptCosts:
 
 
 def costs_file(model: str, device: str, threads: str) -> Path | None:
-    """The file for a model's steps on this kind of machine. `model` has all of it that their time
-    depends on, `device` the name of a GPU.
+    """Return the file for a model's steps on this kind of machine. `model` identifies everything
+    that affects step times, `device` names the GPU.
     """
     cpu = cpu_name().decode(errors="replace")
     build = VERSION, FORMAT, source_hash()
@@ -632,12 +652,14 @@ def costs_file(model: str, device: str, threads: str) -> Path | None:
 
 
 def read_costs(file: Path | None) -> KnownCosts | None:
-    """None, with one warning, if the file is there but not valid."""
+    """Return the stored costs. None, with one warning, if the file is invalid; None if it is
+    absent.
+    """
     return read_kept(file, KnownCosts)
 
 
 def keep_costs(file: Path | None, costs: StepCosts) -> None:
-    """Replace the file, unless no step has been timed. It takes a moment: not in every step."""
+    """Replace the file if any step was timed. It is slow: do not call it in every step."""
     known = costs.known()
     if file is not None and known.buckets:
         keep(file, known)

@@ -1,4 +1,4 @@
-"""Where a request's text stands in its grammar: what may come next, node by node of its tree."""
+"""A request's position in its grammar: which tokens may come next, for each node of its tree."""
 
 from collections.abc import Callable, Sequence
 from time import thread_time
@@ -9,28 +9,28 @@ from numpy.typing import NDArray
 
 from specserve.text.grammars.compiled import in_words
 
-if TYPE_CHECKING:  # its import takes time, and most engines need none
+if TYPE_CHECKING:  # the import is slow, and most engines do not need it
     from llguidance import LLMatcher
 
     from specserve.text.grammars.compiled import Compiled
 
 T = TypeVar("T")
 
-# Ambiguous grammars may take long steps within llguidance's limits, while all other requests wait:
-# one that was not quick for so many seconds in all ends its request. As guesses must not change a
-# text, what looking at them takes is counted by itself: then no guesses are looked at any more.
-QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread
-TOO_SLOW = "it takes too long to find what may come next"
+# Ambiguous grammars may take long steps within llguidance's limits, while all other requests wait.
+# A request ends once its slow looks, above QUICK each, took PATIENCE in all. Draft tokens must not
+# change a text, so their looks have a separate limit; after it no draft tokens are checked.
+QUICK, PATIENCE = 0.02, 0.2  # seconds of this thread's CPU time
+TOO_SLOW = "finding the next tokens takes too long. Use a simpler grammar"
 
 
 class GrammarState:
-    """Follows a request's text: `extend` by its new tokens; other methods look at what may come
-    after a path of guesses.
+    """Follows a request's text with `extend`; other methods return what may come after a path of
+    draft tokens.
 
-    One matcher serves all nodes: it goes from path to path by consuming tokens and undoing them. A
-    matcher that runs into a limit cannot be undone any more: then it is made anew from the text, by
-    an automaton of its own in the end, as what guesses or others have made it run into must not
-    change what the text itself is allowed.
+    One matcher serves all nodes: it moves between paths by consuming tokens and by rolling back. A
+    matcher that hits a limit cannot roll back, so a new one is made from the text, if necessary
+    with a new automaton. So draft tokens or other requests do not change what the text itself
+    allows.
     """
 
     def __init__(self, compiled: "Compiled", end_ids: Sequence[int], vocab_size: int) -> None:
@@ -39,43 +39,45 @@ class GrammarState:
         self.matcher, self.number = compiled.copy()
         self.end_ids, self.num_words = end_ids, -(-vocab_size // 32)
         self.known: list[int] = []
-        self.path: list[int] = []  # beyond the known text, as far as the matcher has gone
-        self.error = ""  # what the matcher ran into after the known text
+        self.path: list[int] = []  # tokens after the known text that the matcher has consumed
+        self.error = ""  # the matcher's error after the known text
         self.patience = self.patience_with_drafts = PATIENCE
 
     def fork(self) -> "GrammarState":
-        """Another one at the same place, after no guess."""
+        """Return a new state at the same position, without draft tokens."""
         other = GrammarState(self.compiled, self.end_ids, 32 * self.num_words)
         other.extend(self.known)
         return other
 
     @property
     def why(self) -> str:
-        """What the matcher ran into, as an addition to a message."""
+        """Return the matcher's error, as an addition to a message."""
         return f" ({self.error})" if self.error else ""
 
     def extend(self, tokens: Sequence[int]) -> None:
         start = thread_time()
-        if not self.matcher.is_error():  # else the next look begins with another one
+        if not self.matcher.is_error():  # otherwise the next look starts with another matcher
             self.move(tokens)
         self.known += tokens
         self.path.clear()
         self.note_time(thread_time() - start, is_draft=False, is_broken=False)
 
     def go(self, path: Sequence[int]) -> bool:
-        """Take the matcher to a path's end; false if the grammar does not allow the path."""
+        """Move the matcher to a path's end; return False if the grammar does not allow the path."""
         return self.look(path, lambda matcher: True) or False
 
     def look(self, path: Sequence[int], find: "Callable[[LLMatcher], T]") -> T | None:
-        """What a function finds after a path; None where the path is not allowed, or where even a
-        new matcher runs into a limit, or where looking at guesses has taken too long.
+        """Return the result of a function after a path.
+
+        None if the path is not allowed, if even a new matcher hits a limit, or if checking draft
+        tokens has taken too long.
         """
         if (self.patience_with_drafts if path else self.patience) <= 0:
             if not path:
                 self.error = TOO_SLOW
             return None
         is_new, error = False, ""
-        for _ in range(3):  # by this matcher, by one that others have made anew, by one of its own
+        for _ in range(3):  # this matcher, a shared new one, and one with its own automaton
             start = thread_time()
             if self.matcher.is_error():
                 is_new = self.renew()
@@ -97,7 +99,7 @@ class GrammarState:
             self.patience -= seconds
 
     def move(self, path: Sequence[int]) -> bool:
-        """Whether the matcher has got to the path's end."""
+        """Move the matcher; return whether it has reached the path's end."""
         at = self.path
         if at != path:
             same = num_equal(at, path)
@@ -109,7 +111,7 @@ class GrammarState:
         return len(at) == len(path)
 
     def renew(self) -> bool:
-        """Take another matcher to the end of the known text; whether its automaton is new."""
+        """Move a new matcher to the end of the known text; return whether its automaton is new."""
         is_new = self.compiled.renew(self.number)
         self.matcher, self.number = self.compiled.copy()
         self.path = []
@@ -122,8 +124,8 @@ class GrammarState:
         return self.go([*path, token])
 
     def forced(self, path: Sequence[int]) -> list[int]:
-        """The tokens of the only text that may come next, as the tokenizer would write it, and the
-        end if that must come.
+        """Return the tokens of the only text that may come next, as the tokenizer encodes it. An
+        end id follows if only the end may come.
         """
         tokens = self.look(path, lambda matcher: matcher.compute_ff_tokens()) or []
         if self.look([*path, *tokens], lambda matcher: matcher.is_stopped()):
@@ -131,8 +133,8 @@ class GrammarState:
         return tokens
 
     def mask(self, path: Sequence[int]) -> NDArray[np.int32]:
-        """[ceil(V / 32)]: bit id % 32 of word id // 32 is set where the id may come next. No bit is
-        set where the grammar does not allow the path, or a limit is in the way.
+        """Return a mask [ceil(V / 32)]: bit id % 32 of word id // 32 is set if the id may come
+        next. No bit is set if the grammar does not allow the path, or the matcher hits a limit.
         """
         bits = self.look(path, lambda matcher: matcher.compute_bitmask())
         if bits is None:
@@ -141,7 +143,7 @@ class GrammarState:
 
 
 def num_equal(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix."""
     for n, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return n

@@ -1,7 +1,8 @@
-"""What a step verifies: the prompts' rows, and the guesses that raise the expected tokens a second.
+"""Choose a step's rows: prompt rows, and the draft tokens that raise the expected tokens per
+second.
 
-Everything is compared by one figure, expected tokens per expected second, with the costs that the
-machine's own steps have shown. No guess is a plan like any other.
+All plans are compared by expected tokens per expected second, with the measured costs of steps on
+this machine. A plan without draft tokens is compared in the same way.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,45 +19,46 @@ from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
 
 
 class DraftDepthPolicy:
-    """Which nodes of a step's trees a draft model runs, level by level.
+    """Chooses the nodes of a step's trees that a draft model runs, level by level.
 
-    A level is run if the step's expected rate is higher with it, by what its nodes are expected to
-    add: their reach. That of a node is the probability of its path, times that of the draft model
-    having the right child where no candidate is it yet.
+    A level runs if its nodes' reach raises the step's expected rate. A node's reach is the
+    probability of its path, times the probability that the draft model adds the accepted child.
     """
 
     def __init__(
         self, costs: StepCosts, step: Step, values: list[float], is_hopeful: bool = False
     ) -> None:
-        """`values` are those of the candidates that there are. If hopeful, a step without a guess
-        costs the least that it can: so no level may be worth its time.
+        """`values` holds the values of the existing candidates. If hopeful, a step without draft
+        tokens gets its least possible cost, so a level may not be worth its time.
         """
         self.costs, self.step = costs, step
         self.values = sorted(values)
         self.spent = 0.0
         rows, edges = step.rows, costs.edges
         self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
-        self.takes: list[float] = []  # seconds of the target with those, as far as was asked for
+        self.takes: list[float] = []  # seconds of the target by size, if computed
         if is_hopeful:
             self.takes.append(costs.of(step, 0, is_hopeful))
         roots = costs.of(step.without_prompts)
         self.allowed = step.allowed_with_draft(roots)
-        self.worth = 0.0  # in tokens, of the prompts' rows
+        self.worth = 0.0  # value of the prompts' rows, in tokens
         if step.prompt_rows:
             tokens, takes = self.tokens(self.values)
             self.worth = prefill_value(self.takes[0] - roots, tokens, takes)
         self.look()
 
     def place(self, num: int) -> int:
-        """Of the right edge that so many guesses reach; its seconds are known then."""
+        """Return the index of the right edge for `num` draft tokens, and compute the times up to
+        it.
+        """
         place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
         while len(self.takes) <= place:
             self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
         return place
 
     def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """What the likeliest guesses up to each right edge, and all, are expected to bring, and the
-        seconds of the target for each. `values` rise.
+        """Return expected tokens of the most likely draft tokens up to each right edge, and of all.
+        Also return the target's seconds for each. `values` must rise.
         """
         place = self.place(len(values))
         gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
@@ -65,20 +67,22 @@ class DraftDepthPolicy:
         return found, self.takes[: place + 1]
 
     def look(self) -> None:
-        """Find the best plan of the candidates that there are."""
+        """Find the best plan of the existing candidates."""
         (tokens, takes), spent = self.tokens(self.values), self.spent
         rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
         self.rate = max(rates)
         best = rates.index(self.rate)
-        self.expected = tokens[best]  # of the best plan, the prompts' worth included
+        self.expected = tokens[best]  # tokens of the best plan, including the value of prompt rows
         self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
         rest = len(self.values) - self.best
-        self.least = self.values[rest - 1] if rest else 0.0  # of a guess: lower ones are left
+        # Least value of a draft token that improves the plan
+        self.least = self.values[rest - 1] if rest else 0.0
 
     def is_better(self, more: Sequence[float], seconds: float) -> bool:
-        """Whether the rate is higher with further candidates, in a step that takes no longer than
-        allowed. Mostly that is seen from the best plan with them added, and that it is not from the
-        time of the target without any guess.
+        """Return whether further candidates raise the rate in a step within the allowed time.
+
+        Usually the best plan with the candidates added proves it, or the target's time without
+        draft tokens disproves it.
         """
         spent, gain = self.spent + seconds, sum(more)
         if spent + self.takes[0] > self.allowed:
@@ -95,8 +99,8 @@ class DraftDepthPolicy:
     def size(
         self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
     ) -> int:
-        """How many nodes to run, the best first; 0 if neither the level is worth its time nor are
-        several, of up to `depth` that are left. `reach` falls, to `hold` times with each level;
+        """Return how many nodes to run, best first. It is 0 if neither this level nor several, up
+        to `depth`, are worth their time. `reach` falls, by the factor `hold` per level;
         seconds(rows) is a level's time.
         """
         best, size, net = 0.0, 0, 0.0
@@ -111,8 +115,8 @@ class DraftDepthPolicy:
     def first_size(
         self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
     ) -> int:
-        """As `size`, for the first level. seconds(0) is what catching up takes, once; it may pay
-        over levels.
+        """Do the same for the first level. seconds(0) is the time of catching up, spent once;
+        several levels may pay for it.
         """
         found = [gain for gain in reach if gain > self.least]
         once, level = seconds(0), seconds(len(found)) - seconds(0)
@@ -121,11 +125,11 @@ class DraftDepthPolicy:
     def pays(
         self, reach: Sequence[float], hold: float, depth: int, once: float, level: float
     ) -> bool:
-        """Whether the rate is higher with some number of levels, each of which takes so long, after
-        so many seconds `once`. The first alone may not pay, as where a stair of the target's is
-        wide.
+        """Return whether some number of levels raises the rate. Each takes `level` seconds, after
+        `once` seconds. The first level may pay only with later ones, for example in a wide row
+        bucket.
         """
-        # What all levels together may bring, in no more than the time of one: mostly too little.
+        # Upper bound: the gain of all levels in the time of one. Usually it is too low already.
         most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
         if most <= self.rate * (self.spent + once + level + self.takes[0]):
             return False
@@ -139,8 +143,8 @@ class DraftDepthPolicy:
         return False
 
     def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
-        """The highest rate with some number of levels, each of which brings so many tokens, as far
-        as that can be told without the rows that are verified for them.
+        """Return the highest rate over numbers of levels, each with its gain in tokens. The time of
+        rows to verify is not included.
         """
         tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
         rates = [
@@ -150,8 +154,8 @@ class DraftDepthPolicy:
         return max(rates, default=0.0)
 
     def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
-        """A level has been run, and took so long: the values of the children that its nodes have,
-        and those of the children that they had before.
+        """Record a level's run time. `values` holds the values of its nodes' children, `before` the
+        values of children that existed before.
         """
         for value in before:
             place = bisect_left(self.values, value)
@@ -163,22 +167,24 @@ class DraftDepthPolicy:
         self.look()
 
 
-FREE = 0.02  # of a step's time: what making guesses may lose
-RATE = 1 / 16  # of a step in what was lately saved
-EXPLORATION = 0.01  # of all steps' time: what trials may lose
-FADE = 0.99  # of the loss that is expected of a trial, after each step
-AT_FIRST = 3.0  # steps' time: what they may lose before, and what the first ones may
+FREE = 0.02  # share of a step's time that drafting may lose
+RATE = 1 / 16  # weight of one step in the moving average of savings
+EXPLORATION = 0.01  # share of all steps' time that trials may lose
+FADE = 0.99  # factor per step on the expected loss of a trial
+AT_FIRST = 3.0  # initial and largest loss budget, in steps' time
 
 
 class ExplorationSchedule:
-    """When each of several things is tried again: ever more rarely, as long as it fails."""
+    """Schedules trials of several things: each failed trial doubles the wait until the next one."""
 
     def __init__(self, first: int = 16, last: int = 512) -> None:
         self.first, self.last = first, last
-        self.waits: dict[Hashable, tuple[int, int]] = {}  # steps from a trial to the next, and left
+        self.waits: dict[Hashable, tuple[int, int]] = {}  # steps between trials, and steps left
 
     def is_due(self, key: Hashable, steps: int = 1) -> bool:
-        """Count steps in which it would be left out; whether it is tried in the last instead."""
+        """Count steps in which `key` would be left out. Return whether to try it in the last of
+        them.
+        """
         wait, left = self.waits.get(key, (self.first, self.first))
         if left > steps:
             self.waits[key] = wait, left - steps
@@ -187,12 +193,12 @@ class ExplorationSchedule:
         return True
 
     def worked(self, key: Hashable) -> None:
-        """It is worth its time: when it no longer is, it is tried again soon."""
+        """Record a success: if `key` stops paying, its next trial is soon."""
         self.waits.pop(key, None)
 
 
 class SavedShare:
-    """What guesses have lately saved of a request's steps, as a share of the step's time."""
+    """Average share of a request's step time that draft tokens save."""
 
     __slots__ = ("num_steps", "saved")
 
@@ -200,7 +206,7 @@ class SavedShare:
         self.saved, self.num_steps = saved, num_steps
 
     def add(self, saved: float) -> None:
-        self.num_steps = self.num_steps + 1 if self.pays else 1  # a trial shows what holds from now
+        self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
         self.saved += max(1 / self.num_steps, RATE) * (saved - self.saved)
 
     @property
@@ -209,8 +215,8 @@ class SavedShare:
 
 
 class ExplorationBudget:
-    """The turns of all requests. Trials are made for all that do not pay in the same step: one in
-    which one request is asked takes most of the time that asking all takes.
+    """Savings of all requests, and the loss budget of trials. A step tries all requests that do not
+    pay, because asking for one takes most of the time of asking for all.
     """
 
     def __init__(self) -> None:
@@ -218,8 +224,9 @@ class ExplorationBudget:
         self.by_request: dict[int, SavedShare] = {}
         self.all = SavedShare()
         self.left = AT_FIRST  # steps' time that trials may lose
-        self.loss = 0.0  # of a trial, lately
-        self.is_warm = False  # the first turns of all take far more time than later ones
+        self.loss = 0.0  # recent average loss of a trial
+        # False until the first result, which takes far more time than later ones
+        self.is_warm = False
 
     def next_step(self) -> None:
         self.num_steps += 1
@@ -228,29 +235,29 @@ class ExplorationBudget:
 
     @property
     def is_exploring(self) -> bool:
-        """Whether those that do not pay are tried in this step."""
+        """Return whether this step tries requests that do not pay."""
         return self.left >= min(self.loss, AT_FIRST)
 
     def is_due(self, id: int) -> bool:
         return self.is_exploring or self.of(id).pays
 
     def of(self, id: int) -> SavedShare:
-        """A new request begins with what others have shown."""
+        """Return a request's savings. A new request starts with the average of all."""
         benefit = self.by_request.get(id)
         if benefit is None:
             benefit = self.by_request[id] = SavedShare(self.all.saved, min(self.all.num_steps, 1))
         return benefit
 
     def passed(self) -> int:
-        """Steps since the one before in which this was asked."""
+        """Return the number of steps since the last call."""
         passed, self.last = self.num_steps - self.last, self.num_steps
         return passed
 
     def add(
         self, saved: Sequence[tuple[SavedShare, float]], num_roots: int = 1, more: float = 0.0
     ) -> None:
-        """Learn what turns have saved in a step of so many roots, each as a share of its request's
-        part of the step's time, and how many parts more the step has lost.
+        """Record savings in a step with `num_roots` roots, as shares of each request's part of the
+        step's time. `more` counts further parts that the step lost.
         """
         if not self.is_warm:
             self.is_warm = True
@@ -261,7 +268,7 @@ class ExplorationBudget:
             did_pay = benefit.pays
             self.all.add(share)
             benefit.add(share)
-            if did_pay and not benefit.pays:  # for some steps it only seemed to: a trial, too
+            if did_pay and not benefit.pays:  # it only seemed to pay: count it as a trial
                 lost -= benefit.saved * min(benefit.num_steps, 1 / RATE)
         if tried:
             self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
@@ -271,41 +278,43 @@ class ExplorationBudget:
         self.by_request.pop(id, None)
 
 
-LEAST_VALUE = 1e-3  # of a guess: a less likely one is not looked at
-BETTER = 1.05  # times the known rate must be hoped for, of rows that are tried
-AHEAD = 0.5  # of a target: steps take longer than expected, and a gap of two targets is too long
+LEAST_VALUE = 1e-3  # least value of a draft token that is considered
+BETTER = 1.05  # least ratio of hoped to known rate for a trial of rows
+# Largest reserve that a step may use, in times of the target: a gap of two targets is too long
+AHEAD = 0.5
 LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
 
 
 class RequestCandidates(msgspec.Struct, eq=False):
-    """A request with a root, as the plan sees it."""
+    """A request with a root: its candidates and limits."""
 
     trie: Trie
-    limit: int  # guesses that it may have
+    limit: int  # most draft tokens of the request
     max_depth: int = MAX_NODES
-    behind: float = 0.0  # tokens beyond the next that it needs of this step to meet its target
+    behind: float = 0.0  # tokens beyond the next that it needs in this step to meet its target
 
 
 class Plan(msgspec.Struct):
-    """Chosen nodes of each request, likeliest first, and what is expected of the step."""
+    """Chosen nodes per request, most likely first, and the step's expected results."""
 
     nodes: list[list[int]]
-    rows: int  # of the step, guesses included
+    rows: int  # including draft tokens
     tokens: float
     seconds: float
-    rival: float | None = None  # where this tries rows of unknown cost: the best rate that is known
+    rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
 
     @property
     def rate(self) -> float:
-        """Expected tokens a second."""
+        """Return expected tokens per second."""
         return self.tokens / self.seconds
 
 
 def likeliest(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
-    """Up to `most` guesses as (value, request, node), by decreasing value, parents first.
+    """Return up to `most` draft tokens as (value, request, node), by decreasing value, parents
+    first.
 
-    A guess's value is the probability of its path. What a request behind its target needs to meet
-    it comes first, and that of the one furthest behind before others'.
+    A draft token's value is the probability of its path. Tokens that a late request needs to meet
+    its target come first; the latest request leads.
     """
     for ask in asks:
         if ask.behind > 0:
@@ -320,18 +329,20 @@ def likeliest(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float,
 
 
 def ranked(ask: RequestCandidates) -> list[int]:
-    """The guesses that a request may have, by falling value: so parents come first."""
+    """Return the draft tokens that a request may have, by falling value, so that parents come
+    first.
+    """
     values, deepest = ask.trie.settle(), ask.max_depth
     nodes = [node for node, value in enumerate(values) if value >= LEAST_VALUE]
     if deepest < MAX_NODES:
         depths = ask.trie.depths
         nodes = [node for node in nodes if depths[node] <= deepest]
     nodes.sort(key=values.__getitem__, reverse=True)
-    return nodes[1 : ask.limit + 1]  # the root is the likeliest
+    return nodes[1 : ask.limit + 1]  # the root is the most likely node
 
 
 def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
-    """As `likeliest`, whoever is behind."""
+    """Do the same as `likeliest`, if any request is behind its target."""
     tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
     deepest = [ask.max_depth for ask in asks]
     behind = [ask.behind for ask in asks]
@@ -348,7 +359,7 @@ def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[floa
         if value < LEAST_VALUE or room[i] == 0:
             heappop(heap)
             continue
-        if behind[i] <= 0 and key < -value:  # it was behind when this was put here
+        if behind[i] <= 0 and key < -value:  # its request was behind when it was added
             heapreplace(heap, (-value, i, node, value))
             continue
         found.append((value, i, node))
@@ -367,7 +378,7 @@ def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[floa
 
 
 def urgency(value: float, behind: float) -> float:
-    """What guesses are ordered by: those of a request that is behind come before all others."""
+    """Return the sort key of draft tokens: tokens of late requests come before all others."""
     return value + 1 + behind if behind > 0 else value
 
 
@@ -378,11 +389,11 @@ def choose(
     most: int,
     is_tried: Callable[[int], bool] = lambda rows: False,
 ) -> Plan:
-    """The guesses, at most `most`, with which the step has the highest expected rate.
+    """Choose at most `most` draft tokens so that the step has the highest expected rate.
 
-    Only right edges of the stairs are looked at, as rows up to the edge are free, and all guesses
-    there are. A step that takes longer than allowed has none. Where rows whose cost is not known
-    may be better, is_tried(rows) decides.
+    Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free. A
+    step that exceeds the allowed time gets none. If rows of unknown cost may be better,
+    is_tried(rows) decides.
     """
     found = likeliest(asks, most)
     gains = [0.0, *accumulate(value for value, _, _ in found)]
@@ -408,7 +419,7 @@ def choose(
 
 
 class Size(NamedTuple):
-    """A number of guesses, and what is expected of it."""
+    """A number of draft tokens, and its expected time and rate."""
 
     size: int
     seconds: float
@@ -418,7 +429,7 @@ class Size(NamedTuple):
 def best_of(
     step: Step, sizes: Sequence[int], tokens: Sequence[float], costs: StepCosts, is_hopeful: bool
 ) -> Size:
-    """The size with the highest rate; `tokens` are those that each is expected to bring."""
+    """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
 
     takes = [step.spent + costs.of(step, size, is_hopeful) for size in sizes]
     roots, worth = costs.of(step.without_prompts, 0, is_hopeful), 0.0
@@ -427,15 +438,15 @@ def best_of(
     allowed = step.allowed_with_draft(roots)
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
-    best = rates.index(max(rates))  # no guess, if nothing is allowed
+    best = rates.index(max(rates))  # no draft token, if nothing is allowed
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
 
 
 def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int, context: int = 0) -> int:
-    """Rows for waiting prompts beside the step's roots: the most that keep it within `allowed`.
+    """Return the rows for waiting prompts next to the step's roots: the most that fit `allowed`.
 
-    Without a root all that fit: no stream waits for them. `most` bounds them, also where no target
-    does. `context` counts the tokens before the rows of a prompt.
+    `most` always limits the rows; without a root, nothing else does. `context` counts the tokens
+    before a prompt's rows.
     """
     most = min(waiting, most)
     if not step.num_roots or most <= LEAST_CHUNK:
@@ -450,34 +461,33 @@ def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int, context: 
 
 
 def allowed_seconds(target: float, since_first: float, num_output: int) -> float:
-    """How long a step may take so that a request's tokens come `target` apart on average.
+    """Return how long a step may take so that a request's tokens stay `target` apart on average.
 
-    What it is ahead may be spent, up to AHEAD of another target's time; and a step may always take
-    one.
+    The request's lead may be spent, up to AHEAD of a target's time. A step may always take one
+    target.
     """
     ahead = target * num_output - since_first
     return target + min(max(ahead, 0.0), AHEAD * target)
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
-    """Tokens beyond the next that a request needs of a step of so many seconds to meet its target,
-    at most as many as two steps' worth: what is lost is not to be had at any price.
+    """Return how many tokens beyond the next a request needs in a step of `seconds` to meet its
+    target. The limit is two steps' worth of tokens: older delays cannot be recovered.
     """
     due = (since_first + seconds) / target - num_output - 1
     return min(max(due, 0.0), 2 * seconds / target)
 
 
 class Planner:
-    """The plans of an engine's steps."""
+    """Chooses the plans of an engine's steps."""
 
     def __init__(self, costs: StepCosts) -> None:
-        """The costs are the target's."""
+        """`costs` estimates the target's steps."""
         self.costs = costs
-        self.exploration = ExplorationSchedule(
-            first=1, last=64
-        )  # of rows whose cost is not known, by their bits
-        self.root_trials = ExplorationSchedule()  # of roots alone, by their stair
-        self.alone = 0  # rows without a guess that are tried in this step
+        # Trials of row counts whose cost is not known, by bit length.
+        self.exploration = ExplorationSchedule(first=1, last=64)
+        self.root_trials = ExplorationSchedule()  # trials of steps with roots only, by row bucket
+        self.alone = 0  # rows without draft tokens that this step tries
 
     def choose(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> Plan:
         plan = choose(asks, step, self.costs, most, self.is_tried)
@@ -488,12 +498,14 @@ class Planner:
         return rows == self.alone or self.exploration.is_due(rows.bit_length())
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
-        """Learn whether a plan that was tried was worth it: the step took so long."""
+        """Learn from a tried plan's step time whether the plan was worth it."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
-            self.exploration.worked(plan.rows.bit_length())  # so go on at once
+            self.exploration.worked(plan.rows.bit_length())  # plan it again at once
 
     def growth(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> DraftDepthPolicy:
-        """The terms on which a draft model's levels are run in this step, after other sources."""
+        """Return the policy for running a draft model's levels in this step, after other
+        sources.
+        """
         values = list[float]()
         for ask in asks:
             values += map(ask.trie.settle().__getitem__, ranked(ask))
@@ -503,8 +515,8 @@ class Planner:
         )
 
     def tries_roots(self, step: Step) -> bool:
-        """Whether roots alone, of unknown cost, are hoped to be cheap before a draft model runs.
-        Once it has run its time is spent, and guesses always look worth theirs.
+        """Return whether to try roots without draft tokens, if their cost is not known, before a
+        model runs. After the run its time is spent, and draft tokens always seem worth theirs.
         """
         if step.prompt_rows or self.costs.is_known(step.rows):
             return False

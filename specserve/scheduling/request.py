@@ -1,4 +1,4 @@
-"""A request, and one request's share of a step."""
+"""A request, and its share of a step."""
 
 import logging
 from array import array
@@ -20,12 +20,12 @@ from specserve_kernels import NOT_FINITE
 log = logging.getLogger("specserve")
 
 NOTHING_LEFT = (
-    "the grammar leaves no token that could come next: ask for less, or leave out other parameters "
-    "that rule tokens out"
+    "the grammar allows no next token. Relax the grammar, or remove other parameters that forbid "
+    "tokens"
 )
 ALL_RULED_OUT = (
     "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and logits processors "
-    "rule out all of them together. Relax one of these"
+    "together forbid all tokens. Relax one of them"
 )
 LOGITS_NOT_FINITE = (
     "the model's logits are not finite: its checkpoint or its LoRA adapter is damaged, or its "
@@ -34,59 +34,61 @@ LOGITS_NOT_FINITE = (
 
 
 class Request(msgspec.Struct, eq=False):
-    """One prompt and its output. `token_ids` holds prompt and committed output, never a guess."""
+    """One prompt and its output. `token_ids` holds prompt and committed output, never draft
+    tokens.
+    """
 
     id: int
     token_ids: "array[int]"  # typecode "i"
     sampling: Sampling
     table: BlockTable  # the target's KV
-    draft_table: BlockTable  # the draft model's; empty where none is used
+    draft_table: BlockTable  # the draft model's KV; empty without a draft model
     caller: Caller
-    num_prompt: int = 0  # 0: all tokens are the prompt's
+    num_prompt: int = 0  # prompt tokens; 0 counts all tokens
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     arrived_at: float = 0.0  # seconds, perf_counter
-    admitted_at: float = 0.0  # of the first admission
+    admitted_at: float = 0.0  # seconds, first admission
     first_token_at: float = 0.0
-    ttft: float | None = None  # seconds: the target for the time from arrival to first token
-    tpot: float | None = None  # and for that of each token after it
-    # Of several choices of one prompt the leader computes it; the followers wait for its KV.
+    ttft: float | None = None  # target from arrival to first token, in seconds
+    tpot: float | None = None  # target per token after the first, in seconds
+    # The leader of several completions computes their prompt, and followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
-    num_scored: int = 0  # tokens of the prompt whose successor's logprob was told
+    num_scored: int = 0  # prompt tokens whose successor's logprob was reported
     adapter: AdapterRef | None = None
-    slot: int = -1  # that its adapter is in; -1: it has none, or waits for it
-    text: TextState | None = None  # of one whose text changes its logits, see `begin_text`
-    processors: LogitsProcessors | None = None  # the caller's own
+    slot: int = -1  # slot of its adapter; -1: no adapter, or no slot so far
+    text: TextState | None = None  # state if the text changes the logits, see `begin_text`
+    processors: LogitsProcessors | None = None  # the caller's logits processors
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The order of running requests: by priority, then by arrival."""
+        """Return the order of running requests: by priority, then by arrival."""
         return self.sampling.priority, self.id
 
     @property
     def is_following(self) -> bool:
-        """Whether it waits until its leader has computed their prompt."""
+        """Return whether the request waits for its leader to compute their prompt."""
         return self.leader is not None and self in self.leader.followers
 
     @property
     def is_scoring(self) -> bool:
-        """Whether logprobs of the prompt are missing: its rows have to be computed, as cached KV
-        has none. Of several choices the first tells them.
+        """Return whether prompt logprobs are missing: the rows must be computed, because cached KV
+        has none. Only the first of several completions reports them.
         """
         is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
         return is_asked and self.num_scored < self.num_prompt - 1
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV stands in the pool."""
+        """Return the number of tokens with KV in the pool."""
         return self.table.num_computed
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose KV does not stand in the pool."""
+        """Return the number of known tokens without KV in the pool."""
         return len(self.token_ids) - self.table.num_computed
 
     @property
@@ -99,7 +101,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be emitted."""
+        """Return the number of tokens that may still be emitted."""
         return self.sampling.max_tokens + self.num_prompt - len(self.token_ids)
 
     @property
@@ -112,33 +114,35 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def due_at(self) -> float:
-        """When its first token is due."""
+        """Return the time at which the first token is due."""
         return float("inf") if self.ttft is None else self.arrived_at + self.ttft
 
     @property
     def is_due(self) -> bool:
-        """Whether exactly one known token is uncomputed: a root, which may have a tree."""
+        """Return whether exactly one known token is uncomputed: a root, which may have a tree."""
         return len(self.token_ids) - self.table.num_computed == 1
 
     @property
     def is_computing(self) -> bool:
-        """Whether more than one known token is uncomputed."""
+        """Return whether more than one known token is uncomputed."""
         return len(self.token_ids) - self.table.num_computed > 1
 
     @property
     def draft_gap(self) -> int:
-        """Known tokens that the draft model has not computed."""
+        """Return the number of known tokens that the draft model has not computed."""
         return len(self.token_ids) - self.draft_table.num_computed
 
     def begin_text(self, vocab_size: int, grammar: GrammarState | None = None) -> None:
-        """Begin to follow the text, which may have begun elsewhere."""
+        """Start to follow the text. It may have output already, for example after a restart."""
         prompt, output = self.token_ids[: self.num_prompt], self.output
         self.text = TextState(self.sampling, prompt, vocab_size, grammar)
         if output:
             self.text.extend(output)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the output. Followers, which have none yet, share the text before it."""
+        """Append output tokens. Followers, which have no output, first copy the state of the
+        text.
+        """
         self.token_ids.extend(tokens)
         if self.text is None:
             return
@@ -148,13 +152,13 @@ class Request(msgspec.Struct, eq=False):
         self.text.extend(tokens)
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
-        """Why the output ends with the last of these new tokens; None if it goes on."""
+        """Return why the output ends with the last of these new tokens; None if it continues."""
         if tokens[-1] in self.sampling.stop_ids:
             return "stop"
         return "length" if len(tokens) >= self.num_left else None
 
     def no_token(self, failure: int) -> tuple[str, str]:
-        """Why a row gave no token, and the parameter that is to blame."""
+        """Return why a row has no token, and the parameter that causes it."""
         has_processors = self.processors is not None
         if failure == NOT_FINITE or not (self.text or has_processors):
             log.error(LOGITS_NOT_FINITE)
@@ -164,8 +168,8 @@ class Request(msgspec.Struct, eq=False):
         return ALL_RULED_OUT, "logits_processors" if has_processors else "allowed_token_ids"
 
     def num_blocks_to_share(self, other: "Request") -> int:
-        """Number of leading blocks with the same tokens in both requests, if this one has yet to
-        publish some of them, and at no larger priority; else 0. The other can wait for those.
+        """Return the number of leading blocks with equal tokens in both requests, for the other to
+        wait for. It is 0 if this request has published them all or has a larger priority value.
         """
         table = self.table
         if self.sampling.priority > other.sampling.priority or not table.is_publishing:
@@ -182,12 +186,12 @@ class Request(msgspec.Struct, eq=False):
         return shared if shared > begin else 0
 
     def find_prefix(self) -> None:
-        """Take the cached KV of its known tokens, unless it shares its leader's KV already."""
+        """Use the cached KV of its known tokens, unless it shares its leader's KV already."""
         if not self.table.blocks and not self.is_scoring:
             self.table.match(self.token_ids, self.table.pool.num_available)
 
     def find_draft_prefix(self, max_blocks: int) -> None:
-        """Take draft KV from the leader or the cache, at most `max_blocks` that no table holds."""
+        """Use draft KV of the leader or the cache, at most `max_blocks` blocks without an owner."""
         table, leader = self.draft_table, self.leader
         table.trim()
         shared = min(self.num_prompt, len(self.token_ids) - 1)
@@ -198,8 +202,8 @@ class Request(msgspec.Struct, eq=False):
             table.match(self.token_ids, max_blocks)
 
     def fork_followers(self) -> "list[Request]":
-        """Share the computed prompt with the followers, and return them. Its last token is left
-        out, as each computes that one for its own first output.
+        """Share the computed prompt with the followers, and return them. The last prompt token is
+        left out, because each follower computes it for its first output.
         """
         forked, self.followers = self.followers, []
         for request in forked:
@@ -207,7 +211,9 @@ class Request(msgspec.Struct, eq=False):
         return forked
 
     def detach(self) -> "Request | None":
-        """Leave leader and followers; the first follower, which is returned, leads the others."""
+        """Leave leader and followers. The first follower becomes the leader of the others and is
+        returned.
+        """
         if self.leader is not None and self.is_following:
             self.leader.followers.remove(self)
         if not self.followers:
@@ -224,7 +230,7 @@ class Request(msgspec.Struct, eq=False):
         self.draft_table.publish(self.token_ids)
 
     def release(self) -> None:
-        """Give all blocks back; the KV has to be computed again."""
+        """Free all blocks; the KV must be computed again."""
         self.table.clear()
         self.draft_table.clear()
 
@@ -237,11 +243,11 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     end: int
     draft_limit: int = 0
     draft: Draft = Draft()
-    scores: list[TokenLogprobs] = []  # what the step tells of the prompt
+    scores: list[TokenLogprobs] = []  # logprobs of prompt tokens in this step
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the last known token is among the rows: at least one new token follows."""
+        """Return whether the last known token is among the rows: at least one new token follows."""
         return self.end == len(self.request.token_ids)
 
     @property
@@ -249,6 +255,6 @@ class ScheduledRequest(msgspec.Struct, eq=False):
         return self.end - self.start == 1 and self.is_sampled
 
     def draft_item(self, limit: int) -> DraftRequest:
-        """The request as sources and drafters are asked about it."""
+        """Return the request in the form that sources and drafters get."""
         r = self.request
         return DraftRequest(r.id, r.token_ids, limit, r.sampling.temperature, r.sampling.seed)

@@ -1,4 +1,4 @@
-"""Continuous batching: admission, preemption, and how a step's rows are spent."""
+"""Continuous batching: admission, preemption, and the distribution of a step's rows."""
 
 from bisect import insort
 from collections import Counter
@@ -17,7 +17,7 @@ from specserve.scheduling.request import Request, ScheduledRequest
 
 
 class RunningCounts:
-    """How many of the running requests each tenant and each call has."""
+    """Number of running requests by tenant and by call."""
 
     def __init__(self, running: Sequence[Request]) -> None:
         self.running = running
@@ -25,12 +25,13 @@ class RunningCounts:
         self.of_call = Counter(r.caller.call for r in running)
 
     def victim(self, request: Request) -> Request | None:
-        """The request to preempt for one whose call has no place: the last of the largest call of
-        the tenant with the most places. None if the call has a place, or no request can go.
+        """Return the request to preempt for one whose call has no place. It is the last request of
+        the largest call of the tenant with the most places. None if the call has a place, or no
+        request can go.
 
-        A tenant gives up a place only to a tenant that then has no more than it has itself, and
-        between calls of one tenant no call gives up its last. So no place goes to and fro, and the
-        longest running request of a tenant is never preempted.
+        A tenant loses a place only to a tenant that then has no more places. A call never loses its
+        last place to another call of its tenant. So places do not move back and forth, and a
+        tenant's longest running request is never preempted.
         """
         caller = request.caller
         if self.of_call[caller.call] > 0:
@@ -55,9 +56,9 @@ class TenantQueue:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
-        self.requests: dict[int, list[Request]] = {}  # by call; none is empty
-        self.due: list[Request] = []  # with a target for the first token, the next one due first
-        self.num_left = 0  # requests that have left the line
+        self.requests: dict[int, list[Request]] = {}  # by call; no list is empty
+        self.due: list[Request] = []  # requests with a TTFT target, the earliest due first
+        self.num_left = 0  # requests that have left the queue
 
     def add(self, request: Request) -> None:
         call = request.caller.call
@@ -79,10 +80,11 @@ class TenantQueue:
             del self.requests[call]
 
     def next(self, places: RunningCounts, now: float = 0.0) -> Request:
-        """The first request of the call with the fewest places; of equal calls, of the earliest.
+        """Return the first request of the call with the fewest places; of equal calls, the
+        earliest.
 
-        Every other time it is the one that is nearest to missing its target instead, if its call
-        has no place: so nobody waits for ever behind targets.
+        Every second time it is the request that is nearest to missing its target instead, if its
+        call has no place. So other requests do not wait forever behind targets.
         """
         held = places.of_call
         while self.due and self.due[0].due_at < now:
@@ -90,7 +92,7 @@ class TenantQueue:
         nearest = next((r for r in self.due if not held[r.caller.call]), None)
         if nearest is not None and self.num_left % 2 == 0:
             return nearest
-        # Few calls have a place: the first one without is soon found, if there is any.
+        # Few calls have a place, so the search for a call without places is short.
         idle = next((call for call in self.calls if not held[call]), None)
         call = idle if idle is not None else min(self.calls, key=lambda c: (held[c], c))
         return self.requests[call][0]
@@ -104,17 +106,18 @@ class Waiter(NamedTuple):
 
 
 class Queue:
-    """Waiting requests: in lines, or set aside while a running one computes blocks they need.
+    """Waiting requests: in lines, or set aside while a running request computes blocks that they
+    need.
 
-    The next request is of the smallest priority; in it of the tenant with the fewest places; then
-    of the call with the fewest; then the earliest. Finding it takes time in proportion to the
-    places, not to the queue.
+    The next request has the smallest priority. Within a priority, the order is: the tenant with the
+    fewest places, the call with the fewest places, the earliest request. The time to find it
+    depends on the number of places, not on the length of the queue.
     """
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}  # all, by id
+        self.requests: dict[int, Request] = {}  # all requests, by id
         self.lines: dict[int, dict[int, TenantQueue]] = {}  # by priority and tenant; none is empty
-        self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by their leader's id
+        self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by the leader's id
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -126,7 +129,7 @@ class Queue:
         return request.id in self.requests
 
     def add(self, request: Request) -> None:
-        """Queue a request; a follower gets into a line later, once its prompt is computed."""
+        """Queue a request; a follower joins a line later, once its prompt is computed."""
         self.requests[request.id] = request
         if not request.is_following:
             self.line_up(request)
@@ -155,7 +158,7 @@ class Queue:
             self.leave_line(request)
 
     def next(self, places: RunningCounts, now: float = 0.0) -> Request | None:
-        """The request to admit first; None if no request is in a line."""
+        """Return the request to admit first; None if no request is in a line."""
         if not self.lines:
             return None
         firsts = (line.next(places, now) for line in self.lines[min(self.lines)].values())
@@ -169,7 +172,9 @@ class Queue:
         insort(waiters, Waiter(num_blocks, request), key=lambda w: -w.num_blocks)
 
     def resume(self, running: Collection[Request]) -> None:
-        """Put requests back in line whose leader has published the blocks, or never will."""
+        """Put requests back in line if their leader has published the blocks, or cannot publish
+        them.
+        """
         for leader, waiters in [*self.aside.values()]:
             is_lost = leader not in running or not leader.table.is_publishing
             num_blocks = leader.table.num_published
@@ -197,10 +202,10 @@ def share(total: int, caps: Sequence[int], step: int) -> list[int]:
 def prefill_rows(
     computing: Sequence[Request], rows: int, step: int, slack: Mapping[int, float] | None = None
 ) -> dict[int, int]:
-    """Each prompt's rows, by request id; `computing` is in order of rank.
+    """Return each prompt's rows, by request id; `computing` is in order of rank.
 
     A smaller priority takes all rows that it can use. Within a priority, tenants share evenly.
-    `slack` has the seconds that requests near to missing their targets have left.
+    `slack` holds the seconds left of requests that are near to missing their targets.
     """
     given: dict[int, int] = {}
     for _, equals in groupby(computing, key=lambda r: r.sampling.priority):
@@ -217,9 +222,11 @@ def prefill_rows(
 def tenant_rows(
     prompts: Sequence[Request], rows: int, step: int, slack: Mapping[int, float]
 ) -> dict[int, int]:
-    """Split a tenant's rows: half go to its prompts by rank, so that the earliest takes at most
-    twice as long as it would alone; half to the prompts that are nearest to missing their targets,
-    then to the calls with the least left to compute, so that they need not wait for long prompts.
+    """Split a tenant's rows in two halves.
+
+    One half goes to its prompts by rank, so the earliest takes at most twice as long as without the
+    others. The other half goes to the prompts that are nearest to missing their targets. Next
+    come the calls with the least left to compute, so that short prompts do not wait for long ones.
     """
     left = Counter[int]()
     for request in prompts:
@@ -237,15 +244,15 @@ def tenant_rows(
 
 
 def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
-    """Give each prompt in turn as many rows as it can use, until none is left."""
+    """Give each prompt in turn as many rows as it can use, until no rows are left."""
     for request in prompts:
         some = min(rows, request.num_uncomputed - given[request.id])
         given[request.id] += some
         rows -= some
 
 
-FADE = 0.9  # a step, of what making guesses took
-PRESSED = 3.0  # times what its prompt takes: a request with no more time left may miss its target
+FADE = 0.9  # factor per step on the largest recent drafting time
+PRESSED = 3.0  # slack below this multiple of its prompt's time makes a request urgent
 
 
 class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,43 +260,43 @@ class StepBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     max_running: int = 64
     max_batched_tokens: int = 512
-    prefill_chunk: int = 128  # rows of prompts beside streams
-    max_nodes: int = 16  # guesses of a request
-    max_step_nodes: int = 32  # guesses of a step
-    draft_rows_per_row: int = 1  # of the draft model, in the time of a row of the target
-    ttft: float | None = None  # seconds: targets of requests that give none
+    prefill_chunk: int = 128  # most prompt rows in steps with streams
+    max_nodes: int = 16  # most draft tokens per request
+    max_step_nodes: int = 32  # most draft tokens per step
+    draft_rows_per_row: int = 1  # rows of the draft model in the time of a row of the target
+    ttft: float | None = None  # seconds; targets of requests that set none
     tpot: float | None = None
 
 
 def seconds(asked_ms: float | None, usual: float | None) -> float | None:
-    """A request's target in seconds; the server's if it gives none."""
+    """Return a request's target in seconds; the server's if the request sets none."""
     return usual if asked_ms is None else asked_ms / 1000
 
 
 class Scheduler:
-    """Plans steps. Planning changes integers only, and touches no device.
+    """Plans steps. Planning changes integers only, and uses no device.
 
-    `running` is in order of rank; where blocks run out, the last is preempted first.
+    `running` is in order of rank; if blocks run out, the last request is preempted first.
     """
 
     def __init__(self, budget: StepBudget, pool: BlockPool, costs: StepCosts | None = None) -> None:
-        """`costs` are those of the target's steps, as far as they are known."""
+        """`costs` holds the known costs of the target's steps."""
         self.budget, self.pool = budget, pool
         self.costs = costs or StepCosts(budget.max_batched_tokens)
         self.waiting = Queue()
         self.running: list[Request] = []
         self.num_preempted = 0
         self.num_plans = 0  # rotates the remainders of shared rows
-        self.catch_up_rows = 0  # that the draft model may run in this step, see `max_catch_up`
-        self.draft_rows = 0  # that this step's guesses may have
-        self.step = Step(0, 0, 0, 0)  # without guesses
-        self.drafting = 0.0  # seconds that making guesses lately took, in the slowest steps
+        self.catch_up_rows = 0  # most rows of the draft model in this step, see `max_catch_up`
+        self.draft_rows = 0  # most draft tokens in this step
+        self.step = Step(0, 0, 0, 0)  # without draft tokens
+        self.drafting = 0.0  # seconds of drafting in the slowest recent steps
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, running, waiting or not added yet, and release its blocks."""
+        """Remove a request, running, waiting or not added so far, and release its blocks."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -305,8 +312,8 @@ class Scheduler:
             self.waiting.line_up(follower)
 
     def plan(self) -> list[ScheduledRequest]:
-        """Spend the step's rows: a root for every request that is due, then prompts; guesses may
-        have what is left. Without a root prompts get all rows.
+        """Distribute the step's rows: a root for every request that is due, then prompts, then
+        draft tokens. Without a root, prompts get all rows.
         """
         self.num_plans += 1
         self.admit()
@@ -320,13 +327,14 @@ class Scheduler:
         if self.draft_rows > 0:
             for root in roots:
                 root.draft_limit = self.max_draft_tokens(root)
-        if self.running and not roots and not chunks:  # prompts alone, of which none gets a block
+        # Only prompts run, and none of them gets a block
+        if self.running and not roots and not chunks:
             self.preempt(self.running[-1])
             return self.plan()
         return roots + chunks
 
     def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
-        """Rows that prompts may have beside these roots, of those that are left."""
+        """Return the most rows that prompts may have next to these roots, of those `left`."""
         if not roots:
             return left
         most = left if all(r.request.tpot for r in roots) else min(self.budget.prefill_chunk, left)
@@ -336,8 +344,9 @@ class Scheduler:
         return prompt_rows(self.step_of(roots), self.costs, waiting, most, context)
 
     def slack(self, computing: Sequence[Request]) -> dict[int, float]:
-        """Seconds that prompts have left beyond what computing them takes, by request id: of those
-        that may miss their targets for the first token, but need not.
+        """Return the seconds that prompts have left beyond their computing time, by request id.
+        Only requests that are close to missing their TTFT target, but can still meet it, are
+        listed.
         """
         with_target = [r for r in computing if r.ttft is not None and r.num_output == 0]
         if not with_target:
@@ -348,12 +357,14 @@ class Scheduler:
         return {id: seconds for id, seconds in left.items() if 0 <= seconds < PRESSED * takes[id]}
 
     def prompt_row(self, request: Request, rows: int) -> float:
-        """Seconds of a row of a prompt's uncomputed part, in steps of so many, on average."""
+        """Return the average seconds per row of a prompt's uncomputed part, in steps of `rows`
+        rows.
+        """
         context = len(request.token_ids) - request.num_uncomputed // 2
         return self.costs.seconds(rows, context, 1) / rows
 
     def step_of(self, scheduled: Sequence[ScheduledRequest]) -> Step:
-        """The step without guesses, and how long it may take."""
+        """Return the step without draft tokens, and its allowed time."""
         step, now = step_of(scheduled), perf_counter()
         requests = [s.request for s in scheduled if s.is_root and s.request.num_output > 0]
         targets = [(r.tpot, now - r.first_token_at, r.num_output) for r in requests if r.tpot]
@@ -363,11 +374,11 @@ class Scheduler:
         return msgspec.structs.replace(step, allowed=allowed, spent=self.drafting)
 
     def drafted(self, seconds: float) -> None:
-        """Learn what making the step's guesses took."""
+        """Record the seconds of drafting in the step."""
         self.drafting = max(seconds, FADE * self.drafting)
 
     def timed(self, rows: int, seconds: float) -> None:
-        """Learn what the planned step took, with so many rows."""
+        """Record the seconds of the planned step with so many rows."""
         step = self.step
         attended = step.attended_with(rows - step.rows)
         self.costs.observe(rows, step.context, step.requests, seconds, attended)
@@ -375,11 +386,12 @@ class Scheduler:
     def max_catch_up(
         self, roots: Sequence[ScheduledRequest], chunks: Sequence[ScheduledRequest]
     ) -> int:
-        """Rows in which the draft model may compute known tokens, beyond the newest, in this step.
+        """Return the most rows in which the draft model may compute older known tokens in this
+        step.
 
-        While a request of the step waits for its first token, they are as many as a chunk. Else
-        they take the time of the prompt rows that there might have been instead: of those that
-        streams' targets leave.
+        While a request of the step waits for its first token, it is a prompt chunk. Otherwise, it
+        is the rows that take as long as the prompt rows that the step could have had under the
+        streams' targets.
         """
         budget = self.budget
         if self.step.allowed < float("inf"):
@@ -392,7 +404,9 @@ class Scheduler:
 
     @property
     def num_unreserved(self) -> int:
-        """Blocks that can be given out beyond those that running requests need for known tokens."""
+        """Return the available blocks, less the blocks that running requests need for known
+        tokens.
+        """
         reserved = sum(r.table.missing(len(r.token_ids)) for r in self.running)
         return self.pool.num_available - reserved
 
@@ -401,10 +415,10 @@ class Scheduler:
         return [r for r in self.running if r.is_computing]
 
     def admit(self) -> None:
-        """Admit requests in the queue's order, each with blocks reserved for its known tokens.
+        """Admit requests in the queue's order, and reserve blocks for their known tokens.
 
-        A request for which there is no room holds up all behind it, so that a large one does not
-        starve. One that needs a block which a running one is computing is set aside instead.
+        A request that does not fit blocks all later ones, so that large requests do not starve. A
+        request is set aside instead if it needs a block that a running request computes.
         """
         now = perf_counter()
         self.waiting.resume(self.running)
@@ -423,7 +437,9 @@ class Scheduler:
             insort(self.running, request, key=lambda r: r.rank)
 
     def set_aside(self, request: Request) -> bool:
-        """Set a request aside if a running one computes a block that it needs; True if so."""
+        """Set a request aside if a running one computes a block that it needs; return whether it
+        did.
+        """
         for leader in self.computing:
             num_blocks = leader.num_blocks_to_share(request)
             if num_blocks > 0:
@@ -432,10 +448,11 @@ class Scheduler:
         return False
 
     def make_place(self, request: Request) -> bool:
-        """Make room for a request, preempting others if need be; False if there is no way.
+        """Make room for a request, with preemption if necessary; return False if that is not
+        possible.
 
-        One block for every running request stays free, so that the admission does not cause a
-        preemption at once.
+        One block per running request stays free, so that the admission does not cause a preemption
+        at once.
         """
         found = [] if request.table.blocks else request.table.find(request.token_ids)
         needed = request.table.missing(len(request.token_ids)) - len(found)
@@ -458,8 +475,8 @@ class Scheduler:
         return True
 
     def victims(self, request: Request) -> list[Request]:
-        """The requests that may be preempted to admit this one, in order: all of a larger priority,
-        then one of a tenant or call that has more places than its own.
+        """Return the requests that may be preempted to admit this one, in order. These are all
+        of a larger priority value, then one of a tenant or call with more places.
         """
         larger = [r for r in self.running if r.sampling.priority > request.sampling.priority]
         peers = self.running[: len(self.running) - len(larger)]
@@ -469,8 +486,8 @@ class Scheduler:
     def fits_without(
         self, victims: Sequence[Request], request: Request, needed: int, found: Sequence[int]
     ) -> bool:
-        """Whether a request would fit if the victims were preempted, and all draft KV and the KV
-        of all waiting choices were released.
+        """Return whether a request would fit without the victims, all draft KV, and the KV of all
+        waiting completions.
         """
         kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
@@ -485,9 +502,9 @@ class Scheduler:
         return needed + len(kept) + reserved <= usable
 
     def reclaim(self, keeper: Request) -> bool:
-        """Release the draft KV of the last running request that has some; else the prompt KV of the
-        last waiting choice other than `keeper`; False if there is neither. Both are computed again
-        later.
+        """Release the draft KV of the last running request that has some. Otherwise release the
+        prompt KV of the last waiting completion other than `keeper`. Return False if there is
+        neither. Both are computed again later.
         """
         for request in reversed(self.running):
             if request.draft_table.blocks:
@@ -500,7 +517,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request) -> bool:
-        """Reserve the root's slot; False if the request itself was preempted, being the last."""
+        """Reserve the root's slot; return False if the request was the last and is preempted."""
         while not request.table.try_reserve(request.num_computed + 1):
             if self.reclaim(request):
                 continue
@@ -511,17 +528,19 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a request's blocks; it waits again, and finds or computes all of its KV again."""
+        """Free a request's blocks and queue it again; it finds or computes all of its KV again."""
         self.running.remove(request)
         request.release()
         self.add(request)
         self.num_preempted += 1
 
     def plan_roots(self) -> list[ScheduledRequest]:
-        """A row for every running request that is due; the last are preempted for the first."""
+        """Plan a row for every running request that is due; the last are preempted for the
+        first.
+        """
         roots: list[ScheduledRequest] = []
         place = 0
-        while place < len(self.running):  # it shrinks from the end
+        while place < len(self.running):  # the list shrinks from the end
             request = self.running[place]
             if request.is_due and self.make_room(request):
                 roots.append(
@@ -531,13 +550,15 @@ class Scheduler:
         return roots
 
     def max_draft_tokens(self, root: ScheduledRequest) -> int:
-        """Guesses that a root may have: with the bonus token they are the tokens left."""
+        """Return the most draft tokens of a root: together with the bonus token they are the tokens
+        left.
+        """
         request = root.request
         most = request.sampling.speculation.most_nodes(self.budget.max_nodes)
         return max(0, min(most, request.num_left - 1))
 
     def plan_chunks(self, rows: int) -> list[ScheduledRequest]:
-        """Parts of prompts; a request has causal rows or a tree in a step, never both."""
+        """Plan parts of prompts; in a step a request has causal rows or a tree, never both."""
         computing = self.computing
         given = prefill_rows(computing, rows, self.num_plans, self.slack(computing))
         chunks = [ScheduledRequest(r, r.num_computed, r.num_computed) for r in computing]
@@ -548,7 +569,7 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.end > chunk.start]
 
     def grow(self, chunk: ScheduledRequest, rows: int) -> int:
-        """Add rows to a chunk as far as there are tokens and blocks; how many were added."""
+        """Add rows to a chunk if tokens and blocks suffice; return how many were added."""
         request, table = chunk.request, chunk.request.table
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
         if end == begin:
@@ -559,13 +580,15 @@ class Scheduler:
         return chunk.end - begin
 
     def share_draft_rows(self, roots: Sequence[ScheduledRequest]) -> None:
-        """Limit roots to even shares of the step's rows for guesses."""
+        """Limit roots to even shares of the step's rows for draft tokens."""
         limits = share(self.draft_rows, [root.draft_limit for root in roots], self.num_plans)
         for root, limit in zip(roots, limits, strict=True):
             root.draft_limit = limit
 
     def reserve_draft_slots(self, roots: Iterable[ScheduledRequest]) -> None:
-        """Reserve the slots of guesses; where blocks are missing, a draft loses its last nodes."""
+        """Reserve the slots of draft tokens; if blocks are missing, a draft loses its last
+        nodes.
+        """
         spare = self.num_unreserved
         for root in roots:
             table, size = root.request.table, len(root.draft)
@@ -577,7 +600,7 @@ class Scheduler:
 
 
 def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
-    """The step without guesses."""
+    """Return the step without draft tokens."""
     sizes = [s.end - s.start for s in scheduled]
     roots = [s.end for s in scheduled if s.is_root]
     return Step(

@@ -1,4 +1,4 @@
-"""What a request's text makes of the logits of its next token, node by node of its tree."""
+"""A request's text state: how its text changes the logits of the next token, per tree node."""
 
 from array import array
 from collections import Counter
@@ -16,14 +16,14 @@ from specserve.scheduling.grammar_state import GrammarState
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Edits, Masks
 
-MOST_OF_WORD = 64  # tokens of a bad word
+MOST_OF_WORD = 64  # most tokens of a bad word
 BAN = (float("-inf"), 1.0, 0.0)
 
 Edit = tuple[float, float, float]  # bias, factor, penalty: see Edits
 
 
 class EditColumns(NamedTuple):
-    """Edits of some ids, as the ops take them."""
+    """Edits of some ids, in the form that the ops take."""
 
     ids: "array[int]"
     bias: "array[float]"
@@ -45,11 +45,11 @@ class EditColumns(NamedTuple):
             column.extend(other)
 
     def extend(self, nodes: "list[dict[int, Edit]]") -> None:
-        """By the edits of one node after the other."""
+        """Append the edits of several nodes."""
         self.ids.extend([token for edits in nodes for token in edits])
         each = [edit for edits in nodes for edit in edits.values()]
         for column, values in zip(self[1:], zip(*each, strict=True), strict=False):
-            column.extend(values)  # of no edits there are no values
+            column.extend(values)  # zip has no values without edits
 
 
 def no_edits() -> EditColumns:
@@ -64,7 +64,7 @@ NOTHING = no_edits()
 
 
 class NodeEdits(NamedTuple):
-    """A node's own edits: some by id, then those of other ids, which nodes share."""
+    """A node's edits: its own by id, then edits of other ids, which nodes share."""
 
     edits: dict[int, Edit]
     others: EditColumns
@@ -77,12 +77,12 @@ NO_OWN = NodeEdits({}, NOTHING)
 
 
 class Ends:
-    """The last tokens of words by those before them: many words of one length are found as fast as
-    one.
+    """Last tokens of words, by the tokens before them. The time to find words does not depend on
+    their number.
     """
 
     def __init__(self) -> None:
-        # By the last of the tokens before, then by their number, then by them.
+        # Keys: the last of the tokens before, the number of tokens before, and these tokens.
         self.lasts: dict[int, dict[int, dict[tuple[int, ...], list[int]]]] = {}
 
     def add(self, word: tuple[int, ...]) -> None:
@@ -91,17 +91,17 @@ class Ends:
         by_size.setdefault(len(begin), {}).setdefault(begin, []).append(last)
 
     def after(self, text: Sequence[int]) -> Iterator[int]:
-        """The tokens that would complete a word."""
+        """Return the tokens that would complete a word."""
         for size, lasts in self.lasts.get(text[-1], {}).items() if text else ():
             yield from lasts.get(tuple(text[-size:]), ())
 
 
 class TextState:
-    """Follows a request's text: `extend` by its new tokens, and in between `advance` down a path of
-    guesses and `undo` up again.
+    """Follows a request's text: `extend` adds new tokens; `advance` and `undo` move along a path of
+    draft tokens.
 
-    The edits of the known text stay from step to step, and a token changes one of them. A guess
-    counts as a known token would: both edits come from `edit`.
+    The edits of the known text persist between steps, and a token changes one of them. `edit`
+    computes the edits of draft tokens and known tokens alike.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class TextState:
         for word in sampling.bad_words:
             if len(word) > 1:
                 self.words.add(word)
-        # Those that rule out an end that would be too early.
+        # Edits that forbid an end before min_tokens.
         self.early = equal_edits(sampling.stop_ids if sampling.min_tokens else (), BAN)
-        self.output: list[int] = []  # and the path
+        self.output: list[int] = []  # output tokens, and tokens of the path
         self.counts: Counter[int] = Counter()
         self.has_penalties = sampling.has_penalties
         self.prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
@@ -134,7 +134,9 @@ class TextState:
         self.mask = mask_of(sampling.allowed_ids, vocab_size)
 
     def fork(self) -> "TextState":
-        """That of another choice, before any output: to copy edits is quicker than to make them."""
+        """Return the state of another completion, before any output. Copying edits is faster than
+        making them.
+        """
         other = copy(self)
         other.output, other.counts = [], Counter()
         other.base, other.places = no_edits(), dict(self.places)
@@ -149,7 +151,7 @@ class TextState:
         return self.bias.get(token, 0.0), factor, penalty
 
     def keep(self, token: int) -> None:
-        """Put a token's edit among those of the known text."""
+        """Store a token's edit in the edits of the known text."""
         place = self.places.setdefault(token, len(self.base.ids))
         if place == len(self.base.ids):
             self.base.append(token, self.edit(token))
@@ -176,7 +178,7 @@ class TextState:
         return len(self.output) < self.sampling.min_tokens
 
     def mask_after(self, path: Sequence[int]) -> Tensor:
-        """The ids that may come after a path of guesses by grammar and mask."""
+        """Return the ids that grammar and mask allow after a path of draft tokens."""
         assert self.grammar is not None, "without a grammar all nodes have one mask"
         words = self.grammar.mask(path)
         if self.mask is not None:
@@ -184,7 +186,9 @@ class TextState:
         return torch.from_numpy(words)
 
     def own(self, path: dict[int, Edit]) -> NodeEdits:
-        """The edits at a path's end: no bad word is completed there, and no end comes too early."""
+        """Return the edits at a path's end; they forbid tokens that complete a bad word or end too
+        early.
+        """
         edits = path | dict.fromkeys(self.words.after(self.output), BAN)
         if not self.is_early:
             return NodeEdits(edits, NOTHING)
@@ -192,7 +196,9 @@ class TextState:
         return NodeEdits({t: e for t, e in edits.items() if t not in stops}, self.early)
 
     def each(self, draft: Draft) -> list[NodeEdits]:
-        """What the root and every guess add to the edits of the known text, or replace there."""
+        """Return the edits of the root and every draft token; they extend or replace edits of the
+        known text.
+        """
         below: list[list[int]] = [[] for _ in range(1 + len(draft))]
         for node, parent in enumerate(draft.parents, 1):
             below[parent].append(node)
@@ -219,7 +225,7 @@ def mask_of(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
 
 
 def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edits | None:
-    """Edits after the root and every guess of each request, request by request."""
+    """Return the edits after the root and every draft token of each request, request by request."""
     every, base, own = no_edits(), array("i"), array("i")
     for state, draft in zip(states, drafts, strict=True):
         begin = len(every.ids)
@@ -245,10 +251,10 @@ def edits_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Edi
 
 
 class NodeMask(NamedTuple):
-    """The mask of one node by its request's grammar: it is found when the node is read."""
+    """A node's mask by its request's grammar; it is computed when the node is read."""
 
     state: TextState
-    path: list[int]  # the tokens from the root's to the node's, the root's left out
+    path: list[int]  # the tokens from the root to the node, without the root's
 
     def words(self) -> Tensor:
         return self.state.mask_after(self.path)
@@ -257,7 +263,7 @@ class NodeMask(NamedTuple):
 def node_masks_of(
     states: Sequence[TextState | None], drafts: Sequence[Draft]
 ) -> dict[int, NodeMask]:
-    """By row, of requests that have a grammar."""
+    """Return masks by row, for requests with a grammar."""
     masks: dict[int, NodeMask] = {}
     row = 0
     for state, draft in zip(states, drafts, strict=True):
@@ -271,8 +277,8 @@ def node_masks_of(
 
 
 def masks_of(states: Sequence[TextState | None], drafts: Sequence[Draft]) -> Masks | None:
-    """Masks after the root and every guess of each request that no grammar changes; those of one
-    request share it.
+    """Return the masks after the root and every draft token of requests without a grammar. All
+    nodes of a request share one mask.
     """
     masks: list[Tensor] = []
     numbers = array("i")

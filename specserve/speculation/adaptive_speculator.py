@@ -1,4 +1,6 @@
-"""Guesses of all sources in one tree a request, as many as raise the expected tokens a second."""
+"""Merge the draft tokens of all sources into one tree per request, and choose how many to
+verify.
+"""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -43,47 +45,43 @@ from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
 from specserve_drafters.tenants import PerTenant, PerTenantSource
 
-LEAST_ASKED = 32  # guesses that sources are asked for in a step, shared by its requests
-COLD = 0.6  # of the time of making guesses after a pause that it takes in every step
-LATELY = 1 / 8  # weight of a step in how many guesses of a request were lately verified
+LEAST_ASKED = 32  # draft tokens per step that sources are asked for, shared by its requests
+COLD = 0.6  # time of drafting in every step, relative to drafting after a pause, 0 to 1
+LATELY = 1 / 8  # weight of one step in the average number of a request's verified draft tokens
 
 
-LISTENING = (
-    PredictionSource,
-    SuffixSource,
-    RecycleSource,
-    PerTenantSource,
-)  # are told of each request
+# Sources that are notified of each request.
+LISTENING = PredictionSource, SuffixSource, RecycleSource, PerTenantSource
 
 
 class AskedSources(NamedTuple):
-    """Which sources are asked for a request in a step."""
+    """Sources that are asked for a request in a step."""
 
-    is_estimated: bool  # those that foresee their guesses
-    benefit: SavedShare | None  # others; None: they are not
-    level_benefits: dict[
-        str, SavedShare
-    ]  # models, by their sources: those that are not asked are left out
+    is_estimated: bool  # estimating sources are asked
+    benefit: SavedShare | None  # savings of the other sources; None: they are not asked
+    level_benefits: dict[str, SavedShare]  # savings of the models that are asked, by source
 
     @property
     def is_any(self) -> bool:
-        """Of those beside models."""
+        """Return whether any source is asked, models aside."""
         return self.is_estimated or self.benefit is not None
 
 
 class RequestDraft(msgspec.Struct, eq=False):
-    """A root of the step: its candidates, and which of them are its draft's guesses, in order."""
+    """A root of the step: its candidates, and the nodes that became its draft, in order."""
 
     scheduled: ScheduledRequest
     item: DraftRequest
     ask: RequestCandidates
-    acceptance: AcceptanceStats  # from requests of its owner
-    proposed: dict[str, int]  # by source
+    acceptance: AcceptanceStats  # statistics of the request's tenant scope
+    proposed: dict[str, int]  # number of candidates by source
     asked: AskedSources
     nodes: list[int] = []
     tried: set[str] = set()  # models that were run for it as a trial
-    saved: float | None = None  # seconds by guesses that others than models made, too
-    saved_by: dict[str, float] = {}  # and by others; without models that are catching up
+    # Seconds saved by draft tokens; tokens that only models proposed are left out.
+    saved: float | None = None
+    # Seconds saved by draft tokens that only models proposed, by model.
+    saved_by: dict[str, float] = {}
 
     @property
     def trie(self) -> Trie:
@@ -101,12 +99,12 @@ class ModelDraft(NamedTuple):
     """A model that is asked in a step."""
 
     model_source: DraftModelSource
-    roots: list[RequestDraft]  # that it is asked for
+    roots: list[RequestDraft]  # roots that the model is asked for
     levels: DraftDepthController
 
     def rate(self, is_by_texts: bool) -> float:
-        """What its levels alone are expected to bring, at best: by what texts have shown, or only
-        by what levels take.
+        """Return the highest expected rate with only this model's levels. `is_by_texts` uses
+        acceptance statistics; otherwise only the levels' costs count.
         """
         name, depth = self.model_source.name, self.levels.max_depth
         if not is_by_texts:
@@ -115,7 +113,7 @@ class ModelDraft(NamedTuple):
 
 
 class AdaptiveSpeculator:
-    """Asks all sources, and lets the planner choose what is verified."""
+    """Asks all sources, and lets the planner choose the nodes to verify."""
 
     def __init__(
         self,
@@ -127,21 +125,18 @@ class AdaptiveSpeculator:
         names: Sequence[str] = (),
         before: "AdaptiveSpeculator | None" = None,
     ) -> None:
-        """`names` are those of all sources, in the order in which they are told. What guesses
-        `before` have shown is gone on with.
-        """
+        """`names` lists all sources, in the order of reports. Statistics of `before` are kept."""
         self.sources, self.model_sources = sources, model_sources
         self.scheduler, self.draft_model = scheduler, draft_model
         self.names = (*names,) or (*(s.name for s in sources), *(g.name for g in model_sources))
-        self.models: list[ModelExecutor] = [
-            model_source.model for model_source in model_sources
-        ]  # and others' one
+        # All models, also a draft model that other sources use.
+        self.models: list[ModelExecutor] = [source.model for source in model_sources]
         if draft_model is not None and draft_model not in self.models:
             self.models.append(draft_model)
         self.spec_stats = SpecDecodeStats(self.names, stats)
         self.planner = Planner(scheduler.costs)
         self.acceptance = PerTenant(AcceptanceStats)
-        self.lately: dict[int, float] = {}  # by request: guesses verified a step
+        self.lately: dict[int, float] = {}  # draft tokens verified per step, by request
         self.estimating = [source for source in sources if isinstance(source, EstimatingSource)]
         self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
@@ -151,22 +146,23 @@ class AdaptiveSpeculator:
         self.own = [source for source in sources if isinstance(source, PerTenantSource)]
         self.estimating_names = {source.name for source in self.estimating}
         self.has_other_sources = len(self.estimating) < len(sources)
-        # Of the step:
+        # State of the current step:
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        self.alone: AcceptanceStats | None = (
-            None  # of the owner that all its requests have, if one has
-        )
+        # Statistics of the only tenant scope in the step; None if there are several.
+        self.alone: AcceptanceStats | None = None
         self.roots: dict[int, RequestDraft] = {}  # by request
-        self.expected_seconds: dict[int, float] = {}  # by request: seconds
-        self.saved_per_draft_token = self.row_seconds = 0.0  # of an accepted guess, and of each
-        self.verified = 0.0  # seconds that the target took
-        self.making = 0.0  # seconds of making guesses and of learning from them
+        self.expected_seconds: dict[int, float] = {}  # expected saved seconds, by request
+        self.saved_per_draft_token = self.row_seconds = 0.0  # seconds
+        self.verified = 0.0  # seconds of the target's forward
+        self.making = 0.0  # seconds of drafting and of learning
         if before is not None:
             self.go_on_from(before)
 
     def go_on_from(self, before: "AdaptiveSpeculator") -> None:
-        """Take over what other guesses have shown, but for another draft model's."""
+        """Keep the statistics of another speculator. If the draft model changes, drop the
+        model's.
+        """
         before.settle()
         self.planner, self.acceptance, self.lately = (
             before.planner,
@@ -221,11 +217,15 @@ class AdaptiveSpeculator:
         return self.acceptance.of(request.id)
 
     def part(self, step: Step) -> float:
-        """A request's part of the seconds of a step, which is what a right guess saves."""
+        """Return a request's part of a step's seconds: the time that an accepted draft token
+        saves.
+        """
         return self.planner.costs.of(step) / max(step.num_roots, 1)
 
     def asked(self, request: Request, part: float) -> AskedSources:
-        """Part: what a right guess saves, in seconds."""
+        """Choose the sources to ask. `part` is the time in seconds that an accepted draft token
+        saves.
+        """
         id, allows = request.id, request.sampling.speculation.allows
         is_estimated, acceptance = self.is_worthwhile(request, part), self.acceptance_of(request)
         is_asked = self.has_other_sources and acceptance.benefits.is_due(id)
@@ -239,7 +239,7 @@ class AdaptiveSpeculator:
         )
 
     def is_worthwhile(self, request: Request, part: float) -> bool:
-        """Whether right guesses are likely to save the time of planning them."""
+        """Return whether the expected accepted tokens save more time than planning takes."""
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.estimating if speculation.allows(source.name)]
         asked = [source for source in asked if self.knows(source, id)]
@@ -248,7 +248,7 @@ class AdaptiveSpeculator:
         return self.acceptance_of(request).is_worthwhile(saved)
 
     def knows(self, source: object, id: int) -> bool:
-        """Whether there is anything that a source could guess for a request from."""
+        """Return whether a source has data for a request."""
         if isinstance(source, GrammarSource):
             return id in source.rules
         if isinstance(source, LISTENING):
@@ -256,7 +256,7 @@ class AdaptiveSpeculator:
         return True
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
-        """Ask the sources, and choose what is verified."""
+        """Ask the sources, and choose the nodes to verify."""
         self.note_targets(roots)
         spent = 0.0
         for model_source in self.model_sources:
@@ -281,12 +281,12 @@ class AdaptiveSpeculator:
             self.alone.last = self.plan, self.step
 
     def settle(self) -> None:
-        """Note what an asked step has shown of the sources' pace, and of making guesses."""
+        """Update the statistics of sources and planning after a step with drafts."""
         roots = [*self.roots.values()]
-        by_owner = dict[AcceptanceStats, list[RequestDraft]]()
+        by_scope = dict[AcceptanceStats, list[RequestDraft]]()
         for root in roots:
-            by_owner.setdefault(root.acceptance, []).append(root)
-        for acceptance in by_owner:
+            by_scope.setdefault(root.acceptance, []).append(root)
+        for acceptance in by_scope:
             acceptance.settle()
         if self.plan is not None and self.saved_per_draft_token:
             num_asked = sum(root.asked.is_any for root in roots)
@@ -294,48 +294,49 @@ class AdaptiveSpeculator:
             planning = (self.making - growing) / max(num_asked, 1)
             if num_asked and not any(root.asked.benefit for root in roots):
                 self.note_estimates(roots)
-                for acceptance in by_owner:
+                for acceptance in by_scope:
                     acceptance.note_planning(planning)
-            for acceptance, own in by_owner.items():
+            for acceptance, own in by_scope.items():
                 others = [(r.asked.benefit, r.saved) for r in own if r.asked.benefit]
                 self.benefit(acceptance.benefits, acceptance.num_roots, others, planning, 0.0)
-            beside = 0.0 if num_asked else self.making - growing  # what levels alone have caused
+            # Seconds that only levels have caused.
+            extra_seconds = 0.0 if num_asked else self.making - growing
             asked = [
                 g
                 for g in self.model_sources
                 if any(g.name in r.asked.level_benefits for r in roots)
             ]
             for model_source in asked:
-                self.turn_levels(model_source, roots, beside / len(asked))
+                self.turn_levels(model_source, roots, extra_seconds / len(asked))
         self.roots = {}
 
     def turn_levels(
-        self, model_source: DraftModelSource, roots: Sequence[RequestDraft], beside: float
+        self, model_source: DraftModelSource, roots: Sequence[RequestDraft], extra_seconds: float
     ) -> None:
-        """Note what a model's levels have saved of the step's time, which took so many seconds more
-        for them than they did.
+        """Note the share of the step's time that a model's levels have saved. `extra_seconds` is
+        overhead that only levels have caused.
         """
         name = model_source.name
-        # Levels for one request alone, as a trial, take about as long as for all, and say nothing
-        # of the others: it bears the part that it would have then.
+        # Levels for a single request, as a trial, take about as long as levels for all requests.
+        # They show nothing about the others, so the request is charged its part of a run for all.
         request_tries = [root for root in roots if name in root.asked.level_benefits]
         run = (
             [root for root in request_tries if name in root.tried]
             if model_source.is_trial_alone
             else request_tries
         )
-        seconds = model_source.seconds + beside
+        seconds = model_source.seconds + extra_seconds
         level = seconds / len(request_tries)
         lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1)
-        by_owner = dict[AcceptanceStats, list[tuple[SavedShare | None, float | None]]]()
+        by_scope = dict[AcceptanceStats, list[tuple[SavedShare | None, float | None]]]()
         for root in run:
-            turned = root.asked.level_benefits[name], root.saved_by.get(name)
-            by_owner.setdefault(root.acceptance, []).append(turned)
-        for acceptance, own in by_owner.items():
+            outcome = root.asked.level_benefits[name], root.saved_by.get(name)
+            by_scope.setdefault(root.acceptance, []).append(outcome)
+        for acceptance, own in by_scope.items():
             self.benefit(acceptance.level_benefits[name], acceptance.num_roots, own, level, lost)
 
     def note_estimates(self, roots: Sequence[RequestDraft]) -> None:
-        """Learn what came of promises in a step in which only such sources were asked."""
+        """Learn the accuracy of estimates from a step that asked only estimating sources."""
         for root in roots:
             expected_seconds = self.expected_seconds.get(root.item.id, 0.0)
             if root.asked.is_estimated and root.saved is not None and expected_seconds > 0:
@@ -349,9 +350,9 @@ class AdaptiveSpeculator:
         taken: float,
         lost: float,
     ) -> None:
-        """Note what guesses have saved of the part that each request of an owner with so many roots
-        has of the step's time. Making them took so many seconds a request, and the step has lost
-        some more for each.
+        """Note the share that draft tokens have saved of each request's part of the step's time.
+        `num_roots` counts the scope's roots. Drafting took `taken` seconds per request, and the
+        step lost further `lost` seconds per request.
         """
         if not asked:
             return
@@ -370,8 +371,8 @@ class AdaptiveSpeculator:
     def root(
         self, scheduled: ScheduledRequest, asked: AskedSources, num_roots: int
     ) -> RequestDraft:
-        """What sources see of a root. They are asked for the guesses that are likely to be
-        verified, and as many more.
+        """Create the draft of a root. Sources are asked for about twice the draft tokens that were
+        lately verified, or for the request's share of LEAST_ASKED if that is more.
         """
         request = scheduled.request
         lately = 2 + 2 * int(self.lately.get(request.id, 0.0))
@@ -385,8 +386,8 @@ class AdaptiveSpeculator:
         return RequestDraft(scheduled, item, ask, acceptance, {}, asked)
 
     def note_targets(self, roots: Sequence[RequestDraft]) -> None:
-        """Note how far requests are behind their targets: those of the most urgent priority that
-        has any, as they come before all others.
+        """Set how far requests are behind their targets. Only the most urgent priority with late
+        requests counts; it goes first.
         """
         late = [root for root in roots if root.scheduled.request.tpot is not None]
         if not late:
@@ -401,7 +402,9 @@ class AdaptiveSpeculator:
                 root.ask.behind = 0.0
 
     def ask(self, source: Source, roots: Sequence[RequestDraft]) -> float:
-        """Add a source's candidates; its seconds. One that takes more than it saves is left out."""
+        """Add a source's candidates; return its seconds. Skip roots if the source takes more time
+        than it saves.
+        """
         name, start = source.name, perf_counter()
         roots = self.in_time(name, roots)
         if not roots:
@@ -413,12 +416,14 @@ class AdaptiveSpeculator:
                 root.proposed[name] = len(candidates)
         except KVLost:
             raise
-        except BaseException:  # it may be user code, whose errors must not change any text
+        except BaseException:  # user code may fail, and its errors must not change any text
             self.spec_stats.failed(name)
         return self.took(name, perf_counter() - start, roots)
 
     def force(self, roots: Sequence[RequestDraft]) -> float:
-        """Continue other sources' paths by what grammars force; its seconds."""
+        """Continue the paths of other sources with tokens that grammars force; return the
+        seconds.
+        """
         grammar = self.grammar
         if grammar is None or not grammar.rules:
             return 0.0
@@ -428,14 +433,14 @@ class AdaptiveSpeculator:
         return self.took(grammar.name, perf_counter() - start, roots)
 
     def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> float:
-        """Note the seconds of a source that was asked for such roots; these seconds."""
+        """Count the seconds of a source that was asked for these roots; return the seconds."""
         for root in roots:
             root.acceptance.taken[name] += seconds / len(roots)
         self.spec_stats.took(name, seconds)
         return seconds
 
     def in_time(self, name: str, roots: Sequence[RequestDraft]) -> list[RequestDraft]:
-        """The roots whose owners' requests a source takes no more time for than it saves."""
+        """Return the roots whose scopes save more time with a source than it takes, or try it."""
         step = self.step
         part = self.part(step)
         scopes = {root.acceptance for root in roots}
@@ -447,7 +452,9 @@ class AdaptiveSpeculator:
         return [root for root in roots if root.acceptance in asked]
 
     def grow(self, roots: Sequence[RequestDraft]) -> float:
-        """Let models add what is worth its time, one after the other; the seconds to charge."""
+        """Run models one after the other while their levels are worth the time; return the seconds
+        to charge to the step.
+        """
         asked = {name for root in roots for name in root.asked.level_benefits}
         if not asked:
             return 0.0
@@ -485,7 +492,7 @@ class AdaptiveSpeculator:
             source.grow(request_tries, levels, self.grammar)
         except KVLost:
             raise
-        except Exception:  # as it has too little memory
+        except Exception:  # for example, too little memory
             self.spec_stats.failed(name)
         for root in roots:
             if root.item.id in levels.tried:
@@ -497,7 +504,7 @@ class AdaptiveSpeculator:
         self.spec_stats.took(name, taken)
 
     def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
-        """Make the plan's drafts, and reserve their slots."""
+        """Build the plan's drafts, and reserve their slots."""
         for root, nodes in zip(roots, plan.nodes, strict=True):
             if nodes:
                 root.scheduled.draft, root.nodes = root.trie.draft(nodes)
@@ -511,10 +518,11 @@ class AdaptiveSpeculator:
             return
         self.planner.observe(plan, step, seconds)
         without = self.planner.costs.of(step)
-        # No estimate of the first steps may be absurd: guesses took time, but no more a row.
+        # Bound the first estimates: draft tokens took time, but not more per row than other rows.
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
-        guesses = plan.rows - step.rows
-        self.row_seconds = max(0.0, seconds - without) / guesses if guesses else 0.0
+        num_draft_tokens = plan.rows - step.rows
+        extra = max(0.0, seconds - without)
+        self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         self.saved_per_draft_token = without / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 
@@ -535,7 +543,7 @@ class AdaptiveSpeculator:
             self.token_recycler.collect_successors(
                 accepted_rows(sampled, paths, acceptance), answers, self.verified
             )
-        except Exception:  # as there is too little memory
+        except Exception:  # for example, too little memory
             self.spec_stats.failed(name)
         self.spec_stats.took(name, perf_counter() - start)
 
@@ -548,56 +556,59 @@ class AdaptiveSpeculator:
         start = perf_counter()
         root.trie.observe(tokens)
         self.note_use(root, tokens)
-        told = self.count(root, accepted)
+        step_stats = self.count(root, accepted)
         self.making += perf_counter() - start
-        return told
+        return step_stats
 
     def note_use(self, root: RequestDraft, tokens: Sequence[int]) -> None:
-        """Note what the step has shown of the use of guessing for the request."""
+        """Update the request's average draft size, and end trials of sources whose first token was
+        right.
+        """
         id, size = root.item.id, len(root.scheduled.draft)
         self.lately[id] = lately = self.lately.get(id, 0.0)
         self.lately[id] += LATELY * (size - lately)
         trie, acceptance = root.trie, root.acceptance
-        right = trie.children[ROOT].get(tokens[0])
-        if right is None:
+        accepted = trie.children[ROOT].get(tokens[0])
+        if accepted is None:
             return
         if acceptance.tried:
-            for name in trie.sources(right):
+            for name in trie.sources(accepted):
                 acceptance.might_save[name] += self.saved_per_draft_token
-        for name in root.tried.intersection(trie.sources(right)):
+        for name in root.tried.intersection(trie.sources(accepted)):
             acceptance.exploration.worked(name)
 
     def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepSpecStats:
-        """Tell of the draft's guesses by source, and tell the sources."""
+        """Count the draft's tokens by source, and notify the sources."""
         draft, request = root.scheduled.draft, root.scheduled.request
         sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
-        guesses = DraftSources(draft, sources, root.proposed)
-        told = self.spec_stats.enter(guesses, accepted, request.sampling.return_speculation_details)
+        draft_sources = DraftSources(draft, sources, root.proposed)
+        is_tree_asked = request.sampling.return_speculation_details
+        step_stats = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
         self.note_savings(root, sources, accepted)
-        for name, counts in told.sources.items():
+        for name, counts in step_stats.sources.items():
             root.acceptance.saved[name] += counts.accepted * self.saved_per_draft_token
         if draft.tokens:
             for source in self.sources:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
-        return told
+        return step_stats
 
     def note_savings(
         self, root: RequestDraft, sources: Sequence[Sequence[str]], accepted: Sequence[int]
     ) -> None:
-        """Note what the draft's guesses have saved: those of models alone, and others. What two
-        models have guessed is the merit of the one that was run first: the other has only agreed.
-        What was promised would have been guessed anyway: a turn beside it is for what else there
-        was.
+        """Note the seconds that the draft's tokens saved, for each model and for other sources.
+
+        If only models proposed a token, the first of them gets the credit. If a trial runs together
+        with estimating sources, only tokens that estimating sources did not propose count for it.
         """
-        is_beside = root.asked.is_estimated and root.asked.benefit is not None
-        each, row, right = self.saved_per_draft_token, self.row_seconds, set(accepted)
+        is_combined = root.asked.is_estimated and root.asked.benefit is not None
+        each, row, accepted_nodes = self.saved_per_draft_token, self.row_seconds, set(accepted)
         saved = dict.fromkeys(root.asked.level_benefits, 0.0)
         root.saved = 0.0
         for node, names in enumerate(sources, 1):
-            gain = each * (node in right) - row
+            gain = each * (node in accepted_nodes) - row
             if saved.keys() >= set(names):
                 saved[names[0]] += gain
-            elif not is_beside or self.estimating_names.isdisjoint(names):
+            elif not is_combined or self.estimating_names.isdisjoint(names):
                 root.saved += gain
         late = [g.name for g in self.model_sources if g.model.is_catching_up(root.scheduled)]
         root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
@@ -641,9 +652,10 @@ class AdaptiveSpeculator:
 
 
 def in_order(growing: Sequence[ModelDraft], alone: AcceptanceStats | None) -> list[ModelDraft]:
-    """The most promising first: those after it only add what is still worth its time. Now and then
-    another one is, so that what is known of it stays true. Where an owner is not alone in the step
-    no texts decide, as they would tell others of themselves.
+    """Sort models by expected rate, best first: later models add only levels that still pay.
+
+    As a trial, another model runs first from time to time, so that its statistics stay current. If
+    several scopes share the step, statistics do not decide: they would leak between tenants.
     """
     if len(growing) < 2:
         return [*growing]
@@ -657,7 +669,7 @@ def in_order(growing: Sequence[ModelDraft], alone: AcceptanceStats | None) -> li
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:
-    """Tokens that a request lacks to meet its target; none before its first token."""
+    """Return the tokens that a request lacks to meet its target; 0 before its first token."""
     if request.tpot is None or request.num_output == 0:
         return 0.0
     since_first = now - request.first_token_at

@@ -1,4 +1,4 @@
-"""How far a model that guesses runs in a step."""
+"""How many levels a draft model runs in a step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,15 +11,15 @@ from specserve.scheduling.planner import DraftDepthPolicy
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptanceStats
 
-HOLD = 0.7  # of a level's reach that the next one has, as far as is known beforehand
-# Tokens of a request over which the time of catching up is spread, at least: it pays over them.
+HOLD = 0.7  # expected gain of a level's nodes, relative to the previous level, 0 to 1
+# Least number of tokens of a request over which the time of catching up is spread.
 LEAST_USE = 8
-# Levels of a trial: one alone, after a pause, takes up to three times as long as the next ones.
+# Levels of a trial. A single level after a pause takes up to three times as long as later ones.
 TRIED = 3
 
 
 class DraftDepthController:
-    """Runs the levels that are worth their time, and now and then one that seemed not to be."""
+    """Runs the levels that are worth their time, and from time to time a level as a trial."""
 
     def __init__(
         self,
@@ -30,12 +30,12 @@ class DraftDepthController:
         requests: Sequence[Request],
         max_depth: int,
     ) -> None:
-        """`name` is the model's as a source; `learned` is by request."""
+        """`name` is the model's source; `acceptance` is by request."""
         self.growth, self.name, self.model, self.acceptance = growth, name, model, acceptance
         self.requests, self.max_depth = requests, max_depth
         self.context = sum(len(r.token_ids) for r in requests)
-        self.tried: list[int] = []  # ids of requests that it was run for only as a trial
-        self.is_trial_alone = False  # no other was run
+        self.tried: list[int] = []  # ids of requests for which the model runs only as a trial
+        self.is_trial_alone = False  # the model runs for no other request
         self.num_levels = 0
         self.started, self.before, self.usual = 0.0, 0, 0
         self.catching_up_took = 0.0  # seconds that are not charged to the step
@@ -58,8 +58,8 @@ class DraftDepthController:
         return self.begin(order[:size] + tried, rows[size] + usual)
 
     def rate(self, chances: Sequence[Sequence[float]]) -> float:
-        """The highest that is expected with some number of levels, given how likely those find the
-        next tokens of each request, one after the other.
+        """Return the highest expected rate over all numbers of levels. `chances` holds, for each
+        request, the probability per level of finding the next token.
         """
         gains = [0.0] * self.max_depth
         for each in chances:
@@ -71,11 +71,11 @@ class DraftDepthController:
         return self.growth.best_rate(gains, first - level, level)
 
     def due(self, left: Sequence[int]) -> list[int]:
-        """Of each owner's places that are left out the first, where its trial is due."""
+        """Return the first left-out place of each tenant scope whose trial is due."""
         first: dict[AcceptanceStats, int] = {}
         for place in left:
             first.setdefault(self.acceptance[place], place)
-        # One request of an owner: what it shows holds for the others, too.
+        # One request per scope: its result also counts for the others.
         each = first.items()
         return [
             i
@@ -84,7 +84,7 @@ class DraftDepthController:
         ]
 
     def catching_up(self, request: Request) -> float:
-        """Seconds of a request's missing rows, spread over the tokens that they are of use for."""
+        """Return the seconds of a request's missing rows, spread over the tokens that benefit."""
         missing = self.model.missing(request)
         if missing == 0:
             return 0.0
@@ -106,7 +106,9 @@ class DraftDepthController:
         return chosen
 
     def ran(self, values: Sequence[float], before: Sequence[float]) -> None:
-        """What catching up took is not charged to this step: it was weighed beforehand."""
+        """Count a level's time. The time of catching up is not charged to the step: `first` has
+        weighed it.
+        """
         seconds, rows = perf_counter() - self.started, self.model.num_rows - self.before
         is_first = self.num_levels == 1
         costs = self.model.first_costs if is_first else self.model.costs
@@ -125,7 +127,7 @@ class DraftDepthController:
         return self.seconds(self.model.first_costs, rows, requests)
 
     def seconds(self, costs: StepCosts, rows: int, requests: int) -> float:
-        """Nothing until one was run: what a model takes can only be seen by running it."""
+        """Return 0 until a level was run: only a run shows the model's cost."""
         if not costs.has_steps:
             return 0.0
         return costs.seconds(rows, self.context, requests, is_hopeful=True)

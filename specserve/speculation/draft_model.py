@@ -1,4 +1,6 @@
-"""The draft model as drafters use it: catching up with known tokens, running guesses."""
+"""The executor that gives drafters access to the draft model: it runs known tokens and draft
+tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -11,20 +13,22 @@ from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve_drafters import ROOT, Draft, DraftRequest, Nodes
 
-# Known tokens that a step usually leaves to the draft model: the bonus token, and the last accepted
-# guess if the draft model had not run it.
+# Most known tokens that a step usually leaves to the draft model. They are the bonus token, and the
+# last accepted draft token if the draft model has not run it.
 USUAL_LAG = 2
 
 
 class DraftModel(ModelExecutor):
-    """An Executor: gives a drafter access to the draft model for the requests of a step.
+    """Executor of the draft model for the requests of a step.
 
     Slots [0, T) of a request's draft table hold the KV of its known tokens; node e of the step has
     slot T + e - 1.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, num_ids: int) -> None:
-        """`num_ids`: ids below it are the same tokens as the target's, and are in its embedding."""
+        """Ids below `num_ids` are the same tokens as the target's, and the draft model's embedding
+        has them.
+        """
         super().__init__(runner, scheduler)
         self.vocab_size, self.num_ids = self.num_ids, num_ids
         self.max_len = min(runner.decoder.config.max_positions, self.max_len)
@@ -39,19 +43,20 @@ class DraftModel(ModelExecutor):
         return max(0, request.draft_gap - USUAL_LAG)
 
     def extend(self, items: Sequence[DraftRequest]) -> tuple[list[int], Tensor]:
-        """Executor.extend. A request is left out until its first token is known: nothing of the
-        draft model delays that. Shorter gaps come first, and a gap may take several steps.
+        """Run known tokens, see Executor.extend. A request is left out until its first token is
+        known, so the draft model does not delay it. Shorter gaps come first, and a gap may take
+        several steps.
         """
-        lent = [self.requests[item.id] for item in items]
-        if len({r.id for r in lent}) < len(lent):
-            raise ValueError("a request was given twice: its KV would be counted twice")
-        lent = [r for r in lent if r.num_output > 0]
-        self.asked |= {r.id for r in lent}
-        for request in lent:
+        requests = [self.requests[item.id] for item in items]
+        if len({r.id for r in requests}) < len(requests):
+            raise ValueError("items list a request twice. List each request once.")
+        requests = [r for r in requests if r.num_output > 0]
+        self.asked |= {r.id for r in requests}
+        for request in requests:
             self.begin(request)
         groups, rows = [], self.scheduler.catch_up_rows
         ahead: list[Request] = []
-        for request in sorted(lent, key=lambda r: r.draft_gap):
+        for request in sorted(requests, key=lambda r: r.draft_gap):
             if self.waits(request) or self.is_shared(request, ahead):
                 continue
             group = self.known_rows(request, rows)
@@ -69,9 +74,11 @@ class DraftModel(ModelExecutor):
         return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 
     def known_rows(self, request: Request, rows: int) -> RowGroup | None:
-        """Rows of the known tokens that the draft model lacks; no more than `rows` of them, unless
-        they are the usual ones. The last one is read. None where there are none, or no blocks. The
-        rows end before a token that the draft model's embedding lacks: it proposes nothing then.
+        """Return rows of known tokens that the draft model lacks: at most `rows`, or the usual
+        ones. Only the last row is read. None if there are no such rows or no blocks.
+
+        The rows end before a token that the draft model's embedding lacks: it proposes nothing
+        then.
         """
         table, gap, known = request.draft_table, request.draft_gap, len(request.token_ids)
         start, size = table.num_computed, gap if gap <= USUAL_LAG else min(gap, rows)
@@ -84,7 +91,7 @@ class DraftModel(ModelExecutor):
         return RowGroup(table, tokens, start, num_read=int(size == gap))
 
     def begin(self, request: Request) -> None:
-        """Take the cached draft KV of the request's known tokens, within the spare blocks."""
+        """Reuse the cached draft KV of the request's known tokens, within the spare blocks."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
             request.find_draft_prefix(self.spare)
 
@@ -99,9 +106,9 @@ class DraftModel(ModelExecutor):
         return [i for i, _ in fit], self.masked(self.forward([groups]), rows_of)
 
     def forward(self, launches: list[list[RowGroup]]) -> Tensor:
-        """The logits of the rows that are read, in order; all of them are in the last launch. An
-        error ends executor access: after it the slots of further nodes would not be those that were
-        written.
+        """Run launches; return the logits of the rows that are read, in order. All of these rows
+        are in the last launch. An error ends executor access, because the slots of further nodes
+        would be wrong.
         """
         logits = torch.empty(0, 0)
         try:
@@ -115,16 +122,18 @@ class DraftModel(ModelExecutor):
         return logits
 
     def waits(self, request: Request) -> bool:
-        """Whether the leader, lent as well, is still computing the draft KV of their prompt."""
+        """Return whether the leader, a request of this step, still computes the draft KV of their
+        prompt.
+        """
         leader = request.leader
         if leader is None or leader.id not in self.requests:
             return False
         if request.draft_table.num_computed > 0 or len(leader.token_ids) > self.max_len:
-            return False  # it has draft KV itself, or the leader exceeds the draft model's length
+            return False  # the request has draft KV, or the leader exceeds the draft model's length
         return leader.draft_table.num_computed < min(request.num_prompt, len(request.token_ids) - 1)
 
     def is_shared(self, request: Request, ahead: Sequence[Request]) -> bool:
-        """Whether a request `ahead` in this forward computes the block that this one needs next."""
+        """Return whether a request of `ahead` computes the block that this one needs next."""
         table = request.draft_table
         place, offset = divmod(table.num_computed, table.block_size)
         key = table.key(request.token_ids, place)
@@ -141,8 +150,8 @@ class DraftModel(ModelExecutor):
         """Keep the draft KV of the accepted nodes that the draft model has run; the next launch
         moves it.
 
-        Stops at the first node whose `expanded` number belongs to another token or parent: the
-        draft model computes the rest again, and no block gets a key that its KV does not match.
+        Stops at the first node whose `expanded` number belongs to another token or parent. The
+        draft model computes the rest again, so each block's KV matches its key.
         """
         table, kept, slots, parent = request.draft_table, 0, [], ROOT
         run = self.nodes.get(request.id, [])
@@ -161,8 +170,9 @@ class DraftModel(ModelExecutor):
 
 
 def split(groups: Sequence[RowGroup], most: int) -> list[list[RowGroup]]:
-    """Launches of at most `most` rows for causal rows. All that are read, at most one a group and
-    fewer than `most`, are in the last launch, as a launch writes over the logits of the one before.
+    """Split causal rows into launches of at most `most` rows. The last launch has all rows that are
+    read: at most one per group, and fewer than `most`. A launch overwrites the logits of the one
+    before.
     """
     excess = sum(len(g.token_ids) for g in groups) - most
     launches: list[list[RowGroup]] = []
@@ -177,7 +187,9 @@ def split(groups: Sequence[RowGroup], most: int) -> list[list[RowGroup]]:
 
 
 def part(group: RowGroup, begin: int, end: int) -> RowGroup:
-    """The rows [begin, end) of a group of causal rows; the last of the group may be read."""
+    """Return the rows [begin, end) of a group of causal rows; the last row of the group may be
+    read.
+    """
     return group._replace(
         token_ids=group.token_ids[begin:end],
         start=group.start + begin,

@@ -1,4 +1,4 @@
-"""What the models that run guesses have in common: the requests of a step, and nodes of trees."""
+"""Common parts of executors: the requests of a step, and the nodes of their trees."""
 
 from collections.abc import Sequence
 
@@ -19,37 +19,37 @@ from specserve_drafters.model_source import ModelSource
 class ModelExecutor:
     """The part of an Executor that does not depend on how its model works.
 
-    Node e of a request's step has the slot `num_computed` + e - 1 of the table that the model's KV
-    is in.
+    Node e of a request has the slot `num_computed` + e - 1 of the table with the model's KV.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.ops, self.scheduler = runner, runner.ops, scheduler
-        # Of its levels. The first may be another kind of work, and is counted apart then.
+        # Costs of the model's levels. A subclass may count the first level separately.
         self.costs = self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)
-        self.num_ids = runner.decoder.config.vocab_size  # that nodes may have
+        self.num_ids = runner.decoder.config.vocab_size  # ids of nodes are below it
         self.max_len = runner.decoder.num_positions - TREE_SLOTS
-        self.requests: dict[int, Request] = {}  # of this step
-        self.grammars: dict[int, GrammarState] = {}  # of those that have one
-        self.masks: dict[int, list[int]] = {}  # by request; of its nodes in this step
-        self.nodes: dict[int, list[tuple[int, int]]] = {}  # their tokens and parents
-        self.num_rows = 0  # that it has run in all
-        self.asked: set[int] = set()  # requests of this step that are to be run
+        self.requests: dict[int, Request] = {}  # requests of this step
+        self.grammars: dict[int, GrammarState] = {}  # states of the requests with a grammar
+        # Masks of the request's nodes in this step, by request
+        self.masks: dict[int, list[int]] = {}
+        self.nodes: dict[int, list[tuple[int, int]]] = {}  # tokens and parents of these nodes
+        self.num_rows = 0  # rows that the model has run since start-up
+        self.asked: set[int] = set()  # requests of this step to run
 
     def table(self, request: Request) -> BlockTable:
-        """Where the model's KV of a request is."""
+        """Return the block table of the model's KV of a request."""
         raise NotImplementedError
 
     def usual_rows(self, request: Request) -> int:
-        """Rows that the first level takes where nothing is missing."""
+        """Return the rows of the first level if no row is missing."""
         raise NotImplementedError
 
     def missing(self, request: Request) -> int:
-        """Rows beyond those that have to be run before the first level."""
+        """Return the number of missing rows beyond the usual ones before the first level."""
         return 0
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request: it has ended, and its blocks are still there."""
+        """Drop the state of a request: it has ended, and its blocks are still reserved."""
 
     def lend(self, requests: Sequence[Request]) -> None:
         """Begin a step in which the drafter may run these requests."""
@@ -62,13 +62,13 @@ class ModelExecutor:
         self.requests = {}
 
     def is_catching_up(self, item: ScheduledRequest) -> bool:
-        """Whether a root had no guesses of the model, as its KV was incomplete."""
+        """Return whether a root had no draft tokens of the model because its KV was incomplete."""
         return item.request.id in self.asked and item.request.id not in self.masks
 
     @property
     def spare(self) -> int:
-        """Blocks that guesses may take: those that are not reserved for running requests, less one
-        for each of these.
+        """Return the blocks that draft tokens may use: unreserved blocks, less one per running
+        request.
         """
         return max(0, self.scheduler.num_unreserved - len(self.scheduler.running))
 
@@ -77,13 +77,13 @@ class ModelExecutor:
         return missing == 0 or (missing <= self.spare and table.try_reserve(num_slots))
 
     def begin_nodes(self, ids: Sequence[int]) -> None:
-        """From now on these requests' nodes may be run."""
+        """Allow `expand` to run nodes of these requests."""
         for id in ids:
             self.masks[id], self.nodes[id] = [], []
 
     def number(self, nodes: Sequence[Nodes]) -> list[tuple[int, int]]:
-        """Number one level of nodes, as far as there is room for their KV: the places of those that
-        have it, and how many nodes their requests had before them.
+        """Number one level of nodes. Return the places of entries whose KV fits, each with the
+        number of earlier nodes of its request.
         """
         fit, rows = list[tuple[int, int]](), self.scheduler.budget.max_batched_tokens
         for i, (id, tokens, parents) in enumerate(nodes):
@@ -104,13 +104,13 @@ class ModelExecutor:
         return fit
 
     def check_ids(self, tokens: Sequence[int]) -> None:
-        """IndexError for a token that the model must not run."""
+        """Raise IndexError for a token that the model must not run."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.num_ids:
-            raise IndexError(f"a node's token is no id: ids lie in [0, {self.num_ids})")
+            raise IndexError(f"a node's token is out of range. Use ids in [0, {self.num_ids}).")
 
     def masked(self, logits: Tensor, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits after nodes of requests, in place without ids that no node may have, and without
-        those that the request's grammar forbids.
+        """Set the logits of impossible ids, and of ids that a request's grammar forbids, to -inf in
+        place.
         """
         if self.num_ids < logits.shape[1]:
             logits[:, self.num_ids :] = float("-inf")
@@ -121,7 +121,9 @@ class ModelExecutor:
         return logits
 
     def allowed(self, id: int, node: int) -> Tensor:
-        """[num_ids] bool: which ids may follow a node; all if none may, as nothing follows it."""
+        """Return which ids may follow a node, [num_ids] bool; all ids if none may, since nothing
+        follows then.
+        """
         path = list[int]()
         while node != ROOT:
             token, node = self.nodes[id][node - 1]
@@ -134,7 +136,7 @@ class ModelExecutor:
 
 
 class DraftModelSource:
-    """The draft model or the target's head, as a source of planned guesses."""
+    """The draft model or the target's head, as a source with planned draft tokens."""
 
     def __init__(self, source: ModelSource, model: ModelExecutor) -> None:
         self.source, self.model = source, model
@@ -146,6 +148,6 @@ class DraftModelSource:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.seconds = 0.0  # of its levels
+        self.seconds = 0.0  # seconds of the model's levels
         self.catching_up = 0.0  # seconds that are not charged to the step
-        self.is_trial_alone = False  # its levels were run for no other request than a trial's
+        self.is_trial_alone = False  # levels were run only for the request of a trial

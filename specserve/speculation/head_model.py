@@ -1,4 +1,6 @@
-"""A draft head as drafters use it: it follows the target's steps, and runs guesses between them."""
+"""Executor of a draft head: it reads the target's hidden states and proposes tokens between
+steps.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,19 +24,19 @@ from specserve.speculation.verify import AcceptedPath, count_error
 from specserve_drafters import ROOT, DraftRequest, Nodes
 from specserve_drafters.base import EAGLE
 
-TOKENS = 200
-LEAST = 0.2  # of its likeliest tokens that are right: the share of heads that fit is 0.4 to 0.8
+TOKENS = 200  # number of tokens that a check compares
+LEAST = 0.2  # least share of tokens that match; matching heads reach 0.4 to 0.8
 
 log = logging.getLogger("specserve")
 
 
 class TapWatch:
-    """Compares a head's likeliest next token with the target's, for the first tokens."""
+    """Compares a head's most likely next token with the target's, for the first TOKENS tokens."""
 
     def __init__(self, words: str) -> None:
-        """`words` say what the head reads."""
+        """`words` describe the head's input."""
         self.words = words
-        self.expected: dict[int, int] = {}  # by request
+        self.expected: dict[int, int] = {}  # expected token, by request
         self.num_tokens = self.num_right = 0
 
     @property
@@ -42,16 +44,16 @@ class TapWatch:
         return self.num_tokens >= TOKENS
 
     def expect(self, ids: Iterable[int], tokens: Iterable[int]) -> None:
-        """Of the step to come."""
+        """Set the expected tokens of the next step."""
         self.expected = dict(zip(ids, tokens, strict=True))
 
     def see(self, id: int, token: int) -> None:
-        """The target's token; what was expected is compared with it."""
+        """Compare the target's token with the expected one, if there is any."""
         if id in self.expected:
             self.compare([self.expected.pop(id)], [token])
 
     def compare(self, expected: Iterable[int], tokens: Iterable[int]) -> None:
-        """Count tokens that the target has said; after the last a warning, if there is need."""
+        """Compare tokens with the target's. Log a warning after the last one if too few match."""
         for one, token in zip(expected, tokens, strict=True):
             if self.is_over:
                 return
@@ -62,32 +64,33 @@ class TapWatch:
 
     def warn(self) -> None:
         log.warning(
-            "the draft head's likeliest next token was right for %d of %d tokens, where heads that "
-            "fit are right for 80 to 160. It reads %s: check that it was trained for this target "
-            "and on these layers (an EAGLE-3 head's are eagle_aux_hidden_state_layer_ids in its "
-            "config.json), and on such texts",
+            "The draft head's most likely next token matched %d of %d tokens; matching heads reach "
+            "80 to 160. The head reads %s. Check that it was trained for this target, these layers "
+            "and similar texts. An EAGLE-3 head lists its layers as "
+            "eagle_aux_hidden_state_layer_ids in its config.json.",
             *(self.num_right, TOKENS, self.words),
         )
 
 
 def tap_words(taps: Sequence[int], num_layers: int) -> str:
-    """What of a target with so many layers is read."""
+    """Describe the head's input for a log message; the target has `num_layers` layers."""
     if [*taps] == [num_layers]:
-        return "what comes out of the target's last layer"
-    return f"what comes into the target's layers {', '.join(map(str, taps))}"
+        return "the output of the target's last layer"
+    return f"the inputs of the target's layers {', '.join(map(str, taps))}"
 
 
-MANY = 32  # rows take longer than a few do: so of those that are not read no more is computed
-WATCHED = 64  # rows of a launch at most whose logits are compared: they take memory
-KEPT, PIECE = 512, 128  # rows of a request alone that may wait, and that are written if more do
+MANY = 32  # number of rows above which a head writes only their KV
+WATCHED = 64  # most rows of a launch whose logits are compared: they take memory
+# If only one request runs: the most rows that wait, and the fewest that are written at a time.
+KEPT, PIECE = 512, 128
 
 
 class TargetRows(NamedTuple):
     """Rows of a request in the target's last step.
 
-    table  that their KV is in, as it was then: the request may have ended since
+    table  the table of their KV at the time of the step: the request may have ended since
     start  position of the first row
-    rows   theirs in the step, in order of position
+    rows   row numbers in the step, in order of position
     """
 
     request: Request
@@ -97,7 +100,9 @@ class TargetRows(NamedTuple):
 
 
 class Backlog(msgspec.Struct):
-    """Rows of a request that the head has yet to run: their positions, and the target's taps."""
+    """Rows of a request that the head has not run: their positions, and their auxiliary hidden
+    states.
+    """
 
     request: Request
     start: int
@@ -109,11 +114,12 @@ class Backlog(msgspec.Struct):
         return self.end - self.start
 
 
-UnrunRows = tuple[Request, RowGroup, list[Tensor]]  # of a backlog: its rows and their taps
+# A request, rows of its backlog, and the auxiliary hidden states of these rows.
+UnrunRows = tuple[Request, RowGroup, list[Tensor]]
 
 
 class LastHidden(NamedTuple):
-    """What the head has left behind the last token of so many known ones, [1, hidden]."""
+    """The head's hidden state after the last of `num_tokens` known tokens, [1, hidden]."""
 
     num_tokens: int
     hidden: Tensor
@@ -122,15 +128,17 @@ class LastHidden(NamedTuple):
 class HeadModel(ModelExecutor):
     """An Executor whose model is a head of the target.
 
-    The head's layers lie in the target's own blocks, behind the target's. Its row at position i
-    has what the target's layers had of token i and the id of token i + 1: so of T known tokens it
-    has KV in the slots [0, T - 1), and node e of a step is in slot T + e - 2. The target cannot be
-    asked for its taps again: so they are kept until the head has run their rows. It runs those of
-    prompts, and all others once a block is full, before the next step is planned; else when it is
-    to guess. What a request alone has left may wait until it has ended or another one has begun.
-    That writes over the KV of guesses, which was made of the head's own rows. The last slot of a
-    block that is found in the cache may have been made with another next token, which costs
-    guesses.
+    The head's layers follow the target's layers in the target's blocks. The head's row at position
+    i takes the auxiliary hidden states of token i and the id of token i + 1. So T known tokens have
+    KV in the slots [0, T - 1), and node e of a step has slot T + e - 2.
+
+    The target cannot recompute auxiliary hidden states, so they are kept until the head runs their
+    rows. Before the next step is planned, the head runs prompt rows, and all rows once a block is
+    full. Other rows run when the head proposes. The rows of a single request may wait until it ends
+    or another request starts.
+
+    Known rows overwrite the KV of draft tokens, which depends on the head's own states. The last
+    slot of a cached block may depend on another next token, which lowers acceptance.
     """
 
     def __init__(
@@ -138,17 +146,18 @@ class HeadModel(ModelExecutor):
     ) -> None:
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
-        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # of known tokens
+        self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
         words = tap_words(head.taps, target.decoder.config.num_layers)
         self.watch: TapWatch | None = TapWatch(words)
         self.seen: list[TargetRows] = []
         self.backlogs: dict[int, Backlog] = {}  # by request
-        self.last: dict[int, LastHidden] = {}  # likewise
-        self.ended: dict[int, BlockTable] = {}  # requests, since the last step
-        # Of this step: what nodes left behind them, [N, hidden], and the rows of each request's.
+        self.last: dict[int, LastHidden] = {}  # by request
+        # Block tables of requests that ended since the last step
+        self.ended: dict[int, BlockTable] = {}
+        # State of this step: hidden states of nodes, [N, hidden], and the rows by request and node.
         self.features = torch.empty(0, 0)
-        self.rows: dict[int, dict[int, int]] = {}  # by request and node; the root is one
-        # Where the head knows some of the target's tokens only, all others are impossible.
+        self.rows: dict[int, dict[int, int]] = {}  # the root is one of the nodes
+        # If the head's vocabulary has only some of the target's tokens, all others get -inf.
         self.is_whole = head.draft_vocab_size == target.decoder.config.vocab_size
         self.targets = head.target_ids(torch.arange(head.draft_vocab_size))
         self.wide = torch.empty(0, 0)
@@ -168,12 +177,12 @@ class HeadModel(ModelExecutor):
 
     @property
     def has_work(self) -> bool:
-        """Whether `follow` is to be called before the next step is planned."""
+        """Return whether `follow` must be called before the next step is planned."""
         return bool(self.seen or self.ended)
 
     def see(self, scheduled: Sequence[ScheduledRequest], paths: Mapping[int, AcceptedPath]) -> None:
-        """Note a step's rows of known tokens and, by request, of the paths. Before blocks are given
-        back or shared.
+        """Record a step's rows of known tokens and of accepted paths, by request. Call it before
+        blocks are freed or shared.
         """
         sizes = [s.end - s.start + len(s.draft) for s in scheduled]
         for item, begin in zip(scheduled, accumulate(sizes, initial=0), strict=False):
@@ -187,7 +196,9 @@ class HeadModel(ModelExecutor):
                 self.watch.see(request.id, path.tokens[0])
 
     def drop(self) -> None:
-        """Forget all that was not run: a step has failed. Nobody shall find blocks that lack it."""
+        """Drop all rows that have not run, after a failed step. Unpublish their blocks: the head's
+        KV is missing.
+        """
         lost = [(each.table, each.start, each.start + len(each.rows)) for each in self.seen]
         for id, backlog in self.backlogs.items():
             table = self.ended.get(id, backlog.request.table)
@@ -201,8 +212,8 @@ class HeadModel(ModelExecutor):
             self.watch.expect([], [])
 
     def follow(self) -> None:
-        """Keep the taps of the target's last step, and run the rows that cannot wait: before blocks
-        are given to others. After an error `drop` has to be called.
+        """Keep the auxiliary hidden states of the target's last step, and run the rows that cannot
+        wait. Call it before blocks are reused, and call `drop` after an error.
         """
         seen = self.seen
         if seen:
@@ -216,7 +227,7 @@ class HeadModel(ModelExecutor):
         elif any(map(self.is_due, every)):
             tables = {each.request.id: each.table for each in seen} | self.ended
             self.run(every, tables, self.watch)
-        for id in self.ended:  # its last block is not full, so that nobody will find it
+        for id in self.ended:  # its last block is not full, so no request can reuse it
             self.backlogs.pop(id, None)
             self.last.pop(id, None)
         self.ended.clear()
@@ -224,7 +235,9 @@ class HeadModel(ModelExecutor):
             self.watch = None
 
     def follow_timed(self, stats: Stats) -> None:
-        """As `follow`, counted as drafting. An error other than KVLost costs draft tokens only."""
+        """Call `follow`, and count its time as drafting. An error other than KVLost only loses
+        draft tokens.
+        """
         start = perf_counter()
         try:
             with self.ops.lock:  # engines on one device share the buffers of a forward
@@ -250,16 +263,15 @@ class HeadModel(ModelExecutor):
         for (request, _, start, _), size in kept:
             own, taps = taps[:size], taps[size:]
             backlog = self.backlogs.get(request.id)
-            if backlog is None or backlog.end != start:  # it was preempted
+            if backlog is None or backlog.end != start:  # the request was preempted
                 backlog = self.backlogs[request.id] = Backlog(request, start, [], start)
             backlog.taps.append(own)
             backlog.end += size
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other request can be given the blocks of the one that runs before the next
-        call, or has some of them. Those that come after it may find them: no row of theirs is run
-        before its own.
+        """Return whether rows may wait: a single request runs, and no waiting request goes first or
+        has blocks. Later requests run after it.
         """
         if len(self.scheduler.running) != 1 or self.ended:
             return False
@@ -268,13 +280,13 @@ class HeadModel(ModelExecutor):
         return all(r.rank > request.rank and not r.table.blocks for r in waiting)
 
     def is_due(self, backlog: Backlog) -> bool:
-        """Whether a block with rows of it is full, or others wait for the prompt's."""
+        """Return whether a block with rows of the backlog is full, or prompt rows are left."""
         size, request = self.runner.kv.block_size, backlog.request
         is_full = backlog.start // size < backlog.end // size
         return is_full or backlog.start < request.num_prompt
 
     def taps(self, rows: Sequence[int]) -> Tensor:
-        """What the target's layers had in some rows of its last step, side by side."""
+        """Return the auxiliary hidden states of rows of the last step, concatenated."""
         outputs = self.target.outputs
         assert outputs is not None, "no step has been run"
         at = torch.tensor(rows, dtype=torch.int64, device=outputs.residual.device)
@@ -287,17 +299,17 @@ class HeadModel(ModelExecutor):
         tables: Mapping[int, BlockTable],
         watch: TapWatch | None = None,
     ) -> None:
-        """Run rows of backlogs, in launches of no more rows than a step has. `tables` are those of
-        requests that may have ended. `watch` compares what comes after the rows.
+        """Run rows of backlogs, in launches of at most a step's rows. `tables` holds the tables of
+        requests that may have ended. `watch` compares the tokens after the rows.
         """
         most, part, rows = self.scheduler.budget.max_batched_tokens, list[UnrunRows](), 0
         for backlog in backlogs:
             request, end = backlog.request, backlog.end
             table = tables.get(request.id, request.table)
-            if backlog.size == 0 or table.num_computed < end:  # it has failed, or was preempted
+            if backlog.size == 0 or table.num_computed < end:  # the request failed or was preempted
                 del self.backlogs[request.id]
                 continue
-            # Only of the last row is more read than the KV, and of those that are compared.
+            # Most rows need only their KV. The last row and the compared rows are also read.
             first = end - 1
             if watch is not None:
                 first = min(first, max(request.num_prompt - 2, end - min(WATCHED, most)))
@@ -331,7 +343,7 @@ class HeadModel(ModelExecutor):
             self.compare(watch, requests, groups, self.runner.outputs.residual)
 
     def write(self, backlog: Backlog, table: BlockTable, size: int) -> None:
-        """Write the KV of its first rows, of which nothing else is read."""
+        """Write the KV of the backlog's first `size` rows; nothing else of them is read."""
         taps, most = torch.cat(backlog.taps), self.scheduler.budget.max_batched_tokens
         for at in range(0, size, most):
             n, start = min(most, size - at), backlog.start
@@ -355,14 +367,14 @@ class HeadModel(ModelExecutor):
         groups: Sequence[RowGroup],
         residual: Tensor,
     ) -> None:
-        """Compare with what the target has said after rows that were just run."""
+        """Compare the head's tokens with the target's after rows that were just run."""
         rows, tokens, before = list[int](), list[int](), 0
         for request, (_, ids, start, *_) in zip(requests, groups, strict=True):
             first = max(start, request.num_prompt - 2)
-            said = request.token_ids[first + 2 : start + len(ids) + 2]
+            target_tokens = request.token_ids[first + 2 : start + len(ids) + 2]
             if is_estimating(request):
-                tokens += said
-                rows += range(before + first - start, before + first - start + len(said))
+                tokens += target_tokens
+                rows += range(before + first - start, before + first - start + len(target_tokens))
             before += len(ids)
         if rows:
             rows, tokens = rows[:WATCHED], tokens[:WATCHED]
@@ -370,12 +382,12 @@ class HeadModel(ModelExecutor):
             watch.compare(likeliest, tokens)
 
     def likeliest(self, logits: Tensor) -> list[int]:
-        """The target's ids of the likeliest tokens, by [n, draft V]."""
-        found: list[int] = self.head.target_ids(logits.argmax(dim=1)).tolist()
-        return found
+        """Return the target ids of the most likely tokens, for logits [n, draft V]."""
+        ids: list[int] = self.head.target_ids(logits.argmax(dim=1)).tolist()
+        return ids
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """After what rows have left, [n, draft V]."""
+        """Return the logits after hidden states of rows, [n, draft V]."""
         return self.head.logits(hidden, torch.arange(len(hidden), device=hidden.device))
 
     def forget(self, request: Request) -> None:
@@ -383,11 +395,11 @@ class HeadModel(ModelExecutor):
         self.ended[request.id] = copy_of(request.table)
 
     def extend(self, items: Sequence[DraftRequest]) -> tuple[list[int], Tensor]:
-        """Executor.extend. A request is left out where the target's last step had none of it, or
-        nothing that the head could go on from.
+        """Run known tokens, see Executor.extend. A request is left out if the target's last step
+        had no row of it, or if the head lacks its last hidden state.
         """
-        lent = [self.requests[item.id] for item in items]
-        asked = [request for request in lent if request.num_output > 0]
+        requests = [self.requests[item.id] for item in items]
+        asked = [request for request in requests if request.num_output > 0]
         self.asked |= {request.id for request in asked}
         self.run([self.backlogs[r.id] for r in asked if r.id in self.backlogs], {})
         known = {r.id: self.last[r.id] for r in asked if r.id in self.last}
@@ -408,7 +420,9 @@ class HeadModel(ModelExecutor):
         return [place[id] for id in ready], self.masked(logits, [(id, ROOT) for id in ready])
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
-        """Executor.expand. A node below another one of the same call is run after it."""
+        """Run nodes, see Executor.expand. A node below another one of the same call runs after
+        it.
+        """
         places, every = [], list[tuple[int, int]]()
         for i, before in self.number(nodes):
             places.append(i)
@@ -421,7 +435,7 @@ class HeadModel(ModelExecutor):
                 left = [each for each in left if each[1] not in self.rows[each[0]]]
                 pieces.append(logits.clone() if left or pieces else logits)
                 order += ready
-        except BaseException:  # the nodes that follow would lack what those have left
+        except BaseException:  # later nodes would lack hidden states of these
             self.take_back()
             raise
         if len(pieces) > 1:
@@ -433,7 +447,9 @@ class HeadModel(ModelExecutor):
         return self.nodes[id][node - 1][1]
 
     def launch(self, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Run nodes whose parents have been run, in order of request and number; [n, V]."""
+        """Run nodes whose parents were run, in order of request and number. Return logits [n,
+        V].
+        """
         groups, parents = list[RowGroup](), list[int]()
         for id, run in runs(nodes):
             table, first = self.requests[id].table, run[0]
@@ -453,7 +469,9 @@ class HeadModel(ModelExecutor):
         return self.of_target(launched.logits)
 
     def of_target(self, logits: Tensor) -> Tensor:
-        """Logits of all of the target's tokens, until the next call; impossible ones are -inf."""
+        """Return logits over the target's vocabulary, valid until the next call. Missing tokens are
+        -inf.
+        """
         if self.is_whole:
             return logits
         n = len(logits)
@@ -464,19 +482,19 @@ class HeadModel(ModelExecutor):
 
 
 def copy_of(table: BlockTable) -> BlockTable:
-    """As it is now."""
-    found = copy(table)
-    found.blocks = table.blocks[:]
-    return found
+    """Return a copy of a table in its current state."""
+    copied = copy(table)
+    copied.blocks = table.blocks[:]
+    return copied
 
 
 def is_estimating(request: Request) -> bool:
-    """Whether a head may be expected to be right about its text."""
+    """Return whether the head can be expected to match the request's tokens."""
     return request.sampling.temperature <= 1
 
 
 def runs(nodes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-    """Nodes of one request whose numbers follow each other, together."""
+    """Group nodes with consecutive numbers of one request."""
     begin = 0
     for end, (id, node) in enumerate(nodes, 1):
         if end == len(nodes) or nodes[end] != (id, node + 1):

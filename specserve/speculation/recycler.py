@@ -1,4 +1,4 @@
-"""What the target's logits show of tokens that follow others, for the source that guesses by it."""
+"""Collects likely successors of tokens from the target's logits, for the `recycle` source."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,20 +10,20 @@ from specserve.scheduling import ScheduledRequest
 from specserve.speculation.verify import AcceptanceStats, AcceptedPath
 from specserve_drafters.recycle import NUM_SUCCESSORS, RecycleSource
 
-SHARE = 0.005  # of the target's time: what this may take
-MOST_ROWS = 4  # of a request, in a step
+SHARE = 0.005  # share of the target's time that collecting may take, 0 to 1
+MOST_ROWS = 4  # most rows collected per request and step
 
 
 class Row(NamedTuple):
-    """A row of the target that a path came through: the token there, and the one after it."""
+    """A row of the target on an accepted path: its token, and the token after it."""
 
-    row: int  # of those that are read
+    row: int  # index among the rows that are read
     token: int
     after: int
 
 
 class AcceptedRows(NamedTuple):
-    """A request's rows, in the order of its text."""
+    """A request's accepted rows, in the order of its text."""
 
     acceptance: AcceptanceStats
     id: int
@@ -35,7 +35,7 @@ def accepted_rows(
     paths: Sequence[AcceptedPath],
     acceptance: Sequence[AcceptanceStats],
 ) -> list[AcceptedRows]:
-    """The rows of the roots and of the accepted nodes."""
+    """Return the rows of the roots and of the accepted nodes."""
     roots = accumulate((1 + len(item.draft) for item in sampled), initial=0)
     found = []
     for item, path, root, its in zip(sampled, paths, roots, acceptance, strict=False):
@@ -47,7 +47,7 @@ def accepted_rows(
 
 
 class TokenRecycler:
-    """Has a small share of each owner's part of the target's time."""
+    """Collects successors within a small share of each tenant scope's part of the target's time."""
 
     def __init__(self, source: RecycleSource) -> None:
         self.source = source
@@ -55,7 +55,7 @@ class TokenRecycler:
     def collect_successors(
         self, accepted_rows: Sequence[AcceptedRows], answers: TargetTokens, seconds: float
     ) -> None:
-        """Learn from a step for which the target took so many seconds."""
+        """Learn from a step in which the target took `seconds`."""
         start, part = perf_counter(), seconds / max(len(accepted_rows), 1)
         wanted = list[tuple[AcceptedRows, Row]]()
         for one in accepted_rows:
@@ -71,17 +71,17 @@ class TokenRecycler:
             one.acceptance.left = max(one.acceptance.left - each, -part)
 
     def wanted(self, one: AcceptedRows) -> list[Row]:
-        """The rows whose successors are missing or old."""
+        """Return the rows whose successors are missing or old."""
         if not one.rows:
             return []
         tokens = [row.token for row in one.rows] + [one.rows[-1].after]
         return [one.rows[place] for place in self.source.follow(one.id, tokens)]
 
     def enter(self, wanted: Sequence[tuple[AcceptedRows, Row]], answers: TargetTokens) -> None:
-        """Enter successors, which come from the device in one copy."""
+        """Store successors; they come from the device in one copy."""
         rows, after = [row.row for _, row in wanted], [row.after for _, row in wanted]
         k = min(NUM_SUCCESSORS, answers.logits.shape[1])
-        said = answers.logprobs(rows, after, k)
-        each = zip(wanted, said.ids.tolist(), said.top.exp().tolist(), strict=True)
+        logprobs = answers.logprobs(rows, after, k)
+        each = zip(wanted, logprobs.ids.tolist(), logprobs.top.exp().tolist(), strict=True)
         for (one, row), ids, p in each:
             self.source.enter(one.id, row.token, ids, p)

@@ -1,4 +1,4 @@
-"""Where a step's guesses come from: the seam between the step loop and drafters."""
+"""The interface between the step loop and drafters."""
 
 import logging
 from array import array
@@ -21,7 +21,7 @@ log = logging.getLogger("specserve")
 
 
 class Source(Protocol):
-    """Proposes candidates. What it says is checked before; it may raise anything."""
+    """Proposes candidates. It may raise any exception; user candidates are checked before use."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class EstimatingSource(Protocol):
-    """A source that knows beforehand how many of its guesses are likely to be right."""
+    """A source that can estimate beforehand how many of its draft tokens will be accepted."""
 
     name: str
 
@@ -44,10 +44,10 @@ class UserSource:
 
     def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size
-        self.has_warned = False  # of candidates that are not valid
+        self.has_warned = False  # True after a warning about invalid candidates
 
     def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
-        """With its own scores, if it has the method for them."""
+        """Return the drafter's scored candidates, or its draft without scores."""
         items = [item.copy() for item in items]
         scored = getattr(self.drafter, "candidates", None)  # optional in a drafter
         if scored is not None:
@@ -59,39 +59,42 @@ class UserSource:
         ]
 
     def valid(self, found: Iterable[object]) -> list[Candidate]:
-        """Those before the first that is not valid; a warning names the first such one."""
+        """Return the candidates before the first invalid one. Only the first such list logs a
+        warning.
+        """
         given = [*islice(found, MAX_CANDIDATES)]
         valid = checked(given, self.name, self.vocab_size)
         if len(valid) < len(given) and not self.has_warned:
             self.has_warned = True
             log.warning(
-                "drafter %s: candidate %d of a list, %.200r, is dropped, and so are those after "
-                "it: each has to be a Candidate whose token is in [0, %d) and whose parent is ROOT "
-                "or the number of an earlier one, counted from 1; later ones are not told",
+                "drafter %s: candidate %d of a list, %.200r, is invalid, and the rest of the list "
+                "is dropped. Return Candidates with a token in [0, %d) and as parent ROOT or the "
+                "number of an earlier candidate, counted from 1. Later cases are not logged.",
                 *(self.name, len(valid) + 1, given[len(valid)], self.vocab_size),
             )
         return valid
 
     def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
-        """Tell it of the whole draft, which has other sources' guesses as well."""
-        tell(self.drafter, "observe", id, draft.copy(), [*accepted])
+        """Notify the drafter of the whole draft, including the draft tokens of other sources."""
+        call_if_present(self.drafter, "observe", id, draft.copy(), [*accepted])
 
     def forget(self, id: int) -> None:
-        tell(self.drafter, "forget", id)
+        call_if_present(self.drafter, "forget", id)
 
 
-def tell(drafter: object, what: str, *args: object) -> None:
-    """Call a method of a drafter, if it has it; it may raise anything."""
+def call_if_present(drafter: object, what: str, *args: object) -> None:
+    """Call a method of a drafter, if it has the method. The method may raise any exception."""
     method = getattr(drafter, what, None)  # optional in a drafter
     if method is not None:
         method(*args)
 
 
-TRUSTED = NgramDrafter, ModelDrafter  # others get copies, as they might write to what they get
+# Other drafters get copies, because they might modify their input
+TRUSTED = NgramDrafter, ModelDrafter
 
 
 class Speculator(Protocol):
-    """Makes the drafts of a step's roots, and learns what became of them.
+    """Creates the drafts of a step's roots, and learns from their results.
 
     names   of the sources
     """
@@ -99,7 +102,7 @@ class Speculator(Protocol):
     names: tuple[str, ...]
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Set the drafts of a step's roots, and reserve their slots. It may raise KVLost only."""
+        """Set the drafts of a step's roots, and reserve their slots. It raises only KVLost."""
         ...
 
     def timed(self, seconds: float) -> None:
@@ -112,34 +115,34 @@ class Speculator(Protocol):
         paths: Sequence[AcceptedPath],
         answers: TargetTokens,
     ) -> None:
-        """Learn from the target's logits, in the rows of a step's paths."""
+        """Learn successors from the target's logits, in the rows of a step's paths."""
         ...
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
     ) -> StepSpecStats:
-        """Learn which tokens followed a root, and which guesses of its draft were accepted."""
+        """Learn which tokens followed a root, and which draft tokens were accepted."""
         ...
 
     def begin(self, request: Request) -> None:
-        """Guess for a request from now on; until `forget`."""
+        """Propose draft tokens for a request until `forget`."""
         ...
 
     def forget(self, id: int) -> None:
-        """Drop what is kept of a request: it has ended."""
+        """Drop the state of a request: it has ended."""
         ...
 
     def tell(self, state: SpeculationState) -> SpeculationState:
-        """The engine's state, with what guesses are chosen by."""
+        """Add the values that decide about draft tokens to the engine's state."""
         ...
 
     def reset(self) -> None:
-        """Drop what was learnt of guesses."""
+        """Drop all statistics about draft tokens."""
         ...
 
 
 class FixedSpeculator:
-    """Drafts of one drafter, verified as they are, within limits that nothing moves."""
+    """Verifies the drafts of one drafter unchanged, within fixed limits."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class FixedSpeculator:
                 item.draft = legal(draft, item.request.grammar)
         except KVLost:
             raise
-        except BaseException:  # a drafter is user code, whose errors must not change any text
+        except BaseException:  # user code may fail, and its errors must not change any text
             self.spec_stats.failed(name)
         finally:
             if self.draft_model is not None:
@@ -200,7 +203,7 @@ class FixedSpeculator:
         paths: Sequence[AcceptedPath],
         answers: TargetTokens,
     ) -> None:
-        """A drafter that is alone sees no logits of the target."""
+        """Do nothing: a single drafter gets no logits of the target."""
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
@@ -208,14 +211,15 @@ class FixedSpeculator:
         request, draft = item.request, item.draft
         if not draft.tokens:
             return StepSpecStats()
-        guesses = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
+        proposed = {self.names[0]: len(draft)}
+        draft_sources = DraftSources(draft, [self.names] * len(draft), proposed)
         is_tree_asked = request.sampling.return_speculation_details
-        told = self.spec_stats.enter(guesses, accepted, is_tree_asked)
+        step_stats = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
         self.spec_stats.notify(self.source, "observe", request.id, draft, accepted)
-        return told
+        return step_stats
 
     def begin(self, request: Request) -> None:
-        """A drafter that is alone sees a request when it is asked for guesses."""
+        """Do nothing: a single drafter gets the request with `propose`."""
 
     def forget(self, id: int) -> None:
         self.spec_stats.notify(self.source, "forget", id)
@@ -228,7 +232,7 @@ class FixedSpeculator:
 
 
 def legal(draft: Draft, rules: Rules | None) -> Draft:
-    """The guesses that the rules allow, where there are any."""
+    """Return the draft tokens that the rules allow; all of them if there are no rules."""
     if rules is None:
         return draft
     paths: dict[int, list[int]] = {ROOT: []}

@@ -1,7 +1,7 @@
-"""Verification: following the target's tokens down trees of draft tokens, and what this has shown.
+"""Verify trees of draft tokens against the target's tokens, and count the results.
 
-`SpecDecodeStats` counts over all requests. `AcceptanceStats` learns from the requests of one owner,
-and no other owner's draft tokens depend on it.
+`SpecDecodeStats` counts over all requests. `AcceptanceStats` learns from the requests of one tenant
+scope, and no other scope's draft tokens depend on it.
 """
 
 import logging
@@ -35,8 +35,8 @@ from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")
 
-# The target's token after each node, given as (request's number in the step, node of its tree);
-# called only for nodes that the verify_tree has reached.
+# Returns the target's token after each node, given as (request's number in the step, node of its
+# tree). It is called only for nodes that `verify_tree` has reached.
 TokensAfter = Callable[[list[tuple[int, int]]], list[int]]
 IsLast = Callable[[int, list[int]], bool]
 
@@ -50,11 +50,11 @@ class AcceptedPath(msgspec.Struct, eq=False):
     tokens: list[int]
     nodes: list[int]
     failure: int = 0
-    logprobs: list[TokenLogprobs] = []  # of these tokens, where the request asked for them
+    logprobs: list[TokenLogprobs] = []  # logprobs of `tokens`, if the request asked for them
 
     def cut_failure(self) -> None:
-        """Take out what is no token. The request fails if that comes first, so in the next step
-        after tokens: where it fails depends on no draft.
+        """Remove a failure code from the tokens. A failure after tokens fails the request in the
+        next step. So the position of a failure depends on no draft.
         """
         if self.tokens[-1] < 0:
             self.failure = self.tokens.pop()
@@ -64,11 +64,11 @@ class AcceptedPath(msgspec.Struct, eq=False):
 def verify_tree(
     drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast
 ) -> list[AcceptedPath]:
-    """Follow the target's tokens down each tree for as long as a child has guessed them.
+    """Follow the target's tokens down each tree while a child has proposed the token.
 
-    All requests go down a level at once. is_last(request, tokens) ends a request's output. The
-    last token of a path, which no node has guessed, is the bonus token. A draft decides how many
-    tokens a path has, never which.
+    All requests go down one level per call of `tokens_after`. is_last(request, tokens) ends a
+    request's output. The last token of a path, which no accepted node proposed, is the bonus token.
+    A draft changes how many tokens a path has, never which.
     """
     paths = [AcceptedPath([], []) for _ in drafts]
     at = [(i, ROOT) for i in range(len(drafts))]
@@ -88,7 +88,7 @@ def verify_tree(
 def accepted_paths(
     sampled: Sequence[ScheduledRequest], answers: TargetTokens
 ) -> list[AcceptedPath]:
-    """The new tokens of each sampled request, and the accepted nodes of its tree."""
+    """Return each sampled request's new tokens and the accepted nodes of its tree."""
     drafts = [item.draft for item in sampled]
     roots = [0, *accumulate([1 + len(draft.tokens) for draft in drafts])]
 
@@ -111,15 +111,15 @@ def give_logprobs(
     paths: Sequence[AcceptedPath],
     answers: TargetTokens,
 ) -> None:
-    """Give paths the logprobs of their tokens, and requests those of their prompts' tokens."""
+    """Attach logprobs: of new tokens to the paths, of prompt tokens to the scheduled requests."""
     report_drawn([s for s in scheduled if s.is_sampled], paths, answers, asked.k)
     if len(asked.rows):
         report_prompts(scheduled, target.score(asked))
 
 
-def report_prompts(scheduled: Sequence[ScheduledRequest], said: Logprobs) -> None:
-    """Give the items what is said of their prompts' tokens, in the order of the step's rows."""
-    each = iter(token_logprobs(said))
+def report_prompts(scheduled: Sequence[ScheduledRequest], logprobs: Logprobs) -> None:
+    """Attach the logprobs of prompt tokens to their requests, in the order of the step's rows."""
+    each = iter(token_logprobs(logprobs))
     for item in scheduled:
         some = islice(each, len(scored(item)))
         item.scores = [first(x, item.request.sampling.prompt_logprobs) for x in some]
@@ -131,7 +131,7 @@ def report_drawn(
     answers: TargetTokens,
     k: int,
 ) -> None:
-    """Give the paths of requests that asked for them their tokens' logprobs."""
+    """Attach logprobs to the paths of requests that asked for them."""
     rows, tokens, asking = list[int](), list[int](), list[tuple[Request, AcceptedPath]]()
     roots = accumulate([1 + len(s.draft) for s in sampled], initial=0)
     for item, path, root in zip(sampled, paths, roots, strict=False):
@@ -147,25 +147,25 @@ def report_drawn(
         path.logprobs = [first(x, request.sampling.logprobs) for x in some]
 
 
-def token_logprobs(said: Logprobs) -> list[TokenLogprobs]:
-    columns = said.token, said.rank, said.ids, said.top
+def token_logprobs(logprobs: Logprobs) -> list[TokenLogprobs]:
+    columns = logprobs.token, logprobs.rank, logprobs.ids, logprobs.top
     return [TokenLogprobs(*x) for x in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-def first(said: TokenLogprobs, k: int | None) -> TokenLogprobs:
-    """With the k likeliest alone: another request of the step may have asked for more."""
-    return TokenLogprobs(said.logprob, said.rank, said.ids[:k], said.top[:k])
+def first(logprobs: TokenLogprobs, k: int | None) -> TokenLogprobs:
+    """Keep the k most likely tokens: another request of the step may have asked for more."""
+    return TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.ids[:k], logprobs.top[:k])
 
 
 class StepSpecStats(msgspec.Struct, frozen=True):
-    """What a step's output tells of its guesses."""
+    """One request's draft token counts in a step, by source, and its tree if requested."""
 
     sources: dict[str, SourceCounts] = {}
     tree: VerifiedTree | None = None
 
 
 class DraftSources(NamedTuple):
-    """A draft, the sources of each of its guesses, and how many each source had proposed."""
+    """A draft, the sources of each draft token, and the number of tokens each source proposed."""
 
     draft: Draft
     sources: Sequence[Sequence[str]]
@@ -173,22 +173,24 @@ class DraftSources(NamedTuple):
 
 
 def count_error(stats: Stats, name: str) -> None:
-    """Count the exception of a source that is being handled, and log it, the first with its
-    traceback.
+    """Count the exception of a source that is being handled, and log it. Only the first log has
+    a traceback.
     """
     sums = stats.sources[name]
     sums.errors += 1
     count = sums.errors
-    if count & (count - 1) == 0:  # 1, 2, 4, ...: failures in every step must not fill the log
+    if count & (count - 1) == 0:  # log 1, 2, 4, ...: failures in every step must not fill the log
         message = "drafter %s failed (%s), %d times so far; the text does not change"
         log.error(message, name, sys.exception(), count, exc_info=count == 1)
 
 
 class SpecDecodeStats:
-    """Sums over all steps by source, in `stats`. A guess of several sources counts for each."""
+    """Sums over all steps by source, in `stats`. A token that several sources propose counts for
+    each.
+    """
 
     def __init__(self, names: Sequence[str], stats: Stats) -> None:
-        """Adds to the sums that there are. A source that comes later has the next bit."""
+        """Add to the existing sums. A source that is added later gets the next bit."""
         self.names, self.stats, self.sums = names, stats, stats.sources
         for name in names:
             self.sums.setdefault(name, SourceStats())
@@ -200,11 +202,11 @@ class SpecDecodeStats:
         count_error(self.stats, name)
 
     def notify(self, source: Any, what: str, *args: object) -> None:
-        """Call a method of a source, if it has it, and count what it raises."""
+        """Call a method of a source, if it has the method, and count an exception."""
         try:
             if (method := getattr(source, what, None)) is not None:
                 method(*args)
-        except BaseException:  # the rest of the commit has to be done
+        except BaseException:  # the rest of the commit must run
             self.failed(source.name)
 
     def took(self, name: str, seconds: float) -> None:
@@ -212,27 +214,31 @@ class SpecDecodeStats:
         self.sums[name].saved_seconds -= seconds
 
     def begin(self, saved_per_draft_token: float, row_seconds: float) -> None:
-        """Begin a step, with the seconds that an accepted guess saves, and that each one took."""
+        """Begin a step: set the seconds that an accepted draft token saves, and that each row
+        costs.
+        """
         self.saved_per_draft_token, self.row_seconds = saved_per_draft_token, row_seconds
 
     def enter(
-        self, guesses: DraftSources, accepted: Sequence[int], is_tree_asked: bool
+        self, draft_sources: DraftSources, accepted: Sequence[int], is_tree_asked: bool
     ) -> StepSpecStats:
-        """Count a request's guesses of the step. One of several sources saves for all together."""
-        draft, sources, proposed = guesses
-        verified, right = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
+        """Count a request's draft tokens of the step. Several sources of a token share its saved
+        seconds.
+        """
+        draft, sources, proposed = draft_sources
+        verified, num_accepted = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
         for names in sources:
             for name in names:
                 verified[name] += 1
                 self.sums[name].saved_seconds -= self.row_seconds / len(names)
         for depth, node in enumerate(accepted):
             for name in (names := sources[node - 1]):
-                right[name] += 1
+                num_accepted[name] += 1
                 self.add_accepted(name, depth, self.saved_per_draft_token / len(names))
         for name, number in proposed.items():
             self.sums[name].proposed += number
             self.sums[name].verified += verified[name]
-        each = proposed, verified, right
+        each = proposed, verified, num_accepted
         counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
         if not is_tree_asked or not draft.tokens:
             return StepSpecStats(counts)
@@ -267,11 +273,11 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
     )
 
 
-LAST_TRIAL = 128  # steps from a trial of a source to the next, at most
-RATE = 1 / 16  # of a step in what planning usually takes, and what promises are worth
-FREE = 0.02  # of a step's time, which a source may take whatever it saves
-FIRST = 8  # steps that show nothing yet
-DOUBT = 1 / 2048  # of what they are worth less: by each step it is forgotten
+LAST_TRIAL = 128  # longest wait between two trials of a source, in steps
+RATE = 1 / 16  # weight of one step in the moving averages of time and savings
+FREE = 0.02  # share of a step's time that a source may take even if it saves nothing
+FIRST = 8  # steps before a source can be judged as too slow
+DOUBT = 1 / 2048  # rate per step at which a reduced `share` returns to 1
 
 
 def scope_of(request: Request) -> TenantScope:
@@ -280,7 +286,7 @@ def scope_of(request: Request) -> TenantScope:
 
 
 class CostBenefit:
-    """The seconds of a step that a source has lately taken, and those that it has saved."""
+    """Moving averages of the seconds per step that a source takes and saves."""
 
     def __init__(self) -> None:
         self.taken = self.saved = 0.0
@@ -296,34 +302,36 @@ class CostBenefit:
 
 
 class AcceptanceStats:
-    """By what its requests' texts have shown, and so by acceptance. What holds for the machine, as
-    what steps cost, is not here. Seconds are the owner's part of those of a step.
+    """Acceptance statistics of one tenant scope's requests, by source.
+
+    Machine-wide values, such as step costs, are kept elsewhere. Seconds are the scope's part of a
+    step.
     """
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.benefits = ExplorationBudget()  # of planning what sources say
-        self.level_benefits: dict[str, ExplorationBudget] = defaultdict(
-            ExplorationBudget
-        )  # of levels, by the model's source
-        self.exploration = ExplorationSchedule(
-            last=LAST_TRIAL
-        )  # of sources that are late, and of models
+        # Budget for asking sources and planning their draft tokens
+        self.benefits = ExplorationBudget()
+        # Budgets for running levels, by the model's source.
+        self.level_benefits: dict[str, ExplorationBudget] = defaultdict(ExplorationBudget)
+        # Schedule for trials of models, and of sources that take more time than they save.
+        self.exploration = ExplorationSchedule(last=LAST_TRIAL)
         self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
-        self.share = 1.0  # of the seconds that sources promise to save, which guesses lately did
-        # Usual seconds of a request's guesses, without those of models. Which sources are asked,
-        # and how many guesses there are to plan, depends on what texts have shown.
+        self.share = 1.0  # draft tokens' saved seconds per expected saved second, 0 to 1
+        # Usual seconds per request of drafting and planning, without models. The time depends on
+        # which sources are asked and on the number of draft tokens, so it is kept per scope.
         self.planning = 0.0
-        self.is_warm = False  # the first guesses take far longer
-        self.left = 0.0  # seconds that taking successors over from logits may take
-        self.last: tuple[Plan, Step] | None = None  # of its latest step alone that had a plan
-        # Of the step:
+        self.is_warm = False  # False until the first planning, which takes far longer
+        self.left = 0.0  # seconds that collecting successors from logits may still take
+        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
+        # State of the current step:
         self.num_roots = 0
-        self.passed = 1  # steps since the one before in which any request was asked
-        self.taken: dict[str, float] = defaultdict(float)  # seconds of each source that was asked
-        self.saved: dict[str, float] = defaultdict(float)  # seconds, by source
-        self.might_save: dict[str, float] = defaultdict(float)  # if first guesses were verified
-        self.tried: set[str] = set()  # sources that were asked although they are late
+        self.passed = 1  # steps since the previous one in which a request was asked
+        self.taken: dict[str, float] = defaultdict(float)  # seconds by source that was asked
+        self.saved: dict[str, float] = defaultdict(float)  # seconds saved, by source
+        # Seconds saved if first tokens had been verified
+        self.might_save: dict[str, float] = defaultdict(float)
+        self.tried: set[str] = set()  # sources that were asked for a trial
 
     def next_step(self) -> None:
         self.num_roots = 0
@@ -333,11 +341,15 @@ class AcceptanceStats:
         self.share += (1 - self.share) * DOUBT
 
     def is_worthwhile(self, seconds: float) -> bool:
-        """Whether guesses that promise to save so many seconds are worth the time of planning."""
+        """Return whether draft tokens that are expected to save so many seconds are worth the
+        planning.
+        """
         return seconds * self.share > self.planning
 
     def note_planning(self, seconds: float) -> None:
-        """Learn what planning took for a request where only sources that promise were asked."""
+        """Learn the planning time per request of a step in which only estimating sources were
+        asked.
+        """
         if self.planning:
             self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
         elif self.is_warm:
@@ -345,11 +357,13 @@ class AcceptanceStats:
         self.is_warm = True
 
     def note_share(self, share: float) -> None:
-        """Learn which share of the seconds that were promised guesses have saved."""
+        """Learn the ratio of saved seconds to expected seconds."""
         self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
 
     def may_ask(self, name: str, step_seconds: float) -> bool:
-        """Whether a source is asked: one that takes more than it saves only as a trial."""
+        """Return whether to ask a source. One that takes more than it saves is asked only for
+        trials.
+        """
         if not self.paces[name].is_late(step_seconds):
             return True
         if is_due := self.exploration.is_due(name, self.passed):
@@ -357,7 +371,7 @@ class AcceptanceStats:
         return is_due
 
     def settle(self) -> None:
-        """Note what a step has shown of the sources' pace."""
+        """Update each source's average time and savings with the step's values."""
         for name, taken in self.taken.items():
             self.paces[name].add(taken, self.saved[name])
             if name in self.tried and self.might_save[name] > taken:
@@ -367,7 +381,7 @@ class AcceptanceStats:
             each.clear()
 
     def forget_model(self, name: str) -> None:
-        """Drop what was learnt of a model: another one takes its place."""
+        """Drop statistics of a model that is replaced by another one."""
         self.level_benefits.pop(name, None)
         for trial in (name, (name, "first")):
             self.exploration.worked(trial)
@@ -375,7 +389,7 @@ class AcceptanceStats:
             self.calibration.drop(judged)
 
     def forget(self, id: int) -> None:
-        """Drop what was learnt for a request alone."""
+        """Drop the statistics of one request."""
         self.calibration.forget(id)
         self.benefits.forget(id)
         for benefits in self.level_benefits.values():

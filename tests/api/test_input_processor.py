@@ -206,7 +206,9 @@ def test_a_source_that_the_engine_lacks_is_refused_with_those_it_has(folder, sou
 def test_a_source_by_another_engines_name_is_refused_with_the_one_it_has_here(folder):
     processor = make_input_processor(load_text_files(folder), V, LENGTH, ("ngram", "eagle"))
     asked = SamplingParams(speculation=SpeculationParams(sources=("eagle3",)))
-    with pytest.raises(RequestError, match=r"'eagle3' .* guess as 'eagle'; there are ngram, eagle"):
+    with pytest.raises(
+        RequestError, match=r"'eagle3' .* use 'eagle' for .* heads; there are ngram"
+    ):
         processor.resolve(asked)
 
 

@@ -612,7 +612,7 @@ def test_a_draft_model_of_a_shorter_context_is_timed_within_its_own(folder, tmp_
 
 def test_more_draft_tokens_a_block_than_fit_are_refused(folder):
     settings = SETTINGS | {"memory.draft_block_size": 99}
-    with pytest.raises(ConfigError, match="99 is more than the 16"):
+    with pytest.raises(ConfigError, match="99 exceeds the 16"):
         LLM(folder, folder, set=settings, progress=False)
 
 

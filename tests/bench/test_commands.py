@@ -405,7 +405,7 @@ def outputs_of(local, asked):
         (["latency", "--workloads=chess"], "questions, completion"),
         (["latency", "--drafters=ngram:many"], "NAME:NODES"),
         (["latency", "--drafters=scripted:often"], "scripted:0.9/0.8/0.7"),
-        (["latency", "--drafters=telepathy"], "no drafter 'telepathy'"),
+        (["latency", "--drafters=telepathy"], "Unknown drafter 'telepathy'"),
         (
             ["latency", "--url=http://127.0.0.1:1", "--drafters=off"],
             "a setting of the server",

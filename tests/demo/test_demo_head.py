@@ -49,4 +49,4 @@ def test_a_head_that_reads_the_layer_before_is_warned_about(trained, tap, caplog
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     llm.generate(["the cat", "def read_lines(path):", "for line in"], [params] * 3)
     assert llm.engine.head.watch is None, "there were enough steps"
-    assert ("likeliest next token was right for" in caplog.text) is (tap == 0)
+    assert ("most likely next token matched" in caplog.text) is (tap == 0)

@@ -9,13 +9,21 @@ from specserve_drafters.ngram import NgramDrafter
 
 WRONG = {  # name, options -> words of the refusal
     "an unknown name": ("oracle", {}, r"'oracle'.*none, auto, ngram, model.*package\.module:Class"),
-    "an unknown module": ("no_such.module:Drafter", {}, "no drafter 'no_such.module:Drafter'"),
-    "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "no drafter.*Bigram"),
-    "a module alone": ("specserve_drafters.ngram", {}, "no drafter"),
-    "a relative module": (".x:Y", {}, r"no drafter '\.x:Y' \(TypeError"),
-    "what a head is called elsewhere": ("eagle3", {}, "no drafter 'eagle3': .* guess as 'eagle'"),
-    "an unknown option of auto": ("auto", {"sourcs": ["ngram"]}, "`sourcs`; it has sources, "),
-    "no name": ("", {}, "no drafter ''"),
+    "an unknown module": ("no_such.module:Drafter", {}, "Unknown drafter 'no_such.module:Drafter'"),
+    "an unknown class": ("specserve_drafters.ngram:Bigram", {}, "Unknown drafter.*Bigram"),
+    "a module alone": ("specserve_drafters.ngram", {}, "Unknown drafter"),
+    "a relative module": (".x:Y", {}, r"Unknown drafter '\.x:Y' \(TypeError"),
+    "what a head is called elsewhere": (
+        "eagle3",
+        {},
+        r"Unknown drafter 'eagle3': use 'eagle'",
+    ),
+    "an unknown option of auto": (
+        "auto",
+        {"sourcs": ["ngram"]},
+        "`sourcs`.*Available options: sources, ",
+    ),
+    "no name": ("", {}, "Unknown drafter ''"),
     "something that is no drafter": ("collections:deque", {}, "'collections:deque'.*Options"),
     "an unknown option": ("ngram", {"max_gram": 3}, "'ngram'.*max_gram"),
     "an option out of range": ("ngram", {"max_ngram": 65}, r"'ngram'.*<= 64.*\$\.max_ngram"),
@@ -26,7 +34,7 @@ WRONG = {  # name, options -> words of the refusal
     "no width": ("model", {"width": 0}, r"'model'.*\$\.width"),
     "a tau of zero": ("model", {"tau": 0.0}, r"'model'.*\$\.tau"),
     "a negative gain": ("model", {"min_gain": -1.0}, r"'model'.*\$\.min_gain"),
-    "nothing to run": ("model", {}, "'model' needs a draft model: set drafter.model"),
+    "nothing to run": ("model", {}, "'model' needs a draft model. Set drafter.model"),
 }
 
 
@@ -78,7 +86,7 @@ FAILING = {  # at import, at construction, the class -> words of the refusal
     "the import is no Python": ("for", "pass", "Mine", "SyntaxError"),
     "the construction raises": ("", "self.gone", "Mine", "AttributeError.*'gone'"),
     "the construction exits": ("", "raise SystemExit('bye')", "Mine", "SystemExit: bye"),
-    "it is no class": ("", "pass", "not_mine", "no class, but of type int"),
+    "it is no class": ("", "pass", "not_mine", "is of type int. Name a class"),
 }
 
 
@@ -103,11 +111,13 @@ def test_who_has_candidates_alone_is_a_source_of_auto(mine):
     with pytest.raises(DrafterError, match=r"no method `propose`.*drafter\.options\.sources"):
         make_drafter("a_users_own:Scored", {})
     make_drafter("a_users_own:Scored", {}, is_source=True)
-    with pytest.raises(DrafterError, match="neither a method `propose` nor `candidates`"):
+    with pytest.raises(DrafterError, match="no method `propose` or `candidates`"):
         make_drafter("a_users_own:Neither", {}, is_source=True)
-    with pytest.raises(DrafterError, match=r"'mtp': .* guess as 'eagle'"):
+    with pytest.raises(DrafterError, match=r"'mtp': use 'eagle'"):
         make_drafter("mtp", {}, is_source=True)
-    with pytest.raises(DrafterError, match=r"no source .auto.; there are .*grammar, prediction"):
+    with pytest.raises(
+        DrafterError, match=r"unknown source .auto.\. Choose from .*grammar, prediction"
+    ):
         make_drafter("auto", {}, is_source=True)
 
 

@@ -133,7 +133,7 @@ def test_forgotten_requests_and_sources_are_freed():
 
 
 def test_more_draft_tokens_than_there_is_room_for_are_refused():
-    with pytest.raises(AssertionError, match="more guesses"):
+    with pytest.raises(AssertionError, match="the limit exceeds the buffers"):
         NativeSource().look_up(0, array("i", [1, 1, 1]), 64)
 
 

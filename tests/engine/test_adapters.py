@@ -174,9 +174,9 @@ def test_draft_tokens_learn_from_texts_of_the_same_adapter_alone(models, root):
 
     ask_always(engine)
     drafted(one)
-    assert engine.speculator.learned.find((0, "", one.digest)) is not None
-    assert engine.speculator.learned.find((0, "", other.digest)) is None
-    assert engine.speculator.learned.find((0, "", "")) is None
+    assert engine.speculator.acceptance.find((0, "", one.digest)) is not None
+    assert engine.speculator.acceptance.find((0, "", other.digest)) is None
+    assert engine.speculator.acceptance.find((0, "", "")) is None
 
 
 def test_more_adapters_than_slots_take_turns(models, root):
@@ -284,7 +284,7 @@ def test_files_that_have_changed_end_their_own_requests_alone(models, root, tmp_
     bad, gone = (engine.add_choices(prompt, [sampling(5)], adapter=ref)[0], None)
     good = engine.add_choices(prompt, [sampling(5)], adapter=other)[0]
     outputs = finish(engine)
-    assert outputs[bad.id][-1].failure == GONE and "other weights" in caplog.text
+    assert outputs[bad.id][-1].failure == GONE and "weights have changed" in caplog.text
     assert outputs[bad.id][-1].blamed == "model"
     assert good.num_output == 5
     shutil.rmtree(folder)
@@ -377,7 +377,7 @@ def test_loading_and_unloading_next_to_streams_changes_no_text_and_keeps_memory_
 
 
 def test_a_model_of_transformers_takes_no_adapters(tmp_path):
-    with pytest.raises(ConfigError, match="takes no adapters here; leave out"):
+    with pytest.raises(ConfigError, match=r"cannot have adapters\. Remove \[lora\]"):
         assemble(load_config(None, {"lora.max_loras": 2}), Models(object()), MAX_LEN)
 
 

@@ -9,7 +9,7 @@ from specserve.errors import ConfigError
 
 FOREIGN = "specserve_drafters.ngram:NgramDrafter"  # by this name, no drafter that is built in
 MISTAKES = [
-    ({"drafter.name": "specserve_drafters.ngram:Missing"}, "no drafter"),
+    ({"drafter.name": "specserve_drafters.ngram:Missing"}, "Unknown drafter"),
     ({"drafter.name": FOREIGN, "drafter.options": {"max_gram": 3}}, "max_gram"),
 ]
 

@@ -155,16 +155,16 @@ def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager)
     with load(folders, **settings | {"drafter.options.width": 4}) as llm:
         pool, arena = llm.engine.pool, llm.engine.target.arena
         llm.generate("the cat sat on the mat", asked)
-        assert "draft" in {pool.scopes[block] for block in pool.cached}
+        assert "draft" in {pool.owners[block] for block in pool.cached}
         [generation] = llm.start(*llm.check("def read(path):", asked))
         while not llm.memory()["draft"]:
             llm.step()
         pool.updates.move("draft", [(0, 1)])  # as of a guess that was accepted in the last step
-        learned = llm.engine.speculator.learned.every[0].calibration
+        learned = llm.engine.speculator.acceptance.every[0].calibration
         assert learned.table()["model"]
         llm.load_draft_model(folders["wide"])
         assert not pool.updates.moves and not learned.table()["model"]
-        assert "draft" not in {pool.scopes[block] for block in pool.cached}
+        assert "draft" not in {pool.owners[block] for block in pool.cached}
         assert arena.views["draft"] is llm.engine.draft_model.runner.kv
         llm.end([generation])
 
@@ -258,11 +258,11 @@ REFUSED = {
     ),
     "a source by another engine's name": (
         lambda llm, f: llm.change_speculation(sources=["ngram", "eagle3"]),
-        "'eagle3': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
+        r"'eagle3'.* use 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a drafter by another engine's name": (
         lambda llm, f: llm.change_speculation(drafter="mtp"),
-        "'mtp': heads of the target, EAGLE-3 and MTP, guess as 'eagle'",
+        r"'mtp'.* use 'eagle' for EAGLE-3 and MTP heads",
     ),
     "a source twice": (lambda llm, f: llm.change_speculation(sources=["ngram"] * 2), "twice"),
     "no source": (lambda llm, f: llm.change_speculation(sources=[]), "length >= 1"),

@@ -339,8 +339,8 @@ def no_memory(*args, **kwargs):
 
 PLACES = {  # where memory runs out at load -> what is said of it
     "weights": (loading, "load_decoder", ["GiB of weights", "set model.dtype"]),
-    "pool": (cpu, "allocate", ["bytes for the KV pool", "lower memory.kv_bytes"]),
-    "step": (cpu, "tune", ["a step of 512 rows", "lower memory.kv_bytes", "max_batched"]),
+    "pool": (cpu, "allocate", ["bytes for the KV pool", "Lower memory.kv_bytes"]),
+    "step": (cpu, "tune", ["a step of 512 rows", "Lower memory.kv_bytes", "max_batched"]),
 }
 
 
@@ -365,7 +365,7 @@ def test_a_system_that_does_not_report_its_free_memory_loads_where_the_pool_is_s
     monkeypatch.setattr(cpu, "free_memory", untold)
     settings = {"model.device": "cpu", "model.threads": 1}
     build.build(load_config(None, settings | {"memory.kv_bytes": 1 << 26}))
-    with pytest.raises(ConfigError, match=r"^this system does not tell .*: set memory\.kv_bytes$"):
+    with pytest.raises(ConfigError, match=r"^this system does not tell .*\. Set memory\.kv_bytes$"):
         build.build(load_config(None, settings))
 
 

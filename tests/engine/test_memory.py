@@ -147,7 +147,7 @@ def test_target_and_draft_are_found_each_on_its_own(pair):
     answer(engine, PROMPT, sampling(30))
     size = draft.kv.layers[0].k.shape[1]
     assert counts[0] == [len(PROMPT) + 1 - 100 // size * size]
-    drafts = [b for b in engine.pool.cached if engine.pool.scopes[b] == "draft"]
+    drafts = [b for b in engine.pool.cached if engine.pool.owners[b] == "draft"]
     for block in drafts:
         engine.pool.forget(block)
         del engine.pool.cached[block]
@@ -235,7 +235,7 @@ def test_choices_share_the_prompt_and_copy_one_block_each(pair, drafter, known, 
     copies = Counter()
 
     def count(step):
-        copies.update(engine.pool.scopes[source] for source, _ in step.updates.copies)
+        copies.update(engine.pool.owners[source] for source, _ in step.updates.copies)
 
     for runner in runners_of(engine):
         on_launch(runner, count)
@@ -453,7 +453,7 @@ def test_prefix_hit_and_draft_pages(pair, draft_pages):
     engine = engine_for(*pair, "model", max_nodes=8)
     first, _ = answer(engine, PROMPT, sampling(30, 1.0))
     pool = engine.pool
-    drafts = [b for b in pool.cached if pool.scopes[b] == "draft"]
+    drafts = [b for b in pool.cached if pool.owners[b] == "draft"]
     for block in {"no draft pages": drafts, "shorter draft pages": drafts[:2]}.get(draft_pages, []):
         pool.forget(block)
         del pool.cached[block]

@@ -83,7 +83,7 @@ def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(targe
     script = run(target, [EngineCommands([bad, asked(9, 2)], [])], [], [])
     outputs = [output for report in script.reports for output in report.outputs]
     refused = [o for o in outputs if o.id in (7, 8)]
-    assert [(o.finish_reason, "1000000 is no id" in o.failure) for o in refused] == [
+    assert [(o.finish_reason, "1000000 is out of range" in o.failure) for o in refused] == [
         ("error", True)
     ] * 2
     assert [len(o.tokens) for o in outputs if o.id == 9] == [1, 1]

@@ -107,11 +107,11 @@ def unspeakable(output, logits):
     [
         (fails, "a function with a bug"),
         (unspeakable, "Unspeakable"),
-        (lambda ids, x: x[:-1], "like those it is given"),
-        (lambda ids, x: None, "like those it is given"),
-        (lambda ids, x: x.long(), "like those it is given"),
-        (lambda ids, x: x * float("nan"), "largest is nan"),
-        (lambda ids, x: x - float("inf"), "largest is -inf"),
+        (lambda ids, x: x[:-1], "of the given shape"),
+        (lambda ids, x: None, "of the given shape"),
+        (lambda ids, x: x.long(), "of the given shape"),
+        (lambda ids, x: x * float("nan"), "maximum nan"),
+        (lambda ids, x: x - float("inf"), "maximum -inf"),
     ],
 )
 def test_one_that_fails_ends_its_own_request_alone(target, processor, message):

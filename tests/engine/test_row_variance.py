@@ -29,8 +29,8 @@ def test_it_says_so_and_neither_draft_tokens_nor_takes_hits(folders, caplog):
     variant, invariant = folders
     with caplog.at_level(logging.WARNING), start(variant, invariant) as llm:
         assert (llm.loaded.drafter, llm.loaded.weights.draft) == ("none", None)
-        assert "no guesses, no prefix hits" in llm.loaded.phases["rows"]
-        [said] = [m for m in caplog.messages if "other bits" in m]
+        assert "Speculation and prefix caching are off" in llm.loaded.phases["rows"]
+        [said] = [m for m in caplog.messages if "not batch-invariant" in m]
         assert str(variant) in said
         first, second = (llm.generate([PROMPT], PARAMS)[0] for _ in range(2))
         assert first.token_ids == second.token_ids
@@ -41,9 +41,9 @@ def test_it_says_so_and_neither_draft_tokens_nor_takes_hits(folders, caplog):
 def test_nothing_can_make_draft_tokens_for_it_later(folders):
     variant, invariant = folders
     with start(variant) as llm:
-        with pytest.raises(ConfigError, match="there can be no guesses"):
+        with pytest.raises(ConfigError, match="speculation is off"):
             llm.change_speculation(max_nodes=4)
-        with pytest.raises(ConfigError, match="there can be no guesses"):
+        with pytest.raises(ConfigError, match="speculation is off"):
             llm.load_draft_model(invariant)
         llm.change_speculation(drafter="none")
         assert llm.generate([PROMPT], PARAMS)[0].token_ids
@@ -53,7 +53,7 @@ def test_a_model_that_passes_has_both(folders):
     _, invariant = folders
     with start(invariant, **{"drafter.name": "ngram"}) as llm:
         assert llm.loaded.drafter == "ngram"
-        assert llm.loaded.phases["rows"].endswith("the same bits in steps of 1 to 140 rows")
+        assert llm.loaded.phases["rows"].endswith("batch-invariant in steps of 1 to 140 rows")
         assert llm.loaded.phases["target forward"] == "transformers' modules, run eagerly"
         first, second = (llm.generate([PROMPT], PARAMS)[0] for _ in range(2))
         assert first.token_ids == second.token_ids

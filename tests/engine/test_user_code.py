@@ -108,8 +108,12 @@ def test_candidates_that_are_dropped_are_reported_once(target, caplog):
 
 
 SOURCES = {  # drafter.options.sources, drafter.model -> the complaint
-    "one that is not there": (["ngram", "no_such.module:X"], None, "no drafter 'no_such.module:X'"),
-    "auto itself": (["auto"], None, "no source 'auto'"),
+    "one that is not there": (
+        ["ngram", "no_such.module:X"],
+        None,
+        "Unknown drafter 'no_such.module:X'",
+    ),
+    "auto itself": (["auto"], None, "unknown source 'auto'"),
     "a model that is not there": (["model"], None, "Set drafter.model"),
     "no one to run the model": (["ngram"], "draft", "drafter.model = 'draft' has no effect"),
 }
@@ -126,7 +130,7 @@ def test_sources_that_cannot_draft_are_refused(sources, model, complaint):
 def test_the_draft_model_is_run_by_one_source(target):
     name = f"{RunsTheModel.__module__}:{RunsTheModel.__name__}"
     engine_for(target, target, "auto", options={"sources": ["ngram", name]})
-    with pytest.raises(ConfigError, match=f"{name} and model would run the draft model"):
+    with pytest.raises(ConfigError, match=f"{name} and model run the draft model"):
         engine_for(target, target, "auto", options={"sources": [name, "model"]})
 
 

@@ -121,9 +121,12 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "no weights": (["--model=./no_weights"], "no weights. Add"),
     "pickles": (["--model=./pickles"], "Convert them to safetensors"),
     "no tokenizer": (["--model=./no_tokenizer"], "no tokenizer"),
-    "an unknown drafter": (["--model=./whole", "--drafter=ngarm"], "no drafter 'ngarm'"),
+    "an unknown drafter": (["--model=./whole", "--drafter=ngarm"], "Unknown drafter 'ngarm'"),
     "no such package": (["--model=./whole", "--drafter=nosuch.module:Class"], "nosuch"),
-    "a drafter without a name": (["--model=./whole", "--drafter=:Class"], "no drafter ':Class'"),
+    "a drafter without a name": (
+        ["--model=./whole", "--drafter=:Class"],
+        "Unknown drafter ':Class'",
+    ),
     "an unknown option": (["--model=./whole", "--set=drafter.options.max_gram=3"], "max_gram"),
     "a wrong option": (["--model=./whole", "--set=drafter.options.max_ngram=0"], "max_ngram"),
     "a wrong option of the model's drafter": (

@@ -39,8 +39,8 @@ def test_a_head_that_is_never_right_is_warned_about_once(models, caplog, drafter
         Watch(engine).run((2 * CASES)[first : first + num_together])
         engine.rest()
     [words] = warnings(caplog)
-    assert "right for" in words and f"of {TOKENS} tokens" in words
-    assert "reads what comes into the target's layers 1, 2, 3: check" in words
+    assert "token matched" in words and f"of {TOKENS} tokens" in words
+    assert "reads the inputs of the target's layers 1, 2, 3. Check" in words
     assert engine.head.watch is None
 
 
@@ -99,5 +99,5 @@ def test_tokens_are_compared_together_as_one_by_one(caplog, num_right):
 
 
 def test_what_is_read_is_reported_in_words():
-    assert tap_words([0, 2, 3], 4) == "what comes into the target's layers 0, 2, 3"
-    assert tap_words([4], 4) == "what comes out of the target's last layer"
+    assert tap_words([0, 2, 3], 4) == "the inputs of the target's layers 0, 2, 3"
+    assert tap_words([4], 4) == "the output of the target's last layer"
