@@ -94,14 +94,14 @@ def draft_of(draft, drafter):
 
 
 def ask_always(engine):
-    """Have sources guess in every step, however little they promise."""
-    draft_tokens = engine.speculator
-    promising = draft_tokens.is_worthwhile
-    draft_tokens.is_worthwhile = lambda request, part: promising(request, part) or True
+    """Ask sources in every step, however little they are expected to save."""
+    speculator = engine.speculator
+    is_worthwhile = speculator.is_worthwhile
+    speculator.is_worthwhile = lambda request, part: is_worthwhile(request, part) or True
 
 
 def let_all_guess(patch):
-    """Sources are asked in every step, and guesses take no time: no clock decides about them."""
+    """Ask sources in every step, as if drafting took no time: no clock decides about them."""
     patch.setattr(AdaptiveSpeculator, "is_worthwhile", lambda *_: True)
     patch.setattr(ExplorationBudget, "is_due", lambda *_: True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)

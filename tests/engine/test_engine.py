@@ -57,13 +57,13 @@ def test_right_draft_tokens_save_forwards(target, script, steps):
 def test_what_steps_have_shown_of_costs_and_draft_tokens_can_be_forgotten(target):
     engine, new = engine_for(target, drafter="auto"), engine_for(target, drafter="auto")
     Watch(engine).run([Case(PROMPT * 4, greedy(40))])
-    draft_tokens = engine.speculator
-    calibration = draft_tokens.learned.find(DEFAULT_SCOPE).calibration
+    speculator = engine.speculator
+    calibration = speculator.acceptance.find(DEFAULT_SCOPE).calibration
     unknown = new.speculator.planner.costs.table()
-    assert draft_tokens.planner.costs.table() != unknown
+    assert speculator.planner.costs.table() != unknown
     engine.reset_learned()
-    assert draft_tokens.planner.costs.table() == unknown
-    assert calibration.sources and draft_tokens.learned.find(DEFAULT_SCOPE) is None
+    assert speculator.planner.costs.table() == unknown
+    assert calibration.sources and speculator.acceptance.find(DEFAULT_SCOPE) is None
 
 
 def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):
