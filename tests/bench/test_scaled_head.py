@@ -26,7 +26,7 @@ from specserve_bench.demo.scaled_weights import HeadTensors
 from specserve_bench.scale import scale_model
 from specserve_kernels import cpu
 from tests.checkpoints import TEXT, tiny_checkpoint
-from tests.models.eagle_heads import LLAMA, SPECULATORS, TAPS, Run, write_head
+from tests.models.eagle_heads import AUX_LAYER_IDS, LLAMA, SPECULATORS, Run, write_head
 from tests.models.forward import causal_rows, empty_kv, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,9 +92,10 @@ def pair(folder, target, head, ids=IDS, dtype="fp32"):
     with torch.inference_mode():
         kv = empty_kv(model, 1, 16)
         plan = model.plan(causal_rows([0], 0, N, 16), kv)
-        _, taps = model.forward(model.embed(ids[:N]), kv, plan, TAPS)
+        _, aux_hidden_states = model.forward(model.embed(ids[:N]), kv, plan, AUX_LAYER_IDS)
         found = load_eagle_head(folder / head, model)
-        return found, found.fuse(torch.cat([taps[i] for i in TAPS], dim=1)), ids[1:]
+        features = found.fuse(torch.cat([aux_hidden_states[i] for i in AUX_LAYER_IDS], dim=1))
+        return found, features, ids[1:]
 
 
 def drafted(head, features, ids):
@@ -184,7 +185,7 @@ def test_the_demo_head_has_every_cost(like):
     assert ScaledDemo(file).scaled().like == like
     config, checkpoint = load_eagle_config(file), Checkpoint(file)
     check_target(file, config, open_source(DEMO_COST / f"{DEMO_TARGET.name}-{like}.json").config())
-    assert config.taps == load_eagle_config(DEMO_HEAD).taps
+    assert config.aux_layer_ids == load_eagle_config(DEMO_HEAD).aux_layer_ids
     assert read_targets(checkpoint, config).max() < config.layers.vocab_size
     shapes = shown_shapes(config)
     del shapes[EMBEDDING]

@@ -182,7 +182,7 @@ class Coded:
     def embed(self, token_ids):
         return self.ops.embed(self.weights[0], token_ids, self.dtype)
 
-    def forward(self, x, kv, plan, taps=()):
+    def forward(self, x, kv, plan, aux_layer_ids=()):
         _, plain, gated = self.weights
         x = self.ops.linear_add(self.ops.linear(x, plain), plain, None, x)
         return self.ops.linear_gated(x, gated), {}

@@ -12,7 +12,7 @@ from specserve_bench.demo.training_config import HeadConfig
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     texts: list[str]  # none: the demo target's own
-    taps: list[int]
+    aux_layer_ids: list[int] = msgspec.field(name="taps")
     hours: float
     machine: str
     torch: str
@@ -31,14 +31,14 @@ def read_head_card(folder: Path) -> HeadCard:
 
 def head_words(card: HeadCard) -> str:
     t, c = card.training, card.config
-    taps, size = ", ".join(map(str, t.taps)), c.draft_vocab_size
+    layers, size = ", ".join(map(str, t.aux_layer_ids)), c.draft_vocab_size
     steps = max(len(each.right) for each in card.figures.values()) if card.figures else 0
     head = "".join(f" {n + 1} |" for n in range(steps))
     rows = "\n".join(map(row, card.figures, card.figures.values()))
     return f"""# {t.target}-head
 
 An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it predicts tokens from the hidden states
-that enter the target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,}
+that enter the target's layers {layers}. It has one layer, the form of SpecForge's, and {size:,}
 tokens.
 
 The table has the share of its first choices that equal the target's greedy token, in chains of

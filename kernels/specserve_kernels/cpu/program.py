@@ -25,7 +25,11 @@ class Recording:
     """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
 
     def __init__(
-        self, model: ModelForward, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
+        self,
+        model: ModelForward,
+        kv: KVCache,
+        max_rows: tuple[int, int],
+        aux_layer_ids: Collection[int],
     ) -> None:
         recorder: Any = Recorder((*max_rows, max_rows[STEP]))
         self.max_rows = max_rows
@@ -33,7 +37,7 @@ class Recording:
         self.entry = on.embed(Index(STEP))
         layers = len(recorder.calls)
         plan = on.plan(recorder, kv)
-        self.residual, self.taps = on.forward(self.entry, kv, plan, taps)
+        self.residual, self.aux_hidden_states = on.forward(self.entry, kv, plan, aux_layer_ids)
         head = len(recorder.calls)
         self.logits = on.logits(self.residual, Index(READ))
         self.calls: list[Native | Hosted] = recorder.calls
@@ -76,10 +80,10 @@ class NativeProgram:
         kv: KVCache,
         max_rows: int,
         max_read: int,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
     ) -> None:
-        self.model, self.kv, self.taps = model, kv, taps
-        self.recording = Recording(model, kv, (max_rows, max_read), taps)
+        self.model, self.kv, self.aux_layer_ids = model, kv, aux_layer_ids
+        self.recording = Recording(model, kv, (max_rows, max_read), aux_layer_ids)
         self.attention = arguments.AttentionPlan()
         self.step = native.StepStruct(attention=self.attention.address)
         self.kept: Any = None  # what the step holds addresses of
@@ -124,9 +128,11 @@ class NativeProgram:
         else:
             found.entry.tensor[:R].copy_(residual)
             self.run_pieces(found.from_residual)
-        taps = {layer: tap.tensor[:R] for layer, tap in found.taps.items()}
+        aux_hidden_states = {
+            layer: aux.tensor[:R] for layer, aux in found.aux_hidden_states.items()
+        }
         logits = found.logits.tensor[:n] if n else None
-        return Outputs(found.residual.tensor[:R], logits, taps, also)
+        return Outputs(found.residual.tensor[:R], logits, aux_hidden_states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         n = len(read)
@@ -143,7 +149,7 @@ class NativeProgram:
         # The next power of two, so that few numbers of rows record again.
         asked = zip(most, (num_rows, num_read), strict=True)
         larger = [max(n, 1 << (k - 1).bit_length()) for n, k in asked]
-        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
+        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.aux_layer_ids)
 
     def run_pieces(self, found: Sequence[NativePiece]) -> None:
         threads = torch.get_num_threads()
