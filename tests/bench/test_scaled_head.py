@@ -1,4 +1,4 @@
-"""An EAGLE-3 head at the cost of a larger model's guesses what it guesses at its own."""
+"""An EAGLE-3 head that is padded to a larger model's compute proposes the same draft tokens."""
 
 import json
 
@@ -237,6 +237,6 @@ def test_a_head_that_cannot_be_scaled_is_refused_with_the_reason(demo, told, com
 @pytest.mark.parametrize("fields", [LLAMA, SPECULATORS], ids=["SpecForge", "speculators"])
 def test_the_command_refuses_heads(tmp_path, fields):
     write_head(tmp_path / "head", fields=fields)
-    with pytest.raises(ConfigError, match=r"head: an EAGLE-3 head, .* with the demo only .*; take"):
+    with pytest.raises(ConfigError, match=r"head: an EAGLE-3 head\. .* with the demo models only"):
         scale_model(tmp_path / "head", tmp_path / "scaled", "qwen3-0.6b")
     assert not (tmp_path / "scaled").exists()
