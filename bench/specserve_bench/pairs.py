@@ -33,13 +33,12 @@ EXPERTS: dict[str, Any] = {  # 8 of 64 experts: a row reads 0.4 GB
 
 
 def mixture_pair() -> tuple[Path, Path]:
-    """The demo pair at the cost of a mixture of experts and a draft model for it.
+    """The demo models, padded to the compute of a mixture of experts and its draft model.
 
-    An expert has room for the demo's MLP, so there are fewer layers than in EXPERTS. Experts are
-    chosen at random, but by the demo's own hidden values. Four adjacent rows of held-out text
-    have 2.7 times the experts of one, 8 rows 3.9 times, and 16 rows 5.0 times. Independent choices
-    would have 3.3, 5.2 and 7.1 times as many. Near rows share experts, as those of trained
-    mixtures do.
+    An expert has room for the demo's MLP, so there are fewer layers than in EXPERTS. Routers have
+    random weights and read the demo's hidden states. On held-out text, 4 adjacent rows use 2.7
+    times the experts of one row, 8 rows 3.9 times, and 16 rows 5.0 times. Independent choices
+    would use 3.3, 5.2 and 7.1 times as many. In trained mixtures, adjacent rows share experts, too.
     """
     width = {"intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 6}
     draft = SHAPES["qwen3-0.6b-draft"] | {"vocab_size": EXPERTS["vocab_size"]}

@@ -162,8 +162,8 @@ def random_head(target: Decoder, max_len: int) -> EagleHead:
     rows = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
     own = EagleWeights(
         fuse=made.map("fuse", hidden, config.width),
-        taps_norm=None,
-        tap_norms=[],
+        aux_norm=None,
+        aux_layer_norms=[],
         feature_norm=None,
         embedding_norm=made.ones(hidden),
         embedding_qkv=made.map("embedding_qkv", rows, hidden),

@@ -1,5 +1,6 @@
-"""Writes the checkpoint of a small model's text at a large model's cost: see
-`specserve_bench.demo.scaled_weights`.
+"""Writes a checkpoint of a small model that is padded to a large model's compute (same text).
+
+`specserve_bench.demo.scaled_weights` describes the padding.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from specserve_bench.demo.scaled_weights import ScaledTensors
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="specserve bench scale-model",
-        description="Write a small model's function at the cost of a larger shape.",
+        description="Write a small model, padded to the compute of a larger shape (same text).",
     )
     parser.add_argument(
         "source", metavar="SRC", help="Qwen3 checkpoint with as many KV heads as heads"
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
         scale_model(source, args.target, args.like, dtype=dtype, seed=args.seed, name=name)
     except (OSError, SafetensorError) as e:
         raise not_written(getattr(e, "filename", None) or args.target, e) from e
-    rounded = "" if args.dtype == "fp32" else f", as far as {args.dtype} goes"
-    print(f"{args.target}: computes what {name} does{rounded}, at the cost of {args.like}")
+    text = "same text" if args.dtype == "fp32" else f"same text, up to rounding to {args.dtype}"
+    print(f"{args.target}: {name}, padded to {args.like} compute ({text})")
     return 0
 
 
@@ -64,10 +65,13 @@ def scale_model(
     shard_bytes: int = SHARD_BYTES,
     name: str | None = None,
 ) -> None:
-    """Write to `target` a checkpoint of a shape that computes the function of `source`.
+    """Write a checkpoint of a larger shape that computes the function of `source`.
 
-    `shape` is a name in SHAPES or a folder with a config.json, `name` what the source is called
-    where that is not its folder's. Same arguments, same bytes.
+    target  empty or new folder
+    shape   name in SHAPES, or a folder with a config.json
+    name    name of the source model; default: the name of its folder
+
+    The same arguments write the same bytes.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(
@@ -80,12 +84,12 @@ def scale_model(
     target.mkdir(parents=True, exist_ok=True)
     copy_companions(source, target)
     write_shards(tensors, target, shard_bytes)
-    # Last: a folder without a config.json is no model.
+    # Last, because a folder without config.json is not a model.
     write_json(target / "config.json", scaled.fields)
 
 
 def write_shards(scaled: ScaledTensors, target: Path, shard_bytes: int) -> None:
-    """Write shards one after the other, so that memory holds one."""
+    """Write shards one after another, so that memory holds only one."""
     all_bytes = {n: math.prod(s) * scaled.dtype.itemsize for n, s in scaled.shapes.items()}
     shards = split(all_bytes, shard_bytes)
     console = Console(stderr=True)
@@ -94,7 +98,7 @@ def write_shards(scaled: ScaledTensors, target: Path, shard_bytes: int) -> None:
     ):
         tensors = {name: scaled.get_tensor(name) for name in names}
         save_file(tensors, target / file, metadata={"format": "pt"})
-        del tensors  # before the next are made
+        del tensors  # before the next shard is created
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(all_bytes.values())}, "weight_map": weight_map}

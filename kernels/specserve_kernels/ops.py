@@ -39,7 +39,7 @@ class ModelForward(Protocol):
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any: ...
 
     def forward(
-        self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+        self, residual: Tensor, kv: KVCache, plan: Any, aux_layer_ids: Collection[int] = ()
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Run all layers; return the final residual and the auxiliary hidden states.
 
@@ -53,15 +53,15 @@ class ModelForward(Protocol):
 class Outputs(NamedTuple):
     """Results of a forward. The program's next run may overwrite the tensors.
 
-    residual  [R, hidden]  after the last layer
-    logits    [n, V]       of the rows in `read`; None if `read` is empty
-    taps      [R, hidden]  auxiliary hidden states: the residual before each requested layer
-    also      the run's `also` tensors, on the ops' device
+    residual           [R, hidden]  after the last layer
+    logits             [n, V]       of the rows in `read`; None if `read` is empty
+    aux_hidden_states  [R, hidden]  by layer id: the residual before each requested layer
+    also               the run's `also` tensors, on the ops' device
     """
 
     residual: Tensor
     logits: Tensor | None
-    taps: Mapping[int, Tensor]
+    aux_hidden_states: Mapping[int, Tensor]
     also: Sequence[Tensor]
 
 
@@ -226,7 +226,7 @@ class Ops(Protocol):
         kv: KVCache,
         max_rows: int,
         max_read: int,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
     ) -> Program: ...
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None: ...
@@ -252,9 +252,13 @@ class EagerProgram:
     """
 
     def __init__(
-        self, model: ModelForward, kv: KVCache, taps: Collection[int] = (), words: str = "op by op"
+        self,
+        model: ModelForward,
+        kv: KVCache,
+        aux_layer_ids: Collection[int] = (),
+        words: str = "op by op",
     ) -> None:
-        self.model, self.kv, self.taps, self.words = model, kv, taps, words
+        self.model, self.kv, self.aux_layer_ids, self.words = model, kv, aux_layer_ids, words
         self.residual: Tensor | None = None
 
     def run(
@@ -270,9 +274,11 @@ class EagerProgram:
         ids, (read, *also) = plan.also[: len(ids)], plan.also[len(ids) :]
         # The layers modify it in place.
         entry = self.model.embed(*ids) if residual is None else residual.clone()
-        self.residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
+        self.residual, aux_hidden_states = self.model.forward(
+            entry, self.kv, plan, self.aux_layer_ids
+        )
         logits = self.model.logits(self.residual, read) if len(read) else None
-        return Outputs(self.residual, logits, taps, also)
+        return Outputs(self.residual, logits, aux_hidden_states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."

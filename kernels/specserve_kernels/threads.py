@@ -1,6 +1,6 @@
-"""The CPUs that this process may use, and the most threads that fit them.
+"""The number of CPUs that this process may use, which limits its threads.
 
-The CPUs follow from its affinity, its cgroups' quotas, and which of them share a core.
+It depends on the CPU affinity, the quotas of cgroups, and which CPUs share a core.
 """
 
 import os
@@ -14,27 +14,27 @@ ROOT = Path("/")
 
 
 class Topology(NamedTuple):
-    cpus: int  # threads that can run at once
-    cores: int  # of these, threads on a core of their own: two CPUs of one core share its units
+    cpus: int  # maximum number of threads that run at once
+    cores: int  # maximum number of these with a core each; CPUs of one core share its units
 
 
 def topology(affinity: Collection[int] | None = None, root: Path = ROOT) -> Topology:
-    """The CPUs in the affinity mask, but no more than the quotas' time suffices for."""
+    """Count the CPUs in the affinity mask, up to the limit of the quotas."""
     allowed = os.sched_getaffinity(0) if affinity is None else affinity
-    # Threads that use up the quota are all stopped until the next period: so it is rounded down.
+    # Rounded down: if the threads use up the quota, they stop until the next period.
     quotas = (quota(folder) for folder in cgroups(root))
     limits = [number for number in quotas if number is not None]
     most = max(1, int(min(limits, default=len(allowed))))
-    # The CPUs of a core, as the system lists them; the CPU itself if it lists none.
+    # CPUs of one core have the same list of siblings. A CPU without a list counts as a core.
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = {text(root / siblings.format(cpu)) or str(cpu) for cpu in allowed}
     return Topology(min(len(allowed), most), min(len(cores), most))
 
 
 def cgroups(root: Path) -> Iterator[Path]:
-    """The folders of the cgroups that count the process's CPU time, and of those around them.
+    """Yield the folders of the cgroups that limit the process's CPU time, and their parents.
 
-    In a container the path may be the host's, while the mount shows only the container's own.
+    In a container, the path may be the host's, but the mount shows only the container's cgroups.
     """
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -50,8 +50,8 @@ def cgroups(root: Path) -> Iterator[Path]:
 
 
 def quota(folder: Path) -> float | None:
-    """The quota of a cgroup's folder, in CPUs' worth of time; None without one. Version 2 has one
-    file, 1 two.
+    """The quota of a cgroup's folder, in CPUs; None without a quota. cgroup v2 stores it in one
+    file, v1 in two.
     """
     limits = text(folder / "cpu.max").split()
     if not limits:
@@ -75,16 +75,16 @@ def allowed_threads() -> int:
 
 
 def limit_threads() -> None:
-    """Torch starts with a thread for each core of the machine, whatever a container's quota is."""
+    """Limit torch's threads to the allowed CPUs. By default, torch ignores quotas of containers."""
     torch.set_num_threads(min(torch.get_num_threads(), allowed_threads()))
 
 
 def check_threads(threads: int) -> int:
-    """The number; ValueError if it exceeds the CPUs. Torch would take it, and might crash later."""
+    """Return `threads`. ValueError if they exceed the CPUs: torch accepts this, but may crash."""
     allowed = allowed_threads()
     if threads > allowed:
         raise ValueError(
-            f"{threads} threads are more than the {allowed} CPUs that this process may use: set "
-            f"at most {allowed}, or leave the number unset"
+            f"{threads} threads exceed the {allowed} CPUs that this process may use. Set at most "
+            f"{allowed}, or leave the number unset"
         )
     return threads

@@ -1,5 +1,6 @@
-"""What the ops take: the rows of a step, a model's view of the KV arena, sampling parameters; and
-the threads that a step runs on.
+"""Arguments of the ops: rows of a step, a model's view of the KV arena, sampling parameters.
+
+`Threads` sets the number of threads of a step.
 
 Shapes: B requests, R rows, L layers, H and Hk query and KV heads, D head size, V vocabulary.
 """
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor
 
 NO_WINDOW: tuple[int | None, ...] = (None,)
-# Drawn in place of a token, if a row's greatest number is not finite.
-NO_TOKEN = -1  # it is -inf: every token is ruled out
-NOT_FINITE = -2  # it is +inf, or a number of the row is NaN
+# Sampled instead of a token id if a row's maximum is not finite:
+NO_TOKEN = -1  # the maximum is -inf: no token is allowed
+NOT_FINITE = -2  # the maximum is +inf, or the row contains NaN
 
 
 class AdapterRows(NamedTuple):
-    """Which rows of a step have an adapter, of S slots; host tensors.
+    """The rows of a step that have an adapter, by adapter slot (S slots); host tensors.
 
-    order   [A]    int32  the rows that have one: by slot, and those of a slot ascending
+    order   [A]    int32  rows with an adapter, ordered by slot, then by row
     begins  [S+1]  int32  slot s has the rows order[begins[s]:begins[s+1]]
-    places  [R]    int32  a row's place in `order`; -1: it has no adapter
+    places  [R]    int32  index of a row in `order`; -1: no adapter
     """
 
     order: Tensor
@@ -33,7 +34,7 @@ class AdapterRows(NamedTuple):
 
     @classmethod
     def of(cls, slots: Sequence[int], num_slots: int) -> "AdapterRows":
-        """Of the slot of each row; -1: it has no adapter."""
+        """Build from the slot of each row; -1: no adapter."""
         by_slot: list[list[int]] = [[] for _ in range(num_slots)]
         for row, slot in enumerate(slots):
             if slot >= 0:
@@ -47,10 +48,10 @@ class AdapterRows(NamedTuple):
 
 
 class AdapterSums(NamedTuple):
-    """What adapters add to a linear map before anything else is done with it.
+    """Outputs of adapters. They are added to a linear map's output before any other op.
 
-    sums    [.., N]  float32  in the build's own order
-    places  [R]      int32    a row's place in `AdapterRows.order`; -1: it has no adapter
+    sums    [.., N]  float32  the order of rows depends on the build
+    places  [R]      int32    index of a row in `AdapterRows.order`; -1: no adapter
     """
 
     sums: Any
@@ -58,11 +59,11 @@ class AdapterSums(NamedTuple):
 
 
 class PackedExperts(NamedTuple):
-    """The weights of all experts, of one form: `each` and `joined` are a build's own.
+    """The weights of all experts, in one form that depends on the build.
 
-    each    by expert
-    bias    [E, N]  of the dtype of the rows that they multiply
-    joined          what stands for all of them, if the build has such a form
+    each            packed weights, by expert
+    bias    [E, N]  in the dtype of the rows
+    joined          one tensor for all experts, if the build has such a form
     """
 
     each: Sequence[Any]
@@ -71,7 +72,7 @@ class PackedExperts(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of each row, the likeliest first.
+    """The experts of each row, in descending order of weight.
 
     weights  [R, k]  float32
     experts  [R, k]  int32
@@ -82,21 +83,21 @@ class Routing(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where each row of a step stands and what it may see; host tensors.
+    """The position, KV slot and visible slots of each row of a step; host tensors.
 
     qo_indptr      [B+1]  int32  request b has the rows [qo_indptr[b], qo_indptr[b+1])
     indptr         [B+1]  int32  and the blocks indices[indptr[b]:indptr[b+1]], in logical order
     indices        [..]   int32  block numbers
     last_page_len  [B]    int32  slots in use of a request's last block, 1..block_size
     positions      [R]    int32  rotary position; for a tree row, prefix + its depth in the mask
-    slots          [R]    int64  block number * block_size + offset: where the row's KV is written
-    prefix         [R]    int32  the row sees its request's slots [0, prefix) ...
-    mask           [R]    int64  ... and slot prefix + j for every bit j, its own slot included
+    slots          [R]    int64  slot that receives the row's KV: block number * block_size + offset
+    prefix         [R]    int32  the row attends to its request's slots [0, prefix) ...
+    mask           [R]    int64  ... and to slot prefix + j for every bit j, including its own slot
 
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
-    one prefix, and a node's ancestors stand in lower bits than the node. A request has a mask in
-    all of its rows or in none, and requests without come before those with. `adapters` is None
-    where no row has one.
+    one prefix, and a node's ancestors have lower bits than the node. Either all rows of a request
+    have a mask, or none. Requests without masks come before requests with masks. `adapters` is
+    None if no row has an adapter.
     """
 
     qo_indptr: Tensor
@@ -119,7 +120,7 @@ class KVLayer:
     k_scale, v_scale  [num_blocks, block_size, Hk]     float32; in memory [Hk][block_size], equal
                                                        strides. None unless k and v are int8 or
                                                        float8_e4m3fn codes
-    native            a build's own form of them, made at their first use
+    native            the same in a form of the build, created at first use
     """
 
     k: Tensor
@@ -130,12 +131,12 @@ class KVLayer:
 
     @property
     def parts(self) -> list[Tensor]:
-        """All that a token has here, by block and offset."""
+        """The tensors that hold a token's values, by block and offset."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
 
 class KVCache(NamedTuple):
-    """One model's view of the block arena, a layer at a time."""
+    """One model's view of the block arena, by layer."""
 
     layers: tuple[KVLayer, ...]
 
@@ -170,13 +171,14 @@ class Edits(NamedTuple):
 
     base, own  [n, 2]  int32    the row has the edits [base[0], base[1]), then [own[0], own[1])
     ids        [E]     int32    distinct within each of these ranges
-    bias       [E]     float32  -inf rules the id out
+    bias       [E]     float32  -inf excludes the id
     factor     [E]     float32  above 0; 1 is off
     penalty    [E]     float32  0 is off
 
-    An edit makes y = x + bias of its id's logit x, then y / factor if y > 0, else y * factor, and
-    then takes the penalty off. Where a row's own edits have an id of its base, they replace that
-    edit: so an id gets the same bits whether its token is known or a guess on the row's path.
+    An edit changes its id's logit x to y = x + bias, then to y / factor if y > 0, else to
+    y * factor. Then it subtracts the penalty. If an id is in `base` and in `own`, only the edit in
+    `own` applies. Thus an id's logit has the same bits if its token is known and if it is a draft
+    token on the row's path.
     """
 
     base: Tensor
@@ -188,10 +190,10 @@ class Edits(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which ids a row may draw, in masks that rows may share; host tensors.
+    """The token ids that a row may sample, as masks that rows may share; host tensors.
 
-    number  [n]               int32  0: all ids; else the row's mask is words[number - 1]
-    words   [M, ceil(V / 32)]  int32  bit id % 32 of word id // 32 is set where id is allowed
+    number  [n]                int32  0: all ids; else the row's mask is words[number - 1]
+    words   [M, ceil(V / 32)]  int32  bit id % 32 of word id // 32 is set if the id is allowed
     """
 
     number: Tensor
@@ -199,15 +201,15 @@ class Masks(NamedTuple):
 
 
 class SampleParams(NamedTuple):
-    """How each of n tokens is chosen; host tensors.
+    """Sampling parameters of n tokens; host tensors.
 
-    temperature  [n]  float32  0 is argmax without noise
+    temperature  [n]  float32  0 is greedy (argmax)
     top_k        [n]  int32    0 is off
     top_p        [n]  float32  1 is off
     min_p        [n]  float32  0 is off
-    seeds        [n]  int64    all 64 bits are the noise's key
-    token_index  [n]  int64    the token's place in its request's token_ids
-    edits, masks               None where no row has any
+    seeds        [n]  int64    key of the random numbers
+    token_index  [n]  int64    index of the token in its request's token_ids
+    edits, masks               None if no row has any
     """
 
     temperature: Tensor
@@ -222,7 +224,7 @@ class SampleParams(NamedTuple):
     @classmethod
     @cache
     def greedy(cls, n: int) -> "SampleParams":
-        """Argmax for n tokens. Cached, so never to be written to."""
+        """Parameters for argmax of n tokens. Do not modify them: they are cached."""
         zeros, ints = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
         return cls(zeros, ints.int(), torch.ones(n), zeros, ints, ints)
 
@@ -230,7 +232,7 @@ class SampleParams(NamedTuple):
     def of(
         cls, columns: Iterable[Tensor], edits: Edits | None = None, masks: Masks | None = None
     ) -> "SampleParams":
-        """The columns, in order, are the scalars of each row."""
+        """Build from `columns` (the first six fields, in order), edits and masks."""
         return cls._make([*columns, edits, masks])
 
     @property
@@ -246,15 +248,15 @@ class SampleParams(NamedTuple):
         return [*self.columns, *(self.edits or ()), *(self.masks or ())]
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> "SampleParams":
-        """Other tensors in the place of `tensors()`, in that order."""
+        """Replace the tensors of `tensors()` by others, in the same order."""
         some = iter(tensors)
-        columns = list(islice(some, len(self.columns)))  # before what comes behind them
+        columns = list(islice(some, len(self.columns)))
         edits = None if self.edits is None else Edits(*islice(some, len(self.edits)))
         masks = None if self.masks is None else Masks(*islice(some, len(self.masks)))
         return SampleParams.of(columns, edits, masks)
 
     def take(self, rows: Tensor | list[int]) -> "SampleParams":
-        """The parameters of some rows; lists and masks stay where they are."""
+        """The parameters of some rows. Lists of edits and words of masks are shared."""
         edits, masks = self.edits, self.masks
         if edits is not None:
             edits = edits._replace(base=edits.base[rows], own=edits.own[rows])
@@ -264,13 +266,12 @@ class SampleParams(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """What a model says of n tokens, and of the k likeliest in their places; host tensors.
+    """Logprobs of n tokens and of the k most probable tokens at the same positions; host tensors.
 
     token  [n]     float32  log softmax of the logits
-    rank   [n]     int64    1 + number of ids before the token: those of a greater logit, and of an
-                            equal one if they are lower
-    ids    [n, k]  int64    those of the ranks 1 to k
-    top    [n, k]  float32  their log softmax
+    rank   [n]     int64    rank of the token, from 1, by descending logit, then by ascending id
+    ids    [n, k]  int64    token ids of the ranks 1 to k
+    top    [n, k]  float32  log softmax of `ids`
     """
 
     token: Tensor
@@ -280,23 +281,23 @@ class Logprobs(NamedTuple):
 
 
 class Threads(Protocol):
-    """Called around every forward. A row's result does not depend on the number of threads."""
+    """Sets the number of threads for each forward. Results do not depend on this number."""
 
     def use(self, rows: int) -> None:
-        """Set the number for a forward of so many rows."""
+        """Set the number of threads for a forward of `rows` rows."""
         ...
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Record how long the forward took that `use` was last called for."""
+        """Record the duration of the forward that followed the last call of `use`."""
         ...
 
     def is_settled(self, rows: int) -> bool:
-        """Whether the number for so many rows will not change."""
+        """Whether the number of threads for `rows` rows is final."""
         ...
 
 
 class FixedThreads(NamedTuple):
-    """The same number for every step."""
+    """The same number of threads for every step."""
 
     number: int
 

@@ -29,7 +29,7 @@ from specserve.models.selection import (
 )
 from specserve.models.source import is_head, open_source
 from specserve.models.weight import AS_STORED, Rounding
-from specserve.speculation.head_model import tap_words
+from specserve.speculation.head_model import aux_layer_words
 from specserve.text.tokenizer import check_same_vocabulary
 from specserve_kernels import DeviceError, Ops, Threads, load
 
@@ -190,7 +190,7 @@ def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases:
         )
     with phases.phase("head"):
         head = load_head(folder, target.decoder)
-        words = tap_words(head.taps, target.decoder.config.num_layers)
+        words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
         phases.note("head", f"reads {words}; {head.draft_vocab_size} tokens")
     return Model(head, key)
 

@@ -86,8 +86,8 @@ def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, B
     sizes, num_layers = rows_of_steps(config), target.config.num_layers
     # Only the target's KV is moved: a head runs accepted draft tokens again.
     arena.views["target"] = of_target = KVCache(both[:num_layers])
-    taps = () if head is None else [tap for tap in head.taps if tap < num_layers]
-    runners = Runners(Runner(target, arena, of_target, *sizes, taps))
+    aux_layer_ids = () if head is None else [i for i in head.aux_layer_ids if i < num_layers]
+    runners = Runners(Runner(target, arena, of_target, *sizes, aux_layer_ids))
     if draft is not None:
         kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
         runners = runners._replace(draft=Runner(draft, arena, kv, *sizes))

@@ -312,7 +312,7 @@ def draft_head_card(weights: Weights) -> DraftHeadCard | None:
         return None
     folder = weights.head.key.folder
     name = "mtp" if folder == weights.target.key.folder else name_of(folder)
-    return DraftHeadCard(name, head.taps, head.draft_vocab_size, head.forms)
+    return DraftHeadCard(name, head.aux_layer_ids, head.draft_vocab_size, head.forms)
 
 
 def report(engine: Engine, outputs: list[StepOutput]) -> Report:

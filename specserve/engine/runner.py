@@ -484,14 +484,14 @@ class Runner:
         kv: KVCache,
         max_rows: int = 1,
         max_read: int = 1,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
     ) -> None:
         """`kv` is the model's view of the arena. Memory is reserved for steps of `max_rows` rows,
-        `max_read` of them read. `outputs` include the inputs of the layers in `taps`.
+        `max_read` of them read. `outputs` include the inputs of the layers in `aux_layer_ids`.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
-        self.program = decoder.program(self.kv, max_rows, self.head_rows, taps)
+        self.program = decoder.program(self.kv, max_rows, self.head_rows, aux_layer_ids)
         self.threads: Threads | None = None  # None keeps torch's number
         self.outputs: Outputs | None = None  # outputs of the last launch
 

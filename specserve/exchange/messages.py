@@ -320,11 +320,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class DraftHeadCard(msgspec.Struct, frozen=True):
     """What is told of the target's draft head.
 
-    taps  the layers of the target of which it reads what comes in; their number: what comes out
+    taps  layers of the target model whose input the head reads; the number of layers: the output of
+          the last layer
     """
 
     name: str  # "mtp" where it came with the target
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...] = msgspec.field(name="taps")
     draft_vocab_size: int
     weights: WeightForms
 

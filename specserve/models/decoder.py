@@ -50,10 +50,10 @@ class LoadedModel(ModelForward, Protocol):
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]: ...
 
     def program(
-        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+        self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
     ) -> Program:
         """The forward pass for up to `max_rows` rows per step, with logits for up to `max_read`.
-        `taps` are auxiliary layers, whose input hidden states the program returns.
+        `aux_layer_ids` are auxiliary layers, whose input hidden states the program returns.
         """
         ...
 
@@ -158,10 +158,10 @@ class Decoder:
         return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
 
     def program(
-        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+        self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
     ) -> Program:
         """The program of the ops, which may record the forward pass."""
-        return self.ops.program(self, kv, max_rows, max_read, taps)
+        return self.ops.program(self, kv, max_rows, max_read, aux_layer_ids)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
         """The attention plan of a step, which all layers share. `plan.also` has the tensors `also`
@@ -177,24 +177,24 @@ class Decoder:
         return embedded if factor == 1 else self.ops.scale(embedded, factor)
 
     def forward(
-        self, residual: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+        self, residual: Tensor, kv: KVCache, plan: Any, aux_layer_ids: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The residual stream after the last layer, and the auxiliary hidden states: the inputs of
-        the layers in `taps`.
+        the layers in `aux_layer_ids`.
 
         residual  [R, hidden]  from `embed`; overwritten
         ->        [R, hidden]  for `logits`; and by layer, transformers' hidden_states[i]
         """
-        if unknown := set(taps).difference(range(len(kv.layers))):
+        if unknown := set(aux_layer_ids).difference(range(len(kv.layers))):
             raise ValueError(
                 f"auxiliary layers {sorted(unknown)} do not exist: the model has {len(kv.layers)}"
             )
-        tapped = {}
+        aux_hidden_states = {}
         for i, (layer, cache) in enumerate(zip(self.weights.layers, kv.layers, strict=True)):
-            if i in taps:
-                tapped[i] = self.ops.copy(residual)
+            if i in aux_layer_ids:
+                aux_hidden_states[i] = self.ops.copy(residual)
             residual = self.layer(layer, residual, cache, plan)
-        return residual, tapped
+        return residual, aux_hidden_states
 
     def layer(
         self,

@@ -20,7 +20,7 @@ class DraftHead(LoadedModel, Protocol):
     """
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layer_ids(self) -> tuple[int, ...]:
         """The auxiliary layers, ascending: layers of the target model whose inputs the head reads.
         The number of layers stands for the output of the last one.
         """
@@ -38,7 +38,7 @@ class DraftHead(LoadedModel, Protocol):
         """
         ...
 
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """Features [R, hidden], in new memory, from concatenated auxiliary hidden states of the
         target model: [R, n * target hidden].
         """
@@ -63,6 +63,10 @@ class OverDecoder:
         self.embed, self.plan = body.embed, body.plan  # the first tensor of `also`: token ids
 
     def program(
-        self: DraftHead, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+        self: DraftHead,
+        kv: KVCache,
+        max_rows: int,
+        max_read: int,
+        aux_layer_ids: Collection[int] = (),
     ) -> Program:
-        return self.ops.program(self, kv, max_rows, max_read, taps)
+        return self.ops.program(self, kv, max_rows, max_read, aux_layer_ids)

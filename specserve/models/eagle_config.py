@@ -28,9 +28,9 @@ KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "ea
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 OF_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # architecture by model_type
 LLAMA = OF_LAYERS["llama"]
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-OWN = (*FLAGS, TAPS, "draft_vocab_size", "num_aux_hidden_states", "target_hidden_size")
+OWN = (*FLAGS, AUX_LAYER_IDS, "draft_vocab_size", "num_aux_hidden_states", "target_hidden_size")
 ROPE = (
     "original_max_position_embeddings",
     "partial_rotary_factor",
@@ -75,7 +75,7 @@ class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: DecoderConfig  # the head's layers; the vocabulary is the target model's
     # The auxiliary layers, ascending: layers of the target model whose inputs the head reads, i.e.
     # transformers' hidden_states[i].
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     target_hidden_size: int
     draft_vocab_size: int
     norm_before_residual: bool  # the first layer adds to the normalized feature
@@ -86,7 +86,7 @@ class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def width(self) -> int:
         """Width of the concatenated auxiliary hidden states."""
-        return len(self.taps) * self.target_hidden_size
+        return len(self.aux_layer_ids) * self.target_hidden_size
 
 
 def names_head(written: Mapping[str, Any]) -> bool:
@@ -113,11 +113,11 @@ def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
                 f"{folder}/config.json: {key} = {has}, but the target model's {name} is {wanted}. "
                 "Use a head that was trained for this target model"
             )
-    if config.taps[-1] >= target.num_layers:
+    if config.aux_layer_ids[-1] >= target.num_layers:
         raise ConfigError(
-            f"{folder}/config.json: {TAPS} = {list(config.taps)}, but the target model has only "
-            f"the layers 0 to {target.num_layers - 1}. Use a head that was trained for this target "
-            "model"
+            f"{folder}/config.json: {AUX_LAYER_IDS} = {list(config.aux_layer_ids)}, but the target "
+            f"model has only the layers 0 to {target.num_layers - 1}. Use a head that was trained "
+            "for this target model"
         )
 
 
@@ -130,7 +130,7 @@ def parse(written: Mapping[str, Any]) -> EagleConfig:
         raise ValueError("norm_before_fc and fc_norm are both true, but they exclude each other")
     return EagleConfig(
         layers=layers,
-        taps=read_taps(fields),
+        aux_layer_ids=read_aux_layer_ids(fields),
         target_hidden_size=read_size(fields, "target_hidden_size", layers.hidden_size),
         draft_vocab_size=read_size(
             fields, "draft_vocab_size", layers.vocab_size, layers.vocab_size
@@ -180,11 +180,12 @@ def of_llama(written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         )
     nested = table(written, NESTED) if written.get(NESTED) else {}
     check_fields(nested, OWN)
-    if nested.get(TAPS) and not written.get(TAPS):
-        check_counts_entries(nested[TAPS])
+    if nested.get(AUX_LAYER_IDS) and not written.get(AUX_LAYER_IDS):
+        check_counts_entries(nested[AUX_LAYER_IDS])
     told = {key: value for key, value in written.items() if key not in (*OWN, NESTED)}
     own = {key: written[key] for key in OWN if key in written}
-    return own | nested | {TAPS: own.get(TAPS) or nested.get(TAPS)}, layer_fields(told, LLAMA)
+    layer_ids = own.get(AUX_LAYER_IDS) or nested.get(AUX_LAYER_IDS)
+    return own | nested | {AUX_LAYER_IDS: layer_ids}, layer_fields(told, LLAMA)
 
 
 def layer_fields(told: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -216,37 +217,42 @@ def read_size(fields: Mapping[str, Any], key: str, missing: int, most: int = MAX
     return missing if fields.get(key) is None else positive(fields, key, most)
 
 
-def read_taps(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    taps = fields.get(TAPS)
-    if not taps:
+def read_aux_layer_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    layer_ids = fields.get(AUX_LAYER_IDS)
+    if not layer_ids:
         raise ValueError(
-            f"{TAPS} is missing. List the target model's layers whose inputs the head was trained "
-            "on, e.g. [2, 18, 33]. A default would be unsafe: wrong layers cause no error, only "
-            "rejected draft tokens"
+            f"{AUX_LAYER_IDS} is missing. List the target model's layers whose inputs the head was "
+            "trained on, e.g. [2, 18, 33]. A default would be unsafe: wrong layers cause no error, "
+            "only rejected draft tokens"
         )
-    check_layers(taps)
+    check_layers(layer_ids)
     number = fields.get("num_aux_hidden_states")
-    if number is not None and number != len(taps):
+    if number is not None and number != len(layer_ids):
         raise ValueError(
-            f"num_aux_hidden_states = {number!r}, but {TAPS} = {taps} has {len(taps)} entries"
+            f"num_aux_hidden_states = {number!r}, but {AUX_LAYER_IDS} = {layer_ids} has "
+            f"{len(layer_ids)} entries"
         )
-    return tuple(taps)
+    return tuple(layer_ids)
 
 
-def check_layers(taps: Any) -> None:
-    is_list = isinstance(taps, list) and all(is_int(layer) and layer >= 0 for layer in taps)
-    if not is_list or taps != sorted(set(taps)):
-        raise ValueError(f"{TAPS} = {shortened(taps)} must be ascending layer numbers")
+def check_layers(layer_ids: Any) -> None:
+    is_list = isinstance(layer_ids, list) and all(
+        is_int(layer) and layer >= 0 for layer in layer_ids
+    )
+    if not is_list or layer_ids != sorted(set(layer_ids)):
+        raise ValueError(
+            f"{AUX_LAYER_IDS} = {shortened(layer_ids)} must be ascending layer numbers"
+        )
 
 
-def check_counts_entries(taps: Any) -> None:
+def check_counts_entries(layer_ids: Any) -> None:
     """Raise ValueError for an ambiguous list in `eagle_config`. If the list begins with 1, SGLang
     reads the outputs of these layers, and vLLM reads their inputs.
     """
-    check_layers(taps)
-    if taps[0] == 1:
+    check_layers(layer_ids)
+    if layer_ids[0] == 1:
         raise ValueError(
-            f"{NESTED}.{TAPS} = {taps} is ambiguous: it means outputs of these layers in SGLang, "
-            f"and inputs in vLLM. Add {TAPS} next to {NESTED}: {[layer + 1 for layer in taps]} for "
-            f"outputs, {taps} for inputs"
+            f"{NESTED}.{AUX_LAYER_IDS} = {layer_ids} is ambiguous: it means outputs of these "
+            f"layers in SGLang, and inputs in vLLM. Add {AUX_LAYER_IDS} next to {NESTED}: "
+            f"{[layer + 1 for layer in layer_ids]} for outputs, {layer_ids} for inputs"
         )

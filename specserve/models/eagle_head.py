@@ -37,8 +37,8 @@ class EagleWeights(NamedTuple):
     """The head's weights in addition to a decoder's; linear maps are packed, norms are float32.
 
     fuse            [hidden, width]       width of the concatenated auxiliary hidden states
-    taps_norm       [width]               norm of all of them; None: no such norm
-    tap_norms       [target hidden] each  norms of each of them; empty: no such norms
+    aux_norm        [width]               norm of all of them; None: no such norm
+    aux_layer_norms [target hidden] each  norms of each of them; empty: no such norms
     feature_norm    [hidden]              before the first layer; None: the layer has a usual norm
     embedding_norm  [hidden]
     embedding_qkv   [(H + 2 Hk) D, hidden]  the embedding's part of the first layer's map
@@ -46,8 +46,8 @@ class EagleWeights(NamedTuple):
     """
 
     fuse: Any
-    taps_norm: Tensor | None
-    tap_norms: Sequence[Tensor]
+    aux_norm: Tensor | None
+    aux_layer_norms: Sequence[Tensor]
     feature_norm: Tensor | None
     embedding_norm: Tensor
     embedding_qkv: Any
@@ -69,8 +69,8 @@ class EagleHead(OverDecoder):
         return EagleHead(self.settings, self.body.on(ops), self.weights)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.settings.taps
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return self.settings.aux_layer_ids
 
     @property
     def draft_vocab_size(self) -> int:
@@ -82,25 +82,25 @@ class EagleHead(OverDecoder):
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         return config.num_layer_weights + config.hidden_size * (qkv + self.settings.width)
 
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         ops, weights, eps = self.ops, self.weights, self.settings.layers.norm_eps
-        if weights.taps_norm is not None:
-            taps = ops.rms_norm(taps, weights.taps_norm, eps)
-        if weights.tap_norms:
-            taps = ops.copy(taps)
-        for i, norm in enumerate(weights.tap_norms):
-            taps = ops.rms_norm_columns(taps, i * len(norm), norm, eps)
-        return ops.linear(taps, weights.fuse)
+        if weights.aux_norm is not None:
+            aux_hidden_states = ops.rms_norm(aux_hidden_states, weights.aux_norm, eps)
+        if weights.aux_layer_norms:
+            aux_hidden_states = ops.copy(aux_hidden_states)
+        for i, norm in enumerate(weights.aux_layer_norms):
+            aux_hidden_states = ops.rms_norm_columns(aux_hidden_states, i * len(norm), norm, eps)
+        return ops.linear(aux_hidden_states, weights.fuse)
 
     def forward(
-        self, features: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+        self, features: Tensor, kv: KVCache, plan: Any, aux_layer_ids: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The features for the next draft step; the dict of auxiliary hidden states is empty.
 
         features  [R, hidden]  overwritten
         ->        [R, hidden]  for `logits`, too
         """
-        assert not taps, "a head has no auxiliary hidden states"
+        assert not aux_layer_ids, "a head has no auxiliary hidden states"
         body, layers = self.body, zip(self.body.weights.layers, kv.layers, strict=True)
         residual, _ = self.through([*layers], features, plan)
         if self.settings.norm_output:
@@ -201,7 +201,7 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (config.width,)
     if config.fc_norm:
-        norms = (f"fc_norm.{i}.weight" for i in range(len(config.taps)))
+        norms = (f"fc_norm.{i}.weight" for i in range(len(config.aux_layer_ids)))
         shapes |= dict.fromkeys(norms, (config.target_hidden_size,))
     return shapes
 
@@ -237,8 +237,10 @@ def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeigh
 
     return EagleWeights(
         fuse=reader.read_weight("fc"),
-        taps_norm=norm("input_norm.weight") if config.norm_before_fc else None,
-        tap_norms=[norm(f"fc_norm.{i}.weight") for i in range(len(config.taps)) if config.fc_norm],
+        aux_norm=norm("input_norm.weight") if config.norm_before_fc else None,
+        aux_layer_norms=[
+            norm(f"fc_norm.{i}.weight") for i in range(len(config.aux_layer_ids)) if config.fc_norm
+        ],
         feature_norm=None,
         embedding_norm=norm(EMBEDDING_NORM),
         embedding_qkv=reader.read_weight(*maps, rows=rows_of_qkv(config.layers)),

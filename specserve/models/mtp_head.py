@@ -48,12 +48,12 @@ class MtpHead(OverDecoder):
     next draft step. The same holds for the target model's hidden state in the first draft step.
     """
 
-    def __init__(self, body: Decoder, weights: MtpWeights, taps: tuple[int, ...]) -> None:
+    def __init__(self, body: Decoder, weights: MtpWeights, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__(body)
-        self.weights, self.taps = weights, taps
+        self.weights, self.aux_layer_ids = weights, aux_layer_ids
 
     def on(self, ops: Ops) -> "MtpHead":
-        return MtpHead(self.body.on(ops), self.weights, self.taps)
+        return MtpHead(self.body.on(ops), self.weights, self.aux_layer_ids)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -64,19 +64,21 @@ class MtpHead(OverDecoder):
         config = self.body.config
         return config.num_layer_weights + 2 * config.hidden_size**2
 
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         norm = self.weights.target_norm
-        return self.ops.copy(taps) if norm is None else self.body.norm(taps, norm)
+        if norm is None:
+            return self.ops.copy(aux_hidden_states)
+        return self.body.norm(aux_hidden_states, norm)
 
     def forward(
-        self, features: Tensor, kv: KVCache, plan: Any, taps: Collection[int] = ()
+        self, features: Tensor, kv: KVCache, plan: Any, aux_layer_ids: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The features for the next draft step; the dict of auxiliary hidden states is empty.
 
         features  [R, hidden]
         ->        [R, hidden]  for `logits`, too
         """
-        assert not taps, "a head has no auxiliary hidden states"
+        assert not aux_layer_ids, "a head has no auxiliary hidden states"
         body, [layer] = self.body, self.body.weights.layers
         residual = body.layer(layer, self.joined(features, plan), kv.layers[0], plan)
         return body.norm(residual, body.weights.norm), {}

@@ -240,9 +240,9 @@ class TransformersModel:
         return tuple(KVLayout(heads, D, dtype or self.dtype) for heads, D in self.kv_shapes)
 
     def program(
-        self, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+        self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
     ) -> EagerProgram:
-        return EagerProgram(self, kv, taps, "transformers' modules, run eagerly")
+        return EagerProgram(self, kv, aux_layer_ids, "transformers' modules, run eagerly")
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> StepPlan:
         # Only tree nodes that cannot be accepted have later positions. Tables of learned positions
@@ -265,9 +265,9 @@ class TransformersModel:
         return embedded
 
     def forward(
-        self, residual: Tensor, kv: KVCache, plan: StepPlan, taps: Collection[int] = ()
+        self, residual: Tensor, kv: KVCache, plan: StepPlan, aux_layer_ids: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        if taps:
+        if aux_layer_ids:
             raise ValueError("models that transformers runs have no auxiliary hidden states")
         with self.computing():
             self.hook.attend = partial(self.attend, kv, plan.of_ops)

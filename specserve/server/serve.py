@@ -332,7 +332,7 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
     key = f' -H "Authorization: Bearer $({first})"' if file else ""
     return [
         f"serving {config.target} as {service.name}",
-        *(f"a demo: {scaled.source} at the cost of {scaled.like}" for scaled in told.scaled),
+        *(f"demo: {s.source}, padded to {s.like} compute (same text)" for s in told.scaled),
         f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
         *([adapters_words(service)] if config.lora.num_slots else []),
         *([own_code] if ready.implementation == "transformers" else []),

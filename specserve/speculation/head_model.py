@@ -30,7 +30,7 @@ LEAST = 0.2  # least share of tokens that match; matching heads reach 0.4 to 0.8
 log = logging.getLogger("specserve")
 
 
-class TapWatch:
+class AuxLayerWatch:
     """Compares a head's most likely next token with the target's, for the first TOKENS tokens."""
 
     def __init__(self, words: str) -> None:
@@ -72,11 +72,11 @@ class TapWatch:
         )
 
 
-def tap_words(taps: Sequence[int], num_layers: int) -> str:
+def aux_layer_words(aux_layer_ids: Sequence[int], num_layers: int) -> str:
     """Describe the head's input for a log message; the target has `num_layers` layers."""
-    if [*taps] == [num_layers]:
+    if [*aux_layer_ids] == [num_layers]:
         return "the output of the target's last layer"
-    return f"the inputs of the target's layers {', '.join(map(str, taps))}"
+    return f"the inputs of the target's layers {', '.join(map(str, aux_layer_ids))}"
 
 
 MANY = 32  # number of rows above which a head writes only their KV
@@ -106,7 +106,7 @@ class Backlog(msgspec.Struct):
 
     request: Request
     start: int
-    taps: list[Tensor]
+    aux_hidden_states: list[Tensor]
     end: int
 
     @property
@@ -147,8 +147,8 @@ class HeadModel(ModelExecutor):
         super().__init__(runner, scheduler)
         self.head, self.target = head, target
         self.first_costs = StepCosts(scheduler.budget.max_batched_tokens)  # known tokens
-        words = tap_words(head.taps, target.decoder.config.num_layers)
-        self.watch: TapWatch | None = TapWatch(words)
+        words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
+        self.watch: AuxLayerWatch | None = AuxLayerWatch(words)
         self.seen: list[TargetRows] = []
         self.backlogs: dict[int, Backlog] = {}  # by request
         self.last: dict[int, LastHidden] = {}  # by request
@@ -217,7 +217,7 @@ class HeadModel(ModelExecutor):
         """
         seen = self.seen
         if seen:
-            self.keep_taps(seen)
+            self.keep_aux_hidden_states(seen)
         self.seen = []
         every = [*self.backlogs.values()]
         if self.is_alone:
@@ -254,18 +254,20 @@ class HeadModel(ModelExecutor):
             sums.seconds += seconds
             sums.saved_seconds -= seconds
 
-    def keep_taps(self, seen: Sequence[TargetRows]) -> None:
+    def keep_aux_hidden_states(self, seen: Sequence[TargetRows]) -> None:
         kept = [
             (each, min(len(each.rows), len(each.request.token_ids) - each.start - 1))
             for each in seen
         ]
-        taps = self.taps([row for each, size in kept for row in each.rows[:size]])
+        aux_hidden_states = self.aux_hidden_states(
+            [row for each, size in kept for row in each.rows[:size]]
+        )
         for (request, _, start, _), size in kept:
-            own, taps = taps[:size], taps[size:]
+            own, aux_hidden_states = aux_hidden_states[:size], aux_hidden_states[size:]
             backlog = self.backlogs.get(request.id)
             if backlog is None or backlog.end != start:  # the request was preempted
                 backlog = self.backlogs[request.id] = Backlog(request, start, [], start)
-            backlog.taps.append(own)
+            backlog.aux_hidden_states.append(own)
             backlog.end += size
 
     @property
@@ -285,19 +287,22 @@ class HeadModel(ModelExecutor):
         is_full = backlog.start // size < backlog.end // size
         return is_full or backlog.start < request.num_prompt
 
-    def taps(self, rows: Sequence[int]) -> Tensor:
+    def aux_hidden_states(self, rows: Sequence[int]) -> Tensor:
         """Return the auxiliary hidden states of rows of the last step, concatenated."""
         outputs = self.target.outputs
         assert outputs is not None, "no step has been run"
         at = torch.tensor(rows, dtype=torch.int64, device=outputs.residual.device)
-        every = (outputs.taps.get(layer, outputs.residual) for layer in self.head.taps)
-        return torch.cat([tap[at] for tap in every], dim=1)
+        every = (
+            outputs.aux_hidden_states.get(layer, outputs.residual)
+            for layer in self.head.aux_layer_ids
+        )
+        return torch.cat([aux[at] for aux in every], dim=1)
 
     def run(
         self,
         backlogs: Sequence[Backlog],
         tables: Mapping[int, BlockTable],
-        watch: TapWatch | None = None,
+        watch: AuxLayerWatch | None = None,
     ) -> None:
         """Run rows of backlogs, in launches of at most a step's rows. `tables` holds the tables of
         requests that may have ended. `watch` compares the tokens after the rows.
@@ -320,14 +325,14 @@ class HeadModel(ModelExecutor):
                 part, rows = [], 0
             start = backlog.start
             group = RowGroup(table, request.token_ids[start + 1 : end + 1], start, 0)
-            part.append((request, group, backlog.taps))
+            part.append((request, group, backlog.aux_hidden_states))
             rows += backlog.size
         if part:
             self.run_together(part, watch)
 
-    def run_together(self, rest: Sequence[UnrunRows], watch: TapWatch | None) -> None:
-        requests, groups, taps = zip(*rest, strict=True)
-        features = self.head.fuse(torch.cat([*chain.from_iterable(taps)]))
+    def run_together(self, rest: Sequence[UnrunRows], watch: AuxLayerWatch | None) -> None:
+        requests, groups, aux_hidden_states = zip(*rest, strict=True)
+        features = self.head.fuse(torch.cat([*chain.from_iterable(aux_hidden_states)]))
         step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
         self.runner.launch(step, features)
         assert self.runner.outputs is not None, "rows were run"
@@ -344,12 +349,14 @@ class HeadModel(ModelExecutor):
 
     def write(self, backlog: Backlog, table: BlockTable, size: int) -> None:
         """Write the KV of the backlog's first `size` rows; nothing else of them is read."""
-        taps, most = torch.cat(backlog.taps), self.scheduler.budget.max_batched_tokens
+        most = self.scheduler.budget.max_batched_tokens
+        aux_hidden_states = torch.cat(backlog.aux_hidden_states)
         for at in range(0, size, most):
             n, start = min(most, size - at), backlog.start
             ids = backlog.request.token_ids[start + 1 : start + n + 1]
-            self.write_rows(RowGroup(table, ids, start, 0), self.head.fuse(taps[at : at + n]))
-            backlog.start, backlog.taps = start + n, [taps[at + n :]]
+            features = self.head.fuse(aux_hidden_states[at : at + n])
+            self.write_rows(RowGroup(table, ids, start, 0), features)
+            backlog.start, backlog.aux_hidden_states = start + n, [aux_hidden_states[at + n :]]
 
     def write_rows(self, group: RowGroup, features: Tensor) -> None:
         step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
@@ -362,7 +369,7 @@ class HeadModel(ModelExecutor):
 
     def compare(
         self,
-        watch: TapWatch,
+        watch: AuxLayerWatch,
         requests: Sequence[Request],
         groups: Sequence[RowGroup],
         residual: Tensor,

@@ -1,4 +1,4 @@
-"""Text and token ids: a folder's tokenizer, streamed text, and vocabularies that models share."""
+"""Tokenizers of checkpoint folders, streamed detokenization, and a comparison of vocabularies."""
 
 import copy
 import json
@@ -24,15 +24,15 @@ from specserve.text.chat_template import (
 )
 from specserve.text.template_messages import Message
 
-UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are not yet a character
+UNFINISHED = "\ufffd"  # decoders return it for bytes that form no complete character
 BYTE = re.compile("<0x([0-9A-F]{2})>")
-NamedToken = str | AddedToken  # as a model's files have it
+NamedToken = str | AddedToken  # both occur in checkpoint files
 
 
 class Tokenizer:
-    """A pipeline of the `tokenizers` library, and the chat template that goes with it.
+    """A pipeline of the `tokenizers` library, with the model's chat template.
 
-    Any number of threads may use it at once: encoding releases the GIL.
+    It is thread-safe, and encoding releases the GIL.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Tokenizer:
         response_template: Any = None,
         variables: dict[str, str] | None = None,
     ) -> None:
-        """`variables` are special tokens by their names, for a chat template that comes later."""
+        """`variables` are special tokens by name, for a chat template that `templated` sets."""
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.chat_template = backend, name, chat_template
-        self.response_template = response_template  # as it is written, unchecked
+        self.response_template = response_template  # as in the file, unchecked
         self.variables = variables or {}
         self.kept_ids: frozenset[int] = frozenset()
         self.known_texts: dict[int, str] = {}
         self.known_bytes: dict[int, bytes] = {}
 
     def keeping(self, texts: Collection[str] | None) -> "Tokenizer":
-        """The same, but `decode` does not skip special tokens of these texts; None is all."""
+        """A copy whose `decode` keeps the special tokens with these texts; None: all of them."""
         ids = self.special_ids if texts is None else {self.backend.token_to_id(t) for t in texts}
         kept = copy.copy(self)
         kept.__dict__.pop("skipped_ids", None)
@@ -62,13 +62,13 @@ class Tokenizer:
         return kept if kept.kept_ids else self
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens; TypeError or UnicodeError for anything but valid text."""
-        # A batch of one: this method releases the GIL, and computes no offsets, which are not used.
+        """The token ids of a text. Invalid text raises TypeError or UnicodeError."""
+        # The batch method releases the GIL and computes no offsets, which are unused.
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text, spaces unchanged; an id without a token gives no text."""
+        """The text, with spaces unchanged. Unknown ids are left out."""
         if skip_special_tokens and self.kept_ids:
             token_ids = [token for token in token_ids if token not in self.skipped_ids]
             skip_special_tokens = False
@@ -83,16 +83,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> str | list[int]:
-        """The conversation as tokens or text, as by transformers; RequestError if it is refused."""
+        """Render a conversation as transformers does, as ids or text. RequestError if invalid."""
         if self.chat_template is None:
             raise RequestError("the model has no chat template")
-        asked = add_generation_prompt, continue_final_message, chat_template_kwargs
-        options = ChatOptions(*asked, None if tools is None else [dict(tool) for tool in tools])
+        flags = add_generation_prompt, continue_final_message, chat_template_kwargs
+        options = ChatOptions(*flags, None if tools is None else [dict(tool) for tool in tools])
         text = self.chat_template.render(conversation, options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def templated(self, path: str | None) -> "Tokenizer":
-        """The same with the chat template in a file; None changes nothing."""
+        """A copy with the chat template of a file; None: this tokenizer."""
         if path is None:
             return self
         changed = copy.copy(self)
@@ -112,8 +112,8 @@ class Tokenizer:
         return self.backend.get_vocab()
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token, special or not, adds to the text of those before it: UTF-8, or a part of a
-        character's. Empty for an id without a token.
+        """The UTF-8 bytes that a token appends to the text, also of special tokens. They may be a
+        part of a character. Empty for an unknown id.
         """
         known = self.known_bytes.get(token)
         if known is None:
@@ -129,20 +129,20 @@ class Tokenizer:
             return written.encode() if None in codes else bytes(c for c in codes if c is not None)
         if "ByteFallback" in self.decoders and (byte := BYTE.fullmatch(written)):
             return bytes.fromhex(byte[1])
-        before = "a"  # any text: decoders leave out a space at a text's beginning
+        before = "a"  # any text: decoders strip a space at the start
         if self.backend.decoder is None:
             return f" {written}".encode()
         text: str = self.backend.decoder.decode([before, written])
         return text.removeprefix(before).encode()
 
     def whole_text(self, token: int) -> str:
-        """What a token adds to any text that ends with a character: the same by itself and beside
-        others. Empty where that may differ, as of special tokens and parts of characters.
+        """The text that a token appends to complete characters, if it never depends on other
+        tokens. Otherwise empty, for example for special tokens and parts of characters.
         """
         known = self.known_texts.get(token)
         if known is None:
-            is_apart = self.decoders == {"ByteLevel"} and token not in self.special_ids
-            text = self.token_bytes(token).decode(errors="replace") if is_apart else ""
+            is_fixed = self.decoders == {"ByteLevel"} and token not in self.special_ids
+            text = self.token_bytes(token).decode(errors="replace") if is_fixed else ""
             known = self.known_texts[token] = "" if UNFINISHED in text else text
         return known
 
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Those whose text `decode` skips, unless it is kept."""
+        """Ids of special tokens. `decode` skips them unless they are kept."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
@@ -171,22 +171,24 @@ class Tokenizer:
 
     @cached_property
     def special_sizes(self) -> dict[str, set[int]]:
-        """Lengths of special tokens by their first characters."""
+        """Lengths of special tokens, by first character."""
         sizes = dict[str, set[int]]()
         for text in self.special_texts:
             sizes.setdefault(text[0], set()).add(len(text))
         return sizes
 
     def has_special(self, text: str) -> bool:
-        """Whether the text contains a special token's."""
+        """Whether the text contains the text of a special token."""
         sizes, texts = self.special_sizes, self.special_texts
         starts = ((i, sizes[c]) for i, c in enumerate(text) if c in sizes)
         return any(text[i : i + size] in texts for i, of_c in starts for size in of_c)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's characters: bytes that are printable in Latin-1 stand for themselves, and
-    the others, in order, are the characters from U+0100 on (GPT-2, Radford et al. 2019).
+    """The bytes of byte-level BPE's characters (GPT-2, Radford et al. 2019).
+
+    Bytes that are printable in Latin-1 keep their character. The others map to U+0100 and the
+    following characters, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -198,7 +200,7 @@ BYTE_OF = byte_alphabet()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer, its chat template included; code in the folder is never run."""
+    """Load a folder's tokenizer and chat template. Code in the folder is never run."""
     check_tokenizer(folder)
     try:
         if (folder / "tokenizer.json").exists():
@@ -206,20 +208,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return convert_tokenizer(folder)
     except ConfigError:
         raise
-    except Exception as e:  # the libraries raise errors of many types, and of several lines
+    except Exception as e:  # the libraries raise many types of errors, with several lines
         reason = " ".join(str(e).split())
         raise ConfigError(
-            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {reason}); download "
-            "its files again; one that needs code of its own is not supported"
+            f"{folder}: the tokenizer cannot be loaded ({type(e).__name__}: {reason}). Download "
+            "its files again. Tokenizers with custom code are not supported."
         ) from e
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json as it stands, with the tokens that the files beside it add.
+    """Load tokenizer.json unchanged, and add the tokens of the other files.
 
-    transformers does the same, but for a few classes (LlamaTokenizer, Qwen2Tokenizer,
-    GPT2Tokenizer, ...) that rebuild the pipeline in code and take only vocabulary and merges from
-    the file: where the two differ, the model was trained with the file's.
+    A few classes of transformers (LlamaTokenizer, Qwen2Tokenizer, GPT2Tokenizer, ...) read only
+    vocabulary and merges from the file, and build the pipeline in code. If the pipelines differ,
+    the model was trained with the pipeline in the file.
     """
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
@@ -235,16 +237,16 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 class SpecialTokens(NamedTuple):
     named: dict[str, NamedToken]  # "bos_token" -> "<s>"
-    extra: list[NamedToken]  # nameless
+    extra: list[NamedToken]  # without a name
     added: dict[int, AddedToken]  # special or not
 
     @property
     def variables(self) -> dict[str, str]:
-        """The texts of named tokens, as variables of a chat template."""
+        """The texts of named tokens, which chat templates read as variables."""
         return {name: text_of(token) for name, token in self.named.items()}
 
     def to_add(self, known: dict[int, AddedToken]) -> list[AddedToken]:
-        """The tokens to add to a tokenizer that has the `known` ones, in the order of new ids."""
+        """The tokens to add to a tokenizer with the `known` tokens, in the order of their ids."""
         found = [token for _, token in sorted(self.added.items())]
         texts = {token.content for token in (*known.values(), *found)}
         for token in (*self.named.values(), *self.extra):
@@ -260,8 +262,10 @@ class SpecialTokens(NamedTuple):
 def read_special_tokens(
     folder: Path, config: Mapping[str, Any], known: dict[int, AddedToken]
 ) -> SpecialTokens:
-    """By transformers' rules: tokenizer_config.json is complete if it has added_tokens_decoder;
-    else the older files add to it, and so does tokenizer.json, which has the `known` tokens.
+    """Collect special tokens by the rules of transformers.
+
+    tokenizer_config.json is complete if it has added_tokens_decoder. Otherwise the older files and
+    the `known` tokens of tokenizer.json are added.
     """
     fields = read_tokens(config)
     written = fields.get("added_tokens_decoder")
@@ -280,7 +284,7 @@ def read_special_tokens(
 
 
 def named_in(fields: Mapping[str, Any]) -> dict[str, NamedToken]:
-    """Tokens with names: the usual ones, and any that a model has of its own."""
+    """Special tokens by name, also the names that a model defines."""
     tokens = {name: token for name, token in fields.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(fields.get(key), Mapping):
@@ -289,7 +293,7 @@ def named_in(fields: Mapping[str, Any]) -> dict[str, NamedToken]:
 
 
 def extra_in(fields: Mapping[str, Any]) -> list[NamedToken]:
-    """Tokens without names."""
+    """Special tokens without names."""
     tokens = fields.get("extra_special_tokens") or fields.get("additional_special_tokens")
     return list(tokens) if isinstance(tokens, list) else []
 
@@ -303,7 +307,7 @@ def read_map(path: Path) -> dict[str, Any]:
 
 
 def read_tokens(value: Any) -> Any:
-    """The JSON value, with each mapping that describes a token made an AddedToken."""
+    """Replace each mapping that describes a token by an AddedToken."""
     if isinstance(value, list):
         return [read_tokens(item) for item in value]
     if not isinstance(value, Mapping):
@@ -319,7 +323,7 @@ def text_of(token: NamedToken) -> str:
 
 
 def convert_tokenizer(folder: Path) -> Tokenizer:
-    """Convert older files by transformers, which only they need: its import takes seconds."""
+    """Convert older files with transformers. The import takes seconds, so it happens only here."""
     from transformers import AutoTokenizer
 
     made: Any = AutoTokenizer.from_pretrained(
@@ -327,8 +331,8 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
     )
     if not made.is_fast:
         raise ConfigError(
-            f"{folder}: {type(made).__name__} cannot be written as tokenizer.json; take a model "
-            "that comes with this file"
+            f"{folder}: {type(made).__name__} cannot be written as tokenizer.json. Use a model "
+            "that includes this file."
         )
     variables = made.special_tokens_map
     template = chat_template_of(made.chat_template, variables)
@@ -337,44 +341,45 @@ def convert_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> int:
-    """The number of ids that both tokenizers have. ConfigError unless each id is the same token in
-    both; rows of the embedding tables beyond these ids are padding, and may differ in number.
+    """Return the number of ids. ConfigError unless both tokenizers have the same tokens and ids.
+
+    Rows of the embedding tables beyond these ids are padding, and their number may differ.
     """
     ids, draft_ids = target.get_vocab(), draft.get_vocab()
     if draft_ids != ids:
         token, _ = min(ids.items() ^ draft_ids.items(), key=lambda item: (item[1], item[0]))
         raise ConfigError(
             f"draft model {draft.name}: its tokenizer differs from the target's, first at the "
-            f"token {token!r} ({draft_ids.get(token)} there, {ids.get(token)} in the target); "
-            "take a draft model of the target's own family"
+            f"token {token!r} ({draft_ids.get(token)} there, {ids.get(token)} in the target). Use "
+            "a draft model of the target model's family."
         )
     return 1 + max(ids.values(), default=-1)
 
 
-CONTEXT = 6  # prompt tokens decoded along: some tokens' text depends on their left neighbor
-MAX_UNREAD = 16  # tokens whose bytes make no character by then never will
+CONTEXT = 6  # prompt tokens to decode first: a token's text may depend on tokens before it
+MAX_UNREAD = 16  # maximum tokens of one character; then invalid bytes are shown
 
 
 class StreamedText(NamedTuple):
-    """What some tokens added: text that can be sent, and the stop string that was completed."""
+    """The text of some tokens that can be sent, and the stop string that they completed."""
 
     text: str
-    num_tokens: int  # of those given, up to the one that completed a stop string
+    num_tokens: int  # number of tokens, up to the token that completed a stop string
     stop: str | None
-    ends: list[int]  # characters of the text, up to and with each of those tokens'
-    starts: list[int]  # characters of all tokens before each of those, held back or not
+    ends: list[int]  # length of `text` after each of these tokens, in characters
+    starts: list[int]  # characters of the response before each of these tokens, including held text
 
 
 class StopStrings(NamedTuple):
-    """Stop strings, arranged so that a token costs little however many there are."""
+    """Stop strings, arranged so that the time per token hardly depends on their number."""
 
     known: frozenset[str]
-    ordered: list[str]  # alphabetically
-    lengths: list[int]  # that occur, the smallest first
+    ordered: list[str]  # sorted
+    lengths: list[int]  # distinct, ascending
 
     def find(self, text: str, searched: int) -> tuple[int, str] | None:
-        """The stop string that begins first, and where; the shortest, if several do. It ends after
-        the first `searched` characters.
+        """Find the earliest stop string that ends after the first `searched` characters. If several
+        start at the same place, find the shortest. Return its start and its text.
         """
         found = [
             (start, part)
@@ -385,7 +390,7 @@ class StopStrings(NamedTuple):
         return min(found, default=None)
 
     def begin(self, text: str) -> int:
-        """Where the longest suffix of the text begins that begins a stop string."""
+        """Return the start of the longest suffix that is the beginning of a stop string."""
         longest = self.lengths[-1] if self.lengths else 1
         for size in range(min(longest - 1, len(text)), 0, -1):
             place = bisect_left(self.ordered, text[-size:])
@@ -396,15 +401,15 @@ class StopStrings(NamedTuple):
 
 @lru_cache(maxsize=16)
 def stop_strings(stop: frozenset[str]) -> StopStrings:
-    """One arrangement for all choices of a request."""
+    """Arrange stop strings once for all sequences of a request."""
     return StopStrings(stop, sorted(stop), sorted({*map(len, stop)}))
 
 
 class TextStream:
-    """One request's text; returns no part of a stop string, and no incomplete character.
+    """Streams the text of one request, without parts of stop strings or of characters.
 
-    Tokens are decoded one by one, however many come at once: the text of bytes may depend on how
-    they are grouped, and it must not depend on how many draft tokens were accepted.
+    Tokens are decoded one by one, because the text of bytes may depend on their grouping. The text
+    must not depend on the number of accepted draft tokens.
     """
 
     def __init__(
@@ -416,19 +421,19 @@ class TextStream:
         skips_special: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        """A stop string counts if it ends in the text of a token after the first `min_tokens`."""
+        """Stop strings that end within the first `min_tokens` tokens are ignored."""
         self.tokenizer, self.min_tokens, self.skips_special = tokenizer, min_tokens, skips_special
         self.held = HeldText(stop, {s for s in stop if tokenizer.has_special(s)}, keeps_stop)
-        # Tokens whose text has been taken, kept as left context; then those whose has not.
+        # `context` has tokens whose text was taken; `unread` has the tokens after them.
         self.context, self.unread = list(prompt[-CONTEXT:]), list[int]()
         self.before = self.decode(self.context)
-        if self.before.endswith(UNFINISHED):  # inside a character: no usable context
+        if self.before.endswith(UNFINISHED):  # an incomplete character is no usable context
             self.context, self.before = [], ""
         self.num_tokens = 0
-        self.num_taken = 0  # characters of all tokens so far, the unread ones left out
+        self.num_taken = 0  # characters of all tokens so far without unread tokens
 
     def push(self, token_ids: Sequence[int]) -> StreamedText:
-        """Take a step's tokens, in order, up to the one that completes a stop string."""
+        """Add a step's tokens, in order, up to the token that completes a stop string."""
         shown, ends, starts = "", list[int](), list[int]()
         for n, token in enumerate(token_ids, 1):
             starts.append(self.num_taken)
@@ -447,8 +452,8 @@ class TextStream:
         return StreamedText(shown, len(token_ids), None, ends, starts)
 
     def finish(self, end: int | None = None) -> tuple[str, str | None]:
-        """The text that was held back, for after the last token, and a stop string that ends it.
-        `end` is an end token that adds no text, but may complete a stop string.
+        """Return the held text after the last token, and the stop string that ends it, if any.
+        `end` is an end token. It adds no text, but it may complete a stop string.
         """
         self.hold(self.take(is_last=True))
         found = self.held.find_stop()
@@ -459,17 +464,17 @@ class TextStream:
         return self.held.until(found), found and found[1]
 
     def hold(self, text: str, hidden: str = "") -> None:
-        """Add text of the latest token, shown or hidden."""
+        """Hold visible and hidden text of the latest token."""
         self.held.add(text, hidden, is_early=self.num_tokens <= self.min_tokens)
 
     def left_out(self, token: int) -> str:
-        """A special token as a stop string has it, if the text does not."""
+        """The text of a special token that the output leaves out, for stop strings; else empty."""
         if not self.skips_special or token not in self.tokenizer.skipped_ids:
             return ""
         return self.tokenizer.id_to_token(token) or ""
 
     def read(self, token: int) -> str:
-        """The text of unread tokens and this one, once it ends with a complete character."""
+        """The text of the unread tokens and this one; empty while a character is incomplete."""
         if not self.unread and (text := self.tokenizer.whole_text(token)):
             self.num_taken += len(text)
             self.context, self.before = [token], text
@@ -478,7 +483,7 @@ class TextStream:
         return self.take(is_last=len(self.unread) > MAX_UNREAD)
 
     def take(self, is_last: bool) -> str:
-        """The text of unread tokens, once it ends with a complete character."""
+        """The text of the unread tokens; empty while a character is incomplete."""
         after = self.decode(self.context + self.unread)
         if len(after) <= len(self.before) or (after.endswith(UNFINISHED) and not is_last):
             return ""
@@ -493,10 +498,10 @@ class TextStream:
 
 
 class HeldText:
-    """Text that may be the beginning of a stop string.
+    """Text that is held back because it may be the beginning of a stop string.
 
-    Special tokens that the output leaves out are hidden parts of it. Only stop strings that contain
-    a special token see these parts.
+    Special tokens that the output leaves out are hidden parts of this text. They are only matched
+    by stop strings that contain a special token.
     """
 
     def __init__(self, stop: Sequence[str], special: Set[str], keeps_stop: bool = False) -> None:
@@ -504,19 +509,19 @@ class HeldText:
         self.plain = stop_strings(frozenset(stop) - special)
         self.special = stop_strings(frozenset(special))
         self.text = ""
-        self.shown = list[int]()  # places in the text of characters that are not hidden
-        self.searched = 0  # no stop string ends in [0, searched), the first `min_tokens` tokens
+        self.shown = list[int]()  # indices of visible characters in `text`
+        self.searched = 0  # stop strings must end after the first `searched` characters
 
     def add(self, text: str, hidden: str, is_early: bool) -> None:
-        """Add text of one token; no stop string ends in it if it is early."""
+        """Add the text of one token. Stop strings that end in an early token are ignored."""
         before = len(self.text)
         self.shown += range(before, before + len(text))
         self.text += text + (hidden if self.special.known else "")
         self.searched = len(self.text) if is_early else before
 
     def find_stop(self) -> tuple[int, str] | None:
-        """The stop string that begins first, of those that end in the latest token's text; the
-        shortest, if several do. Before it: where it begins in the held text.
+        """Find the earliest stop string that ends in the latest token's text. If several start at
+        the same place, find the shortest. Return its start in the held text, and its text.
         """
         plain = self.plain.find(self.visible(), bisect_left(self.shown, self.searched))
         special = self.special.find(self.text, self.searched)
@@ -529,7 +534,7 @@ class HeldText:
         return "".join(self.text[at] for at in self.shown)
 
     def until(self, found: tuple[int, str] | None) -> str:
-        """The visible text up to a stop string in it; None is all."""
+        """The visible text up to a stop string; None: all visible text."""
         if found is None:
             return self.visible()
         place, stop = found
@@ -537,7 +542,7 @@ class HeldText:
         return before + stop if self.keeps_stop else before
 
     def release(self) -> str:
-        """The visible text without the longest suffix that begins a stop string."""
+        """Remove and return the visible text before the longest possible start of a stop string."""
         places = [*self.shown, len(self.text)]
         cut = min(places[self.plain.begin(self.visible())], self.special.begin(self.text))
         num_shown = bisect_left(self.shown, cut)

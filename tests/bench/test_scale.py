@@ -275,7 +275,7 @@ def test_a_scaled_model_says_what_it_is(tmp_path, source, capsys):
     target = tmp_path / "target"
     shape = shape_folder(tmp_path, **LARGER)
     assert main([str(source), str(target), "--like", shape]) == 0
-    assert "at the cost of" in capsys.readouterr().out
+    assert "source, padded to" in capsys.readouterr().out
     said = scaled_from(target)
     assert (said.source, said.like) == ("source", "shape")
     assert "demo" in said.note

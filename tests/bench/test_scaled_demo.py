@@ -1,4 +1,4 @@
-"""The demo pair at the cost of a larger model, made while it loads."""
+"""The demo models, padded to a larger model's compute while they load."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head at the cost of a larger model's guesses what it guesses at its own."""
+"""An EAGLE-3 head that is padded to a larger model's compute proposes the same draft tokens."""
 
 import json
 
@@ -26,7 +26,7 @@ from specserve_bench.demo.scaled_weights import HeadTensors
 from specserve_bench.scale import scale_model
 from specserve_kernels import cpu
 from tests.checkpoints import TEXT, tiny_checkpoint
-from tests.models.eagle_heads import LLAMA, SPECULATORS, TAPS, Run, write_head
+from tests.models.eagle_heads import AUX_LAYER_IDS, LLAMA, SPECULATORS, Run, write_head
 from tests.models.forward import causal_rows, empty_kv, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,9 +92,10 @@ def pair(folder, target, head, ids=IDS, dtype="fp32"):
     with torch.inference_mode():
         kv = empty_kv(model, 1, 16)
         plan = model.plan(causal_rows([0], 0, N, 16), kv)
-        _, taps = model.forward(model.embed(ids[:N]), kv, plan, TAPS)
+        _, aux_hidden_states = model.forward(model.embed(ids[:N]), kv, plan, AUX_LAYER_IDS)
         found = load_eagle_head(folder / head, model)
-        return found, found.fuse(torch.cat([taps[i] for i in TAPS], dim=1)), ids[1:]
+        features = found.fuse(torch.cat([aux_hidden_states[i] for i in AUX_LAYER_IDS], dim=1))
+        return found, features, ids[1:]
 
 
 def drafted(head, features, ids):
@@ -184,7 +185,7 @@ def test_the_demo_head_has_every_cost(like):
     assert ScaledDemo(file).scaled().like == like
     config, checkpoint = load_eagle_config(file), Checkpoint(file)
     check_target(file, config, open_source(DEMO_COST / f"{DEMO_TARGET.name}-{like}.json").config())
-    assert config.taps == load_eagle_config(DEMO_HEAD).taps
+    assert config.aux_layer_ids == load_eagle_config(DEMO_HEAD).aux_layer_ids
     assert read_targets(checkpoint, config).max() < config.layers.vocab_size
     shapes = shown_shapes(config)
     del shapes[EMBEDDING]
@@ -236,6 +237,6 @@ def test_a_head_that_cannot_be_scaled_is_refused_with_the_reason(demo, told, com
 @pytest.mark.parametrize("fields", [LLAMA, SPECULATORS], ids=["SpecForge", "speculators"])
 def test_the_command_refuses_heads(tmp_path, fields):
     write_head(tmp_path / "head", fields=fields)
-    with pytest.raises(ConfigError, match=r"head: an EAGLE-3 head, .* with the demo only .*; take"):
+    with pytest.raises(ConfigError, match=r"head: an EAGLE-3 head\. .* with the demo models only"):
         scale_model(tmp_path / "head", tmp_path / "scaled", "qwen3-0.6b")
     assert not (tmp_path / "scaled").exists()

@@ -1,4 +1,4 @@
-"""What heads bring: the demo's, and one whose taps are shifted on purpose."""
+"""What heads bring: the demo's, and one that reads the wrong layer on purpose."""
 
 import json
 
@@ -33,20 +33,20 @@ def trained(target, tmp_path_factory):  # noqa: F811
     root = tmp_path_factory.mktemp("trained")
     (root / "some.txt").write_text(TEXT * 60)
     (root / "mine.json").write_text(json.dumps(CONFIG | {"tokens": 120 * 64}))
-    given = ["--target", str(target), "--text", str(root / "some.txt"), "--taps", "1"]
+    given = ["--target", str(target), "--text", str(root / "some.txt"), "--aux-layers", "1"]
     train_head.main([str(root / "out"), *given, "--config", str(root / "mine.json")])
     [head] = (root / "out").glob("*-head")
     return target, head
 
 
-@pytest.mark.parametrize("tap", [1, 0])
-def test_a_head_that_reads_the_layer_before_is_warned_about(trained, tap, caplog):
+@pytest.mark.parametrize("layer", [1, 0])
+def test_a_head_that_reads_the_layer_before_is_warned_about(trained, layer, caplog):
     target, head = trained  # noqa: F811
     file = head / "config.json"
-    told = json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": [tap]}
+    told = json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": [layer]}
     file.write_text(json.dumps(told))
     llm = LLM(target, draft_head=head, drafter="eagle", set=SMALL, progress=False)
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     llm.generate(["the cat", "def read_lines(path):", "for line in"], [params] * 3)
     assert llm.engine.head.watch is None, "there were enough steps"
-    assert ("most likely next token matched" in caplog.text) is (tap == 0)
+    assert ("most likely next token matched" in caplog.text) is (layer == 0)

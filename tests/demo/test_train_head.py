@@ -31,7 +31,7 @@ from specserve_bench.demo.head_model import (
     shape_like,
 )
 from specserve_bench.demo.head_text import draft_vocabulary, held_out, marked, read_files
-from specserve_bench.demo.train_head import usual_taps
+from specserve_bench.demo.train_head import default_aux_layer_ids
 from specserve_bench.demo.training_config import HeadConfig
 from specserve_kernels import cpu, reference
 from tests.checkpoints import TEXT, save_quietly, tiny_checkpoint, tiny_tokenizer
@@ -40,7 +40,7 @@ from tests.models.formats import FORMATS, quantized
 
 ROOT = Path(__file__).parents[2]
 DEMO_HEAD = DEMO / f"{DEMO_TARGET.name}-head"
-TAPS = (1, 2, 3)
+AUX_LAYER_IDS = (1, 2, 3)
 CONFIG = {
     "tokens": 6 * 64,
     "step_tokens": 64,
@@ -99,9 +99,9 @@ def teacher_and_head(target):
     config = msgspec.convert(CONFIG | {"draft_vocab_size": 160}, HeadConfig)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     vocabulary = torch.arange(1, 2 * config.draft_vocab_size, 2)
-    teacher = Teacher(model.eval().requires_grad_(False), TAPS, vocabulary)
+    teacher = Teacher(model.eval().requires_grad_(False), AUX_LAYER_IDS, vocabulary)
     torch.manual_seed(0)
-    head = Head(shape_like(load_config(target), TAPS, config))
+    head = Head(shape_like(load_config(target), AUX_LAYER_IDS, config))
     begin_head(head, model, vocabulary)
     for parameter in head.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
@@ -116,12 +116,12 @@ def test_the_head_of_the_files_is_the_trainers_over_three_draft_steps(target, tm
     served = load_eagle_head(tmp_path / "head", load_decoder(target, "fp32", reference))
     assert torch.equal(served.target_ids(torch.arange(160)), teacher.vocabulary)
     ids = torch.tensor(tiny_tokenizer()(TEXT)["input_ids"])[:24]
-    taps, _ = teacher.read(ids)
+    aux_hidden_states, _ = teacher.read(ids)
     with torch.no_grad():
-        steps = head(taps[None, :-1], teacher.embed(ids[None, 1:]), 3)
+        steps = head(aux_hidden_states[None, :-1], teacher.embed(ids[None, 1:]), 3)
         logits = [head.logits(rows)[0] for rows in steps]
     run, known = Run(served), 20
-    got, hidden = run.step(served.fuse(taps[:known]), ids[1 : known + 1])
+    got, hidden = run.step(served.fuse(aux_hidden_states[:known]), ids[1 : known + 1])
     close(got, logits[0][:known])
     for step in (1, 2):
         row = known - 1 + step
@@ -139,12 +139,14 @@ def test_the_loss_is_that_of_all_logits_at_once(target, monkeypatch):
     ids = torch.tensor(tiny_tokenizer()(TEXT)["input_ids"])[:48].view(2, 24)
     labels = ids.roll(-1, 1)
     labels[0, :9] = labels[1, 20:] = IGNORED
-    taps, scores = (torch.stack(x) for x in zip(*map(teacher.read, ids), strict=True))
+    aux_hidden_states, scores = (torch.stack(x) for x in zip(*map(teacher.read, ids), strict=True))
     wanted = scores.softmax(-1)[:, 1:, teacher.vocabulary]
     total, weights = 0, [1, 0.5, 0.25]
     counts = labels[:, 1:] != IGNORED
     counts[:, :2] = False  # the third draft step has features from the third row on
-    for rows, weight in zip(head(taps[:, :-1], teacher.embed(ids[:, 1:]), 3), weights, strict=True):
+    for rows, weight in zip(
+        head(aux_hidden_states[:, :-1], teacher.embed(ids[:, 1:]), 3), weights, strict=True
+    ):
         entropy = -(wanted * head.logits(rows).log_softmax(-1)).sum(-1)
         total += entropy[counts].mean() * weight / sum(weights)
     total.backward()
@@ -172,7 +174,7 @@ def test_a_head_learns_what_the_target_says_and_its_card_reports_how_well(target
     assert card.config.tokens == 60 * 640
     assert (folder / "README.md").read_text() == head_words(card)
     served = load_eagle_head(folder, load_decoder(target, "bf16", reference))
-    assert served.taps == TAPS
+    assert served.aux_layer_ids == AUX_LAYER_IDS
 
 
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
@@ -199,9 +201,10 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert commands.main(words) == 0
     others = command(tmp_path / "stopped", target, texts, tokens=9)
     with pytest.raises(
-        ConfigError, match=reported_for(texts=tuple(texts), taps=TAPS, tokens=6 * 64)
+        ConfigError,
+        match=reported_for(texts=tuple(texts), aux_layer_ids=AUX_LAYER_IDS, tokens=6 * 64),
     ):
-        commands.main([*others, "--text", texts[0], "--taps", "1,2"])
+        commands.main([*others, "--text", texts[0], "--aux-layers", "1,2"])
 
 
 def reported_for(**fields):
@@ -221,9 +224,9 @@ def reported_for(**fields):
         (["--text", "{tmp}/odd.jsonl"], r"odd\.jsonl, line 2: KeyError: 'messages'"),
         (["--text", "{tmp}/words.jsonl"], "line 1: ValueError: messages is no list of objects"),
         (["--text", "{tmp}/asked.jsonl"], "line 1: ValueError: no message is the assistant's"),
-        (["--taps", "1,4"], "--taps 1,4: the target has the layers 0 to 3"),
-        (["--taps", "2,1"], "--taps 2,1: give layers that ascend"),
-        (["--taps", "1,x"], "--taps 1,x: give layers that ascend"),
+        (["--aux-layers", "1,4"], "--aux-layers 1,4: the target model has the layers 0 to 3"),
+        (["--aux-layers", "2,1"], "--aux-layers 2,1: the layers must be ascending"),
+        (["--aux-layers", "1,x"], "--aux-layers 1,x: the layers must be ascending"),
         (["--config", "{tmp}/wide.json"], "draft_vocab_size = 400, and .* vocab_size is 320"),
         (["--config", "{tmp}/odd.json"], r"--config .*odd\.json: .*`tokes`; .* step_tokens, .*"),
         (["--target", "{tmp}/foreign"], "its tokenizer has 300 tokens, .*vocab_size is 256"),
@@ -273,11 +276,11 @@ def test_a_target_of_others_needs_a_text(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "taps"),
+    ("num_layers", "aux_layer_ids"),
     [(1, (0,)), (2, (1,)), (3, (1, 2)), (4, (1, 2, 3)), (8, (2, 4, 5)), (36, (2, 18, 33))],
 )
-def test_usual_taps_are_early_in_the_middle_and_late(num_layers, taps):
-    assert usual_taps(num_layers) == taps
+def test_default_aux_layer_ids_are_early_in_the_middle_and_late(num_layers, aux_layer_ids):
+    assert default_aux_layer_ids(num_layers) == aux_layer_ids
 
 
 def test_of_a_conversation_every_answer_is_learnt():
@@ -325,11 +328,12 @@ def test_a_draft_counts_where_the_ones_before_it_were_right():
 def test_the_demos_head_fits_its_target_and_its_card_says_what_it_is():
     card = read_head_card(DEMO_HEAD)
     assert (DEMO_HEAD / "README.md").read_text() == head_words(card)
-    assert card.training.target == DEMO_TARGET.name and card.training.taps == list(TAPS)
+    assert card.training.target == DEMO_TARGET.name
+    assert card.training.aux_layer_ids == list(AUX_LAYER_IDS)
     assert card.figures.keys() == {"files", "questions"}
     assert min(figures.right[0] for figures in card.figures.values()) > 0.3  # a floor
     served = load_eagle_head(DEMO_HEAD, load_decoder(DEMO_TARGET, "bf16", cpu))
-    assert served.taps == TAPS and served.config.num_layers == 1
+    assert served.aux_layer_ids == AUX_LAYER_IDS and served.config.num_layers == 1
     assert len(served.weights.targets) == card.config.draft_vocab_size == 4096
     assert sum(file.stat().st_size for file in DEMO_HEAD.iterdir()) < 12e6
 
@@ -340,11 +344,11 @@ def test_the_figures_of_the_demos_head_are_measured_again():
     vocabulary = tensors.pop("d2t") + torch.arange(4096)
     assert torch.equal(tensors.pop("t2d").nonzero()[:, 0], vocabulary)
     shape = load_config(DEMO_TARGET)
-    head = Head(shape_like(shape, TAPS, card.config))
+    head = Head(shape_like(shape, AUX_LAYER_IDS, card.config))
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     target = train_head.read_target(DEMO_TARGET, torch.device("cpu"))
     texts = train_head.evaluation(train_head.read_tokenizer(DEMO_TARGET, shape), card.config)
-    figures = measure(head, Teacher(target, TAPS, vocabulary), texts, 3)
+    figures = measure(head, Teacher(target, AUX_LAYER_IDS, vocabulary), texts, 3)
     for kind, told in card.figures.items():
         assert figures[kind].right == pytest.approx(told.right, abs=0.02)
 

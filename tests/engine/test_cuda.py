@@ -79,8 +79,8 @@ def cases():
 def op_by_op(monkeypatch):
     """Steps are not recorded, unless `in_graphs` is used as well."""
 
-    def program(model, kv, max_rows, max_read, taps=()):
-        return EagerProgram(model, kv, taps)
+    def program(model, kv, max_rows, max_read, aux_layer_ids=()):
+        return EagerProgram(model, kv, aux_layer_ids)
 
     monkeypatch.setattr(cuda, "program", program)
 

@@ -38,8 +38,8 @@ BUILDS = parametrized(placed)  # for tests of ops
 MODEL_BUILDS = parametrized(cuda)  # for tests that load a model, which places its own tensors
 
 
-def recorded(model, kv, max_rows=0, max_read=0, taps=()):
+def recorded(model, kv, max_rows=0, max_read=0, aux_layer_ids=()):
     """A program of recorded steps: CUDA graphs, or without a GPU forwards that are run again."""
     return GraphProgram(
-        cuda.child_graphs, cuda.num_planned, model, kv, taps, None if HAS_GPU else Rerun()
+        cuda.child_graphs, cuda.num_planned, model, kv, aux_layer_ids, None if HAS_GPU else Rerun()
     )

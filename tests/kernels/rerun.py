@@ -10,11 +10,11 @@ class Rerun:
         kept = forward()
 
         def replay():
-            residual, taps, logits = forward()
+            residual, aux_hidden_states, logits = forward()
             kept[0].copy_(residual)
             kept[2].copy_(logits)
-            for i, tapped in taps.items():
-                kept[1][i].copy_(tapped)
+            for i, aux in aux_hidden_states.items():
+                kept[1][i].copy_(aux)
 
         return kept, replay
 

@@ -202,7 +202,7 @@ class OneMap:
     def plan(self, rows, kv, also=()):
         return self.ops.plan(rows, kv, 2, self.windows, also)
 
-    def forward(self, residual, kv, plan, taps=()):
+    def forward(self, residual, kv, plan, aux_layer_ids=()):
         ops, (gated, add) = self.ops, (self.maps[kind] for kind in ("gated", "add"))
         h = ops.linear_gated(
             residual, gated.packed, None, added=ops.adapted(residual, gated.slots, plan)

@@ -155,15 +155,15 @@ def test_codes_take_as_many_bits_as_they_have(bits, bytes_a_code, dtype):
 
 def test_codes_of_another_shape_are_refused():
     codes = random_codes(4, 32, 4, 8, has_offset=True)
-    with pytest.raises(AssertionError, match="groups of 5"):
+    with pytest.raises(AssertionError, match="group size 5 does not divide the 32"):
         cpu.prepack(codes._replace(group=5))
-    with pytest.raises(AssertionError, match="a scale for each group"):
+    with pytest.raises(AssertionError, match="scale needs one float32 value per group"):
         cpu.prepack(codes._replace(scale=codes.scale[:, :2]))
-    with pytest.raises(AssertionError, match="a zero for each group"):
+    with pytest.raises(AssertionError, match="zero needs one uint8 value per group"):
         cpu.prepack(codes._replace(zero=codes.zero[:2]))
-    with pytest.raises(AssertionError, match="an offset for each group"):
+    with pytest.raises(AssertionError, match="offset needs one float32 value per group"):
         cpu.prepack(codes._replace(offset=codes.offset.double()))
-    with pytest.raises(AssertionError, match="codes of 3 bits"):
+    with pytest.raises(AssertionError, match="codes of 4 or 8 bits, not 3 bits"):
         cpu.prepack(codes._replace(bits=3))
 
 
@@ -182,7 +182,7 @@ class Coded:
     def embed(self, token_ids):
         return self.ops.embed(self.weights[0], token_ids, self.dtype)
 
-    def forward(self, x, kv, plan, taps=()):
+    def forward(self, x, kv, plan, aux_layer_ids=()):
         _, plain, gated = self.weights
         x = self.ops.linear_add(self.ops.linear(x, plain), plain, None, x)
         return self.ops.linear_gated(x, gated), {}

@@ -298,7 +298,7 @@ class Sparse:
     def embed(self, token_ids):
         return self.ops.embed(self.table, token_ids, self.dtype)
 
-    def forward(self, x, kv, plan, taps=()):
+    def forward(self, x, kv, plan, aux_layer_ids=()):
         for layer in self.layers:
             h = self.ops.rms_norm(x, self.table[0].float(), 1e-6)
             routing = self.ops.route(self.ops.linear(h, self.router), 2, True)

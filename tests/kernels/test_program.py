@@ -35,7 +35,7 @@ class Small:
     def embed(self, token_ids):
         return self.ops.embed(self.table, token_ids, self.table.dtype)
 
-    def forward(self, x, kv, plan, taps=()):
+    def forward(self, x, kv, plan, aux_layer_ids=()):
         for _ in range(self.num_layers):
             x = self.ops.rms_norm(x, self.weight, 1e-6)
             if self.extra is not None:
@@ -96,7 +96,7 @@ class Reads(Small):
     def on(self, ops):
         return Reads(ops)
 
-    def forward(self, x, kv, plan, taps=()):
+    def forward(self, x, kv, plan, aux_layer_ids=()):
         embedded = self.embed(plan.also[0])
         return self.ops.rms_norm_add(embedded, self.weight, 1e-6, x), {}
 

@@ -120,7 +120,7 @@ def test_codes_that_cannot_round_rows_are_refused():
         codes._replace(bits=4),
         rounding(1, MAX_ROUNDED + 1),
     ):
-        with pytest.raises(AssertionError, match="8 bits, one scale a row and 65536 columns at"):
+        with pytest.raises(AssertionError, match="8 bits, one scale per row and at most 65536"):
             cpu.prepack(other)
 
 

@@ -255,7 +255,7 @@ def test_threads_are_as_configured(ops):
 @HOST_BUILDS
 def test_more_threads_than_the_process_may_use_are_refused(ops):
     allowed, before = allowed_threads(), torch.get_num_threads()
-    with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*set at most"):
+    with pytest.raises(ValueError, match=rf"^{allowed + 1} threads.* {allowed} CPUs.*Set at most"):
         ops.tune(untimed, 512, allowed + 1, "model")
     assert torch.get_num_threads() == before
 

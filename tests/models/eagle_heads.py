@@ -11,7 +11,7 @@ from specserve_kernels import Rows
 from tests.checkpoints import SIZES, tiny_checkpoint
 from tests.models.forward import causal_rows, empty_kv
 
-TAPS, EPS, THETA = [1, 2, 3], 1e-5, 100.0
+AUX_LAYER_IDS, EPS, THETA = [1, 2, 3], 1e-5, 100.0
 LAYERS = {
     "attention_bias": False,
     "head_dim": 16,
@@ -26,7 +26,7 @@ LAYERS = {
     "rope_theta": THETA,
     "vocab_size": SIZES["vocab_size"],
 }
-OWN = {"draft_vocab_size": 200, "eagle_aux_hidden_state_layer_ids": TAPS}
+OWN = {"draft_vocab_size": 200, "eagle_aux_hidden_state_layer_ids": AUX_LAYER_IDS}
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | LAYERS | OWN
 SPECULATORS = OWN | {
     "norm_before_residual": False,
@@ -93,15 +93,17 @@ def random(shape, generator):
     return 1 + 0.3 * drawn if len(shape) == 1 else 0.2 * drawn
 
 
-def fused(tensors, taps):
-    """The features of taps side by side."""
+def fused(tensors, aux_hidden_states):
+    """The features of concatenated auxiliary hidden states."""
     if "input_norm.weight" in tensors:
-        taps = normed(taps, tensors["input_norm.weight"])
+        aux_hidden_states = normed(aux_hidden_states, tensors["input_norm.weight"])
     norms = [tensors[f"fc_norm.{i}.weight"] for i in range(3) if f"fc_norm.{i}.weight" in tensors]
     if norms:
-        parts = taps.chunk(len(norms), dim=1)
-        taps = torch.cat([normed(x, w) for x, w in zip(parts, norms, strict=True)], dim=1)
-    return linear(taps, tensors["fc.weight"])
+        parts = aux_hidden_states.chunk(len(norms), dim=1)
+        aux_hidden_states = torch.cat(
+            [normed(x, w) for x, w in zip(parts, norms, strict=True)], dim=1
+        )
+    return linear(aux_hidden_states, tensors["fc.weight"])
 
 
 def outputs(tensors, features, ids, embedding=None, *, norms_residual=False, norms_output=False):

@@ -41,18 +41,19 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,), kv_dtype=None):
 
 
 def recorded_and_eager(decoder, ids, chunks, kv_dtype=None):
-    """What a step of all layers' taps gives, by the build's program and op by op; the program.
+    """The outputs of steps with all auxiliary layers, by the build's program and op by op.
 
-    Every chunk is run from its token ids, and then from the residual that its first layer got.
+    The first result is the program. Every chunk is run from its token ids, and then from the
+    residual that its first layer got.
     """
     table = list(range(len(ids) // 16 + 3))
     programs, out = [], []
     layers = range(decoder.config.num_layers)
-    eager = lambda model, kv, *_, taps: EagerProgram(model, kv, taps)  # noqa: E731
+    eager = lambda model, kv, *_, aux_layer_ids: EagerProgram(model, kv, aux_layer_ids)  # noqa: E731
     for make in (decoder.ops.program, eager):
         with torch.inference_mode():
             kv = empty_kv(decoder, len(table), 16, kv_dtype)
-            program = make(decoder, kv, len(ids), len(ids), taps=layers)
+            program = make(decoder, kv, len(ids), len(ids), aux_layer_ids=layers)
             programs.append(program)
             for start, end in itertools.pairwise([0, *chunks, len(ids)]):
                 rows = causal_rows(table, start, end, 16)
@@ -64,8 +65,10 @@ def recorded_and_eager(decoder, ids, chunks, kv_dtype=None):
 
 
 def tensors(outputs):
-    """Copies; the last are the taps."""
-    return [x.clone() for x in (outputs.residual, outputs.logits, *outputs.taps.values())]
+    """Copies; the last are the auxiliary hidden states."""
+    return [
+        x.clone() for x in (outputs.residual, outputs.logits, *outputs.aux_hidden_states.values())
+    ]
 
 
 def empty_kv(decoder, num_blocks, block_size, dtype=None):

@@ -28,7 +28,7 @@ def parse(tmp_path):
 def test_both_forms_say_the_same(parse):
     one, other = parse("SpecForge"), parse("speculators")
     assert one == other
-    assert one.taps == (1, 2, 3) and one.width == 3 * 64
+    assert one.aux_layer_ids == (1, 2, 3) and one.width == 3 * 64
     assert (one.draft_vocab_size, one.target_hidden_size) == (200, 64)
     assert (one.layers.num_layers, one.layers.hidden_size, one.layers.vocab_size) == (1, 64, 320)
     assert not any(getattr(one, flag) for flag in FLAGS)
@@ -60,10 +60,10 @@ def test_layers_may_have_a_window(parse):
     assert parse("speculators", transformer_layer_config=layers).layers.windows == (8,)
 
 
-NESTED = {  # fields of eagle_config, of those beside it -> the taps
-    "taps that begin with another layer than 1": ({IDS: [2, 5, 8]}, {}, (2, 5, 8)),
-    "taps beside it": ({IDS: [1, 5, 8]}, {IDS: [2, 6, 9]}, (2, 6, 9)),
-    "any number of taps": ({IDS: [0, 2, 5, 8]}, {"num_aux_hidden_states": 4}, (0, 2, 5, 8)),
+NESTED = {  # fields of eagle_config, of those beside it -> the auxiliary layers
+    "layers that begin with another layer than 1": ({IDS: [2, 5, 8]}, {}, (2, 5, 8)),
+    "layers beside it": ({IDS: [1, 5, 8]}, {IDS: [2, 6, 9]}, (2, 6, 9)),
+    "any number of layers": ({IDS: [0, 2, 5, 8]}, {"num_aux_hidden_states": 4}, (0, 2, 5, 8)),
     "what is always so": (
         {
             IDS: [2, 5],
@@ -79,9 +79,10 @@ NESTED = {  # fields of eagle_config, of those beside it -> the taps
 }
 
 
-@pytest.mark.parametrize(("nested", "beside", "taps"), NESTED.values(), ids=NESTED)
-def test_taps_may_stand_in_eagle_config(parse, nested, beside, taps):
-    assert parse("SpecForge", **{IDS: None} | beside, eagle_config=nested).taps == taps
+@pytest.mark.parametrize(("nested", "beside", "aux_layer_ids"), NESTED.values(), ids=NESTED)
+def test_aux_layer_ids_may_stand_in_eagle_config(parse, nested, beside, aux_layer_ids):
+    config = parse("SpecForge", **{IDS: None} | beside, eagle_config=nested)
+    assert config.aux_layer_ids == aux_layer_ids
 
 
 def test_flags_may_stand_in_eagle_config(parse):
@@ -89,17 +90,17 @@ def test_flags_may_stand_in_eagle_config(parse):
 
 
 BOTH = {  # what is wrong in both forms -> the change, the complaint
-    "no taps": (
+    "no layers": (
         {IDS: None},
         rf"{IDS} is missing\. List the target model's layers .* rejected draft tokens",
     ),
-    "an empty list of taps": ({IDS: []}, f"{IDS} is missing"),
-    "taps that are no list": ({IDS: 2}, f"{IDS} = 2 must be ascending layer numbers"),
-    "a tap that is no number": ({IDS: [1, "2"]}, f"{IDS} = .* must be ascending layer numbers"),
-    "a negative tap": ({IDS: [-1, 2]}, f"{IDS} = .* must be ascending layer numbers"),
-    "taps out of order": ({IDS: [3, 2, 1]}, f"{IDS} = .* must be ascending"),
-    "a tap twice": ({IDS: [1, 1]}, f"{IDS} = .* must be ascending"),
-    "another number of taps": (
+    "an empty list of layers": ({IDS: []}, f"{IDS} is missing"),
+    "layers that are no list": ({IDS: 2}, f"{IDS} = 2 must be ascending layer numbers"),
+    "a layer that is no number": ({IDS: [1, "2"]}, f"{IDS} = .* must be ascending layer numbers"),
+    "a negative layer": ({IDS: [-1, 2]}, f"{IDS} = .* must be ascending layer numbers"),
+    "layers out of order": ({IDS: [3, 2, 1]}, f"{IDS} = .* must be ascending"),
+    "a layer twice": ({IDS: [1, 1]}, f"{IDS} = .* must be ascending"),
+    "another number of layers": (
         {"num_aux_hidden_states": 4},
         rf"num_aux_hidden_states = 4, but {IDS} = \[1, 2, 3\] has 3 entries",
     ),
@@ -133,13 +134,13 @@ BY_FORM = {
         {"model_type": "llama4_text"},
         "model_type = 'llama4_text' is not supported for LlamaForCausalLMEagle3, only 'llama'",
     ),
-    "taps that programs read in two ways": (
+    "layers that programs read in two ways": (
         "SpecForge",
         {IDS: None, "eagle_config": {IDS: [1, 5, 8]}},
         rf"eagle_config.{IDS} = \[1, 5, 8\] is ambiguous: .* Add {IDS} next to eagle_config: "
         r"\[2, 6, 9\] for outputs, \[1, 5, 8\] for inputs",
     ),
-    "no taps but the last layer": (
+    "no layer but the last one": (
         "SpecForge",
         {"eagle_config": {"use_aux_hidden_state": False}},
         "use_aux_hidden_state = False is not supported, only True",

@@ -14,8 +14,8 @@ from specserve_kernels import cpu
 from specserve_kernels.ops import EagerProgram
 from tests.kernels.builds import ON_GPU, cuda, recorded
 from tests.models.eagle_heads import (
+    AUX_LAYER_IDS,
     SPECULATORS,
-    TAPS,
     Run,
     fused,
     load_target,
@@ -55,9 +55,9 @@ def case(request, tmp_path):
     return tensors, {name: bool(told.get(flag)) for name, flag in flags.items()}
 
 
-def taps_and_ids(n=N, width=64):
+def aux_hidden_states_and_ids(n=N, width=64):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(n, len(TAPS) * width, generator=generator), prompt(320, n)
+    return torch.randn(n, len(AUX_LAYER_IDS) * width, generator=generator), prompt(320, n)
 
 
 def read_fixture(name):
@@ -76,10 +76,10 @@ def test_logits_and_next_features_are_those_of_plain_torch(case, ops, tmp_path):
     target = load_target(tmp_path / "target", ops)
     head = load_eagle_head(tmp_path / "head", target)
     assert head.body.num_positions == target.num_positions
-    taps, ids = taps_and_ids()
-    features = fused(tensors, taps)
-    close(head.fuse(taps), features)
-    logits, hidden = Run(head).step(head.fuse(taps), ids)
+    aux_hidden_states, ids = aux_hidden_states_and_ids()
+    features = fused(tensors, aux_hidden_states)
+    close(head.fuse(aux_hidden_states), features)
+    logits, hidden = Run(head).step(head.fuse(aux_hidden_states), ids)
     table = None if "embed_tokens.weight" in tensors else target.weights.embedding
     want, want_hidden = outputs(tensors, features, ids, table, **flags)
     close(logits, want)
@@ -91,8 +91,8 @@ def test_logits_and_next_features_are_those_of_plain_torch(case, ops, tmp_path):
 def test_rows_that_are_only_written_have_the_kv_of_the_others(ops, num_layers, tmp_path):
     write_head(tmp_path / "head", num_hidden_layers=num_layers, norm_before_residual=True)
     head = load_eagle_head(tmp_path / "head", load_target(tmp_path / "target", ops))
-    taps, ids = taps_and_ids()
-    assert same_kv(head, head.fuse(taps), ids, len(ids) - 2)
+    aux_hidden_states, ids = aux_hidden_states_and_ids()
+    assert same_kv(head, head.fuse(aux_hidden_states), ids, len(ids) - 2)
 
 
 @pytest.fixture(params=["fp32", "bf16"])
@@ -110,10 +110,10 @@ def load(folder, ops, dtype="fp32", **changes):
 
 @BUILDS
 def test_a_draft_step_continues_with_its_own_rows(ops, tmp_path):
-    """The next row has as its feature what the last one gave, as if a tap had brought it."""
+    """The next row's feature is the last row's output, in place of auxiliary hidden states."""
     head, tensors = load(tmp_path, ops)
-    taps, ids = taps_and_ids(12)
-    run, features = Run(head), head.fuse(taps)
+    aux_hidden_states, ids = aux_hidden_states_and_ids(12)
+    run, features = Run(head), head.fuse(aux_hidden_states)
     logits, hidden = run.step(features, ids)
     for _ in range(3):
         token = head.target_ids(logits[-1:].argmax(dim=1))
@@ -126,11 +126,11 @@ def test_a_draft_step_continues_with_its_own_rows(ops, tmp_path):
 @ON_GPU
 def test_the_build_for_the_gpu_gives_them_too(tmp_path):
     head, tensors = load(tmp_path, cuda)
-    taps, ids = taps_and_ids(5)
+    aux_hidden_states, ids = aux_hidden_states_and_ids(5)
     run = Run(head, recorded)
-    logits, hidden = run.step(head.fuse(cuda.place(taps)), ids)
+    logits, hidden = run.step(head.fuse(cuda.place(aux_hidden_states)), ids)
     flags = {"norms_residual": True, "norms_output": True}
-    want, want_hidden = outputs(tensors, fused(tensors, taps), ids, **flags)
+    want, want_hidden = outputs(tensors, fused(tensors, aux_hidden_states), ids, **flags)
     close(logits, want)
     close(hidden, want_hidden)
 
@@ -148,14 +148,14 @@ def test_weights_are_counted_as_the_checkpoint_has_them(tmp_path):
     ends = ("embed_tokens.weight", "lm_head.weight")
     maps = (x.numel() for name, x in tensors.items() if x.ndim == 2 and name not in ends)
     assert head.num_layer_weights == sum(maps)
-    assert (head.taps, head.draft_vocab_size) == ((1, 2, 3), 200)
+    assert (head.aux_layer_ids, head.draft_vocab_size) == ((1, 2, 3), 200)
 
 
 def test_a_recorded_step_has_the_bits_of_the_eager_one(dtype, tmp_path):
     """And all of it is recorded: nothing is left to Python."""
     head, _ = load(tmp_path, cpu, dtype)
-    taps, ids = taps_and_ids()
-    features = head.fuse(taps.to(head.body.dtype))
+    aux_hidden_states, ids = aux_hidden_states_and_ids()
+    features = head.fuse(aux_hidden_states.to(head.body.dtype))
     eager = Run(head, lambda model, kv, *_: EagerProgram(model, kv))
     recorded = Run(head, max_rows=8)  # and again for more rows
     for a, b in itertools.pairwise((0, 3, 20, 21, N)):
@@ -167,8 +167,8 @@ def test_a_recorded_step_has_the_bits_of_the_eager_one(dtype, tmp_path):
 @BUILDS
 def test_chunks_give_what_the_whole_gives(ops, dtype, tmp_path):
     head, _ = load(tmp_path, ops, dtype)
-    taps, ids = taps_and_ids(64)
-    features = head.fuse(taps.to(head.body.dtype))
+    aux_hidden_states, ids = aux_hidden_states_and_ids(64)
+    features = head.fuse(aux_hidden_states.to(head.body.dtype))
     whole, chunked = Run(head).step(features, ids), Run(head)
     parts = [
         chunked.step(features[a:b], ids[a:b]) for a, b in itertools.pairwise((0, 1, 17, 40, 64))
@@ -182,10 +182,12 @@ def test_a_feature_does_not_depend_on_other_rows(ops, dtype, tmp_path):
     for name, told in {"each": {}, "all": {"fc_norm": False, "norm_before_fc": True}}.items():
         (tmp_path / name).mkdir()
         head, _ = load(tmp_path / name, ops, dtype, **told)
-        taps = taps_and_ids(64)[0].to(head.body.dtype)
-        want, order = head.fuse(taps), torch.randperm(64)
-        assert torch.equal(head.fuse(taps[order]), want[order])
-        assert all(torch.equal(head.fuse(taps[:n]), want[:n]) for n in (1, 2, 3, 8, 31))
+        aux_hidden_states = aux_hidden_states_and_ids(64)[0].to(head.body.dtype)
+        want, order = head.fuse(aux_hidden_states), torch.randperm(64)
+        assert torch.equal(head.fuse(aux_hidden_states[order]), want[order])
+        assert all(
+            torch.equal(head.fuse(aux_hidden_states[:n]), want[:n]) for n in (1, 2, 3, 8, 31)
+        )
 
 
 @BUILDS
@@ -193,8 +195,8 @@ def test_a_feature_does_not_depend_on_other_rows(ops, dtype, tmp_path):
 def test_a_row_does_not_depend_on_other_requests_rows(ops, dtype, n, tmp_path):
     """Rows of requests with one row each, alone and among others in any order."""
     head, _ = load(tmp_path, ops, dtype)
-    taps, ids = taps_and_ids(64)
-    features = head.fuse(taps.to(head.body.dtype))
+    aux_hidden_states, ids = aux_hidden_states_and_ids(64)
+    features = head.fuse(aux_hidden_states.to(head.body.dtype))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(n))[:n]
     want = single_rows(head, features, ids, range(64))
     got = single_rows(head, features, ids, order.tolist())
@@ -210,7 +212,7 @@ REFUSED = {  # what is wrong -> how the head is written, the complaint
         {"vocab_size": 400},
         r"vocab_size = 400, but the target model's vocab_size is 320\. Use a head",
     ),
-    "a tap that the target lacks": (
+    "a layer that the target lacks": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
         r"eagle_aux_hidden_state_layer_ids = \[1, 2, 4\], but the target model has only",
     ),

@@ -82,7 +82,7 @@ def close(got, want):
 @pytest.mark.parametrize("told", CASES.values(), ids=CASES)
 def test_logits_and_next_features_are_those_of_transformers(ops, told, tmp_path):
     head, target, oracle = load(tmp_path, ops, **told)
-    assert (head.taps, head.draft_vocab_size) == ((2,), 320)
+    assert (head.aux_layer_ids, head.draft_vocab_size) == ((2,), 320)
     assert head.body.num_positions == target.num_positions
     ids = prompt(320, N + 1)
     residual, feature = oracle.residual_and_feature(ids[:-1])
@@ -259,7 +259,7 @@ def test_whether_a_model_has_them_is_read_from_an_index_too(tmp_path):
     index = {"weight_map": dict.fromkeys(names, "one.safetensors")}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     assert has_mtp(folder)
-    assert load_mtp_head(folder, load_target(tmp_path, cpu)).taps == (2,)
+    assert load_mtp_head(folder, load_target(tmp_path, cpu)).aux_layer_ids == (2,)
 
 
 def test_whether_a_model_has_them_is_known_without_torch(tmp_path):

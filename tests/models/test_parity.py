@@ -191,7 +191,7 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
 
 
 def ops_of(config):
-    """The C++ ops of a forward of which all layers are tapped."""
+    """The C++ ops of a forward that returns the inputs of all layers."""
     family, norms = config.family, config.family.norms
 
     def when(condition, *names):
@@ -240,17 +240,17 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
 
 
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
-def test_taps_are_the_hidden_states_of_transformers(case, ops):
+def test_aux_hidden_states_are_the_hidden_states_of_transformers(case, ops):
     folder, ids, _, hidden_states = case
     decoder = load_decoder(folder, "fp32", ops)
     layers = range(decoder.config.num_layers)
     kv = empty_kv(decoder, 4, 16)
     with torch.inference_mode():
-        program = decoder.ops.program(decoder, kv, len(ids), 1, taps=layers)
+        program = decoder.ops.program(decoder, kv, len(ids), 1, aux_layer_ids=layers)
         run = program.run(causal_rows(range(4), 0, len(ids), 16), ids, torch.tensor([0]))
-    assert list(run.taps) == list(layers)
-    for layer, tap in run.taps.items():
-        torch.testing.assert_close(tap, hidden_states[layer], rtol=1e-4, atol=1e-4)
+    assert list(run.aux_hidden_states) == list(layers)
+    for layer, aux in run.aux_hidden_states.items():
+        torch.testing.assert_close(aux, hidden_states[layer], rtol=1e-4, atol=1e-4)
 
 
 def test_the_length_that_is_served_decides_about_the_factors_of_longrope(tmp_path):
@@ -267,7 +267,7 @@ def test_the_length_that_is_served_decides_about_the_factors_of_longrope(tmp_pat
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_a_layer_that_is_not_there_cannot_be_tapped(tmp_path, layer):
+def test_a_layer_that_is_not_there_cannot_be_an_aux_layer(tmp_path, layer):
     decoder = load_decoder(tiny_checkpoint(tmp_path, "qwen3"), "fp32", cpu)
     with pytest.raises(ValueError, match=rf"auxiliary layers \[{layer}\] do not exist"):
-        cpu.program(decoder, empty_kv(decoder, 4, 16), 8, 1, taps=[0, layer])
+        cpu.program(decoder, empty_kv(decoder, 4, 16), 8, 1, aux_layer_ids=[0, layer])

@@ -11,7 +11,7 @@ from time import perf_counter
 import pytest
 
 from specserve.config import load_config
-from specserve.models.eagle_config import TAPS
+from specserve.models.eagle_config import AUX_LAYER_IDS
 from specserve.models.selection import resolve_drafters
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
@@ -47,8 +47,8 @@ def models(tmp_path_factory):
     tiny_checkpoint(folder / "other_ids", vocab_size=321)
     tiny_checkpoint(folder / "deep", num_hidden_layers=4)
     write_head(folder / "head")
-    write_head(folder / "no_taps")
-    rewrite(**{TAPS: None})(folder / "no_taps")
+    write_head(folder / "no_layers")
+    rewrite(**{AUX_LAYER_IDS: None})(folder / "no_layers")
     write_head(folder / "wide_head", target_hidden_size=96)
     write_head(folder / "empty_head")
     (folder / "empty_head" / "model.safetensors").unlink()
@@ -159,12 +159,15 @@ MISTAKES = {  # arguments after the command -> words of the complaint
         [*DEEP, "--draft-head=./empty"],
         "empty is not a head, because config.json is missing. Check the path",
     ),
-    "a head without taps": ([*DEEP, "--draft-head=./no_taps"], f"no_taps/config.json: {TAPS} is"),
+    "a head without auxiliary layers": (
+        [*DEEP, "--draft-head=./no_layers"],
+        f"no_layers/config.json: {AUX_LAYER_IDS} is",
+    ),
     "a head without weights": ([*DEEP, "--draft-model=./empty_head"], "no weights. Add"),
     "a head of a deeper target": (
         ["--model=./whole", "--draft-head=./head"],
-        f"head/config.json: {TAPS} = [1, 2, 3], but the target model has only the layers 0 to 1. "
-        "Use a head that was trained for this target model",
+        f"head/config.json: {AUX_LAYER_IDS} = [1, 2, 3], but the target model has only "
+        "the layers 0 to 1. Use a head that was trained for this target model",
     ),
     "a head of a wider target": (
         [*DEEP, "--draft-model=./wide_head"],

@@ -42,7 +42,7 @@ class Fake:
     def embed(self, token_ids):
         return self.table[token_ids]
 
-    def forward(self, residual, kv, plan, taps=()):
+    def forward(self, residual, kv, plan, aux_layer_ids=()):
         q = reference.rope_write_kv(residual.repeat(1, 3), self.still, None, kv.layers[0], plan)
         return self.spoil(residual + reference.attention(q, kv.layers[0], plan, 0.3)), {}
 

@@ -131,7 +131,7 @@ def test_a_forward_starts_from_a_residual_as_from_token_ids(tmp_path):
         again = program.run(rows, None, read, residual=model.embed(ids)).logits
         assert torch.equal(first, again)
         with pytest.raises(ValueError, match="no auxiliary hidden states"):
-            model.forward(model.embed(ids), None, None, taps=[1])
+            model.forward(model.embed(ids), None, None, aux_layer_ids=[1])
 
 
 def test_the_unpacked_weights_of_linear_maps_are_let_go(tmp_path):

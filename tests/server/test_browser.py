@@ -309,7 +309,7 @@ def test_a_seed_below_0_is_drawn_once_for_both_lanes(visit):
 
 def test_what_is_scaled_is_said(browser):
     with ServerProcess(None, "--demo-compute=qwen3-0.6b", **{"memory.kv_bytes": 1 << 30}) as server:
-        assert "a demo: specserve-demo at the cost of qwen3-0.6b" in server.said
+        assert "demo: specserve-demo, padded to qwen3-0.6b compute (same text)" in server.said
         for path in ("", "dashboard"):
             here = Visit(browser, server.url, path)
             here.page.wait_for_selector("#scaled", state="visible")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import let_all_guess
-from tests.models.eagle_heads import LLAMA, TAPS, write_head
+from tests.models.eagle_heads import AUX_LAYER_IDS, LLAMA, write_head
 from tests.models.mtp_layers import write_target
 from tests.server.asking import CHAT, COMPLETIONS, chat_body, completion_body, streamed, whole
 from tests.server.in_process import server_threads
@@ -85,7 +85,7 @@ def changed(server, **change):
 
 
 KINDS = {  # who guesses -> the target, settings, and what is told of the head
-    "a head alone": ("target", {"model": "head"}, ["head", TAPS, 200]),
+    "a head alone": ("target", {"model": "head"}, ["head", AUX_LAYER_IDS, 200]),
     "a head beside a draft model": (
         "target",
         {"model": "small", "head": "other"},
@@ -97,11 +97,12 @@ KINDS = {  # who guesses -> the target, settings, and what is told of the head
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_is_reported_and_no_text_depends_on_it(folders, undisturbed, eager, kind):
-    target, parts, (name, taps, size) = KINDS[kind]
+    target, parts, (name, aux_layer_ids, size) = KINDS[kind]
     with server_threads(folders / target, **of(folders, **parts)) as server:
         [card] = server.get("/v1/models").body["data"]
         of_head, is_beside = card["draft_head"], "head" in parts
-        assert [of_head["name"], of_head["taps"], of_head["draft_vocab_size"]] == [name, taps, size]
+        assert (of_head["name"], of_head["taps"]) == (name, aux_layer_ids)
+        assert of_head["draft_vocab_size"] == size
         assert of_head["weights"]["maps"]
         assert card["sources"] == (BESIDE if is_beside else USUAL)
         assert ("draft_weights" in card) == is_beside

@@ -215,7 +215,7 @@ def test_a_watched_head_runs_no_more_rows_at_once_than_a_step_has(target, head, 
     assert max(map(sum, rows)) <= 40 and 5 < max(read) <= 40
 
 
-@pytest.mark.parametrize(("failing", "size"), [("fuse", 60), ("fuse", 1), ("taps", 1)])
+@pytest.mark.parametrize(("failing", "size"), [("fuse", 60), ("fuse", 1), ("aux_hidden_states", 1)])
 def test_nobody_finds_blocks_that_lack_what_a_head_has_failed_to_run(
     target, head, failing, size, monkeypatch
 ):
@@ -263,11 +263,11 @@ def test_a_head_that_fails_between_steps_loses_none_of_the_targets_kv(target, he
     engine = engine_for(target, None, Scripted(hedge, dict(enumerate(texts))), head=head)
     fuse, calls = head.fuse, []
 
-    def failing(taps):
-        calls.append(len(taps))
+    def failing(aux_hidden_states):
+        calls.append(len(aux_hidden_states))
         if len(calls) % 2:
             raise MemoryError
-        return fuse(taps)
+        return fuse(aux_hidden_states)
 
     monkeypatch.setattr(head, "fuse", failing)
     watch = Watch(engine)

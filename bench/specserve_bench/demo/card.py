@@ -45,40 +45,41 @@ def words(card: Card) -> str:
     target, draft = config["target"], config["draft"]
     return f"""# specserve-demo and specserve-demo-draft
 
-Two small models that come with specserve, so that there is something to serve in the first minute
-and something to measure drafters with. The target answers questions about Python's standard
-library in the words of its docstrings, and goes on with Python source. It is no assistant: it
-knows nothing else, and makes things up about functions that it does not know well.
+Two small models that come with specserve. They let you start a server without a download, and
+they serve to measure drafters. The target model answers questions about Python's standard library
+with text of its docstrings, and it completes Python source. It is not a general assistant, and
+even its responses about the library may be wrong.
 
-| | target | draft |
+| | target model | draft model |
 |---|---|---|
 | shape | Qwen3, {size_words(target)} | Qwen3, {size_words(draft)} |
-| tokens | {t["tokens"]["target"]:,} | {t["tokens"]["draft"]:,}, distilled from the target |
-| hours of steps | {t["hours"]["target"]} | {t["hours"]["draft"]} |
-| loss on held-out source, nats a token | {f.held_out_loss:.2f} | {f.held_out_draft_loss:.2f} |
+| tokens | {t["tokens"]["target"]:,} | {t["tokens"]["draft"]:,}, distilled from the target model |
+| training time, hours | {t["hours"]["target"]} | {t["hours"]["draft"]} |
+| loss on held-out source, nats per token | {f.held_out_loss:.2f} | {f.held_out_draft_loss:.2f} |
 
-- **Data:** the standard library of Python {t["python"]} as installed, source and docstrings, and
-  conversations made of its signatures and docstrings. Licence: PSF
-  (`specserve/demo/weights/LICENSE.txt`), which holds for what the models repeat of it. The
-  draft learnt from the same conversations, and from beginnings of source with the target's own
-  continuations, half of them greedy, half at temperature 1.
-- **Not in training:** the files in `bench/specserve_bench/demo/evaluation/files`, what is defined
-  there, and the phrasings of `questions.jsonl` beside them.
-- **Right first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} questions about
-  functions and classes it has seen, in phrasings it has not: the docstring's first sentence, to
-  the letter.
-- **Mean acceptance length** at 16 nodes, greedy, of 200 of these questions and of 128 tokens after
-  the beginning of every file: {f.acceptance_on_questions:.2f} on questions,
-  {f.acceptance_on_completion:.2f} on source with `drafter.name = "model"`, which n-grams
-  extend unless `drafter.options.ngrams` is false, and
-  {f.acceptance_alone_on_completion:.2f} without them. So small a target repeats itself.
-- **Cost of a draft forward** of 8 rows, embedding to logits, ten in a row: {f.draft_cost:.2f} of
-  the target's. What surrounds it in the engine, and weights that have left the caches, cost more.
-- **Vocabulary:** byte-level BPE, {config["vocab_size"]:,}. Up to 8,192 positions; training saw
-  {config["length"]} and {config["long_length"]} at a time.
+- **Data:** source and docstrings of the standard library of Python {t["python"]}, and
+  conversations made from its signatures and docstrings. Licence: PSF
+  (`specserve/demo/weights/LICENSE.txt`); it applies to text of the library that the models repeat.
+  The draft model was trained on the same conversations, and on source that the target model
+  continued. Half of the continuations are greedy, half have temperature 1.
+- **Not in training:** the files in `bench/specserve_bench/demo/evaluation/files`, the functions and
+  classes that they define, and the phrasings of `evaluation/questions.jsonl`.
+- **Exact first sentences:** {f.right_first_sentences:.1%} of {f.questions:,} responses begin with
+  exactly the docstring's first sentence. The questions are about functions and classes of the
+  training text, in other phrasings.
+- **Mean acceptance length** (greedy, 16 draft tokens per step): {f.acceptance_on_questions:.2f} on
+  200 of these questions and {f.acceptance_on_completion:.2f} on source, with
+  `drafter.name = "model"` and its n-grams. Without n-grams (`drafter.options.ngrams = false`) it is
+  {f.acceptance_alone_on_completion:.2f} on source. The source is 128 tokens after the beginning of
+  each file. N-grams are effective because a small target model repeats text.
+- **Cost of a draft forward** of 8 rows, from embedding to logits: {f.draft_cost:.2f} of the target
+  model's, in a loop of ten forwards. In the engine it is higher, because of overhead and cache
+  misses.
+- **Vocabulary:** byte-level BPE, {config["vocab_size"]:,} tokens. Up to 8,192 positions; training
+  rows had {config["length"]} or {config["long_length"]} tokens.
 - **Machine:** {t["machine"]}, torch {t["torch"]}.
 
-`python -m specserve_bench.demo.train OUT` makes such a pair,
+`python -m specserve_bench.demo.train OUT` trains such a pair.
 `python -m specserve_bench.demo.evaluate` measures these figures again.
 """
 

@@ -12,7 +12,7 @@ from specserve_bench.demo.training_config import HeadConfig
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     texts: list[str]  # none: the demo target's own
-    taps: list[int]
+    aux_layer_ids: list[int] = msgspec.field(name="taps")
     hours: float
     machine: str
     torch: str
@@ -31,28 +31,29 @@ def read_head_card(folder: Path) -> HeadCard:
 
 def head_words(card: HeadCard) -> str:
     t, c = card.training, card.config
-    taps, size = ", ".join(map(str, t.taps)), c.draft_vocab_size
+    layers, size = ", ".join(map(str, t.aux_layer_ids)), c.draft_vocab_size
     steps = max(len(each.right) for each in card.figures.values()) if card.figures else 0
     head = "".join(f" {n + 1} |" for n in range(steps))
     rows = "\n".join(map(row, card.figures, card.figures.values()))
     return f"""# {t.target}-head
 
 An EAGLE-3 head (Li et al. 2503.01840) for {t.target}: it predicts tokens from the hidden states
-that enter the target's layers {taps}. It has one layer, the form of SpecForge's, and {size:,}
-tokens.
+that enter the target model's layers {layers}. It has one layer and a vocabulary of {size:,} tokens,
+in SpecForge's format.
 
-The table has the share of its first choices that equal the target's greedy token, in chains of
-draft tokens whose earlier tokens were accepted, on held-out texts. The last column is the mean
-number of tokens per step with chains of {steps}, including the target's own token.
+The table shows, on held-out texts, how often the head's most probable token equals the target
+model's greedy token. Column n is for draft token n of a chain, if all earlier ones were accepted.
+The last column is the mean number of tokens per step with chains of {steps}, including the target
+model's own token.
 
 | text | chains |{head} tokens per step |
 |---|---|{"---|" * steps}---|
 {rows}
 
 - **Data:** {data(t, c.held_out)}
-- **Training:** {c.tokens:,} tokens, {t.hours} hours of steps on {t.machine}, torch {t.torch};
-  training-time test of {c.draft_steps} draft steps, each of {c.step_weight:g} times the
-  weight of the one before.
+- **Training:** {c.tokens:,} tokens, {t.hours} hours on {t.machine}, torch {t.torch}. The
+  training-time test has {c.draft_steps} draft steps. The loss of each step weighs
+  {c.step_weight:g} times the loss of the step before.
 """
 
 
@@ -63,7 +64,7 @@ def row(kind: str, figures: Rightness) -> str:
 
 def data(t: Training, share: float) -> str:
     if t.texts:
-        return f"{', '.join(t.texts)}; the last {share:.0%} were held out."
-    return f"""the standard library of Python {t.python}: conversations made of its docstrings, and
-  beginnings of its source with the target's own continuations, half of them greedy, half at
-  temperature 1. Licence: PSF (`../LICENSE.txt`), for what it repeats of that."""
+        return f"{', '.join(t.texts)}; the last {share:.0%} are held out."
+    return f"""conversations made from docstrings of Python {t.python}'s standard library, and
+  source of the library that the target model continued. Half of the continuations are greedy, half
+  have temperature 1. Licence: PSF (`../LICENSE.txt`); it applies to text that the head repeats."""

@@ -56,8 +56,8 @@ def hits(
     """[steps, chains] of one text: whether a chain's draft token is the target's."""
     start = torch.from_numpy(beginning.astype(np.int64)).to(teacher.model.device)
     ids = torch.cat([start, greedy(teacher.model, start, ends)])
-    taps, _ = teacher.read(ids)
-    steps = head(taps[None, :-1], teacher.embed(ids[None, 1:]), num_steps)
+    aux_hidden_states, _ = teacher.read(ids)
+    steps = head(aux_hidden_states[None, :-1], teacher.embed(ids[None, 1:]), num_steps)
     said = [teacher.vocabulary[head.logits(rows)[0].argmax(-1)] for rows in steps]
     is_right = torch.stack([drafts[:-1] == ids[2:] for drafts in said])
     # The first chain begins after the target's first token: row i predicts token i + 2.

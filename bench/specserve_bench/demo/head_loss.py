@@ -18,7 +18,7 @@ class Teacher(NamedTuple):
     """A frozen target, its layers that a head reads, and the tokens that the head knows."""
 
     model: Any
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     vocabulary: Tensor  # [draft V] int64, ascending
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ class Teacher(NamedTuple):
     def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Aux hidden states [L, n * hidden] and logits [L, V] of one text, float32."""
         out = self.model(token_ids[None], output_hidden_states=True, use_cache=False)
-        taps = [out.hidden_states[tap][0] for tap in self.taps]
-        return torch.cat(taps, dim=-1).float(), out.logits[0].float()
+        aux_hidden_states = [out.hidden_states[layer][0] for layer in self.aux_layer_ids]
+        return torch.cat(aux_hidden_states, dim=-1).float(), out.logits[0].float()
 
     def known(self, logits: Tensor) -> Tensor:
         """The target's probabilities of the head's tokens: where these are few, their sum is small,
@@ -48,12 +48,12 @@ def head_loss(head: Head, teacher: Teacher, draft_steps: int, step_weight: float
         total = torch.zeros((), device=teacher.model.device)
         if not len(drawn.labels):
             return total
-        taps, wanted = lesson(teacher, b, drawn.places)
+        aux_hidden_states, wanted = lesson(teacher, b, drawn.places)
 
         def entropy(logits: Tensor, part: slice) -> Tensor:
             return F.cross_entropy(logits, wanted[part], reduction="sum")
 
-        rows, gradients = head(taps, teacher.embed(drawn.token_ids), draft_steps), []
+        rows, gradients = head(aux_hidden_states, teacher.embed(drawn.token_ids), draft_steps), []
         chosen = [filled(row.flatten(0, 1)[drawn.places]) for row in rows]
         normed = [head.norm(row) for row in chosen]
         for row, weight in zip(normed, weights, strict=True):
@@ -83,8 +83,8 @@ def lesson(teacher: Teacher, b: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
     features, likely = [], []
     length = b.token_ids.shape[1] - 1
     for i, token_ids in enumerate(b.token_ids.to(teacher.model.device)):
-        taps, logits = teacher.read(token_ids)
-        features.append(taps[:-1])
+        aux_hidden_states, logits = teacher.read(token_ids)
+        features.append(aux_hidden_states[:-1])
         own = places[(places >= i * length) & (places < (i + 1) * length)] - i * length
         likely.append(teacher.known(logits[1:][own]))
     return torch.stack(features), filled(torch.cat(likely))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.eagle_config import ARCHITECTURES, TAPS
+from specserve.models.eagle_config import ARCHITECTURES, AUX_LAYER_IDS
 from specserve_bench.demo.training_config import HeadConfig
 
 KV = list[tuple[Tensor, Tensor]]  # keys and values [B, Hk, L, D] of each draft step
@@ -23,7 +23,7 @@ class HeadShape(NamedTuple):
     hidden: int  # the target's, too, whose embedding the head has
     vocab_size: int  # the target's
     draft_vocab_size: int
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -33,13 +33,15 @@ class HeadShape(NamedTuple):
     max_positions: int
 
 
-def shape_like(target: DecoderConfig, taps: tuple[int, ...], config: HeadConfig) -> HeadShape:
+def shape_like(
+    target: DecoderConfig, aux_layer_ids: tuple[int, ...], config: HeadConfig
+) -> HeadShape:
     """A layer as wide as the target's are."""
     return HeadShape(
         hidden=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
-        taps=taps,
+        aux_layer_ids=aux_layer_ids,
         heads=target.num_heads,
         kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
@@ -56,21 +58,23 @@ class Head(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = linear(len(shape.taps) * shape.hidden, shape.hidden)
+        self.fc = linear(len(shape.aux_layer_ids) * shape.hidden, shape.hidden)
         self.midlayer = Layer(shape)
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.lm_head = linear(shape.hidden, shape.draft_vocab_size)
 
-    def forward(self, taps: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
+    def forward(self, aux_hidden_states: Tensor, embedded: Tensor, num_steps: int) -> list[Tensor]:
         """The features that each draft step passes to the next one.
 
-        taps      [B, L, n * hidden]  row i: the target's, of token i
-        embedded  [B, L, hidden]      row i: token i + 1
-        ->        [B, L, hidden] each; row i of step j predicts token i + 2, and its feature is what
-                  row i - 1 of step j - 1 gave. Rows below j have none, and mean nothing.
+        aux_hidden_states  [B, L, n * hidden]   row i: the target model's, of token i
+        embedded           [B, L, hidden]       row i: token i + 1
+        ->                 [B, L, hidden] each  row i of step j predicts token i + 2
+
+        The feature of row i in step j is the output of row i - 1 in step j - 1. Rows below j have
+        no feature, and their outputs are meaningless.
         """
-        features, rows, past = self.fc(taps), list[Tensor](), KV()
-        table = rotary(self.shape, taps.shape[1], taps.device)
+        features, rows, past = self.fc(aux_hidden_states), list[Tensor](), KV()
+        table = rotary(self.shape, aux_hidden_states.shape[1], aux_hidden_states.device)
         for _ in range(num_steps):
             rows.append(self.midlayer(features, embedded, table, past))
             features = lowered(rows[-1], 1)
@@ -216,7 +220,7 @@ def config_of(shape: HeadShape) -> dict[str, Any]:
         "attention_bias": False,
         "draft_vocab_size": shape.draft_vocab_size,
         "dtype": "bfloat16",
-        TAPS: list(shape.taps),
+        AUX_LAYER_IDS: list(shape.aux_layer_ids),
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,

@@ -20,8 +20,8 @@ from specserve.models.folder import SCALED, Scaled, read_json, refuse_transforme
 from specserve.models.source import Folder, load_eagle_config
 
 NOTE = (
-    "a demo: the source's function, padded to the cost of a larger shape. Its speed is that of "
-    "the shape, its words and its acceptance of drafts are the source's, as far as its dtype goes"
+    "a demo: the source model, padded to the compute of a larger shape. It is as fast as the "
+    "shape. Text and accepted draft tokens match the source model, up to rounding of the dtype"
 )
 DRAFT_VOCAB = 32_000  # tokens of a head: the size that most published heads have
 QWEN3 = {

@@ -306,7 +306,7 @@ class HeadTensors:
 def head_axes(small: EagleConfig, large: EagleConfig) -> dict[str, tuple[Axis, ...]]:
     """As `axes`."""
     layers = axes(small.layers, large.layers)
-    (hidden,), num_taps = layers["norm"], len(small.taps)
+    (hidden,), num_aux_layers = layers["norm"], len(small.aux_layer_ids)
     inputs = {
         name: (*layers[name][:-1], Axis(2, 2), hidden) for name in ("q_proj", "k_proj", "v_proj")
     }
@@ -314,7 +314,7 @@ def head_axes(small: EagleConfig, large: EagleConfig) -> dict[str, tuple[Axis, .
         layers
         | inputs
         | {
-            "fc": (hidden, Axis(num_taps, num_taps), hidden),
+            "fc": (hidden, Axis(num_aux_layers, num_aux_layers), hidden),
             "lm_head": (Axis(small.draft_vocab_size, large.draft_vocab_size), hidden),
         }
     )

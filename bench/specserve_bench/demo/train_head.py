@@ -70,10 +70,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help='plain text, or .jsonl with a line {"messages": [...]} for each conversation',
     )
     p.add_argument(
-        "--taps",
+        "--aux-layers",
         metavar="LAYERS",
-        help="the layers whose input the head reads, as 2,18,33; default: an early, a middle and a "
-        "late one",
+        help="layers whose input the head reads, for example 2,18,33; default: an early, a middle "
+        "and a late layer",
     )
     p.add_argument("--config", type=Path, help="JSON: fields of HeadConfig that differ")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -86,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.text and folder != DEMO_TARGET:
         raise ConfigError("--target: its text is not known: name files with --text")
     shape = checked_shape(folder, config)
-    taps = usual_taps(shape.num_layers) if args.taps is None else parse_taps(args.taps, shape)
-    job = Job(str(folder), tuple(map(str, args.text)), taps, config)
+    aux_layer_ids = (
+        default_aux_layer_ids(shape.num_layers)
+        if args.aux_layers is None
+        else parse_aux_layer_ids(args.aux_layers, shape)
+    )
+    job = Job(str(folder), tuple(map(str, args.text)), aux_layer_ids, config)
     print(train_head(args.out, job, shape, device))
     return 0
 
@@ -97,7 +101,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     texts: tuple[str, ...]  # none: the demo target's own
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...] = msgspec.field(name="taps")
     config: HeadConfig
 
 
@@ -128,24 +132,26 @@ def checked_shape(folder: Path, config: HeadConfig) -> DecoderConfig:
     return shape
 
 
-def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's, where there are layers enough."""
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's layers if the target model has at least 8 layers, else up to three layers."""
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1}))
 
 
-def parse_taps(text: str, shape: DecoderConfig) -> tuple[int, ...]:
+def parse_aux_layer_ids(text: str, shape: DecoderConfig) -> tuple[int, ...]:
     parts = text.split(",")
-    taps = tuple(int(part) for part in parts if part.isdecimal())
-    if len(taps) != len(parts) or list(taps) != sorted(set(taps)):
-        raise ConfigError(f"--taps {text}: give layers that ascend, as 2,18,33")
-    if taps[-1] >= shape.num_layers:
+    aux_layer_ids = tuple(int(part) for part in parts if part.isdecimal())
+    if len(aux_layer_ids) != len(parts) or list(aux_layer_ids) != sorted(set(aux_layer_ids)):
         raise ConfigError(
-            f"--taps {text}: the target has the layers 0 to {shape.num_layers - 1}; name some of "
-            "these"
+            f"--aux-layers {text}: the layers must be ascending numbers. Example: 2,18,33"
         )
-    return taps
+    if aux_layer_ids[-1] >= shape.num_layers:
+        raise ConfigError(
+            f"--aux-layers {text}: the target model has the layers 0 to {shape.num_layers - 1}. "
+            "Choose some of these"
+        )
+    return aux_layer_ids
 
 
 def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) -> Path:
@@ -161,8 +167,10 @@ def train_head(out: Path, job: Job, shape: DecoderConfig, device: torch.device) 
         own = own_text(out / "own.npy", config, lessons.corpus, target)
         lessons = lessons._replace(corpus=lessons.corpus._replace(source=own))
     vocabulary = draft_vocabulary(lessons.corpus, shape.vocab_size, config.draft_vocab_size)
-    teacher = Teacher(target, job.taps, vocabulary.to(device))
-    head = learnt(out / "head", job, shape_like(shape, job.taps, config), teacher, lessons.corpus)
+    teacher = Teacher(target, job.aux_layer_ids, vocabulary.to(device))
+    head = learnt(
+        out / "head", job, shape_like(shape, job.aux_layer_ids, config), teacher, lessons.corpus
+    )
     round_weights(head)
     figures = measure(head, teacher, lessons.held_out, max(3, config.draft_steps))
     half = folder.with_suffix(".part")
@@ -243,7 +251,7 @@ def facts(out: Path, job: Job, corpus: Corpus, device: torch.device) -> Training
     return Training(
         target=Path(job.target).name,
         texts=[Path(text).name for text in job.texts],
-        taps=list(job.taps),
+        aux_layer_ids=list(job.aux_layer_ids),
         hours=hours(out / "head"),
         machine=machine(device, torch.get_num_threads()),
         torch=str(torch.__version__),

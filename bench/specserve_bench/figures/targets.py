@@ -39,7 +39,7 @@ class LatePrompt(NamedTuple):
 
 
 def measure() -> dict[str, Any]:
-    """On the pair at the cost of a 0.6B model."""
+    """Measure with the demo models, padded to 0.6B compute (same text)."""
     target, draft = PAIRS["0.6b"]()
     with ExitStack() as stack:
         plain = stack.enter_context(LLM(target, drafter="none", set=SETTINGS, progress=False))

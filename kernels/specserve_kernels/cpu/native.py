@@ -1,4 +1,4 @@
-"""The library as Python sees it: the structs of its ops' arguments, and running a list of ops."""
+"""Bindings of the C++ library: argument structs of the ops, and a function that runs ops."""
 
 import ctypes
 from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
@@ -11,12 +11,12 @@ from torch import Tensor
 from specserve_kernels.cpu import build
 from specserve_kernels.types import Edits, Masks, Rows, SampleParams
 
-# The fields of Rows that the kernels read, in the order of rows.h.
+# Fields of Rows that the kernels read, in the order of rows.h
 ROW_FIELDS = ("qo_indptr", "indptr", "indices", "positions", "prefix", "slots", "mask")
 
 
 def declared(fields: str, **nested: Any) -> list[tuple[str, Any]]:
-    """The fields of a C struct: types, each with the names that follow it."""
+    """Parse the fields of a C struct: a type precedes the names of its fields."""
     kinds = {"i64": c_int64, "f32": c_float, "ptr": c_void_p, **nested}
     kind: Any = None
     found: list[tuple[str, Any]] = []
@@ -45,11 +45,11 @@ class SampleStruct(Structure):
 
 
 class Linear(Structure):
-    _fields_ = declared(
-        "i64 is_bf16 domain ptr x packed bias out "
-        "i64 N K epilogue bits group has_zeros has_offsets rounds_rows "
-        "f32 factor ptr order added places f32 limit"
-    )
+    _fields_ = [
+        *declared("i64 is_bf16 domain ptr x packed bias out"),
+        *declared("i64 N K epilogue bits group has_zeros has_offsets rounds_rows"),
+        *declared("f32 factor ptr order added places f32 limit"),
+    ]
 
 
 class StepStruct(Structure):
@@ -62,30 +62,30 @@ class Op(Structure):
 
 @cache
 def _struct(fields: str) -> type[Structure]:
-    told = declared(fields, linear=Linear, sampling=SampleStruct)
-    return type("Args", (Structure,), {"_fields_": told})
+    parsed = declared(fields, linear=Linear, sampling=SampleStruct)
+    return type("Args", (Structure,), {"_fields_": parsed})
 
 
 def filled(fields: str, *values: Any) -> Structure:
-    """The arguments of an op, as its C struct has them."""
+    """Create the argument struct of an op."""
     return _struct(fields)(*values)
 
 
 def is_bf16(x: Tensor) -> bool:
-    """Whether a tensor is bfloat16, else float32; the kernels take no other."""
-    assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+    """Whether a tensor is bfloat16 instead of float32. The kernels accept no other dtype."""
+    assert x.is_contiguous(), "kernels need contiguous tensors"
     if x.dtype == torch.bfloat16:
         return True
-    assert x.dtype == torch.float32, f"no kernel computes in {x.dtype}"
+    assert x.dtype == torch.float32, f"kernels compute in bfloat16 or float32, not in {x.dtype}"
     return False
 
 
 def sample_params_of(params: SampleParams) -> SampleStruct:
-    """With null pointers for what no row has."""
+    """Return pointers to the parameters. Edits or masks that no row has are null pointers."""
     native = SampleStruct(*[x.data_ptr() for x in params.columns])
     for some in (params.edits, params.masks):
         for name, x in zip(some._fields, some, strict=True) if some is not None else ():
-            assert x.is_contiguous(), "a kernel was handed a tensor with gaps"
+            assert x.is_contiguous(), "kernels need contiguous tensors"
             setattr(native, name, x.data_ptr())
     return native
 
@@ -101,7 +101,7 @@ def _symbol(kernels: ctypes.CDLL, name: str) -> int | None:
 
 
 def address(name: str) -> int | None:
-    """Of a C++ op."""
+    """The address of a C++ op."""
     return _symbol(build.kernels().library, name)
 
 
@@ -119,12 +119,15 @@ def _run_list(kernels: ctypes.CDLL) -> Any:
 
 
 def run(ops: Any, step: StepStruct, threads: int) -> None:
-    """Run an array of ops, one after the other, each on all of the threads."""
+    """Run an array of ops one after another, each on `threads` threads."""
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
 def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool], is_gated: bool) -> int:
-    """Of a packed weight of codes: bits, group, whether it has zeros, and offsets."""
+    """Size of a packed weight of codes.
+
+    form  bits, group, whether the codes have zeros, whether they have offsets
+    """
     count = build.kernels().library.specserve_code_bytes
     count.argtypes, count.restype = [c_int64] * 7, c_int64
     return int(count(N, K, *form, is_gated))

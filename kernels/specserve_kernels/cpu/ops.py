@@ -1,4 +1,4 @@
-"""The C++ kernels as functions from tensors to tensors: each call is a list of one op."""
+"""The C++ kernels as functions on tensors: each call runs a list of one op."""
 
 from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
@@ -34,11 +34,11 @@ from specserve_kernels.types import (
     SampleParams,
 )
 
-SHORT = 1 << 16  # elements: an op on fewer is done before further threads are awake
+SHORT = 1 << 16  # elements; smaller ops run on one thread, as waking threads takes longer
 
 
 class CpuPlan(NamedTuple):
-    """A step's rows as the kernels read them, and the tensors that keep the memory alive."""
+    """A step's rows in the kernels' form, and the tensors that own their memory."""
 
     rows: Rows
     also: Sequence[Tensor]
@@ -59,7 +59,7 @@ def run(
     token_ids: Tensor | None = None,
     num_adapted: int = 0,
 ) -> None:
-    """Run one op on `num_rows` rows; `size` elements decide whether on all threads."""
+    """Run one op on `num_rows` rows, on all threads if `size` (elements) is at least SHORT."""
     planned = (addressof(plan.native), plan.attention.address) if plan else (None, None)
     ids = None if token_ids is None else token_ids.data_ptr()
     step = native.StepStruct((num_rows, 0, num_adapted), ids, None, *planned)
@@ -76,7 +76,7 @@ def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
 
 
 def _pack(weight: Tensor, is_gated: bool, tail: int = 0) -> tuple[Tensor, int]:
-    """Panels and `tail` words behind them; how many columns the panels have."""
+    """Return the panels, followed by `tail` free words, and the number of output columns."""
     weight = weight.contiguous()
     rows, K = weight.shape
     N = rows // 2 if is_gated else rows
@@ -112,15 +112,19 @@ def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
 
 def _check(codes: Codes) -> None:
     bits, group, q, scale, zero, offset, rounds_rows = codes
-    assert bits in (4, 8) and q.dtype == torch.uint8, f"no kernel reads codes of {bits} bits"
-    assert q.shape[1] % group == 0, f"{q.shape[1]} codes in groups of {group}"
+    assert bits in (4, 8) and q.dtype == torch.uint8, (
+        f"kernels read uint8 codes of 4 or 8 bits, not {bits} bits in {q.dtype}"
+    )
+    assert q.shape[1] % group == 0, f"group size {group} does not divide the {q.shape[1]} columns"
     shape = q.shape[0], q.shape[1] // group
-    assert scale.shape == shape and scale.dtype == torch.float32, "not a scale for each group"
+    assert scale.shape == shape and scale.dtype == torch.float32, (
+        "scale needs one float32 value per group"
+    )
     is_zero = zero is None or (zero.shape == shape and zero.dtype == torch.uint8)
-    assert is_zero, "not a zero for each group"
+    assert is_zero, "zero needs one uint8 value per group"
     is_offset = offset is None or (offset.shape == shape and offset.dtype == torch.float32)
-    assert is_offset, "not an offset for each group"
-    may_round = f"rows are rounded for 8 bits, one scale a row and {MAX_ROUNDED} columns at most"
+    assert is_offset, "offset needs one float32 value per group"
+    may_round = f"rounding rows needs 8 bits, one scale per row and at most {MAX_ROUNDED} columns"
     assert codes.may_round_rows or not rounds_rows, may_round
 
 
@@ -128,8 +132,8 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     weight = weight.contiguous()
     N, K = weight.shape
     group = GROUP if bits == 4 else K
-    assert bits in (4, 8) and K % group == 0, f"no {bits}-bit codes of {K} columns"
-    # Not from malloc: freeing it would leave a hole in the heap between weights.
+    assert bits in (4, 8) and K % group == 0, f"{K} columns cannot be quantized to {bits}-bit codes"
+    # Not allocated with malloc: freeing it would leave a hole in the heap between weights.
     q, scale = allocate(N * K).view(N, K), torch.empty(N, K // group)
     pointers = weight.data_ptr(), q.data_ptr(), scale.data_ptr()
     args = native.filled(
@@ -158,7 +162,7 @@ def linear_add(
     factor: float = 1.0,
     added: AdapterSums | None = None,
 ) -> Tensor:
-    assert len(residual) == len(x), "a residual of another number of rows"
+    assert len(residual) == len(x), "residual and x differ in their number of rows"
     return _multiply(x, packed, bias, residual, ADD, factor, added)
 
 
@@ -215,7 +219,7 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    assert len(residual) == len(x), "a residual of another number of rows"
+    assert len(residual) == len(x), "residual and x differ in their number of rows"
     return _norm(arguments.norm(0, x, weight, residual, eps, adds=True), residual)
 
 
@@ -292,7 +296,9 @@ def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
 
 def floats(logits: Tensor) -> int:
     """The address of logits."""
-    assert logits.dtype == torch.float32 and logits.is_contiguous(), "logits are float32"
+    assert logits.dtype == torch.float32 and logits.is_contiguous(), (
+        "logits must be contiguous float32"
+    )
     return logits.data_ptr()
 
 
@@ -308,7 +314,7 @@ def sample(logits: Tensor, rows: Tensor, params: SampleParams) -> Tensor:
 
 def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Logprobs:
     n, V = len(rows), logits.shape[1]
-    assert k <= V, "more tokens than there are"
+    assert k <= V, "k exceeds the vocabulary size"
     ids = torch.empty(n, k, dtype=torch.int64)
     out = Logprobs(torch.empty(n), torch.empty(n, dtype=torch.int64), ids, torch.empty(n, k))
     given = floats(logits), V, rows.data_ptr(), tokens.data_ptr(), n, k
@@ -329,18 +335,18 @@ def top_children(logits: Tensor, params: SampleParams, k: int, tau: float) -> tu
 
 
 class SlotMaps:
-    """One of the two maps of the adapter in each slot. A program holds the address of `addresses`,
-    so what is put into a slot counts from the next step on.
+    """One of the two linear maps of each slot's adapter. Programs hold the address of `addresses`,
+    so a change of a slot applies from the next step on.
     """
 
     def __init__(self, num_slots: int, N: int, K: int, dtype: torch.dtype) -> None:
         self.packed: list[Packed | None] = [None] * num_slots
-        self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of their words; 0: none
+        self.addresses = torch.zeros(num_slots, dtype=torch.int64)  # of packed words; 0: empty slot
         self.form = prepack(torch.zeros(N, K, dtype=dtype))._replace(words=self.addresses)
 
     def pack(self, weight: Tensor) -> Packed:
         packed = prepack(weight)
-        assert packed[1:] == self.form[1:], "an adapter of another shape or dtype"
+        assert packed[1:] == self.form[1:], "the adapter's shape or dtype differs from the slot's"
         return packed
 
     def put(self, slot: int, packed: Packed | None) -> None:
@@ -349,7 +355,7 @@ class SlotMaps:
 
 
 class CpuMapAdapters:
-    """As the reference's."""
+    """The adapter weights for one linear map [N, K], packed for the C++ kernels."""
 
     def __init__(self, num_slots: int, rank: int, N: int, K: int, dtype: torch.dtype) -> None:
         self.down = SlotMaps(num_slots, rank, K, dtype)
@@ -365,28 +371,29 @@ class CpuMapAdapters:
 
 
 def adapted(x: Tensor, adapters: CpuMapAdapters, plan: CpuPlan) -> AdapterSums | None:
-    told = plan.rows.adapters
-    if told is None:
+    adapted_rows = plan.rows.adapters
+    if adapted_rows is None:
         return None
-    A, down, up = len(told.order), adapters.down, adapters.up
+    A, down, up = len(adapted_rows.order), adapters.down, adapters.up
     inner, sums = x.new_empty(A, down.form.N), torch.empty(A, up.form.N)
-    first = arguments.adapter_maps(x, told.order, down, told.begins, inner, PLAIN)
-    second = arguments.adapter_maps(inner, None, up, told.begins, sums, FLOATS)
+    first = arguments.adapter_maps(x, adapted_rows.order, down, adapted_rows.begins, inner, PLAIN)
+    second = arguments.adapter_maps(inner, None, up, adapted_rows.begins, sums, FLOATS)
     run("adapter_maps", first, A, A * x.shape[1] * down.form.N)
     run("adapter_maps", second, A, sums.numel() * down.form.N)
-    return AdapterSums(sums, told.places)
+    return AdapterSums(sums, adapted_rows.places)
 
 
 class RoutedPairs(NamedTuple):
-    """The experts of each row, and the work list: by expert, which rows it has.
+    """The experts of each row, and each expert's list of rows.
 
-    A row and one of its experts are a pair; pairs have places, in the order of experts and rows.
+    A pair is a row and one of its experts. Pairs are ordered by expert, then by row. The place of
+    a pair is its index in this order.
 
     weights  [R, k]   float32
-    experts  [R, k]   int32    the likeliest first
-    places   [R, k]   int32    of each pair
-    rows     [R, k]   int32    flat: the row of the pair at a place
-    begins   [E + 1]  int32    the first place of each expert, and the end
+    experts  [R, k]   int32    in descending order of weight
+    places   [R, k]   int32    place of each pair
+    rows     [R, k]   int32    row of each pair, by place (a flat list)
+    begins   [E + 1]  int32    first place of each expert, and the number of pairs
     """
 
     weights: Tensor
@@ -404,7 +411,7 @@ def prepack_experts(
     assert len(forms) == 1, f"experts of different forms: {forms}"
     addresses = torch.tensor([packed.words.data_ptr() for packed in each])
     outputs = each[0].N * (2 if is_gated else 1)
-    assert bias is None or bias.shape == (len(each), outputs), "no bias for each expert"
+    assert bias is None or bias.shape == (len(each), outputs), "bias needs one row per expert"
     return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
 
 
@@ -426,7 +433,7 @@ def experts(
     limit: float | None = None,
 ) -> Tensor:
     R, k = routing.weights.shape
-    assert len(x) == len(residual) == R, "a routing or a residual of another number of rows"
+    assert len(x) == len(residual) == R, "x, routing and residual differ in their number of rows"
     inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
     rows, begins = routing.rows, routing.begins
     calls: list[tuple[str, Any]] = [

@@ -1,4 +1,4 @@
-"""A forward as a flat list of C++ ops over buffers of fixed addresses, recorded once."""
+"""A forward, recorded as a flat list of C++ ops on buffers with fixed addresses."""
 
 from collections.abc import Collection, Sequence
 from ctypes import addressof
@@ -15,17 +15,24 @@ from specserve_kernels.types import AdapterRows, KVCache, Rows
 
 
 class NativePiece(NamedTuple):
-    """Native ops that one call runs, or one op of Python's."""
+    """Consecutive native ops, which one call runs, or one op in Python."""
 
-    ops: Any  # a ctypes array; None for an op of Python's
+    ops: Any  # ctypes array; None for an op in Python
     hosted: Hosted | None
 
 
 class Recording:
-    """The ops of one forward, for steps of up to so many rows, and the memory that they use."""
+    """The ops of one forward and their buffers, for steps of up to `max_rows` rows.
+
+    max_rows  rows of a step, rows whose logits are read
+    """
 
     def __init__(
-        self, model: ModelForward, kv: KVCache, max_rows: tuple[int, int], taps: Collection[int]
+        self,
+        model: ModelForward,
+        kv: KVCache,
+        max_rows: tuple[int, int],
+        aux_layer_ids: Collection[int],
     ) -> None:
         recorder: Any = Recorder((*max_rows, max_rows[STEP]))
         self.max_rows = max_rows
@@ -33,7 +40,7 @@ class Recording:
         self.entry = on.embed(Index(STEP))
         layers = len(recorder.calls)
         plan = on.plan(recorder, kv)
-        self.residual, self.taps = on.forward(self.entry, kv, plan, taps)
+        self.residual, self.aux_hidden_states = on.forward(self.entry, kv, plan, aux_layer_ids)
         head = len(recorder.calls)
         self.logits = on.logits(self.residual, Index(READ))
         self.calls: list[Native | Hosted] = recorder.calls
@@ -42,14 +49,14 @@ class Recording:
         self.memory, self.kept = recorder.memory, recorder.kept
         self.adapter_rows: AdapterRows | None = recorder.adapter_rows
 
-    def take_adapters(self, told: AdapterRows | None) -> int:
-        """Put a step's rows with adapters where the ops read them; how many there are."""
-        if told is None:
+    def take_adapters(self, rows: AdapterRows | None) -> int:
+        """Copy a step's adapter rows into the buffers of the ops. Return their number."""
+        if rows is None:
             return 0
-        assert self.adapter_rows is not None, "a model without slots for adapters"
-        for own, given in zip(self.adapter_rows, told, strict=True):
+        assert self.adapter_rows is not None, "the model has no adapter slots"
+        for own, given in zip(self.adapter_rows, rows, strict=True):
             own[: len(given)] = given
-        return len(told.order)
+        return len(rows.order)
 
 
 def pieces(calls: Sequence[Native | Hosted]) -> list[NativePiece]:
@@ -68,7 +75,7 @@ def pieces(calls: Sequence[Native | Hosted]) -> list[NativePiece]:
 
 
 class NativeProgram:
-    """A recorded forward; recorded again when a step has more rows than any before."""
+    """A recorded forward. A step with more rows than the buffers hold records it again."""
 
     def __init__(
         self,
@@ -76,22 +83,22 @@ class NativeProgram:
         kv: KVCache,
         max_rows: int,
         max_read: int,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
     ) -> None:
-        self.model, self.kv, self.taps = model, kv, taps
-        self.recording = Recording(model, kv, (max_rows, max_read), taps)
+        self.model, self.kv, self.aux_layer_ids = model, kv, aux_layer_ids
+        self.recording = Recording(model, kv, (max_rows, max_read), aux_layer_ids)
         self.attention = arguments.AttentionPlan()
         self.step = native.StepStruct(attention=self.attention.address)
-        self.kept: Any = None  # what the step holds addresses of
+        self.kept: Any = None  # tensors whose addresses the step holds
 
     @property
     def native_ops(self) -> list[str]:
-        """The C++ ops, in their order."""
+        """Names of the C++ ops, in the order of execution."""
         return [c.name for c in self.recording.calls if isinstance(c, Native)]
 
     @property
     def host_ops(self) -> list[str]:
-        """The ops that Python runs."""
+        """Names of the ops that run in Python."""
         return [c.name for c in self.recording.calls if isinstance(c, Hosted)]
 
     @property
@@ -110,7 +117,7 @@ class NativeProgram:
         residual: Tensor | None = None,
     ) -> Outputs:
         given = token_ids if residual is None else residual
-        assert given is not None, "neither token ids nor a residual"
+        assert given is not None, "pass token ids or a residual"
         R, n = len(given), len(read)
         self.reserve(R, n)
         found, step, placed = self.recording, self.step, native.rows_of(rows)
@@ -124,26 +131,28 @@ class NativeProgram:
         else:
             found.entry.tensor[:R].copy_(residual)
             self.run_pieces(found.from_residual)
-        taps = {layer: tap.tensor[:R] for layer, tap in found.taps.items()}
+        aux_hidden_states = {
+            layer: aux.tensor[:R] for layer, aux in found.aux_hidden_states.items()
+        }
         logits = found.logits.tensor[:n] if n else None
-        return Outputs(found.residual.tensor[:R], logits, taps, also)
+        return Outputs(found.residual.tensor[:R], logits, aux_hidden_states, also)
 
     def logits(self, read: Tensor) -> Tensor:
         n = len(read)
-        assert n <= self.recording.max_rows[READ], "more rows than were reserved"
+        assert n <= self.recording.max_rows[READ], "more rows than reserved"
         self.step.num_rows[READ], self.step.read = n, read.data_ptr()
         self.run_pieces(self.recording.head)
         return self.recording.logits.tensor[:n]  # type: ignore[no-any-return]
 
     def reserve(self, num_rows: int, num_read: int) -> None:
-        """Room for so many rows: a step that has more than any before is slower, once."""
+        """Record again if the buffers are too small for a step. This step takes longer."""
         most = self.recording.max_rows
         if num_rows <= most[STEP] and num_read <= most[READ]:
             return
-        # The next power of two, so that few numbers of rows record again.
-        asked = zip(most, (num_rows, num_read), strict=True)
-        larger = [max(n, 1 << (k - 1).bit_length()) for n, k in asked]
-        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.taps)
+        # Rounded up to a power of two, so that few sizes are recorded.
+        sizes = zip(most, (num_rows, num_read), strict=True)
+        larger = [max(n, 1 << (k - 1).bit_length()) for n, k in sizes]
+        self.recording = Recording(self.model, self.kv, (larger[0], larger[1]), self.aux_layer_ids)
 
     def run_pieces(self, found: Sequence[NativePiece]) -> None:
         threads = torch.get_num_threads()

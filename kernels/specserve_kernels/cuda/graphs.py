@@ -38,7 +38,7 @@ class ForwardGraph(NamedTuple):
 
     replay: Replay
     residual: Tensor
-    taps: dict[int, Tensor]
+    aux_hidden_states: dict[int, Tensor]
     logits: Tensor
 
 
@@ -155,13 +155,13 @@ class GraphProgram:
         num_planned: Counter[str],
         model: ModelForward,
         kv: KVCache,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
         capture: Callable[[Callable[[], Result]], tuple[Result, Replay]] | None = None,
     ) -> None:
         """`num_planned` counts forwards per attention backend."""
         self.child_graphs, self.num_planned = child_graphs, num_planned
-        self.model, self.kv, self.taps = model, kv, taps
-        self.eager = EagerProgram(model, kv, taps)
+        self.model, self.kv, self.aux_layer_ids = model, kv, aux_layer_ids
+        self.eager = EagerProgram(model, kv, aux_layer_ids)
         self.staging = Staging(child_graphs.device, STAGED_BYTES)
         self.capture = capture or Capture()
         self.inputs: dict[int, GraphInputs] = {}
@@ -194,9 +194,9 @@ class GraphProgram:
         recording = self.recordings[size]
         recording.replay()
         self.residual = recording.residual[:R]
-        taps = {i: tapped[:R] for i, tapped in recording.taps.items()}
+        aux_hidden_states = {i: aux[:R] for i, aux in recording.aux_hidden_states.items()}
         logits = recording.logits[: len(read)] if len(read) else None
-        return Outputs(self.residual, logits, taps, plan.also[2:])
+        return Outputs(self.residual, logits, aux_hidden_states, plan.also[2:])
 
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."
@@ -216,11 +216,13 @@ class GraphProgram:
 
         def forward() -> Result:
             entry = self.model.embed(token_ids)
-            residual, taps = self.model.forward(entry, self.kv, plan, self.taps)
-            return residual, dict(taps), self.model.logits(residual, read)
+            residual, aux_hidden_states = self.model.forward(
+                entry, self.kv, plan, self.aux_layer_ids
+            )
+            return residual, dict(aux_hidden_states), self.model.logits(residual, read)
 
         forward()
-        (residual, taps, logits), replay = self.capture(forward)
+        (residual, aux_hidden_states, logits), replay = self.capture(forward)
         smaller = max((size for size in SIZES if size < len(read)), default=0)
         self.child_graphs.follow(logits, smaller)
-        return ForwardGraph(replay, residual, taps, logits)
+        return ForwardGraph(replay, residual, aux_hidden_states, logits)

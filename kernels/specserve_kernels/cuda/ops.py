@@ -281,12 +281,12 @@ class CudaOps:
         kv: KVCache,
         max_rows: int,
         max_read: int,
-        taps: Collection[int] = (),
+        aux_layer_ids: Collection[int] = (),
     ) -> Program:
         """Return a program that records CUDA graphs, unless every step must use FlashInfer."""
         if self.choice == "flashinfer" or self.device.type != "cuda":
-            return EagerProgram(model, kv, taps)
-        return GraphProgram(self.child_graphs, self.num_planned, model, kv, taps)
+            return EagerProgram(model, kv, aux_layer_ids)
+        return GraphProgram(self.child_graphs, self.num_planned, model, kv, aux_layer_ids)
 
     def rope_write_kv(
         self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CudaPlan

@@ -86,17 +86,21 @@ lock = nullcontext()  # forwards share no buffers
 
 
 def program(
-    model: ModelForward, kv: KVCache, max_rows: int, max_read: int, taps: Collection[int] = ()
+    model: ModelForward,
+    kv: KVCache,
+    max_rows: int,
+    max_read: int,
+    aux_layer_ids: Collection[int] = (),
 ) -> EagerProgram:
     """Prepare a model's forward for running steps.
 
-    model     calls only ops; a program computes what its `plan`, `forward` and `logits` compute
-    kv        the model's view of the arena
-    max_rows  usual maximum rows of a step; a build may reserve memory for them
-    max_read  usual maximum rows whose logits are read
-    taps      the layers whose input residual is returned as auxiliary hidden states
+    model          calls only ops; a program computes its `plan`, `forward` and `logits`
+    kv             the model's view of the arena
+    max_rows       usual maximum rows of a step; a build may reserve memory for them
+    max_read       usual maximum rows whose logits are read
+    aux_layer_ids  the layers whose input residual is returned as auxiliary hidden states
     """
-    return EagerProgram(model, kv, taps)
+    return EagerProgram(model, kv, aux_layer_ids)
 
 
 def arithmetic() -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.models.eagle_head import load_eagle_head
-from specserve.speculation.head_model import LEAST, TOKENS, TapWatch, tap_words
+from specserve.speculation.head_model import LEAST, TOKENS, AuxLayerWatch, aux_layer_words
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import Case, Watch, engine_for, load_small
 from tests.models.eagle_heads import write_head
@@ -76,7 +76,7 @@ def test_a_head_that_is_right_is_not_reported_of(models, caplog, monkeypatch):
     [(0, True), (round(LEAST * TOKENS) - 1, True), (LEAST * TOKENS, False)],
 )
 def test_the_share_that_is_right_decides(caplog, num_right, is_reported):
-    watch = TapWatch("its taps")
+    watch = AuxLayerWatch("its layers")
     for token in range(TOKENS):
         assert not watch.is_over and warnings(caplog) == []
         watch.expect([1], [7])
@@ -92,12 +92,12 @@ def test_the_share_that_is_right_decides(caplog, num_right, is_reported):
 
 @pytest.mark.parametrize("num_right", [0, TOKENS])
 def test_tokens_are_compared_together_as_one_by_one(caplog, num_right):
-    watch = TapWatch("its taps")
+    watch = AuxLayerWatch("its layers")
     watch.compare([1] * (TOKENS + 5), [1] * num_right + [2] * (TOKENS + 5 - num_right))
     assert watch.is_over and watch.num_tokens == TOKENS and watch.num_right == num_right
     assert len(warnings(caplog)) == (num_right == 0)
 
 
 def test_what_is_read_is_reported_in_words():
-    assert tap_words([0, 2, 3], 4) == "the inputs of the target's layers 0, 2, 3"
-    assert tap_words([4], 4) == "the output of the target's last layer"
+    assert aux_layer_words([0, 2, 3], 4) == "the inputs of the target's layers 0, 2, 3"
+    assert aux_layer_words([4], 4) == "the output of the target's last layer"
