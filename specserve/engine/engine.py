@@ -150,9 +150,7 @@ class Engine:
         return refused + outputs
 
     def admit(self) -> list[StepOutput]:
-        """Queue requests whose grammar and adapter are ready; return error outputs for failed
-        ones.
-        """
+        """Queue requests whose grammar and adapter are ready; return outputs of failed ones."""
         refused: list[StepOutput] = []
         for choices, failure, blamed in self.admission.ready():
             for request in choices:
@@ -217,9 +215,8 @@ class Engine:
     def keep_kv(self, item: ScheduledRequest, path: AcceptedPath) -> None:
         """Queue the moves of accepted nodes' KV for the next launch.
 
-        Node k was written at slot root + k, and the j-th accepted node belongs at root + j, with j
-        <= k. No move overwrites the source of a later one, so moves in order need no scratch
-        memory.
+        Node k was written at slot root + k, and accepted node j belongs at root + j, with j <= k.
+        No move overwrites the source of a later one, so moves in order need no scratch memory.
         """
         table, root = item.request.table, item.end - 1
         moved = [(j, k) for j, k in enumerate(path.nodes, 1) if k != j]

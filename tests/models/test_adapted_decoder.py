@@ -91,5 +91,5 @@ def test_an_adapter_that_is_replaced_or_taken_out_leaves_nothing(tmp_path):
 
 def test_a_model_without_slots_refuses_rows_with_an_adapter(tmp_path):
     decoder = load_decoder(tiny_checkpoint(tmp_path), "fp32", cpu)
-    with pytest.raises(AssertionError, match="without slots"), torch.inference_mode():
+    with pytest.raises(AssertionError, match="no adapter slots"), torch.inference_mode():
         logits(decoder, prompt(decoder.config.vocab_size, LENGTH), 0)
