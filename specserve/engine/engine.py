@@ -65,9 +65,7 @@ class Engine:
         kept: Sequence[KeptCosts] = (),
         is_replaceable: bool = False,
     ) -> None:
-        """`speculator` is None without a drafter; `grammars` and `adapters` are None if no request
-        may use them. `is_replaceable`: another process can continue the requests.
-        """
+        """Unused parts are None. `is_replaceable`: another process can continue the requests."""
         self.target, self.scheduler = target, scheduler
         self.draft_model, self.head, self.speculator = draft_model, head, speculator
         self.grammars, self.adapters = grammars, adapters
