@@ -109,7 +109,7 @@ def test_more_prompt_tokens_than_may_wait_are_refused_and_a_short_prompt_is_not(
 def test_what_could_never_wait_is_no_reason_to_ask_again(strict):
     for prompts in ([[1]] * 5, [[1] * 250] * 3):
         response = strict.post(COMPLETIONS, saying(2, prompt=prompts))
-        assert response.status == 400 and "may wait" in response.body["error"]["message"]
+        assert response.status == 400 and "queue limit" in response.body["error"]["message"]
 
 
 def test_a_stream_that_waits_is_kept_alive_by_comments(strict):

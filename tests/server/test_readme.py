@@ -42,11 +42,12 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     assert model == f"serving {folder} as tiny"
     assert formats == "tool calls none, reasoning none"
     assert (
-        drafter == "drafter auto (ngram, grammar, prediction), up to 63 guesses a request and step"
+        drafter
+        == "drafter auto (ngram, grammar, prediction), up to 63 draft tokens per request and step"
     )
-    assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens a request", memory)
+    assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens per request", memory)
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
-    assert page == f"open {server.url} in a browser, or ask by"
+    assert page == f"open {server.url} in a browser, or send a request:"
 
 
 def test_a_start_names_all_sources(presets):
@@ -55,8 +56,8 @@ def test_a_start_names_all_sources(presets):
         .said[1]
         .startswith("drafter auto (ngram, model, grammar, prediction), up to")
     )
-    assert presets["ngram"].said[1] == "drafter ngram, up to 16 guesses a request and step"
-    assert presets["off"].said[1] == "drafter none, no guesses"
+    assert presets["ngram"].said[1] == "drafter ngram, up to 16 draft tokens per request and step"
+    assert presets["off"].said[1] == "drafter none, speculation is off"
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -78,7 +78,7 @@ def test_a_token_that_the_model_has_no_embedding_of_ends_its_own_request_only(se
             error = answer.body["error"]
             assert (answer.status, error["param"]) == (400, field), (path, body)
             assert f"{BEYOND!r} has the id 320" in error["message"]
-            assert "[0, 320): leave it out" in error["message"]
+            assert "[0, 320)). Omit the token" in error["message"]
             assert path != "/detokenize" or error["message"].startswith("tokens: the token")
         assert list(events)[-1] == "[DONE]"
 
@@ -139,7 +139,7 @@ def test_more_chats_than_may_wait_are_refused(tmp_path):
             client.sendall(head.encode() + body)
         eventually(lambda: server.post(COMPLETIONS, {"prompt": "the"}).status == 503)
         answer = server.post(CHAT, chat_with("hi"))
-        assert answer.status == 503 and "3 requests wait" in answer.body["error"]["message"]
+        assert answer.status == 503 and "3 requests are waiting" in answer.body["error"]["message"]
 
 
 def test_the_templates_processes_end_with_the_server_even_in_the_middle_of_a_template(server):
