@@ -78,7 +78,7 @@ def test_a_target_whose_mtp_layers_cannot_be_read_serves_without_them(tmp_path, 
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
     with load(target) as llm:
         assert "eagle" not in llm.engine.sources and llm.engine.head is None
-        with pytest.raises(ConfigError, match="no head of the target was loaded at the start"):
+        with pytest.raises(ConfigError, match="no draft head was loaded at start-up"):
             llm.change_speculation(drafter="eagle")
     [words] = warnings(caplog)
     assert "multi-token prediction layers are not used" in words and "eh_proj" in words

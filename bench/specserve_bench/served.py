@@ -193,14 +193,14 @@ class Streams:
 
     def __init__(self, server: Served, number: int, max_tokens: int) -> None:
         self.server, self.max_tokens = server, max_tokens
-        self.resume, self.is_cut = Barrier(number + 1), Event()
+        self.started, self.is_cut = Barrier(number + 1), Event()
         self.times: list[list[float]] = [[] for _ in range(number)]
         self.texts = [""] * number
 
     def __enter__(self) -> Self:
         self.threads = ThreadPoolExecutor(len(self.texts))
         self.reading = [self.threads.submit(self.read, n) for n in range(len(self.texts))]
-        self.resume.wait()
+        self.started.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -220,7 +220,7 @@ class Streams:
             choices = json.loads(line.removeprefix(b"data: "))["choices"]
             self.texts[number] += "".join(choice["text"] for choice in choices)
             if len(self.times[number]) == 1:
-                self.resume.wait()
+                self.started.wait()
             if self.is_cut.is_set():
                 break
         connection.close()

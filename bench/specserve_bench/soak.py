@@ -197,21 +197,21 @@ class Soak:
 
     async def calibrate(self) -> float:
         """Requests a second that the server answers, so many at a time."""
-        resume = perf_counter()
+        started = perf_counter()
 
         async def ask_on() -> None:
-            while perf_counter() - resume < 10.0:
+            while perf_counter() - started < 10.0:
                 await self.ask()
 
         await asyncio.gather(*(ask_on() for _ in range(16)))
-        return self.sent / (perf_counter() - resume)
+        return self.sent / (perf_counter() - started)
 
     async def arrive(self, rate: float, seconds: float) -> None:
         """Open loop, with Poisson's gaps; where all places are taken, arrivals wait."""
-        chance, resume = self.chance("arrivals"), perf_counter()
-        due = resume
+        chance, started = self.chance("arrivals"), perf_counter()
+        due = started
         async with asyncio.TaskGroup() as tasks:
-            while (due := due + chance.expovariate(rate)) - resume < seconds:
+            while (due := due + chance.expovariate(rate)) - started < seconds:
                 await asyncio.sleep(due - perf_counter())
                 await self.places.acquire()
                 task = tasks.create_task(self.ask())

@@ -266,14 +266,14 @@ def timeline(tour: Tour) -> Figure:
         ("without", tour.plain),
     ]
     for lane, (_, run) in enumerate(lanes):
-        resume = 0.0
+        started = 0.0
         for number, step in enumerate(run.steps):
             face = FACES[1] if number else RAISED
-            ax.barh(lane, step.ms, 0.5, resume, color=face, edgecolor="white", linewidth=1)
-            tokens(ax, resume + step.ms / 2, lane, number, step)
-            resume += step.ms
+            ax.barh(lane, step.ms, 0.5, started, color=face, edgecolor="white", linewidth=1)
+            tokens(ax, started + step.ms / 2, lane, number, step)
+            started += step.ms
         word = "step" if len(run.steps) == 1 else "steps"
-        ax.text(resume, lane, f"  {len(run.steps)} {word}, {resume:.0f} ms", va="center")
+        ax.text(started, lane, f"  {len(run.steps)} {word}, {started:.0f} ms", va="center")
     ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.set_ylim(len(lanes) - 0.5, -0.6)
     ax.set_xlim(0, max(run.total_ms for _, run in lanes) * 1.18)

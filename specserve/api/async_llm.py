@@ -1,4 +1,4 @@
-"""The API for an event loop: prompts in, outputs as they come; the engine is another process."""
+"""The API for an event loop: outputs are streamed, and the engine runs in another process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -34,24 +34,24 @@ from specserve.models.folder import resolve
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer
 
-# From the number of the prompt's last tokens to keep, to its ids and its text.
+# Reads a prompt: number of its last tokens to keep -> ids and text.
 ReadPrompt = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
 
 
 class ReadyEngine:
-    """The engine process, once it is ready."""
+    """A loaded engine process."""
 
     def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
         self.client, self.ready, self.input_processor = client, ready, processor
         self.grammars = GrammarCheck(processor)
 
     def take_change(self, ready: Ready) -> None:
-        """Use other drafters from now on."""
+        """Store the state after a change of drafters."""
         self.ready = ready
         self.input_processor = replace(self.input_processor, sources=ready.sources)
 
     def resolve(self, params: SamplingParams) -> Resolved:
-        """RequestError for parameters that cannot be served."""
+        """Check and resolve the parameters. RequestError if they are invalid."""
         sampling = self.input_processor.resolve(params)
         self.grammars.check(sampling)
         return Resolved(params, sampling)
@@ -59,17 +59,17 @@ class ReadyEngine:
     def read(
         self, read: ReadPrompt, params: SamplingParams, adapter: str
     ) -> tuple[list[int], str | None, Keys]:
-        """A prompt's ids, its text, and the keys of its blocks with an adapter of this digest."""
+        """Return a prompt's ids, its text, and the keys of its blocks for an adapter's digest."""
         ids, text = read(self.input_processor, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
         return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt, adapter)
 
 
 class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
-    """A model and a drafter in a process of their own, for one event loop.
+    """A model and a drafter in a separate process, for one event loop.
 
-    It is loaded by `start`, `async with` or the first request. Close it, or use it as an async
-    context manager. Arguments and errors are those of `LLM`.
+    `start`, `async with` or the first request loads it. Close it, or use it as an async context
+    manager. `LLM` describes the arguments and errors.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         lora_request: Lora = None,
         **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
-        """Outputs as tokens come, each with all of the text so far; the last one is `finished`.
+        """Yield an output for each step, with all of the text so far; the last one is `finished`.
 
-        Who leaves the iteration aborts the request. `lora`, `lora_request` and `vllm` as for
-        `LLM.generate`.
+        Leaving the iteration aborts the request. `LLM.generate` describes `lora`, `lora_request`
+        and `vllm`.
         """
         check_call("AsyncLLM.generate", vllm)
         plain, text = unwrapped(prompt)
@@ -149,7 +149,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         lora_request: Lora = None,
         **vllm: Any,
     ) -> AsyncGenerator[Output, None]:
-        """The same for a conversation, through the model's chat template."""
+        """Yield outputs as `generate`, for a conversation and the model's chat template."""
         check_call("AsyncLLM.chat", vllm)
         given = add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         options = chat_options(*given)
@@ -176,8 +176,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         resolved = await asyncio.to_thread(resolve) if is_long else resolve()
         if asked.is_ranked:
             raise RequestError(
-                "best_of: outputs come before it is known which are best; leave it out, or call "
-                "LLM.generate",
+                "best_of: not supported for streamed outputs. Omit it, or call LLM.generate",
                 "best_of",
             )
         seed = self.seed_of(asked)
@@ -208,13 +207,14 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
 
     def new_id(self, asked: str | None) -> str:
         if asked is not None and asked in self.live:
-            raise RequestError(f"request_id {asked!r:.100}: another request has it", "request_id")
+            message = f"request_id {asked!r:.100} belongs to a running request. Choose another one"
+            raise RequestError(message, "request_id")
         while asked is None or asked in self.live:
             asked, self.num_asked = str(self.num_asked), self.num_asked + 1
         return asked
 
     async def abort(self, request_id: str) -> None:
-        """End a request, whose last output has what has come; nothing if it has ended already."""
+        """End a request, if it still runs. Its last output has all tokens so far."""
         if request_id in self.live:
             self.live[request_id].abort()
 
@@ -222,7 +222,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         return (await self.start()).input_processor.tokenizer
 
     async def speculation(self) -> SpeculationState:
-        """The costs and gains of draft tokens and rows so far, and the limits on draft tokens."""
+        """Return the costs and gains of draft tokens and rows, and the limits on draft tokens."""
         return await (await self.start()).client.speculation()
 
     async def change(self, find: Callable[[], Config]) -> None:
@@ -232,7 +232,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
     async def load_lora_adapter(
         self, name: str, path: str | Path, *, load_inplace: bool = False
     ) -> None:
-        """As `LLM.load_lora_adapter`; it is read beside the steps."""
+        """Do the same as `LLM.load_lora_adapter`. Steps continue while it is loaded."""
         await self.name_adapter(await self.start(), name, path, load_inplace)
 
     async def name_adapter(
@@ -247,7 +247,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 engine.client.forget_adapter(unnamed)
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """As `LLM.unload_lora_adapter`."""
+        """Do the same as `LLM.unload_lora_adapter`."""
         engine = await self.start()
         async with self.adapter_changes:
             unnamed = self.adapters.remove(name)
@@ -255,11 +255,11 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 engine.client.forget_adapter(unnamed)
 
     async def reset_cache(self) -> None:
-        """Empty the prefix cache: later prompts are computed from their first token."""
+        """Empty the prefix cache."""
         await (await self.start()).client.reset_cache()
 
     async def start(self) -> ReadyEngine:
-        """Load the models, unless that has been done or is being done."""
+        """Load the models if they are not loaded yet, and return the engine."""
         self.check_open()
         if self.starting is None:
             self.starting = asyncio.create_task(self.load())
@@ -268,7 +268,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
     async def load(self) -> ReadyEngine:
         folders = await asyncio.to_thread(self.check_files)
         modules = modules_of(self.config, self.adapters.model)
-        # In the loop's thread: the process ends with the thread that starts it.
+        # In the loop's thread, because the process ends with the thread that started it.
         engines = ForkServer(self.config, folders.drafters)
         client = EngineClient(engines.start(), engines.start)
         try:
@@ -294,12 +294,12 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
 
     def check_open(self, engine: ReadyEngine | None = None) -> None:
         if self.is_closed:
-            raise EngineDied("this AsyncLLM is closed: make another one")
+            raise EngineDied("this AsyncLLM is closed. Create a new one")
         if engine is not None and engine.client.died.is_set():
-            raise EngineDied("the engine process has ended: make another AsyncLLM")
+            raise EngineDied("the engine process has ended. Create a new AsyncLLM")
 
     async def close(self) -> None:
-        """Abort all requests that are running, and end the engine process."""
+        """Abort all running requests, and end the engine process."""
         starting = self.stop()
         if starting is not None:
             with suppress(asyncio.CancelledError, SpecserveError):
@@ -307,14 +307,14 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 await engine.client.leave()
 
     def shutdown(self) -> None:
-        """`close` for who cannot await it: blocks while the engine process ends."""
+        """Do the same as `close` outside of a coroutine. Blocks while the engine process ends."""
         starting = self.stop()
         if starting is not None and starting.done() and not starting.cancelled():
             with suppress(SpecserveError):
                 starting.result().client.close()
 
     def stop(self) -> asyncio.Task[ReadyEngine] | None:
-        """Abort all requests, and the start, which is returned if there has been one."""
+        """Abort all requests and the loading; return the task that loads, if there is one."""
         self.is_closed = True
         for request in self.live.values():
             request.abort()
@@ -334,7 +334,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
 
 
 class AsyncRequest:
-    """The sequences of one prompt, while their tokens come. It receives the engine's outputs."""
+    """The running sequences of one prompt. It receives the engine's outputs."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class AsyncRequest:
         self.generations = [Generation(number, ids, its, tokenizer) for number, its in both]
 
     async def news(self) -> None:
-        """Wait for tokens or an end, unless there are any that were not waited for."""
+        """Wait for new tokens, the end or an error since the last call."""
         await self.changed.wait()
         self.changed.clear()
         if self.error is not None:

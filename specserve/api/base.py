@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` have in common: arguments, parameters, and changes of drafters."""
+"""The common base of `LLM` and `AsyncLLM`: arguments, parameters, and changes of drafters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ ChangeResult = TypeVar("ChangeResult")  # what a change returns: None, or a coro
 
 
 class Resolved(NamedTuple):
-    """A caller's parameters, and what they mean for a prompt of one token."""
+    """A caller's parameters, and their resolved values for a prompt of one token."""
 
     params: SamplingParams
     sampling: Sampling
@@ -45,21 +45,20 @@ class BaseLLM(Generic[ChangeResult]):
         self.config = python_config(owner, {**known, **arguments}, config, set)
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
             raise ConfigError(
-                f"{owner}(seed={seed!r:.50}): give an integer of 64 bits with a sign, or leave it "
-                "out"
+                f"{owner}(seed={seed!r:.50}): not a signed 64-bit integer. Pass one, or omit it"
             )
-        # Random takes the absolute value of a negative number.
+        # Random uses the absolute value of a negative number.
         self.seeds = None if seed in (None, -1) else Random(seed % 2**64)
         self.adapters = AdapterNames(self.config, served_name(self.config))
 
     def check_files(self) -> Folders:
-        """Check the files of all models, before anything is loaded. ConfigError for a mistake."""
+        """Check the files of all models before loading. ConfigError if one cannot be used."""
         folders = preflight.check(self.config)
         self.speculation_control = SpeculationControl(self.config)
         return folders
 
     def changed_to(self, find: Callable[[], Config]) -> Config:
-        """The config that `find` returns, whose files are checked."""
+        """Return the config that `find` returns, after a check of its files."""
         config = find()
         preflight.check(config)
         return config
@@ -79,16 +78,17 @@ class BaseLLM(Generic[ChangeResult]):
     ) -> ChangeResult:
         """Change drafters or limits from the next step on. Running requests keep their output.
 
-        An unset argument changes nothing. Among the options, None stands for the default.
+        An unset argument changes nothing. The value None of an option restores its default.
         ConfigError, with nothing changed, if the change is invalid.
         """
         change = change_of(drafter, sources, options, max_nodes, max_step_nodes)
         return self.change(lambda: self.speculation_control.changed(change))
 
     def load_draft_model(self, model: str | Path, quantize: str | None = None) -> ChangeResult:
-        """Replace the draft model. Steps go on while it is loaded.
+        """Replace the draft model. Steps continue while it is loaded.
 
-        `quantize` is that of `LLM`. ConfigError, with nothing changed, if it cannot be used.
+        `quantize` accepts the values of `draft_quantize` of `LLM`. ConfigError, with nothing
+        changed, if the model cannot be used.
         """
         return self.change(lambda: self.speculation_control.with_draft_model(str(model), quantize))
 
@@ -97,7 +97,7 @@ class BaseLLM(Generic[ChangeResult]):
         return self.change(lambda: self.speculation_control.without_draft_model())
 
     def seed_of(self, params: SamplingParams) -> int | None:
-        """The caller's seed, else the next one of the LLM's seed; None if neither is there."""
+        """Return the caller's seed, else the next one from the LLM's seed; None without both."""
         if params.own_seed is not None or self.seeds is None:
             return params.own_seed
         return self.seeds.randrange(MAX_SEED)
@@ -109,7 +109,7 @@ def chat_options(
     chat_template_kwargs: Mapping[str, Any] | None,
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> ChatOptions:
-    """From the arguments of a method `chat`."""
+    """Return the template options for the arguments of a method `chat`."""
     kwargs = dict(chat_template_kwargs or {})
     functions = [dict(tool) for tool in tools or ()]
     return ChatOptions(add_generation_prompt, continue_final_message, kwargs, functions)

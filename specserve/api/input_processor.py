@@ -1,4 +1,4 @@
-"""Turns a caller's prompts and parameters into checked token ids and parameters."""
+"""Converts a caller's prompts and parameters to checked token ids and parameters."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ from specserve_drafters.base import HEADS
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_WORD_TOKENS = 64
+MAX_WORD_TOKENS = 64  # of a bad word
 log = logging.getLogger("specserve")
-PIECE = 16  # characters per token of the context: four times what English text has
+PIECE = 16  # characters per token of the context; English text has a quarter of this
 
 
 def last(ids: list[int], kept: int | None) -> list[int]:
@@ -41,15 +41,16 @@ def last(ids: list[int], kept: int | None) -> list[int]:
 
 
 def one_of(params: Any, sampling_params: Any) -> Any:
-    """The parameters, by either name; RequestError for both."""
+    """Return the parameters under either name. RequestError for both."""
     if params is not None and sampling_params is not None:
-        raise RequestError("params and sampling_params: they are the same; give one")
+        raise RequestError("params and sampling_params have the same meaning. Pass one")
     return sampling_params if params is None else params
 
 
 def unwrapped(prompt: Any) -> tuple[Any, str | None]:
-    """A prompt and its text, if it comes with that; of vLLM's {"prompt": text, "prompt_token_ids":
-    ids} the ids are the prompt, where there are any.
+    """Return a prompt and its text, if that is known.
+
+    A prompt can be vLLM's {"prompt": text, "prompt_token_ids": ids}. The ids, if present, are used.
     """
     if isinstance(prompt, Mapping) and {"prompt", "prompt_token_ids"} >= {*prompt} != set():
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -58,7 +59,7 @@ def unwrapped(prompt: Any) -> tuple[Any, str | None]:
 
 
 class TextFiles(NamedTuple):
-    """The parts of a model that text processing needs."""
+    """The parts of a model for text processing."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
@@ -68,8 +69,9 @@ class TextFiles(NamedTuple):
 def load_text_files(
     model: Path, draft: Path | None = None, chat_template: str | None = None
 ) -> TextFiles:
-    """Load a model's text files; ConfigError if broken, or if the draft's vocabulary differs.
-    `chat_template` is a file with a template that the model gets instead of its own.
+    """Load a model's text files. `chat_template` is a file that replaces the model's template.
+
+    ConfigError if a file is broken, or if the draft model's vocabulary differs.
     """
     source = open_source(model)
     tokenizer = source.tokenizer().templated(chat_template)
@@ -83,7 +85,7 @@ def load_text_files(
 def make_input_processor(
     files: TextFiles, vocab_size: int, max_model_len: int, sources: tuple[str, ...] = ()
 ) -> "InputProcessor":
-    """Logs the end tokens, without the ids beyond `vocab_size`, which the model cannot emit."""
+    """Return an InputProcessor, and log the end tokens. Ids beyond `vocab_size` are dropped."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
     defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
     log.info(
@@ -93,13 +95,13 @@ def make_input_processor(
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
-    """Tokenizes and checks input by a model's vocabulary, context length and defaults."""
+    """Tokenizes and checks input for a model's vocabulary, context length and defaults."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
-    sources: tuple[str, ...] = ()  # of guesses, that the engine has
+    sources: tuple[str, ...] = ()  # draft sources of the engine
     known_words: dict[
         tuple[str, ...], tuple[tuple[int, ...], ...]
     ] = {}  # the last bad words, and their tokens
@@ -107,8 +109,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def read(
         self, prompt: Any, kept: int | None = None, add_special_tokens: bool = True
     ) -> list[int]:
-        """The token ids of a prompt, given as text or ids, or the last `kept` of them;
-        RequestError if it cannot be served.
+        """Return the token ids of a prompt of text or ids, or the last `kept` of them.
+
+        RequestError if the prompt is invalid.
         """
         if isinstance(prompt, str):
             ids = self.encode(prompt, add_special_tokens, kept)
@@ -120,8 +123,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def encode(
         self, text: str, add_special_tokens: bool = True, kept: int | None = None
     ) -> list[int]:
-        """A text's tokens, or the last `kept` of them. If there are far too many, the text is not
-        tokenized as a whole: all tokens are PromptTooLong, and the last are those of its end.
+        """Return a text's tokens, or the last `kept` of them.
+
+        A text with far too many tokens is tokenized in part. It raises PromptTooLong or, with
+        `kept`, only its end is tokenized.
         """
         try:
             if kept is None:
@@ -130,14 +135,14 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 text = self.end_of(text)
             ids = last(self.tokenizer.encode(text, add_special_tokens), kept)
         except (TypeError, UnicodeError) as e:
-            raise RequestError(f"the prompt is no valid text: {e}", "prompt") from e
+            raise RequestError(f"the prompt is not valid text: {e}", "prompt") from e
         self.check_ids(ids, "prompt")
         return ids
 
     def check_size(self, text: str) -> None:
-        """Count a long text piece by piece, until there are twice as many tokens as fit.
+        """Count the tokens of a long text piece by piece, up to twice the context length.
 
-        Tokens may span two pieces, so the whole may have fewer, but never half as many.
+        A token can span two pieces. The whole text may have fewer tokens, but at least half.
         """
         size, num_tokens = PIECE * self.max_model_len, 0
         for start in range(0, len(text) if len(text) > size else 0, size):
@@ -147,7 +152,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 raise PromptTooLong(num_tokens // 2, self.max_model_len, is_at_least=True)
 
     def end_of(self, text: str) -> str:
-        """All of the text, or an end of it that has at least as many tokens as fit, as above."""
+        """Return the text, or an end of it with at least as many tokens as the context."""
         size, num_tokens, start = PIECE * self.max_model_len, 0, len(text)
         if start <= size:
             return text
@@ -157,35 +162,36 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return text[start:]
 
     def num_kept(self, params: SamplingParams) -> int | None:
-        """How many of a prompt's last tokens are kept; None is all. Errors: as of `resolve`."""
+        """Return how many of a prompt's last tokens are kept; None: all. Errors: as `resolve`."""
         asked, most = params.truncate_prompt_tokens, self.max_model_len - 1
         if asked == -1:
             own = min(pick(self.defaults.max_new_tokens, 1), most)
             asked = self.max_model_len - pick(params.max_tokens, own)
             if asked < 1:
                 raise RequestError(
-                    f"max_tokens = {params.max_tokens}: truncate_prompt_tokens = -1 leaves room "
-                    f"for so many, which may be {most - 1} then, so that a prompt fits too",
+                    f"max_tokens = {params.max_tokens} leaves no room for a prompt with "
+                    f"truncate_prompt_tokens = -1. Set at most {most}",
                     "max_tokens",
                 )
         if asked is not None and not 1 <= asked <= most:
             raise RequestError(
-                f"truncate_prompt_tokens = {asked}: it is 1 to {most}, or -1 for what fits",
+                f"truncate_prompt_tokens = {asked}: use 1 to {most}, or -1 for as many as fit",
                 "truncate_prompt_tokens",
             )
         return asked
 
     def read_ids(self, prompt: Any, field: str = "prompt") -> list[int]:
-        """Token ids of any integer type, as Python's own; errors name `field`."""
+        """Return token ids of any integer type as ints. Errors name `field`."""
         if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
             raise RequestError(
-                f"a prompt is a string or a list of token ids, not {prompt!r:.50}", field
+                f"the prompt {prompt!r:.50} is neither a string nor a list of token ids", field
             )
         given = list(prompt)
         for token in given:
             if not isinstance(token, Integral) or isinstance(token, bool):
                 raise RequestError(
-                    f"{field}: token {token!r:.50} is no id: ids lie in [0, {self.vocab_size})",
+                    f"{field}: {token!r:.50} is not a token id. Ids are integers in [0, "
+                    f"{self.vocab_size})",
                     field,
                 )
         ids = [int(token) for token in given]
@@ -193,9 +199,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return ids
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
-        """RequestError for ids outside the vocabulary, whether given, tokenized or templated.
+        """RequestError for ids outside the vocabulary, also for ids of a tokenizer or template.
 
-        Checked here, a refusal costs no step and names the token; `Engine.add` checks again.
+        `Engine.add` checks again. An error here costs no step and names the token.
         """
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
@@ -203,27 +209,28 @@ class InputProcessor(msgspec.Struct, frozen=True):
         text = self.tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
         if text is None:
             raise RequestError(
-                f"{field}: {token} is no token id: ids lie in [0, {self.vocab_size})", field
+                f"{field}: {token} is not a token id. Ids are integers in [0, {self.vocab_size})",
+                field,
             )
         raise RequestError(
-            f"{field}: the token {text!r:.50} has the id {token}, and the model's ids lie in "
-            f"[0, {self.vocab_size}): leave it out, or serve a model that has an embedding of it",
+            f"{field}: the token {text!r:.50} has the id {token}, and the model has no embedding "
+            f"for it (ids: [0, {self.vocab_size})). Omit the token",
             field,
         )
 
     def check_length(self, ids: Sequence[int]) -> None:
-        """RequestError unless there is a token, and room for one output token."""
+        """RequestError if there is no token, or no room for one output token."""
         if not ids:
-            raise RequestError("the prompt has no tokens: give at least one")
+            raise RequestError("the prompt has no tokens. Send at least one")
         if len(ids) >= self.max_model_len:
             raise PromptTooLong(len(ids), self.max_model_len)
 
     def check_chat(self) -> ChatTemplate:
-        """The model's chat template; RequestError where it has none."""
+        """Return the model's chat template. RequestError if it has none."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
-                "the model has no chat template: complete plain text instead, start with "
-                "--chat-template FILE, or add chat_template.jinja to its folder"
+                "the model has no chat template. Use completions of plain text, start with "
+                "--chat-template FILE, or add chat_template.jinja to the model's folder"
             )
         return self.tokenizer.chat_template
 
@@ -233,26 +240,27 @@ class InputProcessor(msgspec.Struct, frozen=True):
         options: ChatOptions | None = None,
         kept: int | None = None,
     ) -> list[int]:
-        """The tokens of a conversation by the chat template, up to where the answer begins, or the
-        last `kept` of them.
+        """Return the tokens of a conversation, up to the start of the response, or the last `kept`
+        of them.
         """
         return self.encode(self.written(messages, options), False, kept)
 
     def written(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
-        """The conversation as text, by the chat template."""
+        """Return the conversation as text, rendered by the chat template."""
         try:
             return self.check_chat().render(messages, options)
         except MemoryError as e:
-            raise RequestError("the chat template needs too much memory for these messages") from e
+            message = "the chat template needs too much memory for these messages. Send fewer"
+            raise RequestError(message) from e
 
     def default_params(self) -> SamplingParams:
-        """The model's own values of parameters."""
+        """Return the model's defaults of parameters."""
         names = {*GenerationDefaults.__struct_fields__} & {*SamplingParams.__struct_fields__}
         known = {name: getattr(self.defaults, name) for name in names}
         return SamplingParams(max_tokens=self.defaults.max_new_tokens, **known)
 
     def resolve(self, params: SamplingParams, num_prompt: int = 1) -> Sampling:
-        """The parameters, checked and resolved, for a prompt of `num_prompt` tokens."""
+        """Check and resolve the parameters for a prompt of `num_prompt` tokens."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params: {params!r:.100} is not a SamplingParams")
         sampling = resolve(params, self.defaults, self.max_model_len - num_prompt)
@@ -271,7 +279,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return sampling
 
     def predicted(self, prediction: str | Prediction) -> tuple[int, ...]:
-        """The tokens of a text that is expected."""
+        """Return the tokens of a predicted text."""
         text = prediction if isinstance(prediction, str) else prediction.text
         try:
             ids = tuple(self.encode(text, add_special_tokens=False))
@@ -281,8 +289,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
             raise RequestError(f"prediction: {e}", "prediction") from e
         if ids is None or len(ids) > self.max_model_len:
             raise RequestError(
-                f"prediction: it has more than the {self.max_model_len} tokens of the context: "
-                "send less of it",
+                f"prediction: the text has more than the {self.max_model_len} tokens of the "
+                "context. Shorten it",
                 "prediction",
             )
         return ids
@@ -290,11 +298,11 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def for_prompts(
         self, resolved: Sampling, seed: int | None, lengths: Sequence[int]
     ) -> list[Sampling]:
-        """Resolved parameters for prompts of so many tokens each; a seed of None is drawn."""
+        """Return the parameters for prompts of these lengths. A seed of None becomes random."""
         return [for_prompt(resolved, seed, self.max_model_len - length) for length in lengths]
 
     def tokens_of_all(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """As `tokens_of`; kept for the next prompt, which often comes with the same words."""
+        """Cache the result of `tokens_of`, because the next prompt often has the same words."""
         tokens = self.known_words.get(words)
         if tokens is None:
             tokens = tuple(self.tokens_of(words))
@@ -303,21 +311,22 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return tokens
 
     def tokens_of(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """The tokens of each bad word as it is written and, by vLLM's rule, of the word without
-        spaces before it: as a text begins with it and, if only the first token is another one, as
-        it follows a space.
+        """Yield the token sequences to block for each bad word.
+
+        They are the word as written and, as in vLLM, the word without leading spaces at the start
+        of a text. If only its first token differs after a space, that form is blocked, too.
         """
         for place, word in enumerate(words):
             field = f"bad_words[{place}]"
             try:
                 forms = self.forms_of(word)
             except (TypeError, UnicodeError) as e:
-                raise RequestError(f"{field} is no valid text: {e}", field) from e
+                raise RequestError(f"{field} is not valid text: {e}", field) from e
             for ids in forms:
                 if not 0 < len(ids) <= MAX_WORD_TOKENS:
                     raise RequestError(
-                        f"{field}: {word!r:.50} has {len(ids)} tokens, and a bad word has 1 to "
-                        f"{MAX_WORD_TOKENS}: leave it out, or send a part of it",
+                        f"{field}: {word!r:.50} has {len(ids)} tokens. Use a bad word of 1 to "
+                        f"{MAX_WORD_TOKENS} tokens",
                         field,
                     )
                 self.check_ids(ids, field)
@@ -337,30 +346,26 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return dict.fromkeys(forms)
 
     def check_sources(self, names: Sequence[str]) -> None:
-        """RequestError for a source that the engine lacks: its guesses would be waited for."""
+        """RequestError for a source that the engine does not have."""
         for name in names:
             if name not in self.sources:
-                known = ", ".join(self.sources) or "none, as this engine does not speculate"
-                known = (
-                    f"{HEADS[name]}; there are {known}" if name in HEADS else f"there are {known}"
-                )
+                known = ", ".join(self.sources) or "none, because speculation is off"
+                hint = f": {HEADS[name]}" if name in HEADS else ""
                 raise RequestError(
-                    f"speculation.sources: {name!r:.50} is no source of guesses here: {known}",
+                    f"speculation.sources: unknown source {name!r:.50}{hint} (known: {known})",
                     "speculation.sources",
                 )
 
 
 class GrammarCheck:
-    """Compiles grammars in this process, to see whether they can be. Any number of threads may use
-    it at once.
-    """
+    """Checks in this process whether grammars compile. Threads can share it."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self.processor, self.verdicts, self.lock = processor, Verdicts(), Lock()
-        self.vocabulary: LLTokenizer | None = None  # read when it is first needed
+        self.vocabulary: LLTokenizer | None = None  # set by the first check
 
     def check(self, sampling: Sampling, field: str = FIELD) -> None:
-        """RequestError for a grammar that cannot be compiled; some take long to find that out."""
+        """RequestError for a grammar that cannot be compiled. This can take long."""
         if not sampling.grammar:
             return
         with self.lock:
@@ -372,7 +377,7 @@ class GrammarCheck:
             raise RequestError(f"{field}: {wrong}", field)
 
     def compile(self, grammar: str) -> str:
-        """What is wrong with it."""
+        """Return the grammar's error; empty if it compiles."""
         if self.vocabulary is None:
             own = self.processor
             ends = own.defaults.eos_token_ids
@@ -385,24 +390,24 @@ class GrammarCheck:
 
 
 def check_any_left(sampling: Sampling, vocab_size: int) -> None:
-    """RequestError if after some text no token could be drawn: kernels would take id 0 then."""
+    """RequestError if a text exists after which no token is allowed. Kernels would return id 0."""
     early = sampling.stop_ids if sampling.min_tokens else frozenset[int]()
     ids = range(vocab_size) if sampling.allowed_ids is None else {*sampling.allowed_ids}
     if len(ids) > len(sampling.bad_words) + len(early):
         return
     left = {*ids}
-    said = left - sampling.stop_ids  # and the text goes on
-    lasts: dict[tuple[int, ...], set[int]] = {(): set()}  # of bad words, by what comes before
+    continuing = left - sampling.stop_ids
+    lasts: dict[tuple[int, ...], set[int]] = {(): set()}  # last tokens of bad words, by the others
     for *begin, last in sampling.bad_words:
         lasts.setdefault(tuple(begin), set()).add(last)
-    for text in filter(said.issuperset, lasts):
+    for text in filter(continuing.issuperset, lasts):
         bans = set[int]().union(*(lasts.get(text[k:], ()) for k in range(len(text) + 1)))
         if left <= (bans | early if len(text) < sampling.min_tokens else bans):
             param = "bad_words" if sampling.allowed_ids is None else "allowed_token_ids"
             sent = {"bad_words": sampling.bad_words, "min_tokens": sampling.min_tokens}
             names = " and ".join(name for name, value in sent.items() if value)
             raise RequestError(
-                f"{param}: {names} could leave no token to draw: allow more tokens, or rule out "
+                f"{param}: {names} could leave no token to sample. Allow more tokens, or block "
                 "fewer",
                 param,
             )

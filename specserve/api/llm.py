@@ -1,4 +1,4 @@
-"""The offline API of the engine: prompts in, outputs or streams out, in this process."""
+"""The offline API: runs the engine in this process."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -38,12 +38,12 @@ from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Loras = Lora | Sequence[Lora]  # one for all prompts, or one for each
+Loras = Lora | Sequence[Lora]  # one for all prompts, or one per prompt
 DetailedSteps = Generator[tuple[str, list[int], list[StepDetails]], None, Output]
 
 
 class Checked(NamedTuple):
-    """A prompt that can be served."""
+    """A checked prompt and its parameters."""
 
     ids: list[int]
     resolved: Resolved
@@ -54,15 +54,15 @@ class Checked(NamedTuple):
 class LLM(BaseLLM[None]):
     """A model and a drafter, loaded once. Close it, or use it as a context manager.
 
-    drafter unset is "auto", which plans what all sources propose; "none" is off. `draft_model` may
-    be an EAGLE-3 head of the model, and `draft_head` is one next to a draft model. Arguments win
-    over `set` ("section.key" -> value), and `set` wins over the file `config`. `weights` are
-    those of other LLMs: a model that is among them is not loaded again. `quantize` and
-    `draft_quantize`, "w8a8", "w8" or "w4", round the models' weights as they are loaded. Requests
-    that give no seed have theirs from `seed`, in order. `lora_modules`, name -> folder or hub id,
-    are adapters that prompts may choose. `vllm` are arguments of vLLM's own, of which those are
-    taken that have an equal setting or no effect. Errors: ConfigError for anything wrong here,
-    RequestError for a prompt or its parameters.
+    `drafter` defaults to "auto", which chooses draft tokens of all sources; "none" turns
+    speculation off. `draft_model` can be an EAGLE-3 head of the model; `draft_head` adds a head to
+    a draft model. Arguments override `set` ("section.key" -> value), which overrides the file
+    `config`. `weights` are the attributes `weights` of other LLMs, whose loaded models are reused.
+    `quantize` and `draft_quantize`, "w8a8", "w8" or "w4", round weights while loading. `seed`
+    derives the seeds of requests without a seed, in order. `lora_modules`, name -> folder or hub
+    id, are adapters for prompts. `vllm` are other arguments of vLLM; those with an equivalent
+    setting, or without effect, are accepted. Errors: ConfigError for these arguments, RequestError
+    for a prompt or its parameters.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class LLM(BaseLLM[None]):
         self.control = Control(self.loaded)
         self.changes = Lock()  # one at a time
         self.live: dict[int, Generation] = {}
-        self.lock = RLock()  # threads may share an LLM: a step by any thread advances all requests
-        self.is_stepping = False  # a logits processor is called by a step
+        self.lock = RLock()  # threads can share an LLM; a step of any thread advances all requests
+        self.is_stepping = False  # true during a step, which can call user code
         for name, folder in modules.items():
             self.load_lora_adapter(name, folder)
 
@@ -131,13 +131,13 @@ class LLM(BaseLLM[None]):
         lora_request: Loras = None,
         **vllm: Any,
     ) -> list[Output]:
-        """Run all prompts together; outputs are in order. All are checked before any runs.
+        """Run all prompts as a batch, and return outputs in order. Checks all before running any.
 
-        `sampling_params` is vLLM's name of `params`; `use_tqdm` false shows no progress. Functions
-        in `logits_processors` (see `LogitsProcessors`) change the logits of every token, one after
-        the other; speculation is off for these prompts. `lora` is the name of a loaded adapter, or
-        one for each prompt, or None; `lora_request` is vLLM's name of it. `vllm` are arguments of
-        vLLM, which are accepted where they have no effect.
+        `sampling_params` is vLLM's name of `params`. `use_tqdm` false hides the progress bar.
+        `logits_processors` are functions (see `LogitsProcessors`) that change the logits of every
+        token, one after the other; they turn speculation off for these prompts. `lora` is the name
+        of a loaded adapter, or one per prompt, or None; `lora_request` is vLLM's name of it. `vllm`
+        are other arguments of vLLM, which are accepted if they have no effect.
         """
         check_call("LLM.generate", vllm)
         processors = read_processors(logits_processors)
@@ -159,7 +159,7 @@ class LLM(BaseLLM[None]):
         is_shown: bool,
         processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
-        """Run prompts together; outputs are in order."""
+        """Run prompts as a batch, and return outputs in order."""
         each_choices: list[list[Generation]] = []
         generations: list[Generation] = []
         try:
@@ -186,10 +186,10 @@ class LLM(BaseLLM[None]):
         logits_processors: Sequence[LogitsProcessor] | None = (),
         lora: Lora = None,
     ) -> Generator[tuple[str, list[int]], None, Output]:
-        """(text, token_ids) of every step that emits tokens; the generator's value is the Output,
-        which also has the details of speculation, where they were asked for.
+        """Yield (text, token_ids) for every step that emits tokens.
 
-        The prompt is checked at once, and starts to run when the first step is asked for.
+        The generator returns the Output, with details of speculation if they were requested. This
+        call checks the prompt; the first iteration starts it.
         """
         steps = self.watch(prompt, one_of(params, sampling_params), logits_processors, lora)
 
@@ -212,12 +212,12 @@ class LLM(BaseLLM[None]):
         logits_processors: Sequence[LogitsProcessor] | None = (),
         lora: Lora = None,
     ) -> DetailedSteps:
-        """As `stream`, with the details of speculation of each step, where they are asked for."""
+        """Do the same as `stream`, with the details of each step if they were requested."""
         asked, text = unwrapped(prompt)
         ids, resolved = self.check(asked, params)
         if resolved.params.num_choices != 1:
             name = "n" if resolved.params.n != 1 else "best_of"
-            message = f"{name}: a stream is one choice's; leave it out, or call generate"
+            message = f"{name}: a stream returns one choice. Omit it, or call generate"
             raise RequestError(message, name)
         [ref] = self.adapters_of(lora, None, 1)
         checked = Checked(ids, resolved, text, ref)
@@ -228,7 +228,7 @@ class LLM(BaseLLM[None]):
     ) -> DetailedSteps:
         ids, resolved, prompt, adapter = checked
         [generation] = self.start(ids, resolved, None, processors, adapter)
-        num_characters = num_tokens = num_steps = 0  # that have been yielded
+        num_characters = num_tokens = num_steps = 0  # yielded so far
         is_done = False
         try:
             while not is_done:
@@ -265,18 +265,18 @@ class LLM(BaseLLM[None]):
         lora_request: Loras = None,
         **vllm: Any,
     ) -> list[Output]:
-        """The answers to one conversation, or to several, through the model's chat template.
+        """Return the responses to one or several conversations, with the model's chat template.
 
-        An assistant's last message is continued if `continue_final_message` is set. The template
-        reads `chat_template_kwargs` by their names, and describes `tools` to the model; calls of
-        these are text here. `logits_processors`, `lora` and `vllm` as for `generate`.
+        `continue_final_message` continues the assistant's last message. The template reads
+        `chat_template_kwargs` by name, and describes `tools` to the model; tool calls stay text in
+        the output. `generate` describes `logits_processors`, `lora` and `vllm`.
         """
         check_call("LLM.chat", vllm)
         processors = read_processors(logits_processors)
         asked = add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         options = chat_options(*asked)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise RequestError(f"a conversation is a list of messages, not {messages!r:.50}")
+            raise RequestError(f"messages: not a list of messages: {messages!r:.50}")
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         each = self.resolve_each(one_of(params, sampling_params), len(conversations))
@@ -288,14 +288,14 @@ class LLM(BaseLLM[None]):
         return self.run(checked, use_tqdm, processors)
 
     def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
-        """Load an adapter in peft's format, a folder or a hub id, that prompts choose by this name.
+        """Load an adapter in peft's format, from a folder or hub id, under a name for prompts.
 
-        `load_inplace` replaces the adapter that has the name; running prompts keep the old one.
-        Other threads may step meanwhile. ConfigError, with nothing changed, if it cannot be used.
+        `load_inplace` replaces the adapter with this name; running prompts keep the old one. Other
+        threads can step meanwhile. ConfigError, with nothing changed, if it cannot be used.
         """
         self.adapters.check_new(name, load_inplace)
         folder, adapters = resolve(str(path)), self.engine.adapters
-        assert adapters is not None, "names are refused where there are no slots"
+        assert adapters is not None, "check_new refuses all names without slots"
         adapter = adapters.read(folder)
         with self.lock, interrupts_held():
             unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter), str(path))
@@ -303,14 +303,14 @@ class LLM(BaseLLM[None]):
                 adapters.forget(unnamed)
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Remove an adapter's name. The last prompt that uses the adapter frees its memory."""
+        """Remove an adapter's name. Its memory is freed when its last running prompt ends."""
         with self.lock, interrupts_held():
             unnamed = self.adapters.remove(name)
             if unnamed is not None and self.engine.adapters is not None:
                 self.engine.adapters.forget(unnamed)
 
     def adapters_of(self, lora: Any, lora_request: Any, number: int) -> list[AdapterRef | None]:
-        """Those of so many prompts. RequestError for a name that is not known."""
+        """Return the adapter of each of `number` prompts. RequestError for an unknown name."""
         found: list[AdapterRef | None] = [None] * number
         for i, asked in enumerate(asked_adapters(lora, lora_request, number)):
             if asked is not None and self.adapters.is_to_be_loaded(asked):
@@ -319,11 +319,14 @@ class LLM(BaseLLM[None]):
         return found
 
     def get_tokenizer(self) -> Tokenizer:
-        """With `encode`, `decode`, `get_vocab` and `apply_chat_template`."""
+        """Return the model's tokenizer.
+
+        It has `encode`, `decode`, `get_vocab` and `apply_chat_template`.
+        """
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own, which also hold for what a SamplingParams leaves unset."""
+        """Return the model's defaults, which also apply to unset fields of a SamplingParams."""
         return self.input_processor.default_params()
 
     @property
@@ -331,11 +334,11 @@ class LLM(BaseLLM[None]):
         return self.loaded.weights
 
     def memory(self) -> dict[str, int]:
-        """Blocks by holder; what several requests share counts once."""
+        """Return the number of KV blocks by holder; a shared block counts once."""
         return self.engine.pool.holders()
 
     def speculation(self) -> SpeculationState:
-        """The costs and gains of draft tokens and rows so far, and the limits on draft tokens."""
+        """Return the costs and gains of draft tokens and rows, and the limits on draft tokens."""
         with self.lock:
             return self.engine.speculation()
 
@@ -350,12 +353,12 @@ class LLM(BaseLLM[None]):
                 self.input_processor = replace(self.input_processor, sources=self.engine.sources)
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache: later prompts are computed from their first token."""
+        """Empty the prefix cache."""
         with self.lock, interrupts_held():
             self.engine.reset_cache()
 
     def close(self) -> None:
-        """Abort all requests that are running."""
+        """Abort all running requests, and close the engine."""
         self.end(list(self.live.values()))
         self.engine.close()
 
@@ -368,35 +371,37 @@ class LLM(BaseLLM[None]):
         self.close()
 
     def resolve_each(self, params: Params, number: int) -> list[Resolved]:
-        """The parameters of so many prompts; RequestError if any are wrong. Comes before
-        tokenizing, as it costs less.
+        """Return the parameters of `number` prompts. RequestError if any are invalid.
+
+        Callers do this before tokenizing, because it costs less.
         """
         if not isinstance(params, list | tuple):
             return [self.resolve(params)] * number if number else []
         if len(params) != number:
-            raise RequestError(f"{number} prompts and {len(params)} SamplingParams: give one each")
+            message = f"{number} prompts and {len(params)} SamplingParams. Pass one per prompt"
+            raise RequestError(message)
         return [self.resolve(each) for each in params]
 
     def resolve(self, params: Any) -> Resolved:
-        """None stands for the model's own parameters."""
+        """Check and resolve parameters. None stands for the model's defaults."""
         asked = SamplingParams() if params is None else params
         sampling = self.input_processor.resolve(asked)
         self.grammars.check(sampling)
         return Resolved(asked, sampling)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's ids; RequestError if they cannot be served."""
+        """Return the prompt's ids. RequestError if they are invalid."""
         return self.input_processor.read(prompt, self.input_processor.num_kept(params))
 
     def check(self, prompt: Prompt, params: SamplingParams | None) -> tuple[list[int], Resolved]:
-        """The prompt's ids and the parameters; RequestError if they cannot be served."""
+        """Return the prompt's ids and the parameters. RequestError if they are invalid."""
         resolved = self.resolve(params)
         return self.read(prompt, resolved.params), resolved
 
     def render(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
     ) -> tuple[list[int], str]:
-        """The ids of a conversation that can be served, and its text."""
+        """Return the ids of a conversation and its text. RequestError if they are invalid."""
         text = self.input_processor.written(messages, options)
         ids = self.input_processor.encode(text, False, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
@@ -410,12 +415,12 @@ class LLM(BaseLLM[None]):
         processors: Sequence[LogitsProcessor] = (),
         adapter: AdapterRef | None = None,
     ) -> list[Generation]:
-        """Queue a prompt's choices. `call` is the first id of the same call, if there is one."""
+        """Queue a prompt's choices. `call` is the first id of the same call; None starts a call."""
         params, sampling = resolved
         room = self.input_processor.max_model_len - len(ids)
         sampling = for_prompt(sampling, self.seed_of(params), room)
         samplings = choices_of(sampling, params.num_choices)
-        # Outside the lock, so that other threads may step meanwhile.
+        # Outside the lock, so that other threads can step meanwhile.
         digest = "" if adapter is None else adapter.digest
         keys = self.engine.tables.prompt_keys(ids, samplings[0].cache_salt, digest)
         caller = None if call is None else Caller(call)
@@ -433,7 +438,7 @@ class LLM(BaseLLM[None]):
         """Run one step of the engine, and add its outputs to their generations."""
         with self.lock, interrupts_held():
             if self.is_stepping:
-                raise RuntimeError("what a step of this LLM calls can only use another LLM")
+                raise RuntimeError("code that a step calls cannot use the same LLM")
             self.is_stepping = True
             try:
                 outputs = self.engine.step()
@@ -442,11 +447,11 @@ class LLM(BaseLLM[None]):
             for output in outputs:
                 generation = self.live[output.id]
                 generation.push(output)
-                if generation.is_done:  # the engine does not look for stop strings
+                if generation.is_done:  # e.g. at a stop string, which the engine does not know
                     self.engine.finish(output.id)
 
     def end(self, generations: Iterable[Generation]) -> None:
-        """Remove generations; running ones are aborted, and their blocks freed."""
+        """Remove generations. Running ones are aborted, and their blocks freed."""
         with self.lock, interrupts_held():
             for generation in generations:
                 self.engine.finish(generation.id)
@@ -457,7 +462,7 @@ class LLM(BaseLLM[None]):
 def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsProcessor]:
     if given is not None and not isinstance(given, list | tuple):
         raise RequestError(
-            f"logits_processors: {given!r:.50} is no list of functions; send [f]",
+            f"logits_processors: {given!r:.50} is not a list of functions. Pass [f]",
             "logits_processors",
         )
     return given or ()

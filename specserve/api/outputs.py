@@ -1,4 +1,4 @@
-"""What callers get: the text and tokens of a request so far, its counts and its times."""
+"""Outputs for callers: the text and tokens of a request so far, its counts and times."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
@@ -20,24 +20,24 @@ from specserve_drafters.prediction import Alignment
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float  # natural logarithm of the probability
-    rank: int  # 1 for the likeliest
-    decoded_token: str  # U+FFFD stands for bytes that are no text by themselves
+    rank: int  # 1 for the most likely token
+    decoded_token: str  # U+FFFD replaces bytes that are not UTF-8 by themselves
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    accepted_prediction_tokens: int = 0  # of the predicted text, those that came
-    rejected_prediction_tokens: int = 0  # and those that did not
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    accepted_prediction_tokens: int = 0  # tokens of the predicted text that are in the output
+    rejected_prediction_tokens: int = 0  # tokens of the predicted text that are not
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Milliseconds since the request arrived, queueing included."""
+    """Milliseconds since the request arrived, including the time in the queue."""
 
     ttft_ms: float  # 0 before the first token
-    tpot_ms: float | None  # mean over tokens after the first; None for a single token
+    tpot_ms: float | None  # mean per output token after the first; None for a single token
     total_ms: float
 
 
@@ -47,35 +47,35 @@ class RequestSpeculation(msgspec.Struct, frozen=True):
     drafted: int
     accepted: int
     mean_acceptance_length: float | None  # tokens per step; None without steps
-    fallbacks: int  # drafts without the draft model, as it had not caught up
-    sources: dict[str, SourceCounts] = {}  # in the engine's order, of those that proposed anything
-    details: list[StepDetails] = []  # of every step, where the request asked for them
-    disabled_by: str | None = None  # "logits_processors": its request has no draft tokens
+    fallbacks: int  # drafts without the draft model, because it had not caught up
+    sources: dict[str, SourceCounts] = {}  # sources that proposed tokens, in the engine's order
+    details: list[StepDetails] = []  # of every step, if the request asked for them
+    disabled_by: str | None = None  # "logits_processors" if they turn speculation off
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):
-    """One sequence of a prompt, with vLLM's names where vLLM has the same field."""
+    """One sequence of a prompt, with vLLM's field names if vLLM has the field."""
 
     index: int
     token_ids: list[int]
     text: str
     finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
-    stop_reason: str | int | None  # the stop string or id of the request's; None: another end
+    stop_reason: str | int | None  # the stop string or stop id of the request; None: another end
     seed: int
     timing: Timing
     speculation: RequestSpeculation
-    logprobs: list[dict[int, Logprob]] | None = None  # the token of each, and the likeliest ones
-    cumulative_logprob: float | None = None  # of all tokens; None, too, where nobody asked for it
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: its own, and the most likely ones
+    cumulative_logprob: float | None = None  # sum over all tokens; None without logprobs
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """The output of a prompt. `usage` counts all sequences; all else describes the first one.
+    """The output of a prompt. `usage` counts all sequences; other fields describe the first one.
 
-    vLLM's names are there, too: its `outputs` are `choices`.
+    vLLM's `outputs` is another name of `choices`.
     """
 
     request_id: str
-    prompt: str | None  # of a chat as the template writes it; None where it was given as ids
+    prompt: str | None  # the template's text for a chat; None for a prompt of ids
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
@@ -88,7 +88,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     choices: list[CompletionOutput]
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None of the first token
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first entry is None
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -100,7 +100,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
 
     @property
     def metrics(self) -> None:
-        """vLLM's, which has None where it keeps no statistics; ours are `timing`."""
+        """None, as in vLLM without statistics. Use `timing`."""
         return None
 
     @property
@@ -112,10 +112,10 @@ Output = RequestOutput
 
 
 class Generation:
-    """Adds up a request's outputs; keeps all that is needed to report on it or to resume it.
+    """Collects the outputs of a sequence, for its text, statistics and timing.
 
-    Stop strings are looked for here, not in the engine: call `finish` there once `is_done`. Of
-    `max_tokens` = 0, which an engine cannot have, no token is kept.
+    It searches for stop strings, which the engine does not know. Call the engine's `finish` once
+    `is_done`. The engine needs `max_tokens` of at least 1; for 0, its token is dropped here.
     """
 
     def __init__(
@@ -135,19 +135,19 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = self.blamed = ""
-        self.disabled_by: str | None = None  # what turns speculation off for the request
-        self.steps: list[tuple[int, int]] = []  # drafted, accepted: of each verified step
-        self.num_step_tokens = 0  # emitted by those steps
+        self.disabled_by: str | None = None  # the parameter that turns speculation off
+        self.steps: list[tuple[int, int]] = []  # drafted and accepted tokens of each verified step
+        self.num_step_tokens = 0  # tokens of these steps
         self.num_cached = self.num_fallbacks = 0
         self.sources: dict[str, SourceCounts] = {}
         self.details: list[StepDetails] = []
-        self.ends: list[int] = []  # of the latest step's tokens, in its text
-        self.logprobs: list[TokenLogprobs] = []  # of token_ids, where they were asked for
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of all but the prompt's first token
+        self.ends: list[int] = []  # ends of the latest step's tokens in its text
+        self.logprobs: list[TokenLogprobs] = []  # of token_ids, if they were requested
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt, without its first token
         self.has_starts = sampling.logprobs is not None
-        self.starts: list[int] = []  # of tokens in the text, before a stop string is cut off
-        self.tables: list[dict[int, Logprob]] = []  # of `logprobs`, as far as they were built
-        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # as far as they were built
+        self.starts: list[int] = []  # starts of tokens in the text, before a stop string is cut off
+        self.tables: list[dict[int, Logprob]] = []  # of the first `logprobs`; extended on use
+        self.prompt_tables: list[dict[int, Logprob] | None] = [None]  # likewise
         self.alignment = Alignment(sampling.prediction) if sampling.prediction else None
         self.arrived = perf_counter()
         self.admitted_at = self.first_token_at = self.last_token_at = 0.0
@@ -158,19 +158,19 @@ class Generation:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens of the predicted text that came. Draft tokens do not change it."""
+        """Tokens of the predicted text that are in the output, whether they were drafted or not."""
         return 0 if self.alignment is None else self.alignment.num_came
 
     def push(self, output: StepOutput) -> str:
-        """Add a step's output; returns the text that it adds."""
+        """Add a step's output, and return the text that it adds."""
         self.failure, self.blamed = output.failure, output.blamed
         self.prompt_logprobs += output.prompt_logprobs
         if output.is_of_prompt:
             return ""
-        if not self.sampling.max_tokens:  # this step computed the prompt, and no token is kept
+        if not self.sampling.max_tokens:  # the step computed the prompt; drop its token
             output = replace(output, tokens=[], logprobs=[], finish_reason="length")
         now = perf_counter()
-        if not self.token_ids:  # else it may have gone on in another engine
+        if not self.token_ids:  # later values can come from another engine process
             self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
         self.num_fallbacks += output.is_fallback
         self.first_token_at = self.first_token_at or now
@@ -178,7 +178,7 @@ class Generation:
         text, num_tokens, ends = self.take(output)
         self.ends = ends
         if self.sampling.return_speculation_details:
-            ends[-1:] = [len(text)] if ends else []  # what was held back is the last token's
+            ends[-1:] = [len(text)] if ends else []  # held-back text belongs to the last token
             self.details.append(step_details(output, [len(self.text) + end for end in ends]))
         self.token_ids += output.tokens[:num_tokens]
         if self.alignment is not None:
@@ -193,9 +193,9 @@ class Generation:
         return text
 
     def take(self, output: StepOutput) -> tuple[str, int, list[int]]:
-        """The text of a step's tokens, how many of them count, and where each of these ends in it.
+        """Return the text of a step's tokens, the number of tokens that count, and their ends.
 
-        A stop token has no text, unless stop strings are to be included.
+        A stop token has no text, unless stop strings are included.
         """
         is_stop = output.finish_reason == "stop"
         is_silent = is_stop and not self.sampling.include_stop_str_in_output
@@ -249,7 +249,7 @@ class Generation:
         )
 
     def prompt_logprob_tables(self) -> list[dict[int, Logprob] | None] | None:
-        """None until the prompt has been computed; a call before that leaves less to the last."""
+        """Return the tables; None until the prompt is computed. Earlier calls prepare them."""
         if self.sampling.prompt_logprobs is None:
             return None
         begin, end = len(self.prompt_tables), 1 + len(self.prompt_logprobs)
@@ -258,7 +258,7 @@ class Generation:
         return self.prompt_tables if self.first_token_at else None
 
     def snapshot(self, index: int, drafter: str, has_logprobs: bool = False) -> CompletionOutput:
-        """What has come so far. Later tokens do not change it."""
+        """Return a copy of the current state."""
         if has_logprobs:
             begin = len(self.tables)
             new = self.token_ids[begin:], self.logprobs[begin:]
@@ -291,12 +291,15 @@ def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCount
 
 
 def proposing(sources: Mapping[str, SourceCounts]) -> dict[str, SourceCounts]:
-    """Those that proposed anything."""
+    """Return the sources that proposed tokens."""
     return {name: counts for name, counts in sources.items() if counts.proposed}
 
 
 def step_details(output: StepOutput, ends: list[int]) -> StepDetails:
-    """Of the step's tokens up to the one that completed a stop string: one for each end."""
+    """Return the details of a step, for its tokens up to the end of a stop string.
+
+    `ends` has one entry for each of these tokens.
+    """
     tree = output.tree or VerifiedTree([], [], [], [])
     bits = [tree.sources[node - 1] for node in tree.accepted] + [0]  # no source for the bonus token
     return StepDetails(output.tokens[: len(ends)], ends, bits[: len(ends)], tree)
@@ -309,7 +312,7 @@ def output(
     prompt: str | None = None,
     request_id: str | None = None,
 ) -> RequestOutput:
-    """The output of a prompt from its sequences, as far as they have come."""
+    """Return the output of a prompt from the current state of its sequences."""
     given = best(choices, params.n) if params.is_ranked else choices
     has_logprobs = params.num_top is not None
     outputs = [g.snapshot(index, drafter, has_logprobs) for index, g in enumerate(given)]
@@ -334,7 +337,7 @@ def output(
 def logprob_tables(
     tokens: Iterable[int], logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob]]:
-    """A table of each token and the likeliest ones in its place; it comes first."""
+    """Return a table for each token: first the token, then the most likely tokens."""
 
     def entry(token: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, tokenizer.token_bytes(token).decode(errors="replace"))
@@ -351,12 +354,15 @@ def logprob_tables(
 def prompt_tables(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None]:
-    """The same of a prompt, of whose first token nothing is known."""
+    """Do the same for a prompt, whose first token has no logprobs."""
     return [None, *logprob_tables(prompt[1:], logprobs, tokenizer)]
 
 
 def best(choices: Sequence[Generation], number: int) -> list[Generation]:
-    """Those whose tokens have the largest mean logprob, the best first; the earlier of equals."""
+    """Return the sequences with the largest mean logprob of tokens, the best first.
+
+    The earlier of equal sequences comes first.
+    """
 
     def mean_logprob(choice: Generation) -> float:
         each = [its.logprob for its in choice.logprobs]

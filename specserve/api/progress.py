@@ -1,4 +1,4 @@
-"""Progress bars of loading and of long runs, and a table of start-up times, on stderr."""
+"""Progress bars of loading and long runs, and a table of start-up times, on stderr."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -41,7 +41,7 @@ def show_phases(phases: Mapping[str, str]) -> None:
 
 
 def track(generations: Sequence[Generation], enabled: bool) -> Iterator[None]:
-    """Yield until all generations are done, with a bar of how many are."""
+    """Yield until all generations are done, and show how many are."""
     with progress_bar(enabled) as bar:
         task = bar.add_task("prompts", total=len(generations))
         while (done := sum(each.is_done for each in generations)) < len(generations):

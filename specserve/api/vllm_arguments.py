@@ -1,7 +1,7 @@
-"""Arguments of vLLM's `LLM` and `AsyncEngineArgs`: what they are called here, or why they are not.
+"""Arguments of vLLM's `LLM` and `AsyncEngineArgs`: maps, ignores or refuses them.
 
-A script for vLLM passes many that ask for nothing special: those are accepted at the values that
-have no effect here.
+Scripts for vLLM pass many arguments with default values. specserve accepts the values that have no
+effect in specserve.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from specserve.config import ARGUMENTS, USUAL_LORAS
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.sampling_params import is_one_of, unexpected_argument
 
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is always accepted
     "async_scheduling": (False,),
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
@@ -37,16 +37,16 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # None never has one
     "max_logprobs": (20,),
     "pipeline_parallel_size": (1,),
     "runner": ("auto", "generate"),
-    "scheduling_policy": ("fcfs", "priority"),  # by priority, and those of one in order
+    "scheduling_policy": ("fcfs", "priority"),  # by priority, then in order of arrival
     "skip_tokenizer_init": (False,),
-    "swap_space": (0, 4),  # nothing is swapped; 4 is vLLM's default
+    "swap_space": (0, 4),  # specserve does not swap; 4 is vLLM's default
     "task": ("auto", "generate"),
     "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto", "fast", "hf"),
-    "trust_remote_code": (True, False),  # a permission that is not used
+    "trust_remote_code": (True, False),  # specserve never runs code of a checkpoint
     "use_tqdm_on_load": (True,),
 }
-REFUSED = {  # names whose every value is refused -> what to do instead; "" is to leave it out
+REFUSED = {  # arguments refused at every value -> remedy; "": omit it
     **dict.fromkeys(("additional_config", "cuda_graph_sizes", "hf_config_path"), ""),
     **dict.fromkeys(("kv_events_config", "kv_transfer_config"), ""),
     **dict.fromkeys(("max_seq_len_to_capture", "num_gpu_blocks_override", "pooler_config"), ""),
@@ -56,28 +56,28 @@ REFUSED = {  # names whose every value is refused -> what to do instead; "" is t
     **dict.fromkeys(("attention_config", "compilation_config", "distributed_executor_backend"), ""),
     **dict.fromkeys(("download_dir", "hf_token"), "download the model first"),
     **dict.fromkeys(("hf_overrides", "override_generation_config"), "change the model's files"),
-    "max_cpu_loras": "an adapter that is in no slot is read from its files again",
-    "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
-    "quantization": "the checkpoint says what its weights are; `quantize` rounds others",
-    "revision": "download it and name its folder",
-    "served_model_name": "it is an option of `specserve serve`",
-    "speculative_config": "say drafter, and draft_model or draft_head",
+    "max_cpu_loras": "adapters without a slot are read from their files again",
+    "logits_processors": "pass them to LLM.generate(..., logits_processors=[...])",
+    "quantization": "the checkpoint defines the format; `quantize` rounds unquantized weights",
+    "revision": "download the revision and pass its folder",
+    "served_model_name": "use the option of `specserve serve`",
+    "speculative_config": "use drafter, and draft_model or draft_head",
     "tokenizer_revision": "",
 }
 WHY = {
-    "enforce_eager": "steps on a GPU may be graphs",
-    "generation_config": "the model's own is read; give a SamplingParams what shall be otherwise",
+    "enforce_eager": "steps on a GPU may use CUDA graphs",
+    "generation_config": "the model's file is always read; a SamplingParams overrides it",
 }
-CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # of calls: values without effect, what to do
-    "chat_template": ((), "name a file with LLM(chat_template=...)"),
-    "chat_template_content_format": (("auto",), "the model's template decides"),
-    "data_parallel_rank": ((), "there is one engine"),
-    "guided_options_request": ((), "give SamplingParams(structured_outputs=...)"),
-    "logits_processors": (([], ()), "the engine is a process that lacks them; call LLM.generate"),
-    "mm_processor_kwargs": ((), "only text is read"),
-    "priority": ((0,), "give SamplingParams(priority=...)"),
-    "tokenization_kwargs": ((), "give SamplingParams(truncate_prompt_tokens=...)"),
-    "trace_headers": ((), "nothing is traced"),
+CALLS: dict[str, tuple[tuple[Any, ...], str]] = {  # arguments of calls -> ignored values, remedy
+    "chat_template": ((), "pass a file to LLM(chat_template=...)"),
+    "chat_template_content_format": (("auto",), "the model's template determines it"),
+    "data_parallel_rank": ((), "there is only one engine"),
+    "guided_options_request": ((), "use SamplingParams(structured_outputs=...)"),
+    "logits_processors": (([], ()), "the engine runs in another process; call LLM.generate"),
+    "mm_processor_kwargs": ((), "only text is supported"),
+    "priority": ((0,), "use SamplingParams(priority=...)"),
+    "tokenization_kwargs": ((), "use SamplingParams(truncate_prompt_tokens=...)"),
+    "trace_headers": ((), "the Python API does not trace"),
 }
 
 
@@ -87,7 +87,7 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]  # their text, as outputs tell it
+    prompt: NotRequired[str]  # the text, which outputs repeat
 
 
 class EngineArgs(SimpleNamespace):
@@ -101,8 +101,9 @@ class AsyncEngineArgs(EngineArgs):
 def known_arguments(
     owner: str, model: str | Path | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of vLLM's arguments that are in ARGUMENTS; ConfigError for what cannot be had,
-    TypeError for a name that is not known.
+    """Return the vLLM arguments that are in ARGUMENTS.
+
+    ConfigError for unsupported arguments or values, TypeError for unknown names.
     """
     known = dict[str, Any]()
     others = "tokenizer", "set", "config", "seed", "enable_lora"
@@ -117,45 +118,43 @@ def known_arguments(
             is_default = given.get("max_loras") is given.get("lora_modules") is None
             known |= {"max_loras": USUAL_LORAS} if value is True and is_default else {}
         elif not is_ignored(name, value, model, given.get("device")):
-            why = WHY.get(name) or REFUSED.get(name) or "it has no equal here"
-            raise ConfigError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out")
+            why = WHY.get(name) or REFUSED.get(name) or "specserve has no equivalent"
+            raise ConfigError(f"{owner}({name}={value!r:.50}): {why}. Omit {name}")
     return known
 
 
 def flag_words(flags: Iterable[str]) -> str:
-    """What to give in place of flags of `vllm serve` that are none here; nothing of others."""
-    found = ""
+    """Return a line with the remedy for each flag of `vllm serve` that specserve lacks."""
+    lines = ""
     for flag in flags:
-        name, said = flag.partition("=")[0], ""
+        name, remedy = flag.partition("=")[0], ""
         argument = name.removeprefix("--").replace("-", "_")
         if not name.startswith("--"):
             continue
         if argument in ARGUMENTS:
-            said = f"--set {ARGUMENTS[argument]}=... is the same"
+            remedy = f"use --set {ARGUMENTS[argument]}=..."
         elif argument in REFUSED or argument in WITHOUT_EFFECT:
-            said = REFUSED.get(argument) or "it has no equal here"
-        found += f"\n{name}: {said}" if said else ""
-    return found
+            remedy = REFUSED.get(argument) or "specserve has no equivalent"
+        lines += f"\n{name}: {remedy}" if remedy else ""
+    return lines
 
 
 def is_ignored(name: str, value: Any, model: str | Path | None, device: str | None) -> bool:
-    """Whether an argument of vLLM has no effect here at this value."""
+    """Whether an argument of vLLM has no effect in specserve at this value."""
     if name == "tokenizer" and model is not None and str(value) == str(model):
         return True
     if name == "enforce_eager" and value is True:
-        import torch  # the process of AsyncLLM needs it for nothing else
+        import torch  # not at the top: the process of AsyncLLM otherwise runs without torch
 
         return device == "cpu" or not torch.cuda.is_available()
     return value is None or is_one_of(value, WITHOUT_EFFECT.get(name, ()))
 
 
 def check_call(owner: str, given: Mapping[str, Any]) -> None:
-    """RequestError for arguments of vLLM's calls that would have to do something, TypeError for
-    others than vLLM's.
-    """
+    """RequestError for unsupported arguments of vLLM's calls, TypeError for unknown names."""
     for name, value in given.items():
         if name not in CALLS:
             raise unexpected_argument(owner, name, [*CALLS, "lora_request"])
         without_effect, why = CALLS[name]
         if value is not None and not is_one_of(value, without_effect):
-            raise RequestError(f"{name}={value!r:.50}: {why}; leave {name} out", name)
+            raise RequestError(f"{name}={value!r:.50}: {why}. Omit {name}", name)

@@ -1,6 +1,6 @@
-"""Text on a terminal that shows which sources drafted each token, and the tree of each step.
+"""Terminal output that colors each token by its draft source, and draws the tree of each step.
 
-Colors need a terminal. Without colors, or with NO_COLOR, accepted draft tokens are in brackets.
+Colors need a terminal. Without a terminal, or with NO_COLOR, accepted draft tokens are in brackets.
 """
 
 import os
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 COLORS = "32", "34", "33", "35", "36", "31"  # of sources, in order: green, blue, yellow, ...
 BOLD, DIM, UNDERLINE = "1", "2", "4"
-LONGEST = 18  # characters of a token in a tree
-# What moves the cursor or erases, of both sets of control characters, and what turns text around.
+LONGEST = 18  # maximum characters of a token in a tree
+# Control characters that move the cursor or erase, and characters that change the text direction.
 CONTROLS = (
     *range(9),
     *range(11, 32),
@@ -31,7 +31,7 @@ VISIBLE = HARMLESS | str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": 
 
 
 def harmless(text: str) -> str:
-    """The text as a terminal may have it, character by character."""
+    """Replace characters that could control a terminal."""
     return text.translate(HARMLESS)
 
 
@@ -41,8 +41,9 @@ def has_colors() -> bool:
 
 
 def styled(text: str, *codes: str) -> str:
-    """The text with ANSI codes around it, on each of its lines. Without colors the text in brackets
-    if a source drafted it, else as it is.
+    """Return the text with ANSI codes around each of its lines.
+
+    Without colors, return drafted text in brackets, and other text unchanged.
     """
     codes = tuple(filter(None, codes))
     if not has_colors():
@@ -54,8 +55,9 @@ def styled(text: str, *codes: str) -> str:
 
 
 def style(bits: int) -> tuple[str, ...]:
-    """The style of a token, where bit i stands for source i: the first source's color, and a line
-    if several sources drafted it.
+    """Return the style of a token; bit i stands for source i.
+
+    The color is the first source's. A token of several sources is underlined.
     """
     if not bits:
         return ()
@@ -66,58 +68,62 @@ def style(bits: int) -> tuple[str, ...]:
 def legend(sources: Sequence[str]) -> str:
     if not has_colors():
         names = [harmless(name) for name in sources]
-        return f"[accepted guesses] of {', '.join(names)}; a terminal shows by colors whose"
+        return (
+            f"[accepted draft tokens] of {', '.join(names)}; a terminal shows the source by color"
+        )
     names = [styled(harmless(name), *style(1 << i)) for i, name in enumerate(sources)]
-    return f"guessed by {', '.join(names)}; by the target alone without a color"
+    return f"accepted draft tokens of {', '.join(names)}; target model: no color"
 
 
 class Colored:
-    """A text as it comes. A token's text may come later than its step."""
+    """Colors a text while it is generated. A token's text may come later than its step."""
 
     def __init__(self) -> None:
         self.text, self.num_shown = "", 0
-        self.tokens: list[tuple[int, int]] = []  # end in the text, sources; not yet shown
+        self.tokens: list[tuple[int, int]] = []  # not yet shown: end in the text, sources
 
     def add_steps(self, steps: Iterable[StepDetails]) -> None:
         for step in steps:
             self.tokens += zip(step.ends, step.sources, strict=True)
 
     def shown(self, text: str) -> str:
-        """The text that came last as it is to be printed."""
+        """Add new text, and return the colored text to print."""
         self.text += text
         pieces: list[str] = []
         while self.tokens and self.tokens[0][0] <= len(self.text):
             end, bits = self.tokens.pop(0)
             pieces.append(styled(self.text[self.num_shown : end], *style(bits)))
             self.num_shown = max(self.num_shown, end)
-        if not self.tokens:  # the text of no token: its steps came without details
+        if not self.tokens:  # text of steps without details
             pieces.append(self.rest())
         return "".join(pieces)
 
     def rest(self) -> str:
-        """What is left at the end: of a token whose text was cut by a stop string."""
+        """Return the text that was not shown, e.g. of a token that a stop string cut."""
         left, self.num_shown = self.text[self.num_shown :], len(self.text)
         return left
 
 
 def tree_lines(step: StepDetails, text_of: Callable[[int], str]) -> list[str]:
-    """The draft tokens of a step as lines: accepted ones bold and in their source's color, the
-    first path of each node in its own line, others dim.
+    """Draw the draft tokens of a step as lines of text.
+
+    Accepted tokens are bold and have their source's color; others are dim. The first child of a
+    node continues its line.
     """
     tree = step.tree
     children: list[list[int]] = [[] for _ in range(len(tree.parents) + 1)]
     for node, parent in enumerate(tree.parents, 1):
         children[parent].append(node)
-    right = set(tree.accepted)
+    accepted = set(tree.accepted)
     for each in children:
-        each.sort(key=lambda node: node not in right)
+        each.sort(key=lambda node: node not in accepted)
 
     def label(node: int) -> tuple[str, int]:
         if node == 0:
             return "●", 1
         text = text_of(tree.tokens[node - 1]).translate(VISIBLE)
         text = (text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "∅"
-        codes = (BOLD, *style(tree.sources[node - 1])) if node in right else (DIM,)
+        codes = (BOLD, *style(tree.sources[node - 1])) if node in accepted else (DIM,)
         shown = styled(text, *codes)
         return shown, len(text) if has_colors() else len(shown)
 
@@ -139,13 +145,13 @@ def tree_lines(step: StepDetails, text_of: Callable[[int], str]) -> list[str]:
 
 
 def step_words(number: int, step: StepDetails) -> str:
-    draft_tokens, right, new = len(step.tree.tokens), len(step.tree.accepted), len(step.tokens)
-    more, tokens = "" if draft_tokens == 1 else "es", "token" if new == 1 else "tokens"
-    return f"step {number}: {draft_tokens} guess{more}, {right} right, {new} new {tokens}"
+    drafted, accepted, new = len(step.tree.tokens), len(step.tree.accepted), len(step.tokens)
+    words = f"{drafted} draft token{'' if drafted == 1 else 's'}, {accepted} accepted"
+    return f"step {number}: {words}, {new} new token{'' if new == 1 else 's'}"
 
 
 def draw_stream(steps: "Watched", text_of: Callable[[int], str]) -> "Output":
-    """Print the tree of each step, then all of the text; its output."""
+    """Print the tree of each step, then the whole text; return the output."""
     colored, number = Colored(), 0
     pieces: list[str] = []
     while True:

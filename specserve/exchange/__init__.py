@@ -1,1 +1,1 @@
-"""What the HTTP and the engine process exchange: plain data, without torch or transformers."""
+"""Data and parameters for the HTTP and the engine process; imports no torch or transformers."""

@@ -1,4 +1,4 @@
-"""The HTTP process's end of the engine's socket: sends requests, receives their outputs."""
+"""The HTTP process's end of the engine's socket: sends requests and receives their outputs."""
 
 import asyncio
 import logging
@@ -46,19 +46,19 @@ from specserve.memory.blocks import Keys
 
 log = logging.getLogger("specserve")
 
-LAST_SECONDS = 0.5  # for the engine process to end by itself; it has to end its step first
-PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the first, second, ... start after deaths in a row
-RETRIES = (1.0, 2.0, 4.0, 8.0)  # seconds before further tries where none can be started
-END_SECONDS = 10.0  # for a killed process to be gone; a device may hold it up
-MOST_DEATHS = len(PAUSES) + 1  # of engine processes within
+LAST_SECONDS = 0.5  # seconds for the engine process to exit by itself, after its current step
+PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the 1st, 2nd, ... restart after recent deaths
+RETRIES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try if no process can be started
+END_SECONDS = 10.0  # seconds for a killed process to exit; a device may delay it
+MOST_DEATHS = len(PAUSES) + 1  # engine deaths within DEATHS_SECONDS after which restarts stop
 DEATHS_SECONDS = 60.0
-GUILTY = 3  # deaths of engines, with few steps in between, that end a request
-FEW = 8  # steps: the one that is fatal may come some steps after a request was taken up
-ENDED = "the engine process has ended: the answer cannot be finished"
-REPLACED = "the engine process has ended, and another one takes its place: ask again in a moment"
+GUILTY = 3  # engine deaths, with fewer than FEW steps in between, after which a request fails
+FEW = 8  # steps; a fatal step may come some steps after a request was added
+ENDED = "the engine process has ended. The response cannot be completed"
+REPLACED = "the engine process has ended and is being restarted. Retry in a moment"
 ENDS_ENGINES = (
-    "the engine process has ended each time that it went on with this request, and goes on without "
-    "it"
+    "the engine process has ended each time it ran this request. The server drops the request and "
+    "continues without it"
 )
 
 
@@ -68,20 +68,20 @@ class Listener(Protocol):
     def push(self, output: StepOutput) -> None: ...
 
     def fail(self, error: SpecserveError) -> None:
-        """No more outputs will come."""
+        """End the request with an error; no more outputs follow."""
         ...
 
 
 class Live:
-    """A request that has not ended, with all that another engine process needs to go on with it."""
+    """A request that has not ended, with everything a new engine process needs to resume it."""
 
     __slots__ = "add", "index", "listener", "num_deaths", "num_scored", "num_steps", "output"
 
     def __init__(self, add: Add, index: int, listener: Listener) -> None:
         self.add, self.index, self.listener = add, index, listener
         self.output, self.num_scored = array("i"), 0
-        self.num_deaths = 0  # of engine processes that had it, with few steps in between
-        self.num_steps = 0  # that gave it tokens, in this engine process
+        self.num_deaths = 0  # deaths of engine processes that ran it, with few steps in between
+        self.num_steps = 0  # steps of this engine process that gave it tokens
 
     def push(self, output: StepOutput) -> None:
         self.output.extend(output.tokens)
@@ -92,19 +92,19 @@ class Live:
         self.listener.push(output)
 
     def resumed(self) -> Add:
-        """Its choice alone: the first choice of a prompt tells the prompt's logprobs."""
+        """The command that resumes this choice only. Choice 0 reports the prompt's logprobs."""
         add, self.num_steps = self.add, 0
-        told = self.num_scored if self.index == 0 else len(add.token_ids) - 1
-        resume = ResumeState(self.output.tolist(), told)
+        num_scored = self.num_scored if self.index == 0 else len(add.token_ids) - 1
+        resume = ResumeState(self.output.tolist(), num_scored)
         seeds = [add.seeds[self.index]]
         return msgspec.structs.replace(add, id=self.number, seeds=seeds, resume=resume)
 
     @property
     def words(self) -> str:
-        """For the log: counts and numbers, no text."""
-        asked = msgspec.structs.asdict(self.add.sampling)
-        told = {name: value for name, value in asked.items() if isinstance(value, int | float)}
-        return f"{len(self.add.token_ids)} prompt tokens, {len(self.output)} completed, {told}"
+        """A description for the log: token counts and numeric parameters, no text."""
+        sampling = msgspec.structs.asdict(self.add.sampling)
+        numbers = {k: value for k, value in sampling.items() if isinstance(value, int | float)}
+        return f"{len(self.add.token_ids)} prompt tokens, {len(self.output)} completed, {numbers}"
 
     @property
     def request_id(self) -> str:
@@ -112,17 +112,17 @@ class Live:
 
     @property
     def number(self) -> int:
-        """Its id."""
+        """The choice's id in the engine."""
         return self.add.id + self.index
 
 
 class EngineClient(asyncio.Protocol):
     """A client of the engine process for one event loop.
 
-    With `respawn` another process takes the place of one that dies, and goes on with all requests:
-    their listeners notice a pause. Without it, or after `MOST_DEATHS` within a minute, or where no
-    other process can be had, `died` is set. A request of which engines die each time is ended
-    alone, with an error: see `resume`.
+    `respawn` starts a new process after one dies. The new process resumes all requests; their
+    listeners only see a pause. `died` is set if there is no `respawn`, after `MOST_DEATHS` within
+    a minute, or if no process can be started. A request that engines repeatedly die of fails, and
+    the others continue: see `resume`.
     """
 
     def __init__(self, spawned: Spawned, respawn: Callable[[], Spawned] | None = None) -> None:
@@ -133,22 +133,22 @@ class EngineClient(asyncio.Protocol):
         self.ready.add_done_callback(retrieve)
         self.died = asyncio.Event()
         self.live: dict[int, Live] = {}
-        self.held: deque[Live] = deque()  # after a death: those that wait for the suspects
+        self.held: deque[Live] = deque()  # after a death: requests that wait for the suspects
         self.is_up = True  # commands may be sent
-        self.deaths: deque[float] = deque(maxlen=MOST_DEATHS)  # when
+        self.deaths: deque[float] = deque(maxlen=MOST_DEATHS)  # times of the last deaths
         self.reviving: asyncio.Task[None] | None = None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_loading: Callable[[str, int, int], None] = lambda name, done, total: None
         self.on_report: Callable[[Report], None] = lambda report: None
         self.on_change: Callable[[Config | None, Ready], None] = lambda config, ready: None
-        # What the next process is to be; of both, None is the config that the first one had.
+        # Sets the config of the next process. None, also in `on_change`, is the first config.
         self.begin_with: Callable[[Config | None, tuple[str, ...]], None] = lambda *_: None
-        self.owed_since: float | None = None  # no message has come, and one has to
+        self.owed_since: float | None = None  # since when a message of the engine is due
         self.next_id, self.frames = 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
-        self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes it
-        self.num_resets = 0  # sent to the engine
+        self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes each
+        self.num_resets = 0  # resets sent to the engine
         self.is_reset_due = False
         self.asking: dict[asyncio.Future[SpeculationState], int] = {}  # -> the tenant
         self.is_state_due = False
@@ -158,10 +158,10 @@ class EngineClient(asyncio.Protocol):
         self.changes = asyncio.Lock()  # one at a time
         self.change_due: Config | None = None
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
-        self.config: Config | None = None  # that the engine was changed to
-        self.known_sources: tuple[str, ...] = ()  # see `Begin`; none before a change
+        self.config: Config | None = None  # of the last change
+        self.known_sources: tuple[str, ...] = ()  # see `EngineStart`; empty before a change
         self.transport: asyncio.WriteTransport | None = None
-        self.tried: Live | None = None  # the suspect that runs beside those that are cleared
+        self.tried: Live | None = None  # the suspect that runs with the cleared requests
 
     async def connect(self) -> None:
         await self.loop.create_connection(lambda: self, sock=self.socket)
@@ -183,30 +183,31 @@ class EngineClient(asyncio.Protocol):
         id = self.next_id
         self.next_id += len(samplings)
         ids = list(range(id, self.next_id))
-        # Stop strings are looked for in this process.
+        # The engine gets no stop strings: this process searches for them.
         first = samplings[0]
         shared = msgspec.structs.replace(first, stop=()) if first.stop else first
         seeds = [s.seed for s in samplings]
         add = Add(id, packed(token_ids), shared, seeds, keys or {}, caller, adapter=adapter)
-        asked = [Live(add, index, each) for index, each in enumerate(listeners)]
-        self.live.update(zip(ids, asked, strict=True))
+        choices = [Live(add, index, each) for index, each in enumerate(listeners)]
+        self.live.update(zip(ids, choices, strict=True))
         if self.is_up and not self.held:
             self.flush_soon()
             self.adds.append(add)
         else:
-            self.held.extend(asked)
+            self.held.extend(choices)
         return ids
 
     def finish(self, id: int) -> None:
-        """Forget a request, and stop it if it still runs."""
+        """Remove a request, and stop it if it still runs."""
         if self.live.pop(id, None) is not None and self.is_up:
             self.flush_soon()
             self.finishes.append(id)
             self.release_held()
 
     async def reset_cache(self) -> None:
-        """Empty the prefix cache; EngineDied if the engine process ends before it has. That of
-        another process that takes its place is empty.
+        """Empty the prefix cache. A new engine process starts with an empty one.
+
+        EngineDied if the engine process has ended and is not restarted.
         """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
@@ -219,8 +220,9 @@ class EngineClient(asyncio.Protocol):
         await future
 
     async def speculation(self, tenant: int = 0) -> SpeculationState:
-        """What the engine's speculation goes by for a tenant; EngineDied if the process ends before
-        it tells.
+        """Return the state of speculation for a tenant. A new engine process is asked again.
+
+        EngineDied if the engine process has ended and is not restarted.
         """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
@@ -235,8 +237,8 @@ class EngineClient(asyncio.Protocol):
             self.is_state_due = True
 
     async def load_adapter(self, folder: str) -> AdapterRef:
-        """Read an adapter; ConfigError if it cannot be used, and Overloaded if the engine process
-        ends before that is known.
+        """Load an adapter. ConfigError if it cannot be used; Overloaded if the engine process ends
+        first.
         """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
@@ -249,28 +251,29 @@ class EngineClient(asyncio.Protocol):
         return await future
 
     def forget_adapter(self, digest: str) -> None:
-        """Say that no request will have it. Another engine process has not heard of it anyway."""
+        """Free an adapter that no request will use. A new engine process never has it."""
         if self.is_up:
             self.flush_soon()
             self.forgets.append(digest)
 
-    def adapter_loaded(self, told: AdapterLoaded) -> None:
-        future = next(asked for asked, folder in self.loading.items() if folder == told.folder)
+    def adapter_loaded(self, reply: AdapterLoaded) -> None:
+        future = next(each for each, folder in self.loading.items() if folder == reply.folder)
         del self.loading[future]
         if future.done():  # the caller was cancelled
             return
-        if told.adapter is None:
-            future.set_exception(ConfigError(told.refusal))
+        if reply.adapter is None:
+            future.set_exception(ConfigError(reply.refusal))
         else:
-            future.set_result(told.adapter)
+            future.set_result(reply.adapter)
 
     async def change(self, find: Callable[[], Awaitable[Config]]) -> Ready:
-        """Have the engine guess by the config that is found once the change before is done: what it
-        is then. ConfigError if it cannot, and Overloaded if the process ends meanwhile: then it
-        guesses as before.
+        """Change speculation to the config that `find` returns, and return the engine's new state.
+
+        `find` is called when earlier changes are complete. ConfigError if the config cannot be
+        used; Overloaded if the process ends first. Speculation is then unchanged.
         """
         changing = asyncio.create_task(self.change_alone(find))
-        return await asyncio.shield(changing)  # the engine finishes what it was told
+        return await asyncio.shield(changing)  # the engine completes a change that was sent
 
     async def change_alone(self, find: Callable[[], Awaitable[Config]]) -> Ready:
         async with self.changes:
@@ -284,16 +287,16 @@ class EngineClient(asyncio.Protocol):
             self.change_due, self.changing = config, (config, future)
             return await future
 
-    def changed(self, told: Changed) -> None:
-        assert self.changing is not None, "nothing was to be changed"
+    def changed(self, reply: Changed) -> None:
+        assert self.changing is not None, "the engine replied to no change"
         (config, future), self.changing = self.changing, None
-        if told.ready is None:
-            future.set_exception(ConfigError(told.refusal))
+        if reply.ready is None:
+            future.set_exception(ConfigError(reply.refusal))
             return
-        self.config, self.known_sources = config, told.ready.known_sources
+        self.config, self.known_sources = config, reply.ready.known_sources
         self.begin_with(config, self.known_sources)
-        self.on_change(config, told.ready)
-        future.set_result(told.ready)
+        self.on_change(config, reply.ready)
+        future.set_result(reply.ready)
 
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
@@ -303,8 +306,8 @@ class EngineClient(asyncio.Protocol):
 
     def flush(self) -> None:
         if not self.is_up:
-            return  # `resume` tells another process
-        if self.owed_since is None:  # an engine answers whatever it is told
+            return  # `resume` sends everything to the next process
+        if self.owed_since is None:  # the engine replies to every message
             self.owed_since = self.loop.time()
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
         due = self.is_reset_due, tenants, self.change_due
@@ -315,12 +318,12 @@ class EngineClient(asyncio.Protocol):
             self.transport.write(frame(commands))
 
     def clear_queue(self) -> None:
-        """Of what the next message would have told."""
+        """Drop everything that the next message would send."""
         self.adds, self.finishes, self.loads, self.forgets = [], [], [], []
         self.is_reset_due, self.is_state_due, self.change_due = False, False, None
 
     async def leave(self) -> None:
-        """`close`, without blocking the event loop while the engine process ends by itself."""
+        """Do the same as `close`, without blocking the event loop."""
         self.respawn = None
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutError):
@@ -330,7 +333,7 @@ class EngineClient(asyncio.Protocol):
         self.kill()
 
     def close(self) -> None:
-        """End the engine process. If it has been ready, it has a moment to keep what steps cost."""
+        """End the engine process. If it was ready, it first has time to store its step costs."""
         self.respawn = None
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutExpired):
@@ -343,13 +346,13 @@ class EngineClient(asyncio.Protocol):
         if self.reviving is not None:
             self.reviving.cancel()
             if not (self.is_up or self.died.is_set() or self.loop.is_closed()):
-                self.die(ENDED)  # nobody else does, as its connection is lost already
+                self.die(ENDED)  # `connection_lost` was called before and did not
         if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
         self.process.end()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has another class
 
     def data_received(self, data: bytes) -> None:
         for payload in self.frames.feed(data):
@@ -357,34 +360,34 @@ class EngineClient(asyncio.Protocol):
                 case Report() as report:
                     self.deliver(report)
                 case SpeculationState() as state:
-                    self.tell(state)
-                case Changed() as told:
-                    self.changed(told)
-                case AdapterLoaded() as told:
-                    self.adapter_loaded(told)
+                    self.deliver_state(state)
+                case Changed() as changed:
+                    self.changed(changed)
+                case AdapterLoaded() as loaded:
+                    self.adapter_loaded(loaded)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
                     if not self.ready.done():
                         self.ready.set_result(ready)
-                    elif not self.ready.cancelled():  # else the server ends
+                    elif not self.ready.cancelled():  # else the server is shutting down
                         self.on_change(self.config, ready)
                         self.resume(ready)
                 case Failed(message):
                     if not self.ready.done():
                         self.ready.set_exception(ConfigError(message))
                     elif self.config is not None:
-                        log.error("%s: the next engine process guesses as the first", message)
+                        log.error("%s. The next engine process drafts as at the start", message)
                         self.config = None
                         self.begin_with(None, self.known_sources)
                     elif not self.ready.cancelled():
-                        self.die(f"{ENDED}, and no other one can be started: {message}")
+                        self.die(f"{ENDED}. Starting a new engine process failed: {message}")
         self.owed_since = self.loop.time() if self.live else None
 
     def deliver(self, report: Report) -> None:
         for output in report.outputs:
             live = self.live.get(output.id)
-            if output.finish_reason is not None:  # the engine has forgotten it
+            if output.finish_reason is not None:  # the engine has removed it
                 self.live.pop(output.id, None)
             if live is not None:  # else it was finished while the step ran
                 live.push(output)
@@ -396,8 +399,8 @@ class EngineClient(asyncio.Protocol):
                     future.set_result(None)
         self.on_report(report)
 
-    def tell(self, state: SpeculationState) -> None:
-        for future in [asked for asked, tenant in self.asking.items() if tenant == state.tenant]:
+    def deliver_state(self, state: SpeculationState) -> None:
+        for future in [each for each, tenant in self.asking.items() if tenant == state.tenant]:
             del self.asking[future]
             if not future.done():  # else the caller was cancelled
                 future.set_result(state)
@@ -410,9 +413,9 @@ class EngineClient(asyncio.Protocol):
             (_, future), self.changing = self.changing, None
             future.set_exception(Overloaded(REPLACED))
         loading, self.loading = self.loading, {}
-        for asked in loading:
-            if not asked.done():
-                asked.set_exception(Overloaded(REPLACED))
+        for adapter in loading:
+            if not adapter.done():
+                adapter.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None
@@ -423,12 +426,12 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether too many processes have died of late."""
+        """Whether too many processes died within DEATHS_SECONDS."""
         first, last = self.deaths[0], self.deaths[-1]
         return len(self.deaths) == MOST_DEATHS and last - first < DEATHS_SECONDS
 
     def die(self, message: str) -> None:
-        """Give up: nobody gets anything more."""
+        """Fail all pending requests."""
         self.died.set()
         self.respawn = None
         waiting: list[asyncio.Future[Any]] = [*self.resets, *self.asking]
@@ -440,38 +443,37 @@ class EngineClient(asyncio.Protocol):
             each.listener.fail(EngineDied(message))
 
     async def revive(self, respawn: Callable[[], Spawned], had_requests: bool) -> None:
-        """Start another engine process in the place of one that has died, maybe while it loaded."""
+        """Start a new engine process after one died; it may have died while it was loading."""
         code = await asyncio.to_thread(ended, self.process)
         if had_requests:
             self.blame()
         recent = sum(self.loop.time() - at < DEATHS_SECONDS for at in self.deaths)
         pause = PAUSES[min(recent, len(PAUSES)) - 1]
         log.error(
-            "the engine process has ended (%s); in %g s another one starts, and goes on with "
-            "%d requests",
+            "Engine process exited (%s). Restarting in %g s; %d requests will resume",
             f"signal {-code}" if code < 0 else f"exit code {code}",
             pause,
             len(self.live),
         )
-        for future in self.resets:  # its cache has gone with it
+        for future in self.resets:  # the cache of a new process is empty
             if not future.done():
                 future.set_result(None)
         self.resets, self.num_resets = {}, 0
         for seconds in (pause, *RETRIES):
             await asyncio.sleep(seconds)
-            try:  # in this thread: a process ends with the thread that starts it
+            try:  # in this thread, because a process ends with the thread that started it
                 self.process, self.socket = respawn()
                 self.frames = Frames()
                 await self.connect()
-            except OSError as e:  # there may be too many open files, for a moment
-                log.error("no other engine process can be started: %s", e)
+            except OSError as e:  # e.g. too many open files, for a moment
+                log.error("starting a new engine process failed: %s", e)
                 reason = str(e)
             else:
                 return
-        self.die(f"{ENDED}, and no other one can be started: {reason}")
+        self.die(f"{ENDED}. Starting a new engine process failed: {reason}")
 
     def blame(self) -> None:
-        """Note a death with each request that the engine had, and end those that cause them."""
+        """Count the death for each request that the engine ran; fail requests with too many."""
         held = {id(each) for each in self.held}
         for number, live in list(self.live.items()):
             live.num_deaths += id(live) not in held
@@ -481,16 +483,16 @@ class EngineClient(asyncio.Protocol):
                 live.listener.fail(EndsEngines(ENDS_ENGINES))
 
     def resume(self, ready: Ready) -> None:
-        """Hand all requests to another engine process.
+        """Send all requests to a new engine process.
 
-        Two deaths with few steps in between make suspects of the requests that both engines had.
-        They come one at a time, each when the one before has had a few steps, and all others after
-        them: so if an engine dies a third time, the one that came last is to blame.
+        A request is a suspect if it ran in two engines that died, with few steps in between.
+        Suspects are sent first, each one after the previous suspect ran a few steps. All other
+        requests follow. If a third engine dies, the last suspect caused it.
         """
         if same_text(ready) != same_text(self.ready.result()):
             self.process.kill()
             self.respawn = None
-            return  # `connection_lost` tells everybody
+            return  # `connection_lost` fails all requests
         self.is_up, self.tried = True, None
         self.on_restart()
         waiting = [self.live[number] for number in sorted(self.live)]
@@ -499,7 +501,7 @@ class EngineClient(asyncio.Protocol):
         self.ask_state()
 
     def release_held(self) -> None:
-        """Send held requests, up to and with the next suspect, if the last one is cleared."""
+        """Send held requests up to the next suspect, if the last suspect is cleared."""
         tried = self.tried
         if tried is not None and tried.num_deaths and tried.number in self.live:
             return
@@ -513,22 +515,24 @@ class EngineClient(asyncio.Protocol):
                     self.tried = live
 
     async def watch(self, seconds: float) -> None:
-        """End an engine process that has requests and has ended no step for so long."""
+        """Kill an engine process that owes a message for longer than `seconds`."""
         while not self.died.is_set():
             await asyncio.sleep(min(1.0, seconds / 4))
             if self.is_up and self.silence > seconds:
-                words = "the engine process has ended no step for %.0f s: it is ended"
-                log.error(words, self.silence)
+                message = "the engine process completed no step for %.0f s. Killing it"
+                log.error(message, self.silence)
                 self.process.kill()
 
     @property
     def silence(self) -> float:
-        """Seconds for which the engine process has owed a message."""
+        """Seconds since a message of the engine became due; 0 if none is due."""
         return 0.0 if self.owed_since is None else self.loop.time() - self.owed_since
 
 
 def ended(process: Forked) -> int:
-    """Kill an engine process, and with it the fork server if that does not tell of the end."""
+    """Kill an engine process and return its exit code. If the fork server does not report the
+    exit, kill that too.
+    """
     process.kill()
     try:
         return process.wait(END_SECONDS)
@@ -538,14 +542,14 @@ def ended(process: Forked) -> int:
 
 
 def same_text(ready: Ready) -> Ready:
-    """What has to be the same of two engines for them to give the same texts."""
+    """Return `ready` without the fields that do not affect texts."""
     target = {model: of for model, of in ready.kv_formats.items() if model != "draft"}
-    guesses = {"drafter": "", "sources": (), "known_sources": (), "draft_weights": None}
-    guesses["draft_head"] = None
-    return msgspec.structs.replace(ready, phases={}, num_blocks=0, kv_formats=target, **guesses)
+    no_drafter = {"drafter": "", "sources": (), "known_sources": (), "draft_weights": None}
+    no_drafter["draft_head"] = None
+    return msgspec.structs.replace(ready, phases={}, num_blocks=0, kv_formats=target, **no_drafter)
 
 
 def retrieve(future: asyncio.Future[Ready]) -> None:
-    """Take note of its exception: asyncio warns of one that nobody has asked for."""
+    """Read the future's exception, because asyncio warns about exceptions that are never read."""
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""Jobs of several owners that share a few places: an owner's long jobs delay no other owner's."""
+"""Fair queues: several owners share a few places, and long jobs of one do not delay others."""
 
 import asyncio
 from collections import Counter, deque
@@ -11,22 +11,22 @@ from time import perf_counter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MAX_IDLE = 1024  # owners without a job whose seconds are kept
+MAX_IDLE = 1024  # owners without a job whose used seconds are stored
 
-# The API key or, without keys, the connection that a request came from. None: each job has its own.
+# The API key of a request or, without keys, its connection. None: each job is its own owner.
 owner: ContextVar[Hashable | None] = ContextVar("owner", default=None)
-SHARE = 8  # an API key may hold 1 / SHARE of what all keys may, even if others hold all
+SHARE = 8  # an API key may use 1 / SHARE of a limit even if other keys use all of it
 
 
 def current_tenant() -> int | None:
-    """The API key of the request, by its number; None without keys."""
+    """The index of the request's API key; None without keys."""
     found = owner.get()
     return found if isinstance(found, int) else None
 
 
 def has_room(asked: int, own: int, held: int, most: int) -> bool:
-    """Whether a request may hold so much more. `own` is what its API key holds, and `held` what all
-    hold. A key below its share may exceed the limit, but all of them hold at most twice of it.
+    """Whether a request may use `asked` more. Its API key uses `own`, all keys together use `held`.
+    A key below its share may exceed the limit `most`, but all keys stay within twice `most`.
     """
     if held + asked <= most:
         return True
@@ -39,15 +39,15 @@ class QueuedJob(Generic[T]):
 
     def __init__(self, owner: Hashable, item: T, is_large: bool, number: int) -> None:
         self.owner, self.item, self.is_large, self.number = owner, item, is_large, number
-        self.began: float | None = None  # while it has a place
+        self.began: float | None = None  # the time at which it got a place
 
 
 class Waiting(Generic[T]):
-    """One owner's waiting jobs: small and large ones in turn, each kind in order of arrival."""
+    """One owner's waiting jobs: small and large ones alternate, each kind in order of arrival."""
 
     def __init__(self) -> None:
         self.kinds = deque[QueuedJob[T]](), deque[QueuedJob[T]]()  # small, large
-        self.last = True  # whether the last job that was taken is large
+        self.last = True  # whether the last job that left is large
 
     def first(self, allows_large: bool) -> QueuedJob[T] | None:
         small, large = self.kinds
@@ -60,20 +60,20 @@ class Waiting(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The next job is of the owner with the fewest places; of equals, of the one that has used the
-    fewest seconds; then the earliest.
+    """A queue that serves the owner with the fewest places first, then the owner that has used the
+    fewest seconds, then the earliest job.
 
-    If there are several places, one of them stays free of large jobs, and one owner never has all.
-    An owner that comes begins with the seconds of the one that has used the fewest.
+    If there are several places, one stays free of large jobs, and no owner gets all of them. A new
+    owner starts with the seconds of the owner that has used the fewest.
     """
 
     def __init__(self, num_places: int, clock: Callable[[], float] = perf_counter) -> None:
         self.num_places, self.most, self.clock = num_places, max(1, num_places - 1), clock
-        self.waiting: dict[Hashable, Waiting[T]] = {}  # none is empty
+        self.waiting: dict[Hashable, Waiting[T]] = {}  # by owner; never empty
         self.held = Counter[Hashable]()  # places, by owner
         self.num_large = 0  # large jobs with a place
-        self.spent: dict[Hashable, float] = {}  # seconds
-        self.floor = 0.0  # the fewest seconds of an owner with a job
+        self.spent: dict[Hashable, float] = {}  # seconds used, by owner
+        self.floor = 0.0  # minimum of the seconds used by owners with a job
         self.num_jobs = 0
 
     def add(self, owner: Hashable | None, item: T, is_large: bool = False) -> QueuedJob[T]:
@@ -84,7 +84,7 @@ class FairQueue(Generic[T]):
         return job
 
     def take(self) -> QueuedJob[T] | None:
-        """Give a place to the next job; None if none may have one."""
+        """Give a place to the next job and return it; None if no job may run."""
         if self.held.total() >= self.num_places:
             return None
         allows_large = self.num_large < self.most
@@ -100,7 +100,7 @@ class FairQueue(Generic[T]):
         return job
 
     def remove(self, job: QueuedJob[T]) -> None:
-        """Take a waiting job out of the queue."""
+        """Remove a waiting job."""
         waiting = self.waiting[job.owner]
         waiting.kinds[job.is_large].remove(job)
         waiting.last = job.is_large
@@ -108,7 +108,7 @@ class FairQueue(Generic[T]):
             del self.waiting[job.owner]
 
     def end(self, job: QueuedJob[T]) -> None:
-        """End a job, whether it has a place or waits; its owner is charged the seconds."""
+        """End a running or waiting job, and charge its seconds to its owner."""
         if job.began is None:
             self.remove(job)
         else:
@@ -118,7 +118,7 @@ class FairQueue(Generic[T]):
         self.forget_idle()
 
     def forget_idle(self) -> None:
-        """Drop owners without a job, if there are many."""
+        """Drop owners without a job if there are many."""
         active = self.waiting.keys() | self.held.keys()
         self.floor = max(self.floor, min((self.spent[o] for o in active), default=0.0))
         if len(self.spent) > MAX_IDLE + len(active):
@@ -133,7 +133,7 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, is_large: bool = False) -> AsyncIterator[None]:
-        """A block that runs while it has a place; the context's `owner` is charged for it."""
+        """Wait for a place and hold it during the block. The context's `owner` is charged."""
         future = asyncio.get_running_loop().create_future()
         job = self.queue.add(owner.get(), future, is_large)
         self.begin()
@@ -146,7 +146,7 @@ class FairTurns:
 
     def begin(self) -> None:
         while (job := self.queue.take()) is not None:
-            if not job.item.done():  # else its task is about to end the job
+            if not job.item.done():  # else its task was cancelled and ends the job
                 job.item.set_result(None)
 
 
@@ -168,7 +168,7 @@ class FairThreads:
         return future
 
     def begin(self) -> None:
-        with self.lock, suppress(RuntimeError):  # the threads are shut down
+        with self.lock, suppress(RuntimeError):  # raised after the threads are shut down
             while (job := self.queue.take()) is not None:
                 self.threads.submit(self.run, job)
 
@@ -185,7 +185,7 @@ class FairThreads:
             self.begin()
 
     def close(self) -> None:
-        """Cancel what waits. A job that runs is not waited for."""
+        """Cancel waiting jobs. Does not wait for running jobs."""
         with self.lock:
             waiting = [job for w in self.queue.waiting.values() for kind in w.kinds for job in kind]
         for job in waiting:

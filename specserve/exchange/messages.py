@@ -1,4 +1,4 @@
-"""Data between the HTTP process and the engine process: requests, outputs, messages, frames."""
+"""Messages between the HTTP process and the engine process: requests, outputs, states, frames."""
 
 import socket
 from array import array
@@ -15,24 +15,24 @@ from specserve.models.weight_forms import WeightForms
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
-    """Names are the HTTP process's own: what is known by one may change."""
+    """A LoRA adapter. Only the HTTP process knows its names, which may move to other adapters."""
 
-    folder: str  # where it can be read, for as long as its content is this
-    digest: str  # SHA-256 of what it does to the model, in hexadecimal
+    folder: str  # the engine rereads it here, and refuses it if the digest differs
+    digest: str  # SHA-256 of its tensors and scalings, in hexadecimal
     rank: int
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
-    """A call is one HTTP request or one `LLM.generate`, with all its prompts and choices."""
+    """The origin of requests. A call is one HTTP request or one `LLM.generate`."""
 
-    call: int  # the id of its first request, so that an earlier call has a smaller one
+    call: int  # id of the call's first request; earlier calls have smaller numbers
     tenant: int = 0  # index of the API key in the key file; 0 without keys
-    request_id: str = ""  # of an HTTP request, for log lines
+    request_id: str = ""  # of the HTTP request, for log lines
 
 
-VERSION = 1  # of the messages; ends of different versions stop at once
-MAX_BYTES = 1 << 28
-HEADER = Struct("<II")  # version, bytes that follow
+VERSION = 1  # of the messages; a process that receives another version fails
+MAX_BYTES = 1 << 28  # maximum bytes of a frame's payload
+HEADER = Struct("<II")  # version, bytes of the payload
 
 
 def pack(payload: bytes) -> bytes:
@@ -47,14 +47,14 @@ class Frames:
         self.pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that these bytes complete; RuntimeError for a wrong version or length."""
+        """Yield the frames that `data` completes. RuntimeError for a wrong version or length."""
         self.pending += data
         while len(self.pending) >= HEADER.size:
             version, length = HEADER.unpack_from(self.pending)
             if version != VERSION:
-                raise RuntimeError(f"a frame of version {version}, and this end speaks {VERSION}")
+                raise RuntimeError(f"a frame has version {version} instead of {VERSION}")
             if length > MAX_BYTES:
-                raise RuntimeError(f"a frame of {length} bytes, and {MAX_BYTES} are allowed")
+                raise RuntimeError(f"a frame has {length} bytes. At most {MAX_BYTES} are allowed")
             end = HEADER.size + length
             if len(self.pending) < end:
                 return
@@ -63,18 +63,18 @@ class Frames:
             yield frame
 
 
-CHUNK = 1 << 20
+CHUNK = 1 << 20  # maximum bytes of one read
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Link:
-    """A child process's end of a socket, blocking; EOFError once the parent has closed its end."""
+    """A child process's end of a blocking socket. EOFError once the parent has closed its end."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.frames = sock, Frames()
 
     def receive(self, wait: bool) -> list[bytes]:
-        """The frames that have arrived; waits for at least one if `wait`."""
+        """Return the frames that have arrived; `wait` waits for at least one."""
         got: list[bytes] = []
         while True:
             try:
@@ -90,67 +90,67 @@ class Link:
 
 
 class RowCost(msgspec.Struct, frozen=True):
-    """A step of up to so many rows, without what context and requests add."""
+    """The time of a step with up to `rows` rows, without the terms for context and requests."""
 
     rows: int
     seconds: float
-    is_known: bool  # from steps of this size; else estimated from those of others
+    is_known: bool  # measured at this size; else estimated from other sizes
 
 
 class CostState(msgspec.Struct, frozen=True):
-    """What a model's steps take on this machine."""
+    """The step costs of one model on this machine."""
 
     steps: list[RowCost]
-    seconds_per_token: float  # of context, once for each request
-    seconds_per_row_token: float  # of context, for each row that attends to it
+    seconds_per_token: float  # per context token, once per request
+    seconds_per_row_token: float  # per context token and row that attends to it
     seconds_per_request: float
-    slowdown: float  # by other load, at present: all seconds are to be multiplied by it
+    slowdown: float  # factor of other load at present; multiplies all seconds
 
 
 class PlainStep(msgspec.Struct, frozen=True):
-    """Measured steps of one request without draft tokens, of about the same context."""
+    """Measured steps of one request without draft tokens, at about the same context length."""
 
-    context: int  # tokens; the median
-    seconds: float  # of a whole step without the time of drafting; the median
-    steps: int  # how many: the latest
+    context: int  # tokens, median
+    seconds: float  # time of a step without drafting, median
+    steps: int  # number of steps; only the latest count
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True):
-    """Guesses of one source, with scores close to each other, at one depth from 1."""
+    """Draft tokens of one source with similar scores, at one depth of the tree."""
 
-    depth: int
-    score: float  # on average: the source's own estimate that a guess is right
-    right: float  # share that was right
-    tries: float  # number of guesses; older ones count for less
+    depth: int  # from 1
+    score: float  # mean of the source's own estimates of acceptance
+    right: float  # accepted share of the draft tokens
+    tries: float  # number of draft tokens; older ones count less
 
 
 class PlanState(msgspec.Struct, frozen=True):
-    """The plan of a step that could have guesses."""
+    """The plan of a step that could have draft tokens."""
 
-    roots: int
+    roots: int  # rows of the last tokens of requests
     prompt_rows: int
-    guesses: int
-    rows: int  # of the step: all of these
-    tokens: float  # expected
-    seconds: float  # expected, drafting included
+    guesses: int  # draft tokens
+    rows: int  # of the step: the sum of the above
+    tokens: float  # expected number
+    seconds: float  # expected, including drafting
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What an engine tells of its speculation."""
+    """The engine's state of speculation for one tenant."""
 
     sources: tuple[str, ...] = ()
-    known_sources: tuple[str, ...] = ()  # all that there have been, by their bits in details
-    max_nodes: int = 0  # guesses of a request and step
-    max_step_nodes: int = 0  # guesses of a step, over all requests
+    known_sources: tuple[str, ...] = ()  # all sources so far, by their bits in details
+    max_nodes: int = 0  # draft tokens per request and step
+    max_step_nodes: int = 0  # draft tokens per step, over all requests
     costs: dict[str, CostState] = {}  # by model, "target" and "draft"
     plain_steps: list[PlainStep] = []  # by rising context
-    tenant: int = 0  # whose requests without a salt `calibration` is learnt from
+    tenant: int = 0  # its requests without a salt update `calibration`
     calibration: dict[str, list[CalibrationPoint]] = {}  # by source
-    plan: PlanState | None = None  # of that tenant's latest step without others' requests
+    plan: PlanState | None = None  # of the latest step that had only requests of the tenant
 
 
 class SourceCounts(msgspec.Struct, frozen=True):
-    """A source's guesses in one or more steps; one of several sources counts for each of them."""
+    """Draft tokens of one source. A draft token of several sources counts for each source."""
 
     proposed: int
     verified: int
@@ -158,70 +158,71 @@ class SourceCounts(msgspec.Struct, frozen=True):
 
 
 class VerifiedTree(msgspec.Struct, frozen=True):
-    """The verified guesses of a step: `tokens[k - 1]` is node k, below node `parents[k - 1]` < k.
+    """The verified draft tokens of a step. `tokens[k - 1]` is node k.
 
-    Node 0 is the root, the last token before the step.
+    Its parent is node `parents[k - 1]` < k. Node 0 is the root, the last token before the step.
     """
 
     tokens: list[int]
     parents: list[int]
-    sources: list[int]  # of each guess: bit i is set where `Engine.known_sources[i]` made it
+    sources: list[int]  # per draft token: bit i is set if `Engine.known_sources[i]` proposed it
     accepted: list[int]  # nodes, from the root down
 
 
 class StepDetails(msgspec.Struct, frozen=True):
-    """Where the tokens of one step came from."""
+    """The sources of the tokens of one step."""
 
     tokens: list[int]
-    ends: list[int]  # characters of the choice's text, up to and with each token's
-    sources: list[int]  # of each token, as in `VerifiedTree.sources`; 0 is the target alone
-    tree: VerifiedTree  # of the guesses that the step verified
+    ends: list[int]  # end of each token in the choice's text, in characters
+    sources: list[int]  # per token, as in `VerifiedTree.sources`; 0: only the target model
+    tree: VerifiedTree  # the draft tokens that the step verified
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the model says of a token and of the likeliest ones in its place, before any parameter
-    changes its logits: natural logarithms of probabilities.
+    """Logprobs of a token and of the most likely tokens at its position.
+
+    They are natural logarithms of probabilities, before any parameter changes the logits.
     """
 
     logprob: float
-    rank: int  # 1 for the likeliest
-    ids: list[int]  # those of the ranks 1, 2, ..., as many as were asked for
-    top: list[float]  # and what it says of them
+    rank: int  # 1 for the most likely token
+    ids: list[int]  # the most likely tokens, of ranks 1, 2, ..., up to the requested number
+    top: list[float]  # their logprobs
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step produced for one request, as plain data that is sent between processes."""
+    """The output of one step for one request, as plain data for another process."""
 
     id: int
     tokens: list[int]
-    finish_reason: str | None  # "stop" | "length" where these tokens end it, "error" at a failure
-    is_verified: bool  # the step had a root, so that it counts for the acceptance length
+    finish_reason: str | None  # "stop" | "length" if these tokens end it, "error" after a failure
+    is_verified: bool  # the step had a root, so it counts for the acceptance length
     num_drafted: int
     num_accepted: int
-    admitted_at: float  # seconds, perf_counter: when it left the queue
-    num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
-    is_fallback: bool = False  # drafted by n-grams, as the draft model had not caught up
+    admitted_at: float  # seconds, perf_counter: when the request left the queue
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    is_fallback: bool = False  # drafted by n-grams, because the draft model had not caught up
     failure: str = ""  # why the request cannot continue; empty if it can
-    blamed: str = ""  # the parameter that it is due to; empty: to none
-    sources: dict[str, SourceCounts] = {}  # all in the engine's order, if any was asked
-    tree: VerifiedTree | None = None  # only where the request asked for details and had guesses
-    logprobs: list[TokenLogprobs] = []  # of `tokens`, where the request asked for them
-    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from its second on
+    blamed: str = ""  # the parameter that caused the failure; empty: none
+    sources: dict[str, SourceCounts] = {}  # in the engine's order; empty if no source was asked
+    tree: VerifiedTree | None = None  # only if the request asked for details and had draft tokens
+    logprobs: list[TokenLogprobs] = []  # of `tokens`, if the request asked for them
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from the second on
 
     @property
     def is_of_prompt(self) -> bool:
-        """Whether it only tells a part of the prompt's logprobs: its first token is yet to come."""
+        """Whether it has only prompt logprobs, because the request has no first token yet."""
         return not self.tokens and self.finish_reason is None
 
 
 class SourceStats(msgspec.Struct):
-    """Sums over all steps for one source of guesses; one of several sources counts for each."""
+    """Sums over all steps for one source. A draft token of several sources counts for each."""
 
     proposed: int = 0
     verified: int = 0
-    accepted: list[int] = []  # by depth: of children of the root first
-    seconds: float = 0.0  # wall time that it took
-    saved_seconds: float = 0.0  # estimated: what its accepted guesses saved, less what it took
+    accepted: list[int] = []  # by depth: first the children of the root
+    seconds: float = 0.0  # wall time of proposing
+    saved_seconds: float = 0.0  # estimate: time saved by accepted draft tokens, minus its own time
     errors: int = 0  # exceptions of a user's drafter
 
 
@@ -231,16 +232,16 @@ class Stats(msgspec.Struct):
     num_steps: int = 0
     num_rows: int = 0
     num_roots: int = 0  # rows of the last tokens of requests
-    num_drafted: int = 0  # rows of guesses
+    num_drafted: int = 0  # rows of draft tokens
     num_accepted: int = 0
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # the target's forward
+    verify_seconds: float = 0.0  # forward passes of the target model
     step_seconds: float = 0.0
-    num_fallbacks: int = 0  # drafts that n-grams made, as the draft model had not caught up
+    num_fallbacks: int = 0  # drafts by n-grams, because the draft model had not caught up
     num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
-    num_cached: int = 0  # those that were found
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     num_resets: int = 0  # of the prefix cache
-    sources: dict[str, SourceStats] = {}  # of guesses, by name
+    sources: dict[str, SourceStats] = {}  # by draft source
 
     @property
     def drafter_errors(self) -> int:
@@ -248,10 +249,10 @@ class Stats(msgspec.Struct):
 
 
 class ResumeState(msgspec.Struct, frozen=True, array_like=True):
-    """What a request had from an engine process that has ended: it goes on in another one."""
+    """The progress of a request in an engine process that ended, from which another one resumes."""
 
     output: list[int] = []  # its tokens so far
-    num_scored: int = 0  # tokens of the prompt whose logprobs were told
+    num_scored: int = 0  # prompt tokens whose logprobs were sent
 
 
 NOT_RESUMED = ResumeState()
@@ -262,18 +263,18 @@ def packed(token_ids: Iterable[int]) -> bytes:
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt and the seeds of its choices; their ids are `id`, `id` + 1, ..., all unused so far.
+    """A prompt and the seeds of its choices. Their ids are `id`, `id` + 1, ..., all unused so far.
 
-    What choices share is sent once: decoding it takes time from the engine's steps.
+    Data that all choices share is sent once, because decoding it delays the engine's steps.
     """
 
     id: int
-    tokens: bytes  # the prompt's ids, `packed`: in a list each takes 36 bytes while it waits
+    tokens: bytes  # the prompt's ids, `packed`: a list takes 36 bytes per id while it waits
     sampling: Sampling
     seeds: list[int]
     keys: Keys = {}  # of the prompt's blocks; if empty, the engine hashes the prompt
     caller: Caller | None = None
-    resume: ResumeState = NOT_RESUMED  # of a single choice
+    resume: ResumeState = NOT_RESUMED  # only for a single choice
     adapter: AdapterRef | None = None
 
     @property
@@ -286,23 +287,23 @@ class Add(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """To a fork server: what an engine process is to be."""
+    """The first message to a new engine process."""
 
     config: Config
-    sources: tuple[str, ...] = ()  # that details have numbered so far, see `Ready.known_sources`
-    first: Drafters | None = None  # of the first engine process, whose head stays
+    sources: tuple[str, ...] = ()  # numbered in details so far, see `Ready.known_sources`
+    first: Drafters | None = None  # of the first engine process, whose head stays loaded
 
 
 class EngineCommands(msgspec.Struct, frozen=True):
-    """To the engine: requests to add and ids to remove before the next step."""
+    """A message to the engine. It adds and removes requests before the next step."""
 
     add: list[Add]
     finish: list[int]
     reset_cache: bool = False
-    report_speculation: list[int] = []  # tenants: the answer to each is a `SpeculationState`
-    change: Config | None = None  # who guesses; the answer, some steps later, is a `Changed`
-    load_adapters: list[str] = []  # folders: each is answered, some steps later, by AdapterLoaded
-    forget_adapters: list[str] = []  # digests of those that no request names any more
+    report_speculation: list[int] = []  # tenants; the reply to each is a `SpeculationState`
+    change: Config | None = None  # of speculation; the reply, some steps later, is a `Changed`
+    load_adapters: list[str] = []  # folders; the replies, some steps later, are `AdapterLoaded`
+    forget_adapters: list[str] = []  # digests of adapters that requests can no longer name
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -318,50 +319,50 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class DraftHeadCard(msgspec.Struct, frozen=True):
-    """What is told of the target's draft head.
+    """The draft head of the target model.
 
-    taps  layers of the target model whose input the head reads; the number of layers: the output of
-          the last layer
+    taps  layers of the target model whose input the head reads; the number of layers stands for
+          the output of the last layer
     """
 
-    name: str  # "mtp" where it came with the target
+    name: str  # "mtp" if it is part of the target model
     aux_layer_ids: tuple[int, ...] = msgspec.field(name="taps")
     draft_vocab_size: int
     weights: WeightForms
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded: what the HTTP process has to know about it and its model."""
+    """The message of an engine that is loaded: all that the HTTP process needs to know about it."""
 
     phases: dict[str, str]  # of the start-up: name -> seconds and a note
     drafter: str
     vocab_size: int
     max_model_len: int
-    dtype: str  # of the activations, as resolved: "bf16" | "fp32"
-    kv_dtype: str  # as resolved: "bf16" | "fp32" | "int8" | "fp8"
+    dtype: str  # of the activations, resolved: "bf16" | "fp32"
+    kv_dtype: str  # resolved: "bf16" | "fp32" | "int8" | "fp8"
     arithmetic: str  # the build of the kernels, and the instruction set or the GPU
-    block_size: int  # target tokens in a block
+    block_size: int  # tokens of the target model per block
     num_blocks: int
     kv_formats: dict[str, KVFormat]  # of the models with a prefix cache
-    implementation: str = "native"  # of the target: "native" | "transformers"
-    row_invariant: bool | None = None  # whether its rows have the same bits in all steps; None: by
-    # construction, as far as the build has that
-    weights: WeightForms = WeightForms()  # of the target
-    sources: tuple[str, ...] = ()  # of guesses
+    implementation: str = "native"  # of the target model: "native" | "transformers"
+    row_invariant: bool | None = None  # whether results are batch-invariant; None: not measured,
+    # because native code is batch-invariant by construction
+    weights: WeightForms = WeightForms()  # of the target model
+    sources: tuple[str, ...] = ()  # of draft tokens
     known_sources: tuple[str, ...] = ()  # all so far, by their bits in `VerifiedTree.sources`
     draft_weights: WeightForms | None = None  # None without a draft model
     draft_head: DraftHeadCard | None = None
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True):
-    """The engine guesses as it was told, or as before: then `refusal` says why."""
+    """The reply to a change of speculation. If nothing changed, `refusal` is the reason."""
 
     ready: Ready | None
     refusal: str = ""
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An adapter that requests may have; without it, `refusal` says why not."""
+    """The reply to loading an adapter. If that failed, `refusal` is the reason."""
 
     folder: str
     adapter: AdapterRef | None

@@ -1,4 +1,4 @@
-"""How long each phase of a start-up took, in words."""
+"""Durations of the phases of a start-up, as text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from time import perf_counter
 
 
 class Phases:
-    """A table from the name of a phase to its seconds and a note, as text."""
+    """A table: name of a phase -> its seconds and a note, as text."""
 
     def __init__(self) -> None:
         self.table: dict[str, str] = {}

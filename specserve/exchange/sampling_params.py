@@ -1,4 +1,4 @@
-"""Sampling parameters, as a caller gives them and as resolved for one request."""
+"""Sampling parameters, as a caller sets them and as resolved for one request."""
 
 import difflib
 import secrets
@@ -31,9 +31,9 @@ OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
     "random_seed": "seed",
     "stop_sequences": "stop",
 }
-MAX_SEED = 2**53  # exclusive, of seeds that are drawn: JavaScript clients hold them exactly
+MAX_SEED = 2**53  # exclusive limit of drawn seeds; numbers in JavaScript represent them exactly
 MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request, in UTF-8
-NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values without effect here
+NO_OP: dict[str, tuple[Any, ...]] = {  # fields of vLLM's SamplingParams -> values without effect
     "detokenize": (True,),
     "extra_args": (None, {}),
     "flat_logprobs": (False,),
@@ -41,8 +41,8 @@ NO_OP: dict[str, tuple[Any, ...]] = {  # of vLLM's SamplingParams -> values with
     "logits_processors": (None, []),
 }
 INSTEAD = {
-    "guided_decoding": "give structured_outputs=StructuredOutputsParams(...)",
-    "logits_processors": "give them to LLM.generate(..., logits_processors=[...])",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...)",
+    "logits_processors": "pass them to LLM.generate(..., logits_processors=[...])",
 }
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -53,13 +53,14 @@ NumTop = Annotated[int, Meta(ge=0, le=20)]
 
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which guesses a request may have: they change how fast its text comes, never which text.
+    """Speculation of a request. It changes how fast text comes, never which text.
 
-    enabled         false makes no guesses
-    sources         the names of those that may guess; None is all that the engine has
-    max_nodes       guesses a step; None is the server's speculation.max_nodes, which bounds it, too
-    max_depth       guesses of a path; None is as many as max_nodes
-    learn           false: other requests' guesses are not made from the output
+    enabled         false turns speculation off
+    sources         names of the draft sources to use; unset: all sources of the engine
+    max_nodes       maximum draft tokens per step, up to the server's speculation.max_nodes; unset:
+                    the server's
+    max_depth       maximum draft tokens on one path of the tree; unset: max_nodes
+    learn           false: the output is not used to draft for other requests
     """
 
     enabled: bool = True
@@ -72,21 +73,21 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.enabled and (self.sources is None or source in self.sources)
 
     def most_nodes(self, limit: int) -> int:
-        """Guesses a step, where the server allows `limit`."""
+        """Maximum draft tokens per step, if the server allows `limit`."""
         is_off = not self.enabled or self.sources == () or self.max_depth == 0
         return 0 if is_off else min(pick(self.max_nodes, limit), limit)
 
     def deepest(self, limit: int) -> int:
-        """Guesses after one another, where the server allows `limit` a step."""
+        """Maximum depth of the tree, if the server allows `limit` draft tokens per step."""
         most = self.most_nodes(limit)
         return min(pick(self.max_depth, most), most)
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request's targets; None takes the server's, in [scheduler], which may be none."""
+    """A request's latency targets; unset: the server's targets in [scheduler], if it has any."""
 
     ttft_ms: Milliseconds | None = None  # arrival to first token
-    tpot_ms: Milliseconds | None = None  # mean time of a token after the first
+    tpot_ms: Milliseconds | None = None  # mean time per output token after the first
 
 
 class PredictedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +96,7 @@ class PredictedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's form of an expected text."""
+    """OpenAI's format of a predicted text."""
 
     content: str | list[PredictedText]
     type: Literal["content"] = "content"
@@ -108,9 +109,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TakesVllmNames(msgspec.StructMeta):
-    """Accepts vLLM's other parameters at the values that have no effect here.
+    """Accepts vLLM's other parameters with values that have no effect in specserve.
 
-    Other values raise RequestError, and names that vLLM lacks raise TypeError.
+    Other values raise RequestError. Unknown names raise TypeError.
     """
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
@@ -121,14 +122,14 @@ class TakesVllmNames(msgspec.StructMeta):
                 raise unexpected_argument(owner, name, own, OTHER_NAMES)
             if not is_one_of(value, NO_OP[name]):
                 why = INSTEAD.get(name, "it is not supported")
-                raise RequestError(f"{owner}({name}={value!r:.50}): {why}; leave {name} out", name)
+                raise RequestError(f"{owner}({name}={value!r:.50}): {why}. Omit {name}", name)
         return super().__call__(*args, **given)
 
 
 def unexpected_argument(
     owner: str, name: str, known: Sequence[str], other_names: Mapping[str, str] | None = None
 ) -> TypeError:
-    """Python's error for an unknown argument, with the name that was probably meant."""
+    """Return Python's error for an unknown argument, with the most similar known name."""
     near = [other_names[name]] if other_names and name in other_names else []
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f": did you mean {near[0]}?" if near else ""
@@ -136,56 +137,55 @@ def unexpected_argument(
 
 
 def is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Whether a value is among the known ones, and has the same type: True is not 1."""
+    """Whether `known` has the value with the same type; True is not 1."""
     return any(type(value) is type(one) and value == one for one in known)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesVllmNames):
-    """What a caller may set; None takes the value of the model's generation_config, if it has one.
+    """A caller's parameters; unset: the value of the model's generation_config, if it has one.
 
-    max_tokens      most output tokens, cut to the rest of the context; unset: the model's
+    max_tokens      maximum output tokens, capped at the rest of the context; unset: the model's
                     max_new_tokens, else the rest of the context
-    temperature     0 always takes the likeliest token; else 1e-4 to 1e4, 1 by default
-    top_k           only the k likeliest tokens; 0, the default, and -1 are off
-    top_p           only the likeliest tokens whose probabilities sum to this; 1 is off
-    min_p           only tokens at least so likely relative to the likeliest; 0 is off
-    presence_penalty    -2 to 2, taken off the logit of an id that the output has
-    frequency_penalty   -2 to 2, taken off for each time that it has it
-    repetition_penalty  1e-4 to 1e4; the logit of an id of prompt or output is divided by it, or
-                        multiplied where it is below 0; 1 is off
+    temperature     0 is greedy; else 1e-4 to 1e4, 1 by default
+    top_k           sample from the k most likely tokens; 0, the default, and -1 are off
+    top_p           sample from the most likely tokens whose probabilities sum to this; 1 is off
+    min_p           minimum probability of a token, relative to the most likely token; 0 is off
+    presence_penalty    -2 to 2, subtracted once from the logits of ids in the output
+    frequency_penalty   -2 to 2, subtracted once per occurrence in the output
+    repetition_penalty  1e-4 to 1e4; divides positive logits of ids in prompt and output, and
+                        multiplies negative ones; 1 is off
     logit_bias      up to 1024 ids -> -100 to 100, added to their logits
-    allowed_token_ids  1 to 4096 ids; no others are drawn
-    bad_words       up to 256 strings of up to 256 characters and 64 tokens each: their tokens, as
-                    written, without spaces before them and after one space, do not come one after
-                    the other
-    min_tokens      no end of text, stop id or stop string ends the text before so many tokens, up
-                    to max_tokens and the rest of the context
-    seed            -2^63 to 2^63 - 1; the same seed gives the same text; drawn, and reported, when
-                    unset or -1
-    stop            strings of up to 1024 characters and 16 KiB in all; the text ends before the
-                    first
-    stop_token_ids  ids that end the text; they add none to it
-    include_stop_str_in_output  the text ends after the stop string, or with the stop id's own text
-    skip_special_tokens  false: the text has special tokens, too, as they are written
-    spaces_between_special_tokens  without effect: no tokenizer that is read here adds any
-    truncate_prompt_tokens  only the prompt's last k tokens; -1: as many as fit beside max_tokens
-    ignore_eos      go on after the model's own end of text; a text with structured_outputs ends
-    structured_outputs  the form that the text has to have; not with min_tokens
-    n               choices, 1 to 128, that share the prompt's KV; choice c has the seed
-                    mix64(seed, c), and the text of a single request with that seed
-    best_of         so many choices run, n to 128; those n are given whose tokens have the largest
-                    mean logprob, the best first
-    logprobs        tell each output token's logprob, and those of so many likeliest ones, up to 20;
-                    true: its own alone
-    prompt_logprobs  the same for the prompt's tokens; 0: their own alone
-    priority        smaller ones are admitted first, and preempted last when memory is short
-    cache_salt      prompts reuse cached KV of prompts with the same salt only; "" is the salt
-                    of requests without one
-    speculation     which sources may guess, and how much; None is all that the server allows
-    slo             targets for the time to the first token and for each token after it
-    return_speculation_details  tell every token's source, and every step's tree of guesses
-    prediction      what most of the text is expected to be, as of a file that is to be edited: it
-                    is guessed, and may be wrong; usage tells how much of it came
+    allowed_token_ids  1 to 4096 ids; no other ids are sampled
+    bad_words       up to 256 strings of up to 256 characters and 64 tokens each; each is blocked as
+                    written, without leading spaces, and after one space
+    min_tokens      minimum output tokens before an end token, stop id or stop string ends the text;
+                    at most max_tokens and the rest of the context
+    seed            -2^63 to 2^63 - 1; the same seed returns the same text; unset or -1: a random
+                    seed, which the output reports
+    stop            strings of up to 1024 characters each and 16 KiB in total; the text ends before
+                    the first one
+    stop_token_ids  ids that end the text and are not part of it
+    include_stop_str_in_output  true keeps the stop string, or the text of the stop id
+    skip_special_tokens  false writes special tokens into the text
+    spaces_between_special_tokens  without effect, because supported tokenizers add no spaces
+    truncate_prompt_tokens  keep the last k tokens of the prompt; -1: as many as fit with max_tokens
+    ignore_eos      continue after the model's end tokens; a text with structured_outputs still ends
+    structured_outputs  a format that the text must have; not with min_tokens
+    n               1 to 128 choices, which share the prompt's KV; choice c has the text of a single
+                    request with the seed mix64(seed, c)
+    best_of         run n to 128 choices, and return the n with the largest mean logprob of tokens,
+                    the best first
+    logprobs        return the logprob of each output token and of up to 20 most likely tokens;
+                    true: only of the output token
+    prompt_logprobs  return the logprob of each prompt token and of up to 20 most likely tokens; 0:
+                    only of the prompt token
+    priority        smaller ones are admitted first, and preempted last if memory is short
+    cache_salt      prompts reuse cached KV only of prompts with the same salt; "": no salt
+    speculation     draft sources and limits of this request; unset: all that the server allows
+    slo             targets for TTFT and TPOT
+    return_speculation_details  return the source of every token and the tree of every step
+    prediction      the expected text, e.g. a file to edit; its tokens are proposed as draft tokens,
+                    and usage reports how many were part of the output
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -221,12 +221,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
     prediction: str | Prediction | None = None
 
     def clone(self, **changes: Any) -> Self:
-        """A copy, with these parameters instead."""
+        """Return a copy with changed parameters."""
         return type(self)(**({k: getattr(self, k) for k in self.__struct_fields__} | changes))
 
     @property
     def own_seed(self) -> int | None:
-        """The caller's seed; None if one has to be drawn."""
+        """The caller's seed; None: a random seed is needed."""
         return None if self.seed == -1 else self.seed
 
     @property
@@ -235,7 +235,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
 
     @property
     def num_choices(self) -> int:
-        """How many run; `n` of them are given."""
+        """The number of choices that run; `n` of them are returned."""
         return pick(self.best_of, self.n)
 
     @property
@@ -244,28 +244,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
 
     @property
     def num_top(self) -> int | None:
-        """Likeliest tokens that are told beside each output token; None: no logprobs are told."""
+        """Number of most likely tokens with logprobs per output token; None: no logprobs."""
         if isinstance(self.logprobs, bool):
             return 0 if self.logprobs else None
         return self.logprobs
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Resolved parameters, none of them unset; the engine takes no others.
+    """Resolved parameters of one request. The engine only accepts these.
 
-    presence_penalty    taken off the logit of an id that the output has
-    frequency_penalty   and this for each time that it has it
-    repetition_penalty  an id of prompt or output has its logit divided by it, or multiplied where
-                        it is below 0; 1 is off
+    presence_penalty    subtracted once from the logits of ids in the output
+    frequency_penalty   subtracted once per occurrence in the output
+    repetition_penalty  divides positive logits of ids in prompt and output, and multiplies negative
+                        ones; 1 is off
     logit_bias          added to logits, by id
-    allowed_ids         no others are drawn; None is all
-    bad_words           token sequences that the output will not have; one that begins in the prompt
-                        does not count
-    min_tokens          stop_ids are not drawn before so many output tokens
-    logprobs            tell each output token's logprob, and those of so many likeliest ones; None:
-                        of none
+    allowed_ids         no other ids are sampled; None: all
+    bad_words           token sequences that do not occur in the output; a sequence that begins in
+                        the prompt is allowed
+    min_tokens          stop_ids are not sampled before this many output tokens
+    logprobs            number of most likely tokens with logprobs per output token, in addition to
+                        its own logprob; None: no logprobs
     prompt_logprobs     the same for the prompt's tokens
-    prediction          tokens that most of the output is expected to be
+    prediction          tokens of the predicted text
     """
 
     max_tokens: int
@@ -278,7 +278,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     stop_ids: frozenset[int] = frozenset()
-    eos_ids: frozenset[int] = frozenset()  # those of stop_ids that are the model's own
+    eos_ids: frozenset[int] = frozenset()  # the model's end tokens among stop_ids
     priority: int = 0
     cache_salt: str = ""
     speculation: SpeculationParams = SpeculationParams()
@@ -298,7 +298,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens change what comes after them."""
+        """Whether the logits depend on earlier tokens through penalties."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return penalties != (0, 0, 1)
 
@@ -310,13 +310,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache
 def id_set(ids: tuple[int, ...]) -> frozenset[int]:
-    """One set for all requests that have the same ids."""
+    """Return one set for all requests with the same ids."""
     return frozenset(ids)
 
 
 def mix64(seed: int, choice: int) -> int:
-    """A choice's own seed: the request's for choice 0, else SplitMix64 (Steele, Lea and Flood 2014)
-    of seed + choice golden gammas, in [0, 2^53).
+    """Return the seed of a choice. Choice 0 uses the request's seed.
+
+    The others use SplitMix64 (Steele, Lea and Flood 2014) of seed + choice golden gammas, in
+    [0, 2^53).
     """
     if choice == 0:
         return seed
@@ -327,19 +329,19 @@ def mix64(seed: int, choice: int) -> int:
 
 
 def choices_of(sampling: Sampling, n: int) -> list[Sampling]:
-    """The parameters of n choices of a request, each with its seed."""
+    """Return the parameters of each of the n choices, with its seed."""
     seeds = [mix64(sampling.seed, c) for c in range(n)]
     return [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
 
 
 def fields_of(params: msgspec.Struct) -> dict[str, Any]:
-    """The parameters as nested dicts: msgspec does not validate an instance of the target type."""
+    """Return the parameters as nested dicts, because msgspec only validates those."""
     given = msgspec.structs.asdict(params)
     return {k: fields_of(v) if isinstance(v, msgspec.Struct) else v for k, v in given.items()}
 
 
 def reason_and_path(error: Exception) -> tuple[str, str]:
-    """What msgspec says is wrong, and where: a path like ".slo.tpot_ms"; "" is the whole value."""
+    """Return the reason of an error of msgspec, and a path like ".slo.tpot_ms"; "": the whole."""
     reason, _, path = str(error).partition("`$")
     is_key = reason.endswith(" - at `key` in ")
     reason = reason.removesuffix(" - at `key` in ").removesuffix(" - at ")
@@ -347,7 +349,7 @@ def reason_and_path(error: Exception) -> tuple[str, str]:
 
 
 def check(params: SamplingParams) -> SamplingParams:
-    """The parameters as msgspec converts them; RequestError if one is out of its range."""
+    """Return the validated parameters. RequestError if one is out of its range."""
     try:
         given = msgspec.convert(fields_of(params), SamplingParams, str_keys=True)
     except ValueError as e:  # msgspec's ValidationError is one
@@ -363,45 +365,46 @@ def check(params: SamplingParams) -> SamplingParams:
         raise RequestError(f"sampling parameters: {e}", "temperature") from e
     if given.num_choices < given.n:
         raise RequestError(
-            f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}: leave it "
-            "out, or send a larger one",
+            f"sampling parameters: best_of = {given.best_of} is less than n = {given.n}. Omit it, "
+            "or increase it",
             "best_of",
         )
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
-        raise RequestError(f"sampling parameters: cache_salt is no text: {e}", "cache_salt") from e
+        message = f"sampling parameters: cache_salt is not valid Unicode: {e}"
+        raise RequestError(message, "cache_salt") from e
     if given.max_tokens is not None and given.min_tokens > given.max_tokens:
         raise RequestError(
             f"sampling parameters: min_tokens = {given.min_tokens} is more than max_tokens = "
-            f"{given.max_tokens}: send a smaller one",
+            f"{given.max_tokens}. Reduce min_tokens",
             "min_tokens",
         )
     return given
 
 
 def check_stop(strings: Sequence[str]) -> None:
-    """RequestError for more bytes than may be searched for at each token."""
+    """RequestError if the stop strings have too many bytes to search for after each token."""
     num_bytes = sum(len(string.encode(errors="surrogatepass")) for string in strings)
     if num_bytes > MAX_STOP_BYTES:
         raise RequestError(
-            f"sampling parameters: stop: {len(strings)} strings have {num_bytes} bytes, and "
-            f"{MAX_STOP_BYTES} are allowed: send fewer or shorter ones",
+            f"sampling parameters: stop: {len(strings)} strings have {num_bytes} bytes. At most "
+            f"{MAX_STOP_BYTES} are allowed",
             "stop",
         )
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> Sampling:
-    """Check the parameters and fill in what is unset; `room` is the rest of the context.
+    """Check the parameters and resolve unset ones. `room` is the rest of the context.
 
-    The tokens of bad words are not filled in.
+    Does not tokenize bad words.
     """
     given, grammar = check(params), ""
     own_most = defaults.max_new_tokens
     if given.max_tokens is None and own_most is not None and given.min_tokens > own_most:
         raise RequestError(
             f"sampling parameters: min_tokens = {given.min_tokens} is more than {own_most}, the "
-            "model's own max_tokens: send a smaller one, or max_tokens",
+            "model's default of max_tokens. Reduce it, or set max_tokens",
             "min_tokens",
         )
     check_room(given.min_tokens, room)
@@ -439,9 +442,9 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
 
 
 def for_prompt(resolved: Sampling, seed: int | None, room: int) -> Sampling:
-    """Resolved parameters for a prompt that leaves `room` tokens of the context.
+    """Return resolved parameters for a prompt that leaves `room` tokens of the context.
 
-    A seed of None is drawn. RequestError if the room is too small.
+    A seed of None becomes a random seed. RequestError if min_tokens does not fit.
     """
     check_room(resolved.min_tokens, room)
     return msgspec.structs.replace(
@@ -458,31 +461,29 @@ def drawn_seed() -> int:
 def check_room(min_tokens: int, room: int) -> None:
     if min_tokens > room:
         raise RequestError(
-            f"sampling parameters: min_tokens = {min_tokens}, and the context has room for "
-            f"{room} after the prompt: send a smaller one, or a shorter prompt",
+            f"sampling parameters: min_tokens = {min_tokens} is more than the {room} tokens that "
+            "the context has left after the prompt. Reduce it, or shorten the prompt",
             "min_tokens",
         )
 
 
 def check_ends(min_tokens: int, defaults: GenerationDefaults, field: str) -> None:
-    """RequestError if a text with the form that `field` asks for may not end when it is complete,
-    or cannot.
-    """
+    """RequestError if a text with the format of `field` could not end as soon as it is complete."""
     if min_tokens:
         raise RequestError(
-            f"min_tokens: not with {field}, as a text ends when it is complete: leave it out",
+            f"min_tokens: not supported with {field}, because a complete text ends. Omit it",
             "min_tokens",
         )
     if not defaults.eos_token_ids:
         raise RequestError(
-            f"{field}: the model has no token that ends a text: none would be complete; leave it "
-            "out, or add eos_token_id to the model's generation_config.json",
+            f"{field}: the model has no end token, so a text would not end. Omit it, or add "
+            "eos_token_id to the model's generation_config.json",
             field,
         )
 
 
 def ruled(sampling: Sampling, grammar: str, ends: Sequence[int]) -> Sampling:
-    """The same parameters for a text that obeys a grammar, and may end when it is complete."""
+    """Return the parameters with a grammar, and with end tokens for a complete text."""
     return msgspec.structs.replace(
         sampling,
         grammar=grammar,

@@ -16,7 +16,7 @@ from specserve.config import Config
 from specserve.exchange.messages import EngineStart, pack
 from specserve.models.selection import Drafters, resolve_drafters
 
-NUMBER = Struct("=i")  # what a fork server tells: a process's id, and then how it ended
+NUMBER = Struct("=i")  # the fork server sends a process's id, and later its wait status
 
 
 Child = tuple[subprocess.Popen[bytes], socket.socket]
@@ -28,8 +28,9 @@ class Spawned(NamedTuple):
 
 
 class ForkServer:
-    """Starts engine processes, one after the other, as forks of `specserve.engine.fork_server`,
-    which is started again if it has ended.
+    """Starts engine processes, one after the other, as forks of `specserve.engine.fork_server`.
+
+    Restarts the fork server if it has ended.
     """
 
     def __init__(self, config: Config, drafters: Drafters | None = None) -> None:
@@ -38,60 +39,63 @@ class ForkServer:
         self.begin_with(config)
 
     def begin_with(self, config: Config | None, sources: tuple[str, ...] = ()) -> None:
-        """What the next engine process is to be; None: as the first one. `sources` see `Begin`."""
-        begin = EngineStart(config or self.config, sources, self.drafters)
-        self.first = pack(msgspec.msgpack.encode(begin))
+        """Set the config of the next engine process; None: the first config. `sources`: see
+        `EngineStart`.
+        """
+        start = EngineStart(config or self.config, sources, self.drafters)
+        self.first = pack(msgspec.msgpack.encode(start))
 
     def start(self) -> Spawned:
-        """To be called in the main thread: processes end with the thread that starts them."""
+        """Start a process. Call this in the main thread: processes end with their thread."""
         if self.server is not None and self.server[0].poll() is not None:
             self.server[1].close()
             self.server = None
         self.server = self.server or start_module("specserve.engine.fork_server")
         ours, theirs = socket.socketpair()
-        with theirs, suppress(BrokenPipeError, ConnectionResetError):  # reading will show that
+        with theirs, suppress(BrokenPipeError, ConnectionResetError):  # reading reports these
             socket.send_fds(self.server[1], [b"\0"], [theirs.fileno()])
             ours.sendall(self.first)
         return Spawned(Forked(*self.server), ours)
 
 
 class Forked:
-    """An engine process that a fork server starts, or will start once it has read the weights."""
+    """An engine process that a fork server starts once it has read the weights."""
 
     def __init__(self, server: subprocess.Popen[bytes], control: socket.socket) -> None:
         self.server, self.control = server, control
-        self.told = b""
+        self.received = b""
 
     def kill(self) -> None:
-        """With the fork server, if that has not come to start it."""
+        """Kill the process; kill the fork server instead if it has not started the process."""
         with suppress(subprocess.TimeoutExpired):
             self.read(seconds=0)
-        if not self.told:
+        if not self.received:
             self.server.kill()
-        elif len(self.told) < 2 * NUMBER.size:  # else it has ended
+        elif len(self.received) < 2 * NUMBER.size:  # else it has ended
             with suppress(ProcessLookupError):
-                os.kill(NUMBER.unpack_from(self.told)[0], signal.SIGKILL)
+                os.kill(NUMBER.unpack_from(self.received)[0], signal.SIGKILL)
 
     def wait(self, seconds: float | None = None) -> int:
-        """Its exit code, or minus the number of the signal that ended it; subprocess.TimeoutExpired
-        if it has not ended by then. That of the fork server, if that has ended, which ends this
-        process, too.
+        """Return the exit code, or minus the number of the signal that ended the process.
+
+        The exit code is the fork server's if that ended, because it ends this process, too.
+        subprocess.TimeoutExpired if the process runs for more than `seconds`.
         """
         self.read(seconds)
-        if len(self.told) < 2 * NUMBER.size:
+        if len(self.received) < 2 * NUMBER.size:
             return self.server.wait()
-        return os.waitstatus_to_exitcode(NUMBER.unpack_from(self.told, NUMBER.size)[0])
+        return os.waitstatus_to_exitcode(NUMBER.unpack_from(self.received, NUMBER.size)[0])
 
     def end(self) -> None:
-        """Kill it, and the fork server, which would start another one."""
+        """Kill the process and the fork server, which would start another one."""
         self.kill()
         self.server.kill()
         self.server.wait()
         self.control.close()
 
     def read(self, seconds: float | None) -> None:
-        """What the fork server tells of this process, until that has ended."""
-        while (missing := 2 * NUMBER.size - len(self.told)) > 0:
+        """Receive the fork server's numbers for this process, until the process has ended."""
+        while (missing := 2 * NUMBER.size - len(self.received)) > 0:
             self.control.settimeout(seconds)
             try:
                 data = self.control.recv(missing)
@@ -101,20 +105,20 @@ class Forked:
                 data = b""
             if not data:
                 return
-            self.told += data
+            self.received += data
 
 
 def start_process(module: str, first: bytes) -> Child:
     """Run a module in a child process, and send `first` as its first frame."""
     process, sock = start_module(module)
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which reading will show
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, and reading reports it
         sock.sendall(pack(first))
     return process, sock
 
 
 def start_module(module: str) -> Child:
-    """Run a module in a child process; its arguments are the file descriptor of its end of the
-    socket pair and the form of its log lines, which is that of this process.
+    """Run a module in a child process. Its arguments are the file descriptor of its end of the
+    socket pair, and this process's log format.
     """
     ours, theirs = socket.socketpair()
     log_format = logs.current()
@@ -124,7 +128,7 @@ def start_module(module: str) -> Child:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if log_format == "json" else None,
-            process_group=0,  # a terminal's Ctrl-C is for the parent
+            process_group=0,  # Ctrl-C in a terminal then only reaches the parent
         )
     if process.stderr is not None:
         logs.relay(process.stderr)

@@ -1,4 +1,4 @@
-"""Changes of speculation while requests run: the config that a change leads to."""
+"""Changes of speculation while requests run: computes the resulting config."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,21 @@ from specserve_drafters.candidates import MAX_NODES
 
 MODEL = "model"  # the source that is a draft model
 AT_START = (
-    "a head's KV lies in the target's blocks, so that it has to be there from the start "
-    "(--draft-head)"
+    "The KV of a head is part of the target model's blocks, so load it at start-up (--draft-head)"
 )
-NO_HEAD = f"no head of the target was loaded at the start, and none can be added: {AT_START}"
+NO_HEAD = f"no draft head was loaded at start-up. {AT_START}"
 WITHOUT_MODEL = "none", "ngram", EAGLE  # drafters
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be different; None stays as it is.
+    """A change of speculation; null fields stay unchanged.
 
-    drafter         auto, none, ngram, model, eagle, or the package.module:Class of the start;
-                    another one begins with its usual options
-    sources         of auto
-    options         other options of the drafter, by name; null: the usual value
-    max_nodes       guesses of a request and step; 0 is no speculation
-    max_step_nodes  guesses of a step
+    drafter         auto, none, ngram, model, eagle, or the package.module:Class of the start; a
+                    new drafter starts with its default options
+    sources         draft sources of auto
+    options         other options of the drafter, by name; null: the default
+    max_nodes       maximum draft tokens per request and step; 0 turns speculation off
+    max_step_nodes  maximum draft tokens per step
     """
 
     drafter: str | None = None
@@ -54,7 +53,7 @@ def change_of(
     max_nodes: int | None,
     max_step_nodes: int | None,
 ) -> Change:
-    """From arguments of Python's; ConfigError for one of another type."""
+    """Return the change that Python arguments describe. ConfigError for a wrong type."""
     named = [*sources] if isinstance(sources, list | tuple) else sources
     knobs = {**options} if isinstance(options, Mapping) else options
     given = dict(
@@ -71,8 +70,9 @@ def change_of(
 
 
 class SpeculationControl:
-    """The config that an engine drafts by. The draft model is kept while no drafter uses it, until
-    it is removed. The methods may read files.
+    """The speculation config of an engine, and its changes. The methods may read files.
+
+    A draft model that no drafter uses stays configured until it is removed.
     """
 
     def __init__(self, config: Config) -> None:
@@ -80,30 +80,33 @@ class SpeculationControl:
         named = [config.drafter.name, *config.drafter.options.get("sources", ())]
         self.foreign = frozenset(named) - {*BUILT_IN, *AUTO_SOURCES, "none"}  # users' own code
         self.draft = config.drafter.model, config.drafter.quantize
-        self.head = config.drafter.head  # that the engine has had from the start on
+        self.head = config.drafter.head  # loaded at start-up
         if names_head(config):
             self.head, self.draft = config.drafter.model, (None, None)
 
     def settle(self, config: Config) -> None:
-        """The engine goes by this config now."""
+        """Store the config that the engine uses now."""
         self.config = config
         if config.drafter.model not in (None, self.head):
             self.draft = config.drafter.model, config.drafter.quantize
 
     def changed(self, change: Change) -> Config:
-        """ConfigError for what does not fit; the caller checks files and drafters."""
+        """Return the config after a change. ConfigError if its parts do not fit together.
+
+        The caller checks files and drafters.
+        """
         drafter, speculation = self.config.drafter, self.config.speculation
         options = dict(drafter.options)
         if change.drafter is not None and change.drafter != drafter.name:
             drafter, options = msgspec.structs.replace(drafter, name=change.drafter), {}
         if "sources" in (change.options or {}):
-            raise ConfigError("options: the sources are a field of their own: send sources")
+            raise ConfigError("options: sources is a separate field. Move it out of options")
         options = merged(options, change.options or {})
         if change.sources is not None:
             if drafter.name != "auto":
                 raise ConfigError(
-                    f"sources: only drafter auto has sources, and this is {drafter.name}: send "
-                    "drafter = auto, too"
+                    f"sources: only drafter auto has sources, not {drafter.name}. Also set drafter "
+                    "= auto"
                 )
             options["sources"] = change.sources
         self.refuse_code([drafter.name, *(change.sources or ())])
@@ -112,7 +115,7 @@ class SpeculationControl:
         config = self.with_parts(plain(drafter, options=options), plain(speculation, **limits))
         if MODEL in (change.sources or ()) and config.draft is None:
             raise ConfigError(
-                f"sources: there is no draft model for {MODEL!r}: load one first "
+                f"sources: {MODEL!r} needs a draft model. Load one first "
                 "(POST /v1/speculation/draft-model)"
             )
         is_run = drafter.name == EAGLE or EAGLE in (change.sources or ())
@@ -122,24 +125,22 @@ class SpeculationControl:
         return config
 
     def refuse_code(self, names: list[str]) -> None:
-        """Code is loaded at the start only: what a request names may be built in, or known."""
+        """ConfigError for names of code that was not loaded at start-up."""
         for name in names:
             if name in HEADS:
-                raise ConfigError(f"no drafter or source {name!r}: {HEADS[name]}")
+                raise ConfigError(f"unknown drafter or source {name!r}: {HEADS[name]}")
             if name not in {*BUILT_IN, *AUTO_SOURCES, "none", *self.foreign}:
                 raise ConfigError(
-                    f"{name!r:.100} is neither built in nor was it there at the start: a change "
-                    "loads no code"
+                    f"unknown drafter or source {name!r:.100}. At run time, choose a built-in one "
+                    "or one that was loaded at start-up"
                 )
 
     def with_draft_model(self, model: str, quantize: str | None) -> Config:
-        """With another draft model, which guesses from then on."""
+        """Return the config with another draft model."""
         drafter = self.config.drafter
         self.check_takes_model()
         if is_head(resolve(model)):
-            raise ConfigError(
-                f"model: {model!r} is a head of a target, and no draft model: {AT_START}"
-            )
+            raise ConfigError(f"model: {model!r} is a draft head, not a draft model. {AT_START}")
         options = dict(drafter.options)
         if drafter.name == "auto" and MODEL not in options.get("sources", USUAL):
             options["sources"] = [*options["sources"], MODEL]
@@ -150,7 +151,7 @@ class SpeculationControl:
         name = self.config.drafter.name
         if name in WITHOUT_MODEL:
             raise ConfigError(
-                f"drafter {name!r} has no use for a draft model: change to auto first "
+                f"drafter {name!r} uses no draft model. Change to auto first "
                 "(PATCH /v1/speculation)"
             )
 
@@ -162,8 +163,8 @@ class SpeculationControl:
         sources = [name for name in drafter.options.get("sources", USUAL) if name != MODEL]
         if drafter.name != "auto" or not sources or runs_draft_model(sources):
             raise ConfigError(
-                f"drafter {drafter.name!r} cannot do without its draft model as it is: change the "
-                "drafter or its sources first (PATCH /v1/speculation)"
+                f"drafter {drafter.name!r} needs its draft model. Change the drafter or its "
+                "sources first (PATCH /v1/speculation)"
             )
         options = {**drafter.options, "sources": sources}
         asked = plain(drafter, options=options, model=None, quantize=None)
@@ -171,7 +172,7 @@ class SpeculationControl:
         return self.with_parts(asked, plain(self.config.speculation))
 
     def with_parts(self, drafter: dict[str, Any], speculation: dict[str, Any]) -> Config:
-        """The config with these sections, and with a draft model where the drafter runs one."""
+        """Return the config with these sections, and with a draft model if the drafter runs one."""
         name, sources = drafter["name"], drafter["options"].get("sources", USUAL)
         try:
             runs = runs_draft_model(sources) if name == "auto" else name not in WITHOUT_MODEL
@@ -194,13 +195,13 @@ class SpeculationControl:
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculation as the log reports it. The fields are in the order of a line."""
+    """The settings of speculation, in the order of a log line."""
 
     drafter: str
     draft_model: str | None
     quantize: str | None  # of the draft model
     sources: tuple[str, ...]
-    options: dict[str, Any]  # but for sources
+    options: dict[str, Any]  # without sources
     max_nodes: int
     max_step_nodes: int
 
@@ -220,21 +221,21 @@ def settings_of(
 
 
 def differences(before: SpeculationSettings, after: SpeculationSettings) -> str:
-    """What another one differs in, in words on one line: "max_nodes 63 -> 8"."""
+    """Return the differences on one line, like "max_nodes 63 -> 8"."""
     pairs = zip(plain(before).items(), plain(after).values(), strict=True)
-    told = [f"{name} {worded(a)} -> {worded(b)}" for (name, a), b in pairs if a != b]
-    return "; ".join(told) or "nothing differs"
+    changes = [f"{name} {worded(a)} -> {worded(b)}" for (name, a), b in pairs if a != b]
+    return "; ".join(changes) or "nothing differs"
 
 
 def worded(value: Any) -> str:
-    """null, a number, or a value in JSON; what cannot be shown is escaped."""
+    """Return a value as JSON on one line, with control characters escaped."""
     return json.dumps(value, default=repr)
 
 
 def check_options(config: Config) -> None:
-    """ConfigError for options that the drafter does not take, also where the limits are 0."""
+    """ConfigError for options that the drafter lacks, also if the limits are 0."""
     if config.drafter.name == "none" and config.drafter.options:
-        raise ConfigError("options: drafter none has none")
+        raise ConfigError("options: drafter none has no options")
     check_drafter(msgspec.structs.replace(config, speculation=SpeculationConfig()))
 
 
@@ -243,6 +244,6 @@ def plain(section: msgspec.Struct, **other: Any) -> dict[str, Any]:
 
 
 def merged(options: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """With other values of some; None takes one back."""
+    """Return the options with other values; None removes an option."""
     every = {**options, **other}
     return {name: value for name, value in every.items() if value is not None}

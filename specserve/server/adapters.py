@@ -1,4 +1,4 @@
-"""Adapters that come and go while the server runs."""
+"""Routes that load and unload adapters while the server runs."""
 
 import asyncio
 import logging
@@ -30,9 +30,9 @@ AdapterText = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter in peft's format.
 
-    lora_name     what requests call it, as their `model`
-    lora_path     its folder, below lora.folder of the server, or a hub id where lora.allow_hub is
-    load_inplace  in place of the adapter that has the name, if one has: its requests go on with it
+    lora_name     its name, which requests send as `model`
+    lora_path     its folder below lora.folder of the server; also a hub id if lora.allow_hub is set
+    load_inplace  true replaces the adapter with this name; running requests keep the old one
     """
 
     lora_name: AdapterText | None = None
@@ -41,7 +41,7 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Which adapter requests can no longer choose; those that have it go on."""
+    """An adapter to unload. Running requests keep it; new requests cannot choose it."""
 
     lora_name: AdapterText | None = None
 
@@ -60,10 +60,10 @@ async def load_adapter(request: Request) -> Response:
             ref = await service.engine.load_adapter(str(folder))
             service.check_open()
             service.name_adapter(name, ref)
-    except (ConfigError, OSError) as e:  # a path may be one that the system refuses
-        log.info("the adapter is not loaded: %s", escaped(cut(str(e))))
+    except (ConfigError, OSError) as e:  # OSError: the system refuses the path
+        log.info("adapter not loaded: %s", escaped(cut(str(e))))
         raise RequestError(str(e), field) from e
-    log.info("the adapter %s is loaded (SHA-256 %s)", escaped(cut(name)), ref.digest)
+    log.info("adapter %s loaded (SHA-256 %s)", escaped(cut(name)), ref.digest)
     return json_response(adapter_card(service, name, ref))
 
 
@@ -74,15 +74,15 @@ async def unload_adapter(request: Request) -> Response:
     name = given("lora_name", asked.lora_name)
     async with service.adapter_changes:
         if name not in service.adapters.known:
-            message = f"lora_name: there is no adapter {cut(name)!r}"
+            message = f"lora_name: unknown adapter {cut(name)!r}. GET /v1/models lists all"
             raise StatusError(404, message, param="lora_name")
         service.forget_adapter(name)
-    log.info("the adapter %s is unloaded", escaped(cut(name)))
+    log.info("adapter %s unloaded", escaped(cut(name)))
     return json_response(Deleted(name, deleted=True))
 
 
 def adapter_card(service: Service, name: str, ref: AdapterRef) -> ModelCard:
-    """As `/v1/models` lists it."""
+    """Return the adapter's entry in `/v1/models`."""
     return ModelCard(
         id=name,
         created=service.started_at,
@@ -96,13 +96,14 @@ def adapter_card(service: Service, name: str, ref: AdapterRef) -> ModelCard:
 
 def given(field: str, value: str | None) -> str:
     if value is None:
-        raise RequestError(f"{field}: it is missing", field)
+        raise RequestError(f"{field} is missing. Send it", field)
     return value
 
 
 def find_folder(lora: LoraConfig, path: str) -> Path:
-    """The folder that a caller's path names; ConfigError for one that is not to be read, whether it
-    is there or not.
+    """Return the folder of a caller's path.
+
+    ConfigError for a path that the server may not read, whether it exists or not.
     """
     if lora.folder is not None and path.isprintable():
         home = Path(lora.folder).resolve()
@@ -112,9 +113,8 @@ def find_folder(lora: LoraConfig, path: str) -> Path:
             return folder
     if lora.allow_hub and HUB_ID.fullmatch(path):
         return download(path)
-    where = "no folder at all" if lora.folder is None else "no folder below lora.folder"
-    hub = " and no hub id" if lora.allow_hub else ""
+    hub = " or a hub id" if lora.allow_hub else ""
     raise ConfigError(
-        f"lora_path: {cut(path)!r} names {where}{hub} that this server may read; put the adapter "
-        "there, or have its operator set lora.folder or lora.allow_hub"
+        f"lora_path: {cut(path)!r} is not a folder below lora.folder{hub}. Put the adapter there, "
+        "or ask the operator to set lora.folder or lora.allow_hub"
     )

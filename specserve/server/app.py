@@ -48,7 +48,7 @@ from specserve.server.refusal import (
 from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
-LONGEST_TEXT = 2000  # characters of a prompt or a response in the log
+LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
 GENERATING_ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 
 
@@ -60,16 +60,16 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
             SpecserveError: refuse,
             HTTPException: refuse_route,
             ClientDisconnect: lambda request, error: Response(status_code=499),
-            Exception: refuse,  # a bug in specserve, which is logged as well
+            Exception: refuse,  # a bug in specserve, which is also logged
         },
     )
     app.state.service = service
-    app.router.redirect_slashes = False  # redirects use the Host header, which clients choose
+    app.router.redirect_slashes = False  # redirects would use the client's Host header
     return app
 
 
 def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
-    """Middleware, outermost first: CORS before keys, as preflight requests carry no key."""
+    """Yield middleware, outermost first. CORS precedes keys: preflight requests have no key."""
     limits = service.limits
     yield Middleware(CanonicalPath, service=service)
     observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
@@ -97,7 +97,7 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
 
 
 class Observed:
-    """Tells observers of each request that has ended."""
+    """Calls observers for each request that has ended."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Callable[[EndedRequest], None]]) -> None:
         self.app, self.observers = app, observers
@@ -110,29 +110,31 @@ class Observed:
             ended.status = message.get("status", ended.status)
             await send(message)
 
-        with at_end(scope, partial(self.tell, ended)):
+        with at_end(scope, partial(self.notify, ended)):
             try:
                 await self.app(scope, receive, send_noted)
             finally:
                 kept = "type", "method", "path", "headers", "server", TENANT
                 ended.scope = {key: scope[key] for key in kept if key in scope}
 
-    def tell(self, ended: EndedRequest) -> None:
+    def notify(self, ended: EndedRequest) -> None:
         for observe in self.observers:
             observe(ended)
-        ended.asked.clear()  # the connection keeps the scope until its next request
+        ended.asked.clear()  # frees completions: the scope lives until the next request
 
 
 class AccessLog:
-    """Logs a line for a request that has ended; for what is polled, only if it failed. While the
-    model loads, clients poll any route: each has one line for its first 503 then.
+    """Logs a line for each request that has ended.
+
+    Requests of polled paths are logged only if they failed. While the model loads, clients poll
+    any route; then only the first 503 of each route is logged.
     """
 
     def __init__(
         self, polled: Collection[str], has_texts: bool, is_loading: Callable[[], bool]
     ) -> None:
         self.polled, self.has_texts, self.is_loading = polled, has_texts, is_loading
-        self.waiting: set[tuple[str, str]] = set()  # methods and paths that had their line
+        self.waiting: set[tuple[str, str]] = set()  # methods and paths whose 503 was logged
 
     def __call__(self, ended: EndedRequest) -> None:
         path, status = ended.scope["path"], ended.status
@@ -143,24 +145,24 @@ class AccessLog:
             if route in self.waiting:
                 return
             self.waiting.add(route)
-        tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid one
+        tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid key
         fields: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:
             fields |= completion.log_fields | (texts(completion) if self.has_texts else {})
-        seconds = perf_counter() - ended.resume
+        seconds = perf_counter() - ended.received_at
         log_request(ended.scope["method"], path, status, seconds, fields, ended.request_id)
 
 
 def texts(completion: LiveCompletion) -> dict[str, str]:
-    """The beginnings of its prompts and of its choices' texts, a line for each."""
-    # A token has a byte at least, and a character at most four.
+    """Return the first characters of the prompts and of the choices' texts, one per line."""
+    # A token has at least one byte, and a character at most four.
     prompts = [g.stream.tokenizer.decode(g.prompt[: 4 * LONGEST_TEXT]) for g in completion.firsts]
-    answers = [g.text for g in completion.generations]
-    return {"prompt": "\n".join(prompts)[:LONGEST_TEXT], "text": "\n".join(answers)[:LONGEST_TEXT]}
+    outputs = [g.text for g in completion.generations]
+    return {"prompt": "\n".join(prompts)[:LONGEST_TEXT], "text": "\n".join(outputs)[:LONGEST_TEXT]}
 
 
 class CanonicalPath:
-    """Gives all layers below it one path. No redirect: it would use the client's Host header."""
+    """Normalizes the path for all layers below. A redirect would use the client's Host header."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
@@ -171,7 +173,7 @@ class CanonicalPath:
         await self.app(scope, receive, send)
 
     def path_of(self, given: str) -> str:
-        # A name may begin with a slash or end with one.
+        # The name of a model can begin or end with a slash.
         model = re.fullmatch("/+v1/+models/(.+)", given, re.DOTALL)
         if model is not None and model[1] in (self.service.name, *self.service.adapters.known):
             return f"/v1/models/{model[1]}"
@@ -181,11 +183,11 @@ class CanonicalPath:
 class OriginGuard:
     """Refuses requests of web pages whose origin is not allowed.
 
-    CORS headers alone do not: browsers send simple requests without a preflight.
+    CORS headers are not enough, because browsers send simple requests without a preflight.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], host: str) -> None:
-        """`host` is the server's own name."""
+        """Allow these origins, and pages of the server itself, whose name is `host`."""
         self.app, self.origins = app, origins
         self.names = {"localhost", host.lower()}
 
@@ -202,15 +204,16 @@ class OriginGuard:
             return
         error = StatusError(
             403,
-            f"pages of {cut(origin)} may not call this server: its operator can name them in "
-            "server.cors_origins",
+            f"web pages of {cut(origin)} may not call this server. Its operator can add the origin "
+            "to server.cors_origins",
             "origin_not_allowed",
         )
         await error_response(error)(scope, receive, send)
 
     def is_own(self, origin: str, host: str) -> bool:
-        """Whether it is one of the server's own pages, by its address or known name. Any other name
-        that leads here may be somebody else's (DNS rebinding).
+        """Whether the origin is the server itself, under an IP address or a known name.
+
+        Another name that resolves to the server can belong to an attacker (DNS rebinding).
         """
         try:
             parts = urlsplit(origin)
@@ -226,16 +229,17 @@ class OriginGuard:
 
 
 class KeyGuard:
-    """Refuses requests without a valid key: what has a scope needs an admin key with it, all else
-    an API key, where there are any. What only tells may be asked for with an admin key, too.
+    """Refuses requests without a valid key.
 
-    The time that comparing takes does not depend on the key that was sent.
+    Routes with a scope need an admin key with this scope. All other routes need an API key, if the
+    server has API keys; GET and HEAD also accept an admin key. The time of a comparison does not
+    depend on the key in the request.
     """
 
     def __init__(
         self, app: ASGIApp, keys: Iterable[str] | None, admins: Mapping[str, Container[str]]
     ) -> None:
-        """Without `keys` only scopes need any."""
+        """If `keys` is None, only routes with a scope need a key."""
         self.app, self.is_public = app, keys is None
         self.keys = [digest(key) for key in keys or ()]
         self.admins = [digest(key) for key in admins]
@@ -246,7 +250,7 @@ class KeyGuard:
         await (self.app if error is None else error_response(error))(scope, receive, send)
 
     def check(self, scope: Scope) -> RequestError | None:
-        """Why a request is refused, if it is."""
+        """Return the error of a request without a sufficient key, else None."""
         tenant, admin = place(scope, self.keys), place(scope, self.admins)
         if tenant is not None:
             scope[TENANT] = tenant
@@ -256,28 +260,26 @@ class KeyGuard:
             return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
-            why = "no valid API key: send the header Authorization: Bearer KEY"
+            why = "no valid API key. Send the header Authorization: Bearer KEY"
             if admin is not None:
-                why = "this is an admin key, which asks for no text: send a key of "
+                why = "this is an admin key, which cannot generate text. Send a key of "
                 why += "server.api_key_file"
             return StatusError(401, why, "invalid_api_key")
-        # Without admin keys all clients may reset the cache.
+        # Without admin keys, all clients can reset the cache.
         if needed is None or (needed == "cache" and not self.admins):
             return None
         if not self.admins:
             return StatusError(
                 403,
-                "this server was started without admin keys: its operator can name a file of them "
-                "in server.admin_key_file (--admin-key-file)",
+                "this server has no admin keys. Its operator can set a file of admin keys in "
+                "server.admin_key_file (--admin-key-file)",
                 "admin_key_needed",
             )
         return lacking(needed)
 
 
 class KeyLimits:
-    """Gives each request that generates a place of its key, for as long as it lasts, and tells the
-    limits in the headers of answers.
-    """
+    """Limits the requests of each API key on generating routes, and sends x-ratelimit headers."""
 
     def __init__(self, app: ASGIApp, limits: ServerConfig, reject: Callable[[str], None]) -> None:
         self.app = app
@@ -310,11 +312,12 @@ class KeyLimits:
 
 
 def lacking(scope: str) -> StatusError:
-    return StatusError(403, f"this needs an admin key with the scope {scope}", "admin_key_needed")
+    message = f"this route needs an admin key with the scope {scope}. Send one"
+    return StatusError(403, message, "admin_key_needed")
 
 
 def place(scope: Scope, known: Sequence[bytes]) -> int | None:
-    """The index of the request's key among those known; None without a valid key."""
+    """Return the index of the request's key in `known`; None without a valid key."""
     shown = Request(scope).headers.get("authorization", "")
     kind, _, key = shown.partition(" ")
     same = [hmac.compare_digest(digest(key.strip()), each) for each in known]
@@ -334,7 +337,7 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     where = f"{request.method} {cut(request.url.path)}"
     routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
     why = "; specserve generates text only" if error.status_code == 404 else ""
-    message = f"{where}: {error.detail}{why}; the routes are {routes}"
+    message = f"{where}: {error.detail}{why}. The routes are {routes}"
     response = error_response(StatusError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -1,4 +1,4 @@
-"""Request bodies: reading them within limits of size and time, and checking their fields."""
+"""Reads request bodies within limits of size and time, and checks their fields."""
 
 import asyncio
 import difflib
@@ -30,13 +30,13 @@ from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reas
 from specserve.server.refusal import StatusError, cut
 from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
-# OpenAI's fields that have no meaning here: accepted with any value, and ignored.
+# OpenAI's fields without a meaning in specserve: accepted with any value, and ignored.
 HARMLESS = {
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     *("service_tier", "user", "verbosity"),
 }
 
-# What chat frontends send for their own servers: read past, and told in a header of the answer.
+# Fields of chat frontends for their own servers: ignored, and listed in a response header.
 FRONTENDS = {
     *(
         "background_tasks",
@@ -51,8 +51,8 @@ FRONTENDS = {
     "variables",
 }
 
-# Fields of other servers that are not implemented -> the values without effect: only they are
-# accepted.
+# Fields of other servers that are not implemented -> their values without effect. Other values are
+# refused.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": (),
@@ -66,7 +66,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
-    "store": (True, False),  # nothing is stored
+    "store": (True, False),  # specserve stores no responses
     "stream_interval": (1,),
     "stream_reasoning": (True,),
     "suffix": ("",),
@@ -78,11 +78,11 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields that every route refuses unless they are null -> what to do instead.
+# Fields that every route refuses unless they are null -> the remedy.
 REFUSED = {
-    "function_call": "it is deprecated: send tool_choice, with tools",
-    "functions": "they are deprecated: send them as tools",
-    "chat_template": "the template is the model's own; render it yourself and call completions",
+    "function_call": "it is deprecated; send tool_choice and tools",
+    "functions": "they are deprecated; send tools",
+    "chat_template": "the server uses the model's template; render yours and call /v1/completions",
     **{
         f"guided_{kind}": f"send structured_outputs with {kind}"
         for kind in ("choice", "grammar", "json", "regex")
@@ -90,7 +90,7 @@ REFUSED = {
     "prompt_embeds": "send text or token ids",
 }
 
-# Numbers that other servers write as -1 where they are left out.
+# Numbers for which other servers accept -1 as unset.
 UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens"), -1)
 
 # Fields of messages, parts, calls and tools that clients send for other servers.
@@ -112,7 +112,7 @@ OF_CALLS = OF_ANY | {
 }
 OF_TOOLS = OF_ANY | {"defer_loading", "eager_input_streaming"}
 
-IGNORED = {  # path of objects in a body -> their fields without effect
+IGNORED = {  # path of objects in a body -> ignored fields
     "messages": OF_MESSAGES,
     "messages.content": OF_PARTS,
     "messages.tool_calls": OF_CALLS,
@@ -125,11 +125,11 @@ IGNORED = {  # path of objects in a body -> their fields without effect
     "input.summary": OF_PARTS,
 }
 
-SMALL = 1 << 16  # bytes of a body that are not counted: the limit on connections bounds their sum
+SMALL = 1 << 16  # bytes per body that are not counted; max_connections limits their sum
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-LARGE = 1 << 15  # bytes from which reading a body takes a few milliseconds
-MANY = 100  # items from which reading a body takes a few milliseconds
+LARGE = 1 << 15  # bytes; reading a larger body takes some milliseconds
+MANY = 100  # items; reading a body with more takes some milliseconds
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -137,24 +137,24 @@ R = TypeVar("R")
 T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
-REMEDIES = {  # hints for fields whose values are often wrong
-    "logit_bias": "up to 1024 token ids -> -100 to 100",
-    "max_tokens": "leave it out for the rest of the context",
-    "logprobs": "up to 20 likeliest tokens; in a chat, true or false",
-    "n": "1 to 128 choices",
-    "prediction": 'send a text, or {"type": "content", "content": "..."}, whose parts are text',
-    "prompt_logprobs": "up to 20 likeliest tokens",
+REMEDIES = {  # field -> hint in errors about its value
+    "logit_bias": "send an object of up to 1024 token ids -> -100 to 100",
+    "max_tokens": "omit it to use the rest of the context",
+    "logprobs": "send 0 to 20 most likely tokens; in a chat, true or false",
+    "n": "send 1 to 128 choices",
+    "prediction": 'send a text, or {"type": "content", "content": "..."} with text parts',
+    "prompt_logprobs": "send 0 to 20 most likely tokens",
     "repetition_penalty": "1 is off",
-    "seed": "it has 64 bits, with a sign; leave it out, and one is drawn",
-    "timeout_ms": "milliseconds, 0.001 or more",
+    "seed": "send a signed 64-bit integer, or omit it for a random seed",
+    "timeout_ms": "send milliseconds, 0.001 or more",
     "top_k": "0 is off",
-    "top_logprobs": "up to 20 likeliest tokens",
+    "top_logprobs": "send 0 to 20 most likely tokens",
     "top_p": "1 is off",
 }
 
 
 class BodyKind(NamedTuple, Generic[R]):
-    """How a route's bodies are read. What `read` returns is sent between processes as JSON."""
+    """The reader of a route's bodies. Its results are sent between processes as JSON."""
 
     name: str
     read: Callable[[bytes], R]
@@ -162,25 +162,26 @@ class BodyKind(NamedTuple, Generic[R]):
 
 
 def is_short(raw: bytes) -> bool:
-    """Whether the event loop may read it."""
+    """Whether the body is small enough to read in the event loop."""
     return len(raw) <= LARGE and num_brackets(raw) <= MANY
 
 
 def check_items(raw: bytes, most: int) -> None:
-    """RequestError for a body with more objects and lists than `most`. Reading takes time for each
-    of them, and decoding some ten times as long as counting.
+    """RequestError for a body with more objects and lists than `most`.
+
+    Reading takes time for each of them. Decoding takes about ten times as long as counting.
     """
     if num_brackets(raw) <= most:
         return
     if (found := num_brackets(STRING.sub(b"", raw))) > most:
         raise RequestError(
-            f"the body has {found} objects and lists, and {most} are allowed: send fewer "
-            "messages, parts or tools (server.max_body_items)"
+            f"the body has {found} objects and lists. At most {most} are allowed "
+            "(server.max_body_items), so send fewer messages, parts or tools"
         )
 
 
 def num_brackets(raw: bytes) -> int:
-    """The objects and lists of a body, and the brackets in its texts."""
+    """Count the objects and lists of a body, and the brackets in its texts."""
     return raw.count(b"{") + raw.count(b"[")
 
 
@@ -194,7 +195,7 @@ class StreamOptions(PaddingOptions, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Texts obey the schema. `strict` closes all objects; `name` and `description` do nothing."""
+    """A schema of the text. `strict` closes all objects; `name` and `description` are ignored."""
 
     schema: dict[str, Any] | bool | None = None
     name: str | None = None
@@ -203,7 +204,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A structural tag has `format`, or `structures` and `triggers`, as in vLLM."""
+    """The format of the text. A structural tag has `format`, or `structures` and `triggers`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -213,15 +214,15 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: only with the type json_schema, which needs it")
+            raise ValueError("json_schema: required for the type json_schema, and only there")
         if self.json_schema is not None and self.json_schema.schema is None:
             raise ValueError("json_schema.schema: missing")
         if self.tag and self.type != "structural_tag":
-            raise ValueError(f"{next(iter(self.tag))}: only with the type structural_tag")
+            raise ValueError(f"{next(iter(self.tag))}: only for the type structural_tag")
 
     @property
     def tag(self) -> dict[str, Any]:
-        """What a structural tag consists of, beside its type."""
+        """The fields of a structural tag, without its type."""
         names = "format", "structures", "triggers"
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -240,16 +241,16 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(SamplingParams, frozen=True, kw_only=True):
-    """The fields that both completion routes share.
+    """The fields of all generating routes.
 
-    model           the served model's name
+    model           name of the served model or of an adapter
     max_completion_tokens  another name of max_tokens
-    return_token_ids  tell the ids of the answer's tokens, and of the prompt's
-    return_tokens_as_token_ids  name tokens by their ids where logprobs are told
-    timeout_ms      milliseconds from its arrival, after which it ends with an error
-    reasoning_effort  how much the model is to think, if its chat template reads that
-    stream          answer with server-sent events
-    stream_options  include_obfuscation: whether events are padded to sizes that tell little
+    return_token_ids  return the ids of the response's tokens and of the prompt's tokens
+    return_tokens_as_token_ids  write the tokens of logprobs as ids
+    timeout_ms      milliseconds from arrival after which the request ends with an error
+    reasoning_effort  amount of reasoning, if the chat template reads it
+    stream          return server-sent events
+    stream_options  include_obfuscation: pad events, so that their sizes reveal little
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OP
@@ -263,16 +264,16 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     reasoning_effort: Effort | None = None
     stream: bool = False
     stream_options: PaddingOptions | None = None
-    read_past: tuple[str, ...] = ()  # fields without effect that came; no field of clients
+    read_past: tuple[str, ...] = ()  # ignored fields of the request; clients cannot send this
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer: what was read past."""
+        """Response headers: a warning about ignored fields."""
         return warning(self.read_past)
 
     @property
     def effort(self) -> tuple[str, str | None]:
-        """The field that has it, and its value."""
+        """The path of the field for the reasoning effort, and its value."""
         return "reasoning_effort", self.reasoning_effort
 
     @property
@@ -283,7 +284,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """That the text has to have, from whichever field has it."""
+        """The required format of the text, from any of the fields for it."""
         return self.structured_outputs
 
     @property
@@ -292,11 +293,11 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
 
 class FormattedBody(Body, frozen=True, kw_only=True):
-    """With a second field for the text's form.
+    """The fields of a body with OpenAI's response_format.
 
-    response_format  its type: text, json_object, json_schema or structural_tag
-    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk;
-                    include_obfuscation: whether events are padded to sizes that tell little
+    response_format  format of the text: text, json_object, json_schema or structural_tag
+    stream_options  include_usage: a last chunk has the usage; continuous_usage_stats: every chunk
+                    has it; include_obfuscation: pad events, so that their sizes reveal little
     """
 
     stream_options: StreamOptions | None = None
@@ -316,25 +317,25 @@ class FormattedBody(Body, frozen=True, kw_only=True):
 
 
 def warning(read_past: Sequence[str]) -> dict[str, str]:
-    """The header that names fields without effect."""
-    told = ", ".join(read_past)
-    return {"Warning": f'299 specserve "read past: {told}"'} if told else {}
+    """Return the header that lists ignored fields."""
+    names = ", ".join(read_past)
+    return {"Warning": f'299 specserve "ignored: {names}"'} if names else {}
 
 
 class BodyReader:
     """Reads bodies within limits of size and time.
 
-    All incomplete bodies together are limited too (`server.max_incoming_bytes`), as thousands of
-    connections may send one at the same time.
+    The sum of all incomplete bodies is limited, too (`server.max_incoming_bytes`), because
+    thousands of connections can send bodies at the same time.
     """
 
     def __init__(self, limits: ServerConfig, reject: Callable[[str], None]) -> None:
         self.limits, self.reject = limits, reject
-        # Bytes of incomplete bodies, beyond the first SMALL of each: of all, and by owner.
+        # Bytes of incomplete bodies without the first SMALL of each: in total, and by owner.
         self.num_incoming, self.incoming = 0, Counter[Hashable]()
 
     async def read(self, request: Request) -> bytes:
-        """The complete body; refused as soon as it exceeds a limit, not once it is complete."""
+        """Return the complete body. Refuse it as soon as it exceeds a limit."""
         limits = self.limits
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limits.max_body_bytes:
@@ -345,7 +346,7 @@ class BodyReader:
                 async for chunk in request.stream():
                     self.extend(body, chunk)
         except TimeoutError as e:
-            message = f"the body did not come within {limits.body_seconds:g} s"
+            message = f"the body did not arrive within {limits.body_seconds:g} s. Send it faster"
             raise StatusError(408, message, "request_timeout") from e
         finally:
             self.count(-counted(body))
@@ -358,26 +359,26 @@ class BodyReader:
             del self.incoming[owner.get()]
 
     def extend(self, body: bytearray, chunk: bytes) -> None:
-        """Append a chunk; refuse if the body, or all incomplete bodies together, are too large."""
+        """Append a chunk. Refuse it if the body, or the sum of incomplete bodies, is too large."""
         limits, before = self.limits, counted(body)
         body += chunk
         self.count(counted(body) - before)
         if len(body) > limits.max_body_bytes:
             raise too_large(limits.max_body_bytes)
-        most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # one alone always fits
+        most = max(limits.max_incoming_bytes, limits.max_body_bytes)  # a single body always fits
         own = self.incoming[owner.get()]
         if counted(body) and not has_room(0, own, self.num_incoming, most):
             self.reject("incoming_bytes")
-            raise Overloaded("too many large bodies are on their way: send this one later")
+            raise Overloaded("too many large bodies are being received. Retry later")
 
 
 def counted(body: bytearray) -> int:
-    """Bytes of a body that count against `server.max_incoming_bytes`."""
+    """Return the bytes of a body that count against `server.max_incoming_bytes`."""
     return max(0, len(body) - SMALL)
 
 
 def too_large(most: int) -> StatusError:
-    message = f"the body is larger than {most} bytes: send less (server.max_body_bytes)"
+    message = f"the body is larger than {most} bytes (server.max_body_bytes). Send less"
     return StatusError(413, message, "request_too_large")
 
 
@@ -385,11 +386,11 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise RequestError(f"the body is no valid JSON: {cut(str(e))}") from e
+        raise RequestError(f"the body is not valid JSON: {cut(str(e))}") from e
     except RecursionError as e:
         raise RequestError("the body is nested too deeply") from e
     if not isinstance(body, dict):
-        raise RequestError("the body has to be a JSON object")
+        raise RequestError("the body is not a JSON object. Send an object")
     return body
 
 
@@ -407,21 +408,21 @@ def read(raw: bytes, kind: type[T]) -> T:
         body = msgspec.structs.replace(body, read_past=tuple(past))
     check_form(body)
     if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options: only streams have these; set stream", "stream_options")
+        raise RequestError("stream_options: only for streams. Set stream = true", "stream_options")
     if body.is_ranked and body.stream:
         raise RequestError(
-            "best_of: a stream begins before it is known which choices are best; leave out best_of "
-            "or stream",
+            "best_of: not supported for streams, which begin before the best choices are known. "
+            "Omit best_of or stream",
             "best_of",
         )
     if body.return_tokens_as_token_ids and body.params.num_top is None:
         name = "return_tokens_as_token_ids"
-        raise RequestError(f"{name}: it is about the tokens of logprobs; ask for these", name)
+        raise RequestError(f"{name}: only for logprobs. Request logprobs, too", name)
     return body
 
 
 def drop_ignored(body: dict[str, Any]) -> tuple[str, ...]:
-    """Remove the fields without effect; the paths of those that have a value, each once."""
+    """Remove ignored fields, and return the sorted paths of fields that had a value."""
     continue_last(body)
     found = dict[str, None]()
     for path, names in IGNORED.items():
@@ -433,11 +434,11 @@ def drop_ignored(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def continue_last(body: dict[str, Any]) -> None:
-    """Set continue_final_message if the last message asks for it, by another server's field."""
+    """Set continue_final_message if the last message has another server's field for it."""
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     if isinstance(last, dict) and last.get("role") == "assistant":
-        # At DeepSeek, Mistral, Moonshot and Alibaba.
+        # Fields of DeepSeek, Mistral, Moonshot and Alibaba.
         asked = [name for name in ("partial", "prefix") if last.get(name) is True]
         for name in asked:
             del last[name]
@@ -446,7 +447,7 @@ def continue_last(body: dict[str, Any]) -> None:
 
 
 def objects_at(value: Any, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects at a path, through the lists on the way."""
+    """Yield the objects at a path, including the items of lists on the path."""
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, dict) and keys:
             yield from objects_at(each.get(keys[0]), keys[1:])
@@ -455,13 +456,13 @@ def objects_at(value: Any, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def check_form(body: Body) -> None:
-    """RequestError for structured output that is wrong by itself, or asked for twice."""
+    """RequestError for an invalid format of the text, or for two formats."""
     if body.form is None:
         return
     if body.form is not body.structured_outputs and body.structured_outputs is not None:
         field = body.form_field.removesuffix(".json_schema.schema")
         raise RequestError(
-            f"{field} and structured_outputs: the text has one form; send one of them", field
+            f"{field} and structured_outputs both set the format of the text. Send one", field
         )
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
 
@@ -473,15 +474,15 @@ def one_limit(body: T) -> T:
         return body
     if body.max_tokens not in (None, limit):
         raise RequestError(
-            f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens}: they mean the "
-            "same, send one",
+            f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens} have the same "
+            "meaning. Send one",
             "max_completion_tokens",
         )
     return msgspec.structs.replace(body, max_tokens=limit)
 
 
 def read_fields(raw: bytes, kind: type[S]) -> S:
-    """Decode a body; a field that `kind` lacks is refused."""
+    """Decode a body. RequestError for a field that `kind` lacks."""
     return checked_fields(decode_object(raw), kind)
 
 
@@ -493,14 +494,14 @@ def checked_fields(given: dict[str, Any], kind: type[S]) -> S:
 
 
 def from_fields(given: dict[str, Any], kind: type[S], path: str = "") -> S:
-    """Convert fields one by one, so that a refusal can name the field. null means unset."""
+    """Convert fields one by one, so that an error names its field. null means unset."""
     known = fields(kind)
     return kind(**{k: convert(v, known[k], path + k) for k, v in given.items() if v is not None})
 
 
 @cache
 def own_fields(kind: type[Body]) -> dict[str, Any]:
-    """Those that clients may send and that are not refused."""
+    """Return the fields that clients can send, with their types."""
     shut = {"read_past", *kind.refused}
     return {name: its for name, its in fields(kind).items() if name not in shut}
 
@@ -512,7 +513,7 @@ def fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def nested(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct that a field may be, if it may be one."""
+    """Return the struct type among a field's types, if there is one."""
     for part in (kind, *get_args(kind)):
         if isinstance(part, type) and issubclass(part, msgspec.Struct):
             return part
@@ -539,7 +540,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
 
 
 def choices_of(kind: Any, path: str) -> str:
-    """The values of a field that has few, in words; `path` leads from `kind` to it."""
+    """Return the allowed values of an enum field, in words. `path` leads from `kind` to it."""
     for name in re.findall(r"\.(\w+)", path):
         struct = nested(kind)
         if struct is None or name not in fields(struct):
@@ -547,7 +548,7 @@ def choices_of(kind: Any, path: str) -> str:
         kind = fields(struct)[name]
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     values = [str(value) for part in literals for value in get_args(part)]
-    return f"it is one of {', '.join(values)}" if values else ""
+    return f"send one of {', '.join(values)}" if values else ""
 
 
 def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
@@ -558,32 +559,29 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
     if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
-            raise RequestError(f"{key} is of chats: send logprobs: {value}", key)
-        raise RequestError(f"{key} is not supported yet: leave it out, or send {off}", key)
+            raise RequestError(f"{key} is a field of chats. Send logprobs = {value}", key)
+        raise RequestError(f"{key} is not supported. Omit it, or send {off}", key)
 
 
 def passed_over(kind: type[Body]) -> dict[str, Any]:
-    """JSON schemas of the fields that are accepted beside those of `kind`, as far as they are."""
-    told: dict[str, Any] = {
-        **{
-            name: {"description": "read past: it means nothing here"}
-            for name in HARMLESS | FRONTENDS
-        },
+    """Return JSON schemas of the values that ignored and refused fields can have."""
+    schemas: dict[str, Any] = {
+        **{name: {"description": "ignored"} for name in HARMLESS | FRONTENDS},
         **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
         **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
     }
-    return {name: told[name] for name in sorted(told) if name not in own_fields(kind)}
+    return {name: schemas[name] for name in sorted(schemas) if name not in own_fields(kind)}
 
 
 def is_same(value: Any, off: Any) -> bool:
-    """Whether two JSON values are equal: true is not 1."""
+    """Whether two JSON values are equal; true is not 1."""
     return bool(value == off) and isinstance(value, bool) == isinstance(off, bool)
 
 
 def refuse_unknown(key: str, known: list[str], path: str = "") -> None:
     near = [name for name in [OTHER_NAMES.get(key)] if name in known]
     near = near or difflib.get_close_matches(key[:64], known, n=1, cutoff=0.75)
-    hint = f": did you mean {near[0]}?" if near else "; leave it out"
+    hint = f". Did you mean {near[0]}?" if near else ". Omit it"
     error = RequestError(f"unknown field {cut(path + key)!r}{hint}", cut(path + key))
     error.code = "unknown_parameter"
     raise error

@@ -1,4 +1,4 @@
-"""A process that reads large request bodies."""
+"""The process that reads large request bodies."""
 
 import os
 from collections.abc import Callable
@@ -26,13 +26,16 @@ KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DET
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:
-    """The first frame is the most items of a body; each other one is a kind's name and a body."""
+    """Return the function that reads a body.
+
+    The first frame is the maximum number of items. Each later frame is a kind's name and a body.
+    """
     with suppress(OSError):
-        os.nice(10)  # the steps of streams come first
+        os.nice(10)  # engine steps have priority
     most = msgspec.msgpack.decode(first, type=int)
     bound_memory(address_space() + (1 << 29))
     start()
-    return lambda asked: read(most, *msgspec.msgpack.decode(asked, type=tuple[str, bytes]))
+    return lambda frame: read(most, *msgspec.msgpack.decode(frame, type=tuple[str, bytes]))
 
 
 def read(most: int, name: str, raw: bytes) -> Data | Refused:
@@ -46,4 +49,4 @@ def read(most: int, name: str, raw: bytes) -> Data | Refused:
 
 
 if __name__ == "__main__":
-    main(prepare, "reading the body needs too much memory: send a smaller one")
+    main(prepare, "reading the body needs too much memory. Send a smaller body")

@@ -1,5 +1,6 @@
-"""A process that does one thing after the other, may be killed at any time, and has a bounded
-memory: its side of the socket.
+"""The child's side of a process that runs one job at a time, with bounded memory.
+
+The parent can kill it at any time.
 """
 
 import resource
@@ -30,9 +31,9 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
-    param: str | None = None  # the field that is wrong; None: the one that is asked about
+    param: str | None = None  # the invalid field; None: the field of the job
     code: str | None = None  # of the error
-    is_last: bool = False  # the process ends with this reply
+    is_last: bool = False  # the process ends after this reply
 
 
 Reply = Done | Data | Refused
@@ -50,13 +51,13 @@ def main(
 ) -> None:
     """Reply to each frame until the parent closes its end of the socket.
 
-    `prepare` makes of the first frame what replies to the others, and calls its second argument
-    once the parent may send them. `too_much` refuses what needs more memory than there is. `call`
-    calls all this.
+    `prepare` takes the first frame and returns a function that replies to the others. It calls its
+    second argument when the parent can send them. `too_much` is the error for jobs that need too
+    much memory. `call` runs the loop.
     """
     die_with_parent()
     logs.configure(sys.argv[2])
-    ignore_signals()  # the parent handles them, and ends this process
+    ignore_signals()  # the parent handles them and ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # for bounded_time
     return_freed_memory()
     link = Link(socket.socket(fileno=int(sys.argv[1])))
@@ -68,23 +69,23 @@ def serve(link: Link, prepare: Prepare, too_much: str) -> None:
         [first] = link.receive(wait=True)
         do = prepare(first, lambda: link.send(ProcessStarted()))
         while True:
-            [asked] = link.receive(wait=True)
+            [frame] = link.receive(wait=True)
             try:
-                link.send(do(asked))
-            except MemoryError:  # what has been built may stay: the next one gets a new process
+                link.send(do(frame))
+            except MemoryError:  # memory may stay in use, so the next job gets a new process
                 link.send(Refused(too_much, is_last=True))
                 return
 
 
 def bound_memory(most: int) -> None:
-    """Bytes of address space."""
+    """Limit the address space to `most` bytes."""
     with suppress(ValueError, OSError):  # a lower limit is set, or limits are unsupported
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 @contextmanager
 def bounded_time(seconds: float) -> Iterator[None]:
-    """The kernel ends the process, by SIGPROF, if the block takes more CPU time."""
+    """Let the kernel end the process, with SIGPROF, if the block takes more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -93,7 +94,7 @@ def bounded_time(seconds: float) -> Iterator[None]:
 
 
 def address_space() -> int:
-    """Bytes that this process has; 0 where nobody tells."""
+    """Return the bytes of this process's address space; 0 if the system does not report them."""
     with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0

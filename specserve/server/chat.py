@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages, rendered by the model's chat template."""
+"""POST /v1/chat/completions: generates from messages, with the model's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -55,8 +55,8 @@ from specserve.text.grammars.compiled import GrammarError
 from specserve.text.grammars.structured_outputs import StructuredOutputsParams, json_form
 from specserve.text.grammars.tools import CallGrammar, special_tokens
 
-# Fields of answers, which clients send back in messages -> the values without effect: only they
-# are accepted.
+# Fields of responses that clients send back in messages -> their values without effect. The server
+# refuses other values.
 NO_OP: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
@@ -65,8 +65,8 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 B = TypeVar("B", bound=Body)
-THINKING = "thinking"  # type of a part, and the name of its text
-JSON_KINDS = "json", "json_object"  # of forms that may stand beside tools, or after reasoning
+THINKING = "thinking"  # the type of a part, and the field with its text
+JSON_KINDS = "json", "json_object"  # formats that can be combined with tools or reasoning
 
 
 SOME = Meta(extra_json_schema={"minItems": 1})
@@ -76,7 +76,7 @@ AnyMessage = Annotated[
 
 
 class Conversation(NamedTuple):
-    """What is asked to be answered, whatever the route's body looks like."""
+    """A conversation to continue, independent of the route's body."""
 
     messages: Sequence[dict[str, Any]]
     options: ChatOptions
@@ -89,17 +89,17 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
     """A chat.
 
     messages        the conversation so far
-    add_special_tokens  the tokenizer adds its own to what the template writes
-    add_generation_prompt  the template writes the answer's beginning; unset: unless a message is
-                    continued
-    continue_final_message  the answer continues the last message, an assistant's
-    chat_template_kwargs  values of names that the chat template reads
-    logprobs        tell each token's logprob
-    top_logprobs    with logprobs: and those of so many likeliest tokens
-    tools           functions that the model may call
+    add_special_tokens  the tokenizer adds special tokens to the template's text
+    add_generation_prompt  the template starts the response; unset: true, unless
+                    continue_final_message is set
+    continue_final_message  the response continues the last message, which is an assistant's
+    chat_template_kwargs  variables for the chat template
+    logprobs        return the logprob of each token
+    top_logprobs    number of most likely tokens per position; needs logprobs
+    tools           functions that the model can call
     tool_choice     "none", "auto", "required" or a function of the tools
-    parallel_tool_calls  false: one call at most
-    include_reasoning  false: the answer has no reasoning
+    parallel_tool_calls  false: at most one call
+    include_reasoning  false removes reasoning from the response
     """
 
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
@@ -131,8 +131,10 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a message. `name` is ignored but for a tool's, as by most templates; so are
-    `parsed` and `provider_specific_fields`, in which clients repeat what they were answered.
+    """A message.
+
+    `name` is ignored except for tools, as in most templates. `parsed` and
+    `provider_specific_fields`, which clients copy from responses, are ignored, too.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -147,14 +149,16 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chunk_choice(event: Event, is_first: bool, **fields: Any) -> ChatChunkChoice:
-    """The role comes with the first token, not before: clients take its chunk for that token."""
+    """Return the chunk of an event. The role comes with the first token, because clients measure
+    TTFT by its chunk.
+    """
     delta = MessageDelta(role="assistant", content=None) if is_first else MessageDelta()
     match event:
         case Content(text):
             if text or is_first:
                 delta.content = text
         case Reasoning(text):
-            delta.reasoning_content = delta.reasoning = text  # both names are read by clients
+            delta.reasoning_content = delta.reasoning = text  # clients read either name
         case CallBegin(index, id, name):
             function = FunctionDelta(name, "")
             delta.tool_calls = [ToolCallDelta(index, id, "function", function)]
@@ -204,17 +208,18 @@ async def chat(request: Request) -> Response:
 async def fit_to_template(
     service: Service, asked: B, kwargs: dict[str, Any] | None, tools: ToolsAsked
 ) -> B:
-    """The body whose template gets the effort as one of its names. An effort or tools that the
-    template does not read are among the fields without effect.
+    """Return the body with the reasoning effort as a variable of the template.
+
+    An effort or tools that the template does not read are reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
     if effort is None and not tools.tools:
         return asked
     given, past, in_thread = kwargs or {}, list[str](), service.prompts.in_thread
-    own = "reasoning_effort"  # as templates name it
-    is_free = template is not None and effort is not None and own not in given
-    if template is not None and is_free and await in_thread(template.reads, own):
-        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, own: effort})
+    variable = "reasoning_effort"  # its name in templates
+    is_free = template is not None and effort is not None and variable not in given
+    if template is not None and is_free and await in_thread(template.reads, variable):
+        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, variable: effort})
     elif effort not in (None, "none"):
         past.append(name)
     if template is not None and tools.tools and not await in_thread(template.reads_tools):
@@ -225,8 +230,9 @@ async def fit_to_template(
 async def begin(
     request: Request, asked: Body, conversation: Conversation, arrived: Arrival
 ) -> tuple[LiveCompletion, AnswerReader | None]:
-    """Queue the answer of a conversation; errors of its text name `messages`. Without a reader all
-    of the text is content.
+    """Queue a conversation, and return the parser of its response; None: all text is content.
+
+    Errors of the text name `messages`.
     """
     service: Service = request.app.state.service
     tools = conversation.tools
@@ -250,12 +256,12 @@ async def begin(
     reader = AnswerReader(formats, wanted, text)
     form = asked.form if tools.tools or reader.reasoning == "think" else None
     if form is not None and not tools.tools and form.kinds[0] not in JSON_KINDS:
-        # All of the text obeys the form, which has no room for reasoning.
+        # The whole text has the format, which cannot contain reasoning.
         return await service.admit([prompt], params, sampling, arrived, "messages"), None
     grammar = await service.prompts.in_thread(lambda: call_grammar(service, tools, reader, form))
-    if form is not None:  # that grammar has it
+    if form is not None:  # the grammar of the calls includes the format
         sampling = msgspec.structs.replace(sampling, grammar="")
-    if grammar:  # `admit` checks it again, and finds what is known by then
+    if grammar:  # `admit` checks again, and then finds the cached result
         compiling = service.prompts.check_grammar(grammar, "tools", params.cache_salt)
         await while_connected(request, compiling)
     admitting = service.admit([prompt], params, sampling, arrived, "messages", grammar, reader)
@@ -265,44 +271,44 @@ async def begin(
 async def render(
     service: Service, conversation: Conversation, kept: int | None = None
 ) -> tuple[str, list[int]]:
-    """The conversation as text, and its tokens or the last `kept` of them."""
+    """Return the conversation as text, and its tokens or the last `kept` of them."""
     prompts, special = service.prompts, conversation.add_special_tokens
     text = await prompts.render(conversation.messages, conversation.options)
     return text, await prompts.tokenize(text, "messages", special, kept)
 
 
 def check_readable(service: Service, asked: ToolsAsked) -> None:
-    """Refuse tools where calls would not be found in the text, or could not be enforced in it."""
+    """Refuse tools if calls could not be parsed from the text, or not be enforced in it."""
     formats = service.served.formats
     if asked.is_enforced:
         return
     if formats.tools == "none":
         raise RequestError(
-            "tools: it is not known how this model writes calls: its operator can set "
-            'server.tool_parser; or send tool_choice = "required", or a function to call',
+            "tools: the server has no tool parser for this model. Send tool_choice = "
+            '"required" or a function; its operator can set server.tool_parser',
             "tools",
         )
     if asked.strict and formats.enforced != formats.tools:
         raise RequestError(
-            "tools: the calls of this model can be read, but not be held to a schema among other "
-            'text: leave out strict, or send tool_choice = "required", or a function to call',
+            "tools: the server cannot enforce a schema for calls of this model within other text. "
+            'Omit strict, or send tool_choice = "required" or a function',
             "tools",
         )
 
 
 def check_form(service: Service, asked: Body, tools: ToolsAsked) -> None:
-    """Refuse a form of the text beside tools where a text could not be told from a call, or has to
-    be one.
+    """Refuse a format of the text together with tools, if text and calls look alike, or if the
+    response has to be a call.
     """
     if asked.form is None:
         return
     formats = service.served.formats
     if tools.is_enforced:
-        why = 'the text has to be a call: send one of them, or tool_choice = "auto"'
+        why = 'the response must be a call. Send one of them, or tool_choice = "auto"'
     elif formats.tools not in ("hermes", "mistral"):
-        why = 'texts and calls of this model look alike: send one of them, or tool_choice = "none"'
+        why = 'text and calls of this model look alike. Send one of them, or tool_choice = "none"'
     elif asked.form.kinds[0] not in JSON_KINDS:
-        why = "beside tools it is a JSON schema or json_object: send one of these, or no tools"
+        why = "tools only allow a JSON schema or json_object. Send one of these, or omit tools"
     else:
         return
     raise RequestError(f"{asked.form_field} and tools: {why}", "tools")
@@ -314,9 +320,10 @@ def call_grammar(
     reader: AnswerReader,
     form: StructuredOutputsParams | None = None,
 ) -> str:
-    """The grammar of calls that have to be made, of those of strict tools, or of a text that is
-    of a form or, if there are tools, calls; empty where none is needed. Before each of them there
-    may be reasoning.
+    """Return the grammar of the response; empty if none is needed.
+
+    It enforces calls, arguments of strict tools, or a format of the text (with tools: the format or
+    calls). Reasoning can precede each of them.
     """
     if not asked.is_enforced and not asked.strict and form is None:
         return ""
@@ -340,7 +347,7 @@ def call_grammar(
 def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
     body = read(raw, ChatBody)
     if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs: only with logprobs; set logprobs to true", "top_logprobs")
+        raise RequestError("top_logprobs: needs logprobs. Set logprobs = true", "top_logprobs")
     tools = NO_TOOLS
     if body.tools is not None or body.tool_choice is not None:
         tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -364,7 +371,7 @@ def read_options(
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
-        raise RequestError("messages: give at least one", "messages")
+        raise RequestError("messages: empty. Send at least one message", "messages")
     return [read_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
@@ -376,27 +383,27 @@ def read_message(given: dict[str, Any], path: str) -> dict[str, Any]:
         if key not in known:
             check_no_op(key, value, path)
     if "role" not in values:
-        raise RequestError(f"{path}.role: every message has one", f"{path}.role")
+        raise RequestError(f"{path}.role: missing. Send the role of the message", f"{path}.role")
     check_role(values, path)
     if "content" not in values and values["role"] != "assistant":
         raise RequestError(
-            f"{path}.content: missing; give a string or text parts", f"{path}.content"
+            f"{path}.content: missing. Send a string or text parts", f"{path}.content"
         )
     return for_template(ChatMessage(**values), path)
 
 
 def check_role(values: dict[str, Any], path: str) -> None:
-    """Refuse fields of calls in messages that have none."""
+    """Refuse a missing call id of a result, and fields of calls in messages of other roles."""
     role = values["role"]
     if role == "tool" and "tool_call_id" not in values:
         raise RequestError(
-            f"{path}.tool_call_id: missing; send the id of the call that this is the result of",
+            f"{path}.tool_call_id: missing. Send the id of the call with this result",
             f"{path}.tool_call_id",
         )
     for key, its in {"tool_call_id": "tool", "tool_calls": "assistant"}.items():
         if values.get(key) and role != its:
             raise RequestError(
-                f"{path}.{key}: only messages of the role {its} have it: leave it out",
+                f"{path}.{key}: only for messages of the role {its}. Omit it",
                 f"{path}.{key}",
             )
 
@@ -410,7 +417,7 @@ def for_template(message: ChatMessage, path: str) -> dict[str, Any]:
             read = read_thought if is_thought else read_part
             (thoughts if is_thought else texts).append(read(part, f"{path}.content[{i}]"))
         content = "\n".join(texts)
-    # Templates skip unknown roles, and OpenAI's developer role stands for system.
+    # Templates skip unknown roles; OpenAI's role developer means system.
     role = "system" if message.role == "developer" else message.role
     nothing = None if message.tool_calls else ""
     fields: dict[str, Any] = {"role": role, "content": content or nothing}
@@ -425,7 +432,7 @@ def for_template(message: ChatMessage, path: str) -> dict[str, Any]:
 
 
 def read_thought(part: dict[str, Any], path: str) -> str:
-    """The reasoning of an earlier answer, as a text or as text parts."""
+    """Return the reasoning of an earlier response, from a text or text parts."""
     check_keys(part, ["type", THINKING, "closed"], f"{path}.")
     where = f"{path}.{THINKING}"
     thought = convert(part.get(THINKING), str | list[dict[str, Any]], where)
@@ -438,7 +445,7 @@ def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise RequestError(
-            f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
+            f"{path}.type: {cut(str(kind))!r} is not supported. Send text", f"{path}.type"
         )
     check_keys(part, ["type", "text"], f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))
@@ -448,4 +455,4 @@ def check_no_op(key: str, value: Any, path: str) -> None:
     if key not in NO_OP:
         refuse_unknown(key, [*fields(ChatMessage), *NO_OP], f"{path}.")
     if not any(is_same(value, off) for off in NO_OP[key]):
-        raise RequestError(f"{path}.{key} is not supported yet: leave it out", f"{path}.{key}")
+        raise RequestError(f"{path}.{key} is not supported. Omit it", f"{path}.{key}")

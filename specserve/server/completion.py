@@ -1,4 +1,4 @@
-"""Completions: their admission, their sequences as the engine produces them, and their end."""
+"""Completions: admits requests, collects the outputs of their choices, and ends them."""
 
 import asyncio
 import hashlib
@@ -58,17 +58,17 @@ from specserve.version import VERSION
 
 TENANT, ASKED = "specserve.tenant", "specserve.asked"  # keys of the ASGI scope
 ACCOUNT = "specserve.account"
-ENDS = "specserve.ends"  # what is called once the response has ended, the last one first
-HUNG_SECONDS = 300  # an engine process without a report for so long counts as hung
+ENDS = "specserve.ends"  # functions to call once the response has ended, the last one first
+HUNG_SECONDS = 300  # seconds without a due report after which an engine process counts as hung
 
 
 class Arrival(NamedTuple):
     at: float  # seconds, perf_counter
     tenant: int = 0  # index of the API key in the key file; 0 without keys
-    asked: "list[LiveCompletion] | None" = None  # its completions are listed here, for the log
+    asked: "list[LiveCompletion] | None" = None  # receives its completions, for the log
     deadline: Deadline | None = None
-    account: Account | None = None  # of its API key, where keys have limits
-    adapter: NamedAdapter | None = None  # that it chooses
+    account: Account | None = None  # of its API key, if keys have limits
+    adapter: NamedAdapter | None = None  # chosen by the request
 
 
 def tenant_of(scope: Scope) -> int:
@@ -77,7 +77,7 @@ def tenant_of(scope: Scope) -> int:
 
 
 def arrival(request: Request) -> Arrival:
-    """The arrival of a request that has just been received."""
+    """Return the arrival of a request that was just received."""
     scope = request.scope
     known = tenant_of(scope), scope.get(ASKED)
     return Arrival(perf_counter(), *known, account=scope.get(ACCOUNT))
@@ -85,8 +85,9 @@ def arrival(request: Request) -> Arrival:
 
 @contextmanager
 def at_end(scope: Scope, end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` once the response has ended: after the block or, for a stream of events that our
-    own server goes on with when the application has returned, later.
+    """Call `end` once the response has ended.
+
+    This is after the block or, for an event stream that a `Connection` took over, later.
     """
     ends: list[Callable[[], None]] | None = scope.get(ENDS)
     if ends is not None:
@@ -100,20 +101,21 @@ def at_end(scope: Scope, end: Callable[[], None]) -> Iterator[None]:
 
 
 class ChoiceDelta(NamedTuple):
-    """What one step, or a part of it, or several, added to one choice."""
+    """Tokens and text that a step, a part of it, or several steps added to one choice."""
 
     choice: int
     text: str
-    begin: int  # tokens before
+    begin: int  # number of earlier tokens
     token_ids: list[int]
     is_last: bool
-    details: Sequence[StepDetails] = ()  # where the request asked for them
-    ends: Sequence[int] = ()  # of its tokens in the text
+    details: Sequence[StepDetails] = ()  # if the request asked for them
+    ends: Sequence[int] = ()  # ends of its tokens in the text
 
 
 class LiveCompletion:
-    """The choices of one or several prompts, in order of the prompts. Always call `release`, which
-    frees their blocks.
+    """The choices of one or several prompts, in the order of the prompts.
+
+    Always call `release`, which frees their blocks.
     """
 
     def __init__(
@@ -128,10 +130,10 @@ class LiveCompletion:
         self.deltas: list[ChoiceDelta] = []  # not yet taken
         self.error: SpecserveError | None = None
         self.has_left = False  # the client has disconnected
-        self.response_id = ""  # in the response; its formatter sets it
-        # Called after each turn of the event loop in which something has come.
+        self.response_id = ""  # in the response; set by its formatter
+        # Called after each turn of the event loop that brought output.
         self.on_output: Callable[[], None] | None = None
-        self.is_due = False  # it will be called
+        self.is_due = False  # on_output will be called
         self.deadline = arrived.deadline and arrived.deadline.call(self.end)
         live.add(self)  # until it is released
         if arrived.asked is not None:
@@ -145,8 +147,9 @@ class LiveCompletion:
         tokenizer: Tokenizer,
         has_starts: bool = False,
     ) -> None:
-        """Queue the choices of one more prompt; `keys` are those of its blocks. With `has_starts`
-        generations record where tokens begin in the text.
+        """Queue the choices of one more prompt. `keys` are the keys of its blocks.
+
+        If `has_starts` is set, generations record the starts of tokens in the text.
         """
         begin, prompt = len(self.generations), array("i", prompt)  # far smaller than a list
         listeners = [SequenceListener(self, begin + i) for i in range(len(samplings))]
@@ -161,25 +164,25 @@ class LiveCompletion:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more text will come: finished, disconnected or failed."""
+        """Whether the completion has finished or failed, or the client has disconnected."""
         is_done = self.num_ended == len(self.generations)
         return is_done or self.has_left or self.error is not None
 
     def end(self, error: SpecserveError) -> None:
-        """Abort with an error, which the response reports to the client."""
+        """Abort with an error for the client."""
         if not self.is_over:
             self.error = error
             self.wake()
             self.release()
 
     def leave(self) -> None:
-        """Abort, as the client has disconnected."""
+        """Abort after the client has disconnected."""
         self.has_left = True
         self.wake()
         self.release()
 
     def release(self) -> None:
-        """End the choices that still run, and count all in the metrics. May be called again."""
+        """End running choices, and count all choices in the metrics. Can be called again."""
         if self not in self.live:
             return
         self.live.discard(self)
@@ -190,14 +193,14 @@ class LiveCompletion:
             self.metrics.on_end(generation, self.reason(generation), generation in self.firsts)
 
     def reason(self, generation: Generation) -> str:
-        """Why a choice has ended."""
+        """Return the reason for the end of a choice."""
         if isinstance(self.error, DeadlineExceeded):
             return generation.finish_reason or "timeout"
-        broken_off = "error" if self.error is not None else "abort"
-        return generation.finish_reason or broken_off
+        aborted = "error" if self.error is not None else "abort"
+        return generation.finish_reason or aborted
 
     def wake(self) -> None:
-        """Call `on_output` once all that this turn of the event loop brings has come."""
+        """Call `on_output` once, after this turn of the event loop."""
         if self.on_output is not None and not self.is_due:
             self.is_due = True
             asyncio.get_running_loop().call_soon(self.notify)
@@ -208,12 +211,12 @@ class LiveCompletion:
             self.on_output()
 
     def taken(self) -> list[ChoiceDelta]:
-        """What was added since the last call."""
+        """Return the deltas since the last call."""
         deltas, self.deltas = self.deltas, []
         return deltas
 
     async def over(self) -> None:
-        """Wait until no more text will come. The generations keep all of it."""
+        """Wait for the end. The generations have all of the text."""
         ended = asyncio.Event()
 
         def look() -> None:
@@ -234,12 +237,12 @@ class LiveCompletion:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices it has."""
+        """The tokens of all prompts; a prompt with several choices counts once."""
         return sum(len(g.prompt) for g in self.firsts)
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """For the log, once it is released: tokens, milliseconds to the first, and the end."""
+        """Fields of the log line of a released completion: tokens, TTFT, reasons of the end."""
         firsts = [g.first_token_at for g in self.generations]
         first = min(filter(None, firsts), default=None)
         ttft = {} if first is None else {"ttft_ms": round(1e3 * (first - self.arrived.at), 1)}
@@ -253,17 +256,17 @@ class LiveCompletion:
 
 
 class EndedRequest(msgspec.Struct):
-    """A request that has ended, once observers are told of it."""
+    """A request that has ended, for observers."""
 
     scope: Scope
     asked: list[LiveCompletion]
-    resume: float  # seconds, perf_counter
+    received_at: float  # seconds, perf_counter
     request_id: str
-    status: int = 500  # of an error that no middleware of ours sees
+    status: int = 500  # the default applies to errors outside of our middleware
 
 
 class SequenceListener:
-    """Takes the engine's outputs for one of a completion's generations."""
+    """Receives the engine's outputs for one choice of a completion."""
 
     def __init__(self, completion: LiveCompletion, index: int) -> None:
         self.completion, self.index = completion, index
@@ -284,7 +287,7 @@ class SequenceListener:
             completion.arrived.account.take(num_new)
         completion.metrics.on_tokens(generation, *before)
         if generation.is_done:
-            completion.num_ended += 1  # the engine does not look for stop strings
+            completion.num_ended += 1  # e.g. at a stop string, which the engine does not know
             completion.engine.finish(generation.id)
         details, new = generation.details[-1:], generation.token_ids[before[0] :]
         is_last, ends = generation.is_done, generation.ends
@@ -297,13 +300,13 @@ class SequenceListener:
 
 
 class ServedModel(NamedTuple):
-    """What responses report about the served model."""
+    """The data about the served model in responses."""
 
     model: str
-    fingerprint: str  # equal ones, with equal seeds, give equal texts
+    fingerprint: str  # equal fingerprints and seeds return equal texts
     drafter: str
     max_nodes: int
-    scaled: list[Scaled]  # of target and draft model, those that are scaled demos
+    scaled: list[Scaled]  # scaled demos among the target and draft models
     kv_dtype: str
     weights: WeightForms = WeightForms()
     draft_weights: WeightForms | None = None
@@ -312,12 +315,12 @@ class ServedModel(NamedTuple):
     formats: Formats = Formats()
     implementation: str = "native"
     row_invariant: bool | None = None  # as in Ready
-    # All that there have been, by their bits in details: a list that grows while responses come.
+    # All sources so far, by their bits in details. The list grows while responses are sent.
     known_sources: list[str] = []  # noqa: RUF012
 
 
 class Service:
-    """Admits requests from `open` until a drain begins or the engine process ends."""
+    """Admits requests, from `open` until a drain begins or the engine process ends."""
 
     def __init__(self, config: Config, engine: EngineClient) -> None:
         self.config, self.limits, self.engine = config, config.server, engine
@@ -326,7 +329,7 @@ class Service:
         self.metrics = Metrics(self.name, config.max_nodes, config.lora.num_slots, self.adapters_of)
         self.bodies = BodyReader(self.limits, self.reject)
         self.prompts = PromptProcessor(self.limits, config.min_tpot_ms)
-        # Separate from the threads for prompts: no prompt should wait for a long response.
+        # Separate from the threads for prompts, so that prompts do not wait for long responses.
         self.writing_threads = FairThreads(2, "writing")
         self.speculation = SpeculationControl(config)
         self.adapters = AdapterNames(config, self.name)
@@ -339,7 +342,7 @@ class Service:
 
     @property
     def served(self) -> ServedModel:
-        assert self.loaded is not None, "a route answers only after check_open"
+        assert self.loaded is not None, "routes call check_open first"
         return self.loaded
 
     @property
@@ -348,57 +351,59 @@ class Service:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs, and is not silent for long while it owes an answer."""
+        """Whether the engine process runs, and sent its due messages in time."""
         return not self.engine.died.is_set() and self.engine.silence < HUNG_SECONDS
 
     def open(self, processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
-        """Accept requests, once everything is loaded. Call this in the event loop's thread, because
-        processes end with the thread that starts them.
+        """Accept requests, after everything is loaded.
+
+        Call this in the event loop's thread: processes end with the thread that started them.
         """
         self.prompts.open(processor, ready.kv_formats)
         self.metrics.on_ready(ready)
         self.loaded = served
 
     def take_change(self, config: Config | None, ready: Ready) -> None:
-        """Note the config that the engine drafts by from now on; None is that of the start."""
-        asked = self.config if config is None else config
-        self.speculation.settle(asked)
+        """Store the engine's new config of speculation; None: the config of the start."""
+        current = self.config if config is None else config
+        self.speculation.settle(current)
         self.prompts.change(ready)
-        self.metrics.make_room(asked.max_nodes)
+        self.metrics.make_room(current.max_nodes)
         self.metrics.on_drafter(ready.drafter)
         self.served.known_sources[:] = ready.known_sources
         self.loaded = self.served._replace(
             drafter=ready.drafter,
-            max_nodes=asked.max_nodes,
+            max_nodes=current.max_nodes,
             sources=ready.sources,
             draft_weights=ready.draft_weights,
             draft_head=ready.draft_head,
-            scaled=demos(asked, ready),
+            scaled=demos(current, ready),
         )
 
     def check_open(self) -> None:
         if self.is_draining or self.engine.died.is_set():
             self.reject("draining" if self.is_draining else "engine_died")
-            raise Overloaded("the server is about to end: ask another one", retry_after=None)
+            raise Overloaded("the server is shutting down. Use another server", retry_after=None)
         if self.loaded is None:
             self.reject("loading")
-            raise Overloaded("the model is still being loaded: ask again in a moment")
+            raise Overloaded("the model is still loading. Retry in a moment")
 
     def check_model(self, name: str | None) -> NamedAdapter | None:
-        """The adapter that a request chooses by its `model`; None where it names the model or
-        nothing. A 404 for any other name.
+        """Return the adapter that a request names as `model`; None for the model itself.
+
+        StatusError 404 for any other name.
         """
         if name is None or name == self.name:
             return None
         if name in self.adapters.known:
             return NamedAdapter(name, self.adapters.known[name])
-        known = f", with the adapters {cut(', '.join(self.adapters.known))}"
-        known = f"{self.name!r} is{known if self.adapters.known else ''}"
-        message = f"the model {cut(name)!r} is not served here; {known}"
+        adapters = f" and the adapters {cut(', '.join(self.adapters.known))}"
+        known = f"{self.name!r}{adapters if self.adapters.known else ''}"
+        message = f"the model {cut(name)!r} is not served. This server has {known}"
         raise StatusError(404, message, "model_not_found", "model")
 
     def name_adapter(self, name: str, ref: AdapterRef) -> None:
-        """Requests may choose it from now on."""
+        """Let requests choose an adapter by this name."""
         if (unnamed := self.adapters.put(name, ref)) is not None:
             self.engine.forget_adapter(unnamed)
 
@@ -407,12 +412,12 @@ class Service:
             self.engine.forget_adapter(unnamed)
 
     def adapters_of(self, has_tokens: bool) -> set[str]:
-        """The adapters of completions that have had tokens, or of the others."""
+        """Return the adapters of completions with output tokens, or of completions without."""
         each = (c.arrived.adapter for c in self.completions if c.has_tokens == has_tokens)
         return {adapter.name for adapter in each if adapter is not None}
 
     def served_to(self, arrived: Arrival) -> ServedModel:
-        """What is reported of the model with the adapter that a request chose."""
+        """Return the data about the model with the adapter of a request."""
         if arrived.adapter is None:
             return self.served
         name, ref = arrived.adapter
@@ -421,8 +426,9 @@ class Service:
 
     @asynccontextmanager
     async def timed(self, arrived: Arrival, asked: float | None) -> AsyncIterator[Arrival]:
-        """A block that prepares a completion, which ends with an error at the request's deadline;
-        with the arrival that the completion is to have, as it has the same deadline.
+        """Limit a block that prepares a completion to the request's deadline.
+
+        Yields the arrival with this deadline, which also limits the completion.
         """
         if asked is None and self.limits.timeout_ms is None:
             yield arrived
@@ -438,8 +444,9 @@ class Service:
     async def check_params(
         self, params: SamplingParams, num_prompts: int, field: str, form_field: str
     ) -> Sampling:
-        """The resolved parameters, after the checks that need no token ids: they come before
-        tokenizing. Errors of structured output name `form_field`, others of the prompts `field`.
+        """Check and resolve parameters before tokenizing.
+
+        Errors of structured output name `form_field`; errors of the prompts name `field`.
         """
         sampling = await self.prompts.resolve(params)
         self.check_choices(num_prompts, params, field)
@@ -457,8 +464,10 @@ class Service:
         grammar: str = "",
         reader: AnswerReader | None = None,
     ) -> LiveCompletion:
-        """Queue all prompts, or refuse all; errors name `field`. The texts obey the grammar, which
-        is of tools, and have the special tokens that the reader needs.
+        """Queue all prompts, or refuse all. Errors name `field`.
+
+        `grammar` is a grammar of tools for the texts, which keep the special tokens that `reader`
+        needs.
         """
         lengths = [*map(len, prompts)]
         if grammar:
@@ -469,7 +478,7 @@ class Service:
         self.check_open()  # again: a drain may have begun while the body was read
         self.check_choices(len(prompts), params, field)
         self.check_tokens(sum(lengths), field)
-        if arrived.account is not None:  # last: what is refused costs nothing
+        if arrived.account is not None:  # last, because refused requests use no tokens
             arrived.account.admit(sum(lengths), field)
         completion = LiveCompletion(self.engine, self.completions, self.metrics, arrived)
         tokenizer = self.prompts.processor.tokenizer
@@ -482,7 +491,7 @@ class Service:
         return completion
 
     def check_choices(self, num_prompts: int, params: SamplingParams, field: str) -> None:
-        """Refuse more requests than may wait: their first tokens would come too late."""
+        """Refuse requests above the limit of waiting requests, because their TTFT would be long."""
         more = [name for name in ("best_of", "n") if (getattr(params, name) or 1) > 1]
         queued = self.queued(lambda c: sum(not g.token_ids for g in c.generations))
         for each in self.prompts.processes:
@@ -496,7 +505,7 @@ class Service:
         self.check_room("tokens", queued, number, most, field)
 
     def queued(self, number: Callable[[LiveCompletion], int]) -> Counter[Hashable]:
-        """The sum over completions, by tenant."""
+        """Return the sum of `number` over completions, by tenant."""
         found = Counter[Hashable]()
         for completion in self.completions:
             found[completion.caller.tenant] += number(completion)
@@ -507,11 +516,13 @@ class Service:
     ) -> None:
         if asked > most:
             raise RequestError(
-                f"{field}: {asked} {what}, and {most} may wait: ask for fewer at once", field
+                f"{field}: {asked} {what} exceed the queue limit of {most}. Send fewer at once",
+                field,
             )
         if not has_room(asked, waiting[current_tenant()], waiting.total(), most):
             self.reject(f"queued_{what}")
-            raise Overloaded(f"{waiting.total()} {what} wait already, and {most} may: ask later")
+            message = f"{waiting.total()} {what} are waiting; the limit is {most}. Retry later"
+            raise Overloaded(message)
 
     def reject(self, reason: str) -> None:
         self.metrics.on_rejection(reason)
@@ -527,7 +538,7 @@ class Service:
 
 
 def demos(config: Config, ready: Ready) -> list[Scaled]:
-    """Those of the served models that are scaled demos."""
+    """Return the scaled demos among the served models."""
     if config.model.demo_compute is None:
         return []
     drafters = resolve_drafters(config)
@@ -537,7 +548,7 @@ def demos(config: Config, ready: Ready) -> list[Scaled]:
 
 
 def fingerprint(folder: Path, ready: Ready, template: ChatTemplate | None = None) -> str:
-    """A hash of all that texts depend on besides the request; equal for every drafter."""
+    """Return a hash of everything that determines texts, except the request. Drafters do not."""
     resolved = f"{VERSION} {ready.dtype} {ready.weights} {ready.kv_dtype} {ready.arithmetic}"
     if ready.implementation == "transformers":
         resolved += f" transformers {version('transformers')}"
@@ -550,5 +561,5 @@ def fingerprint(folder: Path, ready: Ready, template: ChatTemplate | None = None
 
 
 def fingerprint_with(fingerprint: str, digest: str) -> str:
-    """That of the model with an adapter of this digest."""
+    """Return the fingerprint of the model with an adapter of this digest."""
     return f"fp_{hashlib.sha256(f'{fingerprint} {digest}'.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""POST /v1/completions: one or several prompts, as text or as token ids."""
+"""POST /v1/completions: continues one or several prompts of text or token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -24,7 +24,7 @@ from specserve.server.protocol import (
 from specserve.server.stream import respond, while_connected
 from specserve.text.answer.events import Content, Event
 
-MOST_TOLD = 1 << 20  # logprobs of prompts in an answer, 70 bytes each at most
+MAX_PROMPT_LOGPROBS = 1 << 20  # maximum logprobs of prompts in a response, of up to 70 bytes each
 
 
 IDS = {"type": "array", "items": {"type": "integer"}}
@@ -39,9 +39,9 @@ PROMPTS = Meta(
 class CompletionBody(FormattedBody, frozen=True, kw_only=True):
     """One or several prompts to continue.
 
-    prompt          a string, a list of token ids, or a list of those
-    add_special_tokens  the tokenizer adds its own, like a beginning of text, to a string
-    echo            the text begins with the prompt's
+    prompt          a string, a list of token ids, or a list of either
+    add_special_tokens  the tokenizer adds special tokens to a string, e.g. a beginning of text
+    echo            the text begins with the prompt
     """
 
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
@@ -55,11 +55,14 @@ class CompletionBody(FormattedBody, frozen=True, kw_only=True):
 
     @property
     def params(self) -> SamplingParams:
-        """The engine's: it generates a token at least, and tells an echoed prompt's logprobs."""
+        """Parameters for the engine, which generates at least one token.
+
+        An echo with logprobs also needs the logprobs of the prompt.
+        """
         given = super().params
         most = 1 if given.max_tokens == 0 else given.max_tokens
-        told = [given.prompt_logprobs, given.num_top if self.echo else None]
-        top = max((number for number in told if number is not None), default=None)
+        numbers = [given.prompt_logprobs, given.num_top if self.echo else None]
+        top = max((number for number in numbers if number is not None), default=None)
         return msgspec.structs.replace(given, max_tokens=most, prompt_logprobs=top)
 
 
@@ -92,7 +95,7 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.prompts.parse(raw, COMPLETION)
     check_prompts(prompts, service.limits.max_prompts)
-    if asked.reasoning_effort not in (None, "none"):  # no template could read it
+    if asked.reasoning_effort not in (None, "none"):  # only templates read it
         asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "reasoning_effort"))
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
@@ -104,7 +107,7 @@ async def completions(request: Request) -> Response:
 async def begin(
     request: Request, asked: CompletionBody, prompts: list[str | list[int]], arrived: Arrival
 ) -> tuple[LiveCompletion, Sequence[str]]:
-    """Queue the prompts; with the texts that the choices begin with."""
+    """Queue the prompts. Also return the echoed texts, which the choices begin with."""
     service: Service = request.app.state.service
     arrived = arrived._replace(adapter=service.check_model(asked.model))
     params = asked.params
@@ -126,7 +129,7 @@ async def begin(
 def echo(
     service: Service, asked: CompletionBody, prompts: list[str | list[int]], ids: list[list[int]]
 ) -> list[str]:
-    """The prompts' texts: as given, unless as ids or cut."""
+    """Return the prompts' texts; ids and cut prompts are decoded."""
     decode = service.prompts.processor.tokenizer.decode
     is_cut = asked.truncate_prompt_tokens is not None
     return [
@@ -136,18 +139,19 @@ def echo(
 
 
 def check_reported(params: SamplingParams, prompts: Sequence[list[int]]) -> None:
-    """Refuse so many logprobs of prompts, which every choice has again, that the answer would be
-    far larger than what was asked; of one prompt, once, all may be told.
+    """Refuse too many logprobs of prompts, which every choice repeats.
+
+    A single choice of a single prompt is always allowed.
     """
     if params.prompt_logprobs is None or len(prompts) * params.n == 1:
         return
-    told = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
-    if told > MOST_TOLD:
+    number = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
+    if number > MAX_PROMPT_LOGPROBS:
         field = "n" if params.n > 1 else "prompt"
         raise RequestError(
-            f"{field}: {told} logprobs of prompts in one answer, and {MOST_TOLD} are allowed: ask "
-            f"for fewer {'choices' if params.n > 1 else 'prompts'} at once, or for fewer likeliest "
-            "tokens",
+            f"{field}: the response would have {number} logprobs of prompts. At most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed, so request fewer logprobs, or fewer "
+            f"{'choices' if params.n > 1 else 'prompts'}",
             field,
         )
 
@@ -156,14 +160,14 @@ def read_completion(raw: bytes) -> tuple[CompletionBody, list[str | list[int]]]:
     body = read(raw, CompletionBody)
     if body.logprobs is True:
         raise RequestError(
-            "logprobs: a number here, of likeliest tokens to tell beside each: send 0 to 20",
+            "logprobs: not a boolean in completions. Send a number of most likely tokens, 0 to 20",
             "logprobs",
         )
     if body.max_tokens == 0 and not body.echo:
-        raise RequestError("max_tokens: 0 only with echo; send 1 or more", "max_tokens")
+        raise RequestError("max_tokens = 0 is only allowed with echo. Increase it", "max_tokens")
     if body.max_tokens == 0 and body.min_tokens:
         raise RequestError(
-            f"min_tokens = {body.min_tokens} is more than max_tokens = 0: send a smaller one",
+            f"min_tokens = {body.min_tokens} is more than max_tokens = 0. Reduce min_tokens",
             "min_tokens",
         )
     return body, read_prompts(body.prompt)
@@ -173,10 +177,10 @@ COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[
 
 
 def read_prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
-    """The prompts, from any of the four forms that the field may have."""
+    """Return the prompts of a string, of ids, or of a list of either."""
     if prompt is None or prompt == []:
         raise RequestError(
-            "prompt: give a string, a list of token ids, or a list of those", "prompt"
+            "prompt: missing. Send a string, a list of token ids, or a list of either", "prompt"
         )
     if isinstance(prompt, str):
         return [prompt]
@@ -189,4 +193,5 @@ def read_prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
 
 def check_prompts(prompts: Sequence[str | list[int]], most: int) -> None:
     if len(prompts) > most:
-        raise RequestError(f"prompt: {len(prompts)} prompts, and {most} are allowed", "prompt")
+        message = f"prompt: {len(prompts)} prompts. At most {most} are allowed (server.max_prompts)"
+        raise RequestError(message, "prompt")

@@ -1,4 +1,4 @@
-"""HTTP connections with limits that uvicorn lacks: bytes of headers, timeouts, their number."""
+"""HTTP connections with limits that uvicorn lacks: size of headers, timeouts, open connections."""
 
 import logging
 import re
@@ -28,31 +28,32 @@ from specserve.server.refusal import (
 )
 from specserve.server.uvicorn_interface import FlowControl, HttpToolsProtocol, RequestResponseCycle
 
-SPARE = 128  # connections beyond the limit that get a 503; further ones are aborted
-CHUNKS = "1.1"  # the first version of HTTP that has them
-CONNECTION = "specserve.connection"  # key of the ASGI scope: a `Connection` that takes streams over
-LARGE = 1 << 18  # bytes of a body that may have become so many objects that memory is given back
+SPARE = 128  # connections above the limit that get a 503; further ones are aborted
+CHUNKS = "1.1"  # first version of HTTP with chunked encoding
+CONNECTION = "specserve.connection"  # key of the ASGI scope: the `Connection`, to take over streams
+LARGE = 1 << 18  # bytes of a body after which free lists of objects are emptied
 
-HEADER = b"x-request-id"  # by which an answer and its log lines are found
-TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # 1 to 128 characters, no space at the ends
+HEADER = b"x-request-id"  # identifies a response and its log lines
+TAKEN = re.compile(rb"[!-~]([ -~]{0,126}[!-~])?")  # ids of clients: 1 to 128 characters
 
 log, access_log = logging.getLogger("specserve"), logging.getLogger(ACCESS)
 
 
 class Streaming(RequestResponseCycle):
-    """Takes the place of uvicorn's cycle once the head of an event stream is sent. It has only what
-    the protocol looks at: most connections hold one for long.
+    """Replaces uvicorn's cycle once the head of an event stream is sent.
+
+    It only has the attributes that the protocol reads, because most connections store one for long.
     """
 
     body, response_started, message_event = bytearray(), True, Event()
 
     def __init__(self, keep_alive: bool, chunked: bool) -> None:
         self.keep_alive, self.response_complete, self.disconnected = keep_alive, False, False
-        self.chunked_encoding = chunked  # else the stream ends where the connection does
+        self.chunked_encoding = chunked  # if false, the end of the connection ends the stream
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control, whose event is made where somebody waits for it."""
+    """uvicorn's flow control, which creates its event on first use."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self.read_paused, self.write_paused = transport, False, False
@@ -68,7 +69,7 @@ class Flow(FlowControl):
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, and without pipelining."""
 
-    # With uvicorn's attributes they are too many for the small kind of an instance's dict, by 1 KB.
+    # Slots save 1 KB: with uvicorn's attributes, these do not fit the small form of a dict.
     __slots__ = (
         "begun",
         "completion",
@@ -82,21 +83,21 @@ class Connection(HttpToolsProtocol):
     )
 
     limits: ServerConfig
-    # A connection answers one request at a time, and an empty deque takes 0.7 KB.
+    # Shared, because an empty deque takes 0.7 KB: a connection handles one request at a time.
     no_pipeline: ClassVar[deque[Any]] = deque(maxlen=0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pipeline = self.no_pipeline
-        self.timer: TimerHandle | None = None  # set while the rest of a request is awaited
+        self.timer: TimerHandle | None = None  # set while the rest of a request is expected
         self.stalled: TimerHandle | None = None  # set while the client does not read its response
         self.is_in_headers = True
         self.is_input_closed = False  # further data is ignored
         self.num_pending = 0  # bytes received since the last piece of a body or end of a request
         self.num_body = 0  # bytes of the request's body
-        self.resume = 0.0  # seconds, perf_counter: when the request's first bytes came
-        self.completion: LiveCompletion | None = None  # while it streams one
-        self.ends: Sequence[Callable[[], None]] = ()  # called when that has ended, the last first
+        self.received_at = 0.0  # seconds, perf_counter: arrival of the request's first bytes
+        self.completion: LiveCompletion | None = None  # set while the connection streams it
+        self.ends: Sequence[Callable[[], None]] = ()  # called after the stream, the last one first
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -140,22 +141,22 @@ class Connection(HttpToolsProtocol):
             self.read_without_upgrade(data[upgrade.args[0] :])
         except HttpParserError:
             if not self.is_input_closed:
-                self.refuse(RequestError("no valid HTTP"))
+                self.refuse(RequestError("the request is not valid HTTP"))
 
     def read_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its Upgrade header: the parser leaves the body of an
-        upgrade to the other protocol, and this server speaks none.
+        """Parse a request again without its Upgrade header.
 
-        Happens at most once per piece of data, for the first request in it: afterwards that
-        request is being answered, or the input is closed.
+        The parser does not parse the body of an upgrade, and this server supports no upgrade. This
+        happens at most once per piece of data, for its first request. Afterwards that request is
+        being handled, or the input is closed.
         """
         if self.is_input_closed:
             return
         if self.is_answering:
             self.close_input()
         elif self.parser.get_method() == b"CONNECT":
-            log.warning("refused CONNECT from %s: this server is no proxy", self.client)
-            self.refuse(StatusError(405, "this server is no proxy: send requests to it itself"))
+            log.warning("refused CONNECT from %s: this server is not a proxy", self.client)
+            self.refuse(StatusError(405, "this server is not a proxy. Send requests directly"))
         else:
             head = self.plain_head()
             self.parser = self.new_parser()
@@ -163,18 +164,18 @@ class Connection(HttpToolsProtocol):
 
     def new_parser(self) -> HttpRequestParser:
         parser = HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
         return parser
 
     def plain_head(self) -> bytes:
-        """The request line and the headers, without Upgrade."""
+        """Return the request line and the headers, without Upgrade."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.is_in_headers:  # trailers are dropped: they could replace headers
+        if self.is_in_headers:  # drops trailers, which could replace headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -190,16 +191,16 @@ class Connection(HttpToolsProtocol):
             self.refuse(too_large(self.limits))
         elif len(self.connections) > self.limits.max_connections:
             self.refuse(
-                Overloaded(f"{self.limits.max_connections} connections are open: ask later")
+                Overloaded(f"{self.limits.max_connections} connections are open. Retry later")
             )
         else:
             self.num_body = 0
-            # 5 s more than the application has, whose error says what was too slow.
+            # 5 s more than the application's limit, which has a better error message.
             self.timer = self.loop.call_later(self.limits.body_seconds + 5.0, self.cut)
             is_old = self.parser.get_http_version() < CHUNKS
             self.expect_100_continue = self.expect_100_continue and not is_old
             super().on_headers_complete()
-            if is_old:  # uvicorn closes such a connection, even if the client wants to keep it
+            if is_old:  # uvicorn would close it, even if the client wants to keep it
                 self.cycle.keep_alive = self.parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
@@ -214,7 +215,7 @@ class Connection(HttpToolsProtocol):
         self.expect_nothing()
         self.is_in_headers, self.num_pending = True, 0
         super().on_message_complete()
-        self.url, self.headers = b"", []  # they are in the scope, and not the next request's
+        self.url, self.headers = b"", []  # the scope has them; the next request gets new ones
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         super()._start_asgi_task(cycle, partial(self.run_app, cycle, app))
@@ -222,14 +223,16 @@ class Connection(HttpToolsProtocol):
     async def run_app(
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Send event streams without `Connection: close`, even if the client asked for it: with
-        that header a client takes a broken connection for the end of the stream. Every answer has
-        the id of its request. HTTP/1.0 gets no chunks, and a header if its connection is kept.
+        """Run the application, and adapt the headers of its responses.
+
+        Event streams have no `Connection: close`, even on request: with it, clients mistake a
+        broken connection for the end of the stream. Every response has the id of its request.
+        HTTP/1.0 gets no chunks, and `Connection: keep-alive` if the connection is kept.
         """
 
         is_old = scope["http_version"] < CHUNKS
         id = id_of(scope["headers"])
-        request_id.set(id)  # until this task ends, which is the request's own
+        request_id.set(id)  # for this task, which only handles this request
 
         async def send_open(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
@@ -258,25 +261,26 @@ class Connection(HttpToolsProtocol):
             empty_free_lists()
 
     def take_over(self, completion: LiveCompletion, ends: Sequence[Callable[[], None]]) -> None:
-        """Become the sink of an event stream whose head is sent. The application is to return: its
-        task and the frames of its layers take memory for as long as they wait, and time of each
-        piece.
+        """Become the sink of an event stream whose head is sent.
+
+        The application then returns. Otherwise its task and the frames of its layers would use
+        memory until the end, and time for each piece.
         """
         self.cycle.response_complete = True  # for uvicorn
         self.cycle = Streaming(self.cycle.keep_alive, self.cycle.chunked_encoding is True)
         self.completion, self.ends = completion, ends
-        if self.is_in_headers and not self.num_pending:  # nothing has come of another request
+        if self.is_in_headers and not self.num_pending:  # no bytes of a next request yet
             self.scope, self.parser = None, None  # type: ignore[assignment]
         if self.transport.is_closing():
             completion.leave()
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client reads. What is written for one that has left is dropped."""
+        """Whether the client reads. Data for a client that has left is dropped."""
         return self.stalled is None or self.transport.is_closing()
 
     def push(self, events: bytes) -> None:
-        """Send a part of the stream."""
+        """Send events of the stream."""
         if not self.transport.is_closing():
             is_chunked = self.cycle.chunked_encoding
             self.transport.write(b"%x\r\n%b\r\n" % (len(events), events) if is_chunked else events)
@@ -302,11 +306,11 @@ class Connection(HttpToolsProtocol):
         self.watch_last_bytes()
 
     def close_input(self) -> None:
-        """Make the request that is being answered the last one of this connection."""
+        """Make the current request the last one of this connection."""
         self.is_input_closed, self.cycle.keep_alive = True, False
 
     def expect_headers(self) -> None:
-        self.resume = perf_counter()
+        self.received_at = perf_counter()
         self.timer = self.loop.call_later(self.limits.header_seconds, self.on_slow_headers)
 
     def expect_nothing(self) -> None:
@@ -317,7 +321,7 @@ class Connection(HttpToolsProtocol):
     def on_slow_headers(self) -> None:
         self.timer = None
         if not self.is_answering:  # else a stray line end started the timer
-            message = f"no headers came within {self.limits.header_seconds:g} s"
+            message = f"the headers did not arrive within {self.limits.header_seconds:g} s"
             self.refuse(StatusError(408, message, "request_timeout"))
 
     def pause_writing(self) -> None:
@@ -334,7 +338,7 @@ class Connection(HttpToolsProtocol):
             self.completion.wake()
 
     def watch_last_bytes(self) -> None:
-        """Cut a client that does not read them: a transport that is closed waits for it."""
+        """Cut a client that does not read the last bytes; a closing transport would wait for it."""
         is_waiting = self.transport.is_closing() and self.transport.get_write_buffer_size() > 0
         if is_waiting and self.stalled is None:
             self.stalled = self.loop.call_later(self.limits.stall_seconds, self.cut)
@@ -344,14 +348,14 @@ class Connection(HttpToolsProtocol):
         self.watch_last_bytes()
 
     def cut(self) -> None:
-        """Close the connection at once; unsent bytes are lost."""
+        """Close the connection at once, and drop unsent bytes."""
         self.transport.abort()
 
     def refuse(self, error: RequestError | Overloaded) -> None:
         """Send an error without calling the application, then close the connection."""
         self.is_input_closed = True
         if self.is_answering and self.cycle.response_started:
-            self.cut()  # an error response cannot be sent inside of another response
+            self.cut()  # an error cannot be sent within another response
             return
         body, id = msgspec.json.encode(error_body(error)), id_of(self.headers or ())
         status = HTTPStatus(error.status)
@@ -369,31 +373,31 @@ class Connection(HttpToolsProtocol):
             self.log(error.status, id)
 
     def log(self, status: int, id: str) -> None:
-        """The line of a request that the application has not seen, with what is known of it."""
+        """Log a request that the application did not get."""
         url = getattr(self, "url", b"")
         given = unquote(url.partition(b"?")[0].decode("latin-1"))
         path = canonical(given) if given else "-"
         method = self.parser.get_method().decode() if url else "-"
-        log_request(method, path, status, perf_counter() - self.resume, {}, id)
+        log_request(method, path, status, perf_counter() - self.received_at, {}, id)
 
 
 def canonical(path: str) -> str:
-    """Without empty segments, and without a slash at the end."""
+    """Return a path without empty segments, and without a slash at the end."""
     return re.sub("/+", "/", path).rstrip("/") or "/"
 
 
 def bounded(limits: ServerConfig) -> type[Connection]:
-    """A `Connection` class with these limits: uvicorn creates the instances itself."""
+    """Return a `Connection` class with these limits, of which uvicorn creates instances."""
     return type("Bounded", (Connection,), {"limits": limits})
 
 
 def too_large(limits: ServerConfig) -> StatusError:
-    message = f"the headers are larger than {limits.max_header_bytes} bytes"
+    message = f"the headers are larger than {limits.max_header_bytes} bytes. Send less"
     return StatusError(431, message, "headers_too_large")
 
 
 def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's own, if it can be shown anywhere; else a new one."""
+    """Return the client's request id if it is printable and short; else a new one."""
     given = next((value for name, value in headers if name == HEADER), b"")
     return given.decode() if TAKEN.fullmatch(given) else f"req-{secrets.token_hex(16)}"
 
@@ -406,10 +410,10 @@ def log_request(
     fields: dict[str, Any],
     request_id: str = "",
 ) -> None:
-    """A line of the access log; without `request_id`, with that of the current task.
+    """Write a line of the access log. `request_id` defaults to the id of the current task.
 
-    It has no query, which may hold a secret. It is quoted, as a path may move the cursor. Optional
-    are the number of the API key and, of a completion, tokens, milliseconds and the end.
+    The line has no query, which can contain a secret. The path is quoted, because it can contain
+    control characters. Fields of API keys and completions are optional.
     """
     path, ms = quote(path[:200], safe="/:"), 1e3 * seconds
     words = [f"{method} {path} {status} {ms:.0f} ms"]

@@ -1,4 +1,4 @@
-"""Who guesses: told, and changed while requests run."""
+"""Routes that report and change speculation while requests run."""
 
 import asyncio
 import logging
@@ -31,10 +31,10 @@ log = logging.getLogger("specserve")
 
 
 class DraftModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Which draft model guesses from now on.
+    """A draft model to load.
 
-    model     a local folder of the server, a .gguf file or a hub id
-    quantize  w8a8, w8 or w4: its weights are rounded as they are loaded
+    model     a folder on the server, a .gguf file or a hub id
+    quantize  w8a8, w8 or w4: round the weights while loading
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -51,7 +51,7 @@ async def status_of(request: Request) -> Response:
     service: Service = request.app.state.service
     state = await service.engine.speculation(tenant_of(request.scope))
     config, served = service.speculation.config, service.served
-    is_off = served.row_invariant is False  # no drafter runs, whatever was asked for
+    is_off = served.row_invariant is False  # then the engine ignores the configured drafter
     options = {k: v for k, v in config.drafter.options.items() if k != "sources"}
     ttft_ms, tpot_ms = config.scheduler.ttft_ms, config.scheduler.tpot_ms
     status = SpeculationStatus(
@@ -94,33 +94,32 @@ def draft_model_asked(raw: bytes) -> Callable[[SpeculationControl], Config]:
     asked = read_fields(raw, DraftModelBody)
     model = asked.model
     if model is None:
-        raise RequestError(
-            "model: name the draft model: a folder, a .gguf file or a hub id", "model"
-        )
+        raise RequestError("model: missing. Send a folder, a .gguf file or a hub id", "model")
     return lambda control: control.with_draft_model(model, asked.quantize)
 
 
 async def changed(
     request: Request, read: Callable[[bytes], Callable[[SpeculationControl], Config]]
 ) -> Response:
-    """Have the engine guess as the body asks; the state of speculation then. The log tells what
-    differs, or why nothing does.
+    """Change speculation as the body requests, and return its new state.
+
+    Logs the differences, or the reason why nothing changed.
     """
     service: Service = request.app.state.service
     service.check_open()
     try:
         difference = await change(service, read(await service.bodies.read(request)))
     except (SpecserveError, OSError) as e:
-        log.info("speculation stays as it is: %s", escaped(cut(str(e))))
-        if isinstance(e, ConfigError | OSError):  # a path may be one that the system refuses
+        log.info("speculation is unchanged: %s", escaped(cut(str(e))))
+        if isinstance(e, ConfigError | OSError):  # OSError: the system refuses a path
             raise RequestError(str(e)) from e
         raise
-    log.info("speculation is changed: %s", difference)
+    log.info("speculation changed: %s", difference)
     return await status_of(request)
 
 
 async def change(service: Service, asked: Callable[[SpeculationControl], Config]) -> str:
-    """Change speculation from the next step on. Returns what differs, in words."""
+    """Change speculation from the next step on. Return the differences, in words."""
     before: list[SpeculationSettings] = []
 
     def settings() -> SpeculationSettings:
@@ -135,7 +134,7 @@ async def change(service: Service, asked: Callable[[SpeculationControl], Config]
 
     async def checked() -> Config:
         config = await asyncio.to_thread(find)
-        before.append(settings())  # once the changes before it are done
+        before.append(settings())  # after earlier changes are complete
         return config
 
     await service.engine.change(checked)

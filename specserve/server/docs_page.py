@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as one page, without scripts."""
+"""GET /docs: shows the OpenAPI document as one page, without scripts."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ td:first-child { white-space: nowrap }
 """
 DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS = headers(f"style-src 'sha256-{DIGEST}'")
-LIMITS = {  # of JSON schema -> how the page writes them
+LIMITS = {  # keywords of JSON schema -> their text on the page
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
     "maximum": "≤ {}",
@@ -43,9 +43,9 @@ LIMITS = {  # of JSON schema -> how the page writes them
 def page(document: dict[str, Any]) -> str:
     info, schemas = document["info"], document["components"]["schemas"]
     routes = "".join(
-        route(method, path, told)
+        route(method, path, described)
         for path, methods in document["paths"].items()
-        for method, told in methods.items()
+        for method, described in methods.items()
     )
     types = "".join(component(name, schemas[name]) for name in sorted(schemas))
     return f"""<!doctype html>
@@ -67,23 +67,23 @@ def page(document: dict[str, Any]) -> str:
 """
 
 
-def route(method: str, path: str, told: dict[str, Any]) -> str:
-    rows = [(code(p["name"]), kind(p["schema"]), "in the path") for p in told.get("parameters", ())]
-    if "requestBody" in told:
-        rows += [("body", kind(json_schema(told["requestBody"]["content"])), "JSON")]
-    for status, response in told["responses"].items():
+def route(method: str, path: str, its: dict[str, Any]) -> str:
+    rows = [(code(p["name"]), kind(p["schema"]), "in the path") for p in its.get("parameters", ())]
+    if "requestBody" in its:
+        rows += [("body", kind(json_schema(its["requestBody"]["content"])), "JSON")]
+    for status, response in its["responses"].items():
         for media, content in response["content"].items():
             what = kind(reported_for(content["schema"]))
             rows.append((status, what, f"{escape(media)}: {escape(response['description'])}"))
-    title = f"<b>{method.upper()}</b> {code(path)} <span class=dim>{escape(told['summary'])}</span>"
+    title = f"<b>{method.upper()}</b> {code(path)} <span class=dim>{escape(its['summary'])}</span>"
     return f"<details><summary>{title}</summary>{table(rows)}</details>\n"
 
 
 def reported_for(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a page shows of an answer: of a stream, the form of its data."""
+    """Return the schema of a response that the page shows: for a stream, the schema of its data."""
     data = schema.get("properties", {}).get("data", {})
-    told: dict[str, Any] = data.get("contentSchema", schema)
-    return told
+    shown: dict[str, Any] = data.get("contentSchema", schema)
+    return shown
 
 
 def json_schema(content: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def alternatives(schema: dict[str, Any]) -> Iterator[str]:
-    """The types that a value may have, as HTML."""
+    """Yield the types of a value, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         yield f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,4 @@
-"""Formats chats and completions as chunks or whole, and the statistics of all responses."""
+"""Formats chats and completions as chunks or whole responses, with statistics."""
 
 import secrets
 import time
@@ -42,21 +42,22 @@ DONE = b"data: [DONE]\n\n"
 
 
 class RouteSchema(NamedTuple):
-    """What differs between the JSON of the two completion routes. Functions take the fields that
-    both have by name.
+    """The differences between the JSON of chats and completions.
+
+    Functions take the common fields as keyword arguments.
     """
 
     prefix: str  # of ids
     chunk: Callable[..., ChunkFields]
     whole: Callable[..., ResponseHead]
-    chunk_choice: Callable[..., ChunkChoiceFields]  # of an event, if it is the first of its choice
-    choice: Callable[..., msgspec.Struct]  # of an answer
+    chunk_choice: Callable[..., ChunkChoiceFields]  # from an event, and whether it is the first
+    choice: Callable[..., msgspec.Struct]  # from an answer
     logprobs: Callable[[ScoredTokens, Namer], Any]
-    choices_have_prompts: bool  # their ids and logprobs; else the response has its one prompt's
+    choices_have_prompts: bool  # prompt ids and logprobs are in choices, else in the response
 
 
 class CompletionFormatter:
-    """A `Formatter` of the JSON of a completion route."""
+    """A `Formatter` for the JSON of chats or completions."""
 
     def __init__(
         self,
@@ -76,21 +77,21 @@ class CompletionFormatter:
         self.has_running_usage = bool(options and options.continuous_usage_stats)
         self.has_ids = asked.return_token_ids
         self.num_prompt_top = asked.prompt_logprobs
-        self.echoed, self.params = echoed, asked.params  # of each prompt, its text
+        self.echoed, self.params = echoed, asked.params  # echoed: texts of the prompts
         self.tokenizer = completion.firsts[0].stream.tokenizer
         self.namer: Namer | None = None  # None without logprobs
         if self.params.num_top is not None:
             has_ids = asked.return_tokens_as_token_ids
             self.namer = Namer(self.tokenizer, self.params.num_top, has_ids)
         self.is_long = self.namer is not None or self.num_prompt_top is not None
-        # Each step has a chunk, whether it has text or not.
+        # Each step has a chunk, also without text.
         self.has_step_chunks = self.has_ids or self.is_long
-        self.echoed_logprobs: dict[int, CompletionLogprobs] = {}  # of prompts, for all choices
-        self.prompt_logprobs: dict[int, list[Any]] = {}
-        self.resume: set[int] = set()
-        self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: the text of a plain event
+        self.echoed_logprobs: dict[int, CompletionLogprobs] = {}  # by id of a prompt's first choice
+        self.prompt_logprobs: dict[int, list[Any]] = {}  # likewise
+        self.started: set[int] = set()  # choices with a chunk
+        self.around: dict[int, tuple[bytes, bytes]] = {}  # by choice: event before and after text
         self.is_plain = not (self.reader or self.has_step_chunks or self.has_running_usage)
-        self.num_ended = self.num_sent = 0  # choices; tokens
+        self.num_ended = self.num_sent = 0  # ended choices; sent tokens
         self.head: dict[str, Any] = {
             "id": f"{schema.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -106,10 +107,10 @@ class CompletionFormatter:
         return [event for delta in deltas for event in self.events_of(delta)]
 
     def events_of(self, delta: ChoiceDelta) -> list[bytes]:
-        """The events of one choice's step. Most add only text, and differ in nothing else."""
+        """Return the events of one choice's step. Most events only differ in their text."""
         if (
             self.is_plain
-            and delta.choice in self.resume
+            and delta.choice in self.started
             and delta.text
             and not (delta.is_last or delta.details)
         ):
@@ -118,7 +119,7 @@ class CompletionFormatter:
         return [event(chunk) for chunk in self.chunks(delta)]
 
     def find_around(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event of a choice that has begun."""
+        """Return the parts of a choice's event before and after its text."""
         mark = secrets.token_hex(16)
         whole = event(self.chunk(self.chunk_choice(index, Content(mark))))
         before, after = whole.split(b'"%b"' % mark.encode())
@@ -126,18 +127,17 @@ class CompletionFormatter:
         return before, after
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[ChunkFields]:
-        """The chunks of one choice's step, one for each event that its text turns into; none if it
-        adds no text that can be sent yet.
+        """Yield the chunks of one choice's step: one per parsed event.
 
-        The first step always has one, as clients take that for the first token, even if the text of
-        this token is still held back; and so has every step with details, ids or logprobs.
+        The first step always has a chunk, because clients measure TTFT by it; its text can be held
+        back. Steps with details, ids or logprobs also have one.
         """
         self.num_sent += len(delta.token_ids)
         index, generation = delta.choice, self.completion.generations[delta.choice]
-        is_first = index not in self.resume
+        is_first = index not in self.started
         events = self.parsed(delta, is_first)
         if events or delta.details or self.has_step_chunks or (is_first and not delta.is_last):
-            has_prompt = is_first if self.schema.choices_have_prompts else not self.resume
+            has_prompt = is_first if self.schema.choices_have_prompts else not self.started
             prompt = self.prompt_fields(index) if has_prompt else {}
             its, whole = (prompt, {}) if self.schema.choices_have_prompts else ({}, prompt)
             new = slice(delta.begin, delta.begin + len(delta.token_ids))
@@ -156,7 +156,7 @@ class CompletionFormatter:
             yield self.chunk(choice, **(self.statistics() if is_final else {}))
 
     def parsed(self, delta: ChoiceDelta, is_first: bool) -> list[Event]:
-        """What a step's text turns into."""
+        """Parse a step's text into events."""
         if self.reader is None:
             text = self.echo(delta.choice) + delta.text if is_first else delta.text
             return [Content(text)] if text else []
@@ -177,8 +177,8 @@ class CompletionFormatter:
     def chunk_choice(
         self, index: int, event: Event, reason: str | None = None, **fields: Any
     ) -> ChunkChoiceFields:
-        is_first = index not in self.resume
-        self.resume.add(index)
+        is_first = index not in self.started
+        self.started.add(index)
         given = {"index": index, "logprobs": None, "finish_reason": reason} | fields
         return self.schema.chunk_choice(event, is_first, **given)
 
@@ -186,7 +186,7 @@ class CompletionFormatter:
         if self.has_running_usage and choices:
             total = self.completion.num_prompt_tokens + self.num_sent
             counts = {"completion_tokens": self.num_sent, "total_tokens": total}
-            # More tokens may have come than are sent.
+            # The completion can have more tokens than were sent.
             fields["usage"] = msgspec.structs.replace(self.usage(), **counts)
         elif self.has_usage and choices:
             fields["usage"] = None
@@ -197,7 +197,7 @@ class CompletionFormatter:
         return event(self.chunk(self.schema.chunk_choice(Content(""), False, **given)))
 
     def ending(self, error: Exception | None) -> list[bytes]:
-        """[DONE], after an error or, if it was requested, the usage chunk."""
+        """Return [DONE], after an error or the requested usage chunk."""
         if error is not None:
             return [event(error_body(error)), DONE]
         if not self.has_usage:
@@ -211,7 +211,7 @@ class CompletionFormatter:
         return self.schema.whole(**self.head, choices=choices, usage=self.usage(), **fields)
 
     def given(self) -> list[Generation]:
-        """All choices, or the best of each prompt."""
+        """Return all choices, or the best choices of each prompt."""
         all, params = self.completion.generations, self.params
         if not params.is_ranked:
             return all
@@ -233,7 +233,7 @@ class CompletionFormatter:
         )
 
     def answer(self, index: int, generation: Generation) -> Answer:
-        """A choice as a whole."""
+        """Return the parsed text of a choice."""
         if self.reader is None:
             return Answer(self.echo(index) + generation.text)
         parser = self.parser(index, generation)
@@ -243,25 +243,26 @@ class CompletionFormatter:
         return answer
 
     def reason(self, index: int, generation: Generation) -> str | None:
-        """Why a choice ended; "stop", too, where the caller named the function to call."""
+        """Return the finish reason of a choice; "stop" also for a function named by the caller."""
         reason, reader = generation.finish_reason, self.reader
         is_named = reader is None or reader.wanted.is_named
         has_called = reason == "stop" and index in self.calling and not is_named
         return "tool_calls" if has_called else reason
 
     def echo(self, index: int) -> str:
-        """The text that a choice begins with."""
+        """Return the echoed prompt of a choice."""
         return self.echoed[index // self.params.n] if self.echoed else ""
 
     def first(self, index: int) -> Generation:
-        """The first choice with the prompt of a choice: only this one has the prompt's logprobs."""
+        """Return the first choice of the same prompt, which has the prompt's logprobs."""
         return self.completion.firsts[index // self.params.n]
 
     def step_fields(
         self, index: int, generation: Generation, new: slice, is_first: bool
     ) -> dict[str, Any]:
-        """Ids and logprobs of some of a choice's tokens, as far as they were asked for. If its
-        prompt is echoed, those of the first ones follow the prompt's.
+        """Return requested ids and logprobs of some tokens of a choice.
+
+        Logprobs of an echoed prompt precede the first tokens' logprobs.
         """
         fields: dict[str, Any] = {}
         if self.has_ids:
@@ -286,7 +287,7 @@ class CompletionFormatter:
         return CompletionLogprobs(*(before + after for before, after in both))
 
     def prompt_fields(self, index: int) -> dict[str, Any]:
-        """Ids and logprobs of a choice's prompt, as far as they were asked for."""
+        """Return requested ids and logprobs of a choice's prompt."""
         first = self.first(index)
         fields: dict[str, Any] = {"prompt_token_ids": list(first.prompt)} if self.has_ids else {}
         if self.num_prompt_top is not None:
@@ -299,7 +300,7 @@ class CompletionFormatter:
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
         if not self.is_long:
             return 0
-        firsts = {d.choice for d in deltas} - self.resume
+        firsts = {d.choice for d in deltas} - self.started
         prompts = sum(len(self.first(c).prompt_logprobs) for c in firsts)
         new = sum(len(d.token_ids) for d in deltas) if self.namer is not None else 0
         top = max(self.params.num_top or 0, self.params.prompt_logprobs or 0)
@@ -321,7 +322,7 @@ class CompletionFormatter:
 
 
 def ending(generation: Generation) -> dict[str, Any]:
-    """The fields of a choice at its end that OpenAI lacks."""
+    """Return the fields of an ended choice that OpenAI lacks."""
     return {"stop_reason": generation.stop_reason, "seed": generation.sampling.seed}
 
 
@@ -342,13 +343,14 @@ def usage_of(completion: LiveCompletion) -> CompletionUsage:
 
 
 def statistics(completion: LiveCompletion, served: ServedModel) -> dict[str, Any]:
-    """The fields `metrics` and `timings` of a response. Milliseconds are from the first to the last
-    of all choices.
+    """Return the fields `metrics` and `timings` of a response.
+
+    Times range from the first to the last token of all choices.
     """
     each, usage = completion.generations, usage_of(completion)
     admitted_at, first_at = min(g.admitted_at for g in each), min(g.first_token_at for g in each)
     seconds = max(g.last_token_at for g in each) - first_at
-    num_tokens = sum(len(g.token_ids) - 1 for g in each)  # but the first of each choice
+    num_tokens = sum(len(g.token_ids) - 1 for g in each)  # without the first of each choice
     per_second = num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
     gaps = sum(max(0, len(g.token_ids) - 1) for g in each)
     spread = sum(g.last_token_at - g.first_token_at for g in each)
@@ -376,7 +378,7 @@ def statistics(completion: LiveCompletion, served: ServedModel) -> dict[str, Any
 
 
 def speculation_of(completion: LiveCompletion, served: ServedModel) -> SpeculativeDecoding:
-    """A step counts whether or not anything was drafted for it."""
+    """Return the statistics of speculation. Steps without draft tokens count, too."""
     each = completion.generations
     steps = [step for g in each for step in g.steps]
     drafted, accepted = sum(d for d, _ in steps), sum(a for _, a in steps)

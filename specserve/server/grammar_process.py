@@ -1,4 +1,4 @@
-"""A process that compiles grammars, to see whether they can be."""
+"""The process that checks whether grammars compile."""
 
 import os
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from specserve.text.grammars.compiled import (
     vocabulary_of,
 )
 
-SECONDS = 0.8  # of CPU time to compile one, of the second within which it is refused
-TOO_MUCH = "it needs too much memory"
+SECONDS = 0.8  # maximum CPU time to compile a grammar
+TOO_MUCH = "the grammar needs too much memory"
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """The model's folder or file, the size of its logits, and the ids that end texts."""
+    """The model's folder or file, the size of its logits, and the ids of its end tokens."""
 
     model: str
     size: int
@@ -37,9 +37,12 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:
-    """The first frame is `GrammarSetup`; each other one is a grammar."""
+    """Return the function that compiles a grammar.
+
+    The first frame is a `GrammarSetup`. Each later frame is a grammar.
+    """
     with suppress(OSError):
-        os.nice(10)  # the steps of streams come first
+        os.nice(10)  # engine steps have priority
     setup = msgspec.msgpack.decode(first, type=GrammarSetup)
     tokenizer = open_source(Path(setup.model)).tokenizer()
     vocabulary = vocabulary_of(tokenizer, setup.size, setup.end_ids)
@@ -59,4 +62,4 @@ def prepare(first: bytes, start: Callable[[], None]) -> Do:
 
 
 if __name__ == "__main__":
-    main(prepare, TOO_MUCH, on_deep_stack)  # one stack, within the bound of memory
+    main(prepare, TOO_MUCH, on_deep_stack)  # one deep stack, within the limit of memory

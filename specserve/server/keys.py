@@ -1,14 +1,14 @@
-"""Keys in a file: one a line; empty lines and lines that begin with # are skipped."""
+"""Reads key files: one key per line, without empty lines and lines that begin with #."""
 
 from pathlib import Path
 
 from specserve.errors import ConfigError
 
-SCOPES = "speculation", "cache", "adapters"  # of admin keys: what they may change
+SCOPES = "speculation", "cache", "adapters"  # of admin keys
 
 
 def read_keys(path: Path) -> list[str]:
-    """At least one key; ConfigError for none, or one that a header cannot carry."""
+    """Return the keys of a file. ConfigError for no key, or for an invalid key."""
     keys = read_lines(path, "API")
     for number, key in enumerate(keys, 1):
         check_key(path, number, key)
@@ -16,8 +16,9 @@ def read_keys(path: Path) -> list[str]:
 
 
 def read_admin_keys(path: Path) -> dict[str, frozenset[str]]:
-    """Admin keys and their scopes, from lines that are a key, which may do all, or a key, a space
-    and scopes with commas between them. ConfigError as for `read_keys`.
+    """Return admin keys and their scopes. ConfigError as `read_keys`, or for an unknown scope.
+
+    A line is a key, a space and scopes separated by commas. A key without scopes has all.
     """
     keys = dict[str, frozenset[str]]()
     for number, line in enumerate(read_lines(path, "admin"), 1):
@@ -27,7 +28,7 @@ def read_admin_keys(path: Path) -> dict[str, frozenset[str]]:
         for scope in scopes:
             if scope not in SCOPES:
                 raise ConfigError(
-                    f"{path}: admin key number {number} has the scope {scope!r}: scopes are "
+                    f"{path}: admin key {number} has the unknown scope {scope!r}. The scopes are "
                     f"{', '.join(SCOPES)}"
                 )
         keys[key] = keys.get(key, frozenset()) | frozenset(scopes)
@@ -38,16 +39,16 @@ def read_lines(path: Path, kind: str) -> list[str]:
     try:
         lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: the {kind} keys cannot be read ({e}): check the path") from e
+        raise ConfigError(f"{path}: the {kind} keys cannot be read ({e}). Check the path") from e
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise ConfigError(f"{path}: holds no {kind} key: write one on each line")
+        raise ConfigError(f"{path} contains no {kind} key. Write one per line")
     return found
 
 
 def check_key(path: Path, number: int, key: str) -> None:
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(
-            f"{path}: key number {number} has a space or a character beyond ASCII: write one "
-            "key a line, and nothing beside it"
+            f"{path}: key {number} has a space or a character that is not printable ASCII. Write "
+            "one key per line, without other text"
         )

@@ -1,4 +1,4 @@
-"""Limits of time and tokens: the deadline of a request, and what an API key may use."""
+"""Limits of time and tokens: deadlines of requests, and limits per API key."""
 
 import asyncio
 import math
@@ -11,24 +11,25 @@ from specserve.errors import RequestError
 from specserve.server.refusal import DeadlineExceeded, RateLimited
 
 MINUTE = 60.0
-SOON = 1  # seconds after which to ask again for a place: nobody knows when one is free
+SOON = 1  # seconds of Retry-After if a key runs too many requests; the real time is unknown
 
 
 class Deadline(NamedTuple):
-    """Of a request that asks for one, or that the server gives one."""
+    """The deadline of a request."""
 
     at: float  # seconds, perf_counter
     timeout_ms: float
 
     @classmethod
     def after(cls, arrived_at: float, asked: float | None, most: float | None) -> "Deadline":
-        """The deadline that a request asks for, or the server's, one of which there is;
-        RequestError beyond the server's. Both are milliseconds.
+        """Return the deadline of the request (`asked`), else of the server (`most`).
+
+        Both are in milliseconds, and one is set. RequestError if `asked` exceeds `most`.
         """
         if asked is not None and most is not None and asked > most:
             raise RequestError(
-                f"timeout_ms = {asked:g}: this server allows {most:g} at most: ask for that or "
-                "less, or leave it out; its operator can raise server.timeout_ms",
+                f"timeout_ms = {asked:g} is more than the maximum of this server, {most:g} "
+                "(server.timeout_ms). Reduce it, or omit it",
                 "timeout_ms",
             )
         timeout_ms = most if asked is None else asked
@@ -42,18 +43,18 @@ class Deadline(NamedTuple):
     @property
     def error(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the answer was not complete after {self.timeout_ms:g} ms, the deadline of this "
+            f"the response was not complete after {self.timeout_ms:g} ms, the deadline of the "
             "request (timeout_ms, or server.timeout_ms)"
         )
 
     def call(self, end: Callable[[DeadlineExceeded], None]) -> asyncio.TimerHandle:
-        """Have a function called with the error when the time has come."""
+        """Call `end` with the error at the deadline."""
         left = max(0.0, self.seconds_left)
         return asyncio.get_running_loop().call_later(left, end, self.error)
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Cancel the block when the time has come, and raise the error."""
+        """Cancel the block at the deadline, and raise the error."""
         try:
             async with asyncio.timeout(self.seconds_left) as timeout:
                 yield
@@ -64,10 +65,11 @@ class Deadline(NamedTuple):
 
 
 class Account:
-    """What one API key uses.
+    """The use of one API key.
 
-    The tokens are a bucket that holds a minute's and fills up evenly. Answers that run take theirs
-    even if none is left; requests wait until there are enough for their prompts.
+    A bucket has room for the tokens of a minute, and fills at a constant rate. Running responses
+    take tokens even if none are left. New requests are refused until their prompts' tokens are
+    available.
     """
 
     def __init__(
@@ -80,15 +82,15 @@ class Account:
         self.max_requests, self.max_tokens, self.reject = max_requests, max_tokens, reject
         self.clock = clock
         self.num_running = 0
-        self.level, self.filled_at = float(max_tokens or 0), clock()  # tokens left, and when
+        self.level, self.filled_at = float(max_tokens or 0), clock()  # tokens left, at a time
 
     def enter(self) -> None:
-        """Take a place for a request, which has to be given back by `leave`."""
+        """Count a running request, until `leave`. RateLimited if too many run."""
         if self.max_requests is not None and self.num_running >= self.max_requests:
             self.reject("key_requests")
             raise RateLimited(
-                f"{self.num_running} requests of this API key run or wait, and "
-                f"{self.max_requests} may (server.max_requests_per_key): ask when one has ended",
+                f"this API key has {self.num_running} running or waiting requests. At most "
+                f"{self.max_requests} are allowed (server.max_requests_per_key), so retry later",
                 "requests",
                 SOON,
             )
@@ -98,14 +100,14 @@ class Account:
         self.num_running -= 1
 
     def admit(self, num_tokens: int, field: str) -> None:
-        """Take the tokens of a request's prompts; errors name `field`."""
+        """Take the tokens of a request's prompts. Errors name `field`."""
         if self.max_tokens is None:
             return
         limit = "server.max_tokens_per_minute_per_key"
         if num_tokens > self.max_tokens:
             raise RequestError(
-                f"{field}: {num_tokens} tokens, and an API key has {self.max_tokens} a minute "
-                f"({limit}): send fewer at once",
+                f"{field}: {num_tokens} tokens are more than the {self.max_tokens} per minute of "
+                f"an API key ({limit}). Send fewer at once",
                 field,
             )
         self.fill()
@@ -113,15 +115,15 @@ class Account:
             self.reject("key_tokens")
             seconds = self.seconds_until(num_tokens)
             raise RateLimited(
-                f"this API key has {self.num_left} of {self.max_tokens} tokens a minute left "
-                f"({limit}), and the prompt has {num_tokens}: ask in {seconds} s",
+                f"this API key has {self.num_left} of {self.max_tokens} tokens per minute left "
+                f"({limit}), and the prompt has {num_tokens}. Retry in {seconds} s",
                 "tokens",
                 seconds,
             )
         self.take(num_tokens)
 
     def take(self, num_tokens: int) -> None:
-        """Take tokens of an answer that runs, whether there are any left or not."""
+        """Take tokens of a running response, even if none are left."""
         self.fill()
         self.level -= num_tokens
 
@@ -132,7 +134,7 @@ class Account:
             self.level, self.filled_at = min(float(self.max_tokens), self.level + more), now
 
     def seconds_until(self, num_tokens: float) -> int:
-        """Whole seconds until so many tokens are left."""
+        """Return the whole seconds until the bucket has `num_tokens`."""
         assert self.max_tokens is not None, "there is no limit to wait for"
         return max(0, math.ceil((num_tokens - self.level) * MINUTE / self.max_tokens))
 
@@ -142,14 +144,14 @@ class Account:
 
     @property
     def headers(self) -> dict[str, str]:
-        """OpenAI's, of the limits that there are."""
-        told = dict[str, int | str]()
+        """OpenAI's x-ratelimit headers for the limits that are set."""
+        values = dict[str, int | str]()
         if self.max_requests is not None:
             left = max(0, self.max_requests - self.num_running)
-            told |= {"limit-requests": self.max_requests, "remaining-requests": left}
-            told["reset-requests"] = f"{SOON if self.num_running else 0}s"
+            values |= {"limit-requests": self.max_requests, "remaining-requests": left}
+            values["reset-requests"] = f"{SOON if self.num_running else 0}s"
         if self.max_tokens is not None:
             self.fill()
-            told |= {"limit-tokens": self.max_tokens, "remaining-tokens": self.num_left}
-            told["reset-tokens"] = f"{self.seconds_until(self.max_tokens)}s"
-        return {f"x-ratelimit-{name}": str(value) for name, value in told.items()}
+            values |= {"limit-tokens": self.max_tokens, "remaining-tokens": self.num_left}
+            values["reset-tokens"] = f"{self.seconds_until(self.max_tokens)}s"
+        return {f"x-ratelimit-{name}": str(value) for name, value in values.items()}

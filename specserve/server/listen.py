@@ -1,4 +1,4 @@
-"""Binding the server's port, before anything heavy is imported or loaded."""
+"""Binds the server's port, before heavy imports and loading."""
 
 import socket
 from ipaddress import ip_address
@@ -10,8 +10,10 @@ BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 def listen(limits: ServerConfig) -> socket.socket:
-    """A listening socket; ConfigError if the port cannot be bound, or if other machines could reach
-    a server that needs no API keys.
+    """Return a listening socket.
+
+    ConfigError if the port cannot be bound, or if other machines could use a server without API
+    keys.
     """
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     try:
@@ -21,24 +23,21 @@ def listen(limits: ServerConfig) -> socket.socket:
         )
     except OSError as e:
         raise ConfigError(
-            f"cannot listen at {limits.host} port {limits.port} ({e.strerror or e}): take another "
-            "--port or --host, or --port 0 for any that is free"
+            f"cannot listen at {limits.host} port {limits.port} ({e.strerror or e}). Choose "
+            "another --port or --host, or --port 0 for any free port"
         ) from e
 
 
 def check_reach(limits: ServerConfig) -> None:
-    """ConfigError where other machines can reach the host, and neither are there keys nor is the
-    server allowed to do without.
-    """
+    """ConfigError if other machines can reach the host, without API keys or `allow_no_keys`."""
     if limits.api_key_file is None and not limits.allow_no_keys and not is_loopback(limits.host):
         raise ConfigError(
-            f"server.host = {limits.host!r} can be reached by other machines, and no API key is "
-            "needed: name a file with keys (--api-key-file FILE), or allow everybody who reaches "
-            "it to use it (--allow-no-keys)"
+            f"server.host = {limits.host!r} lets other machines use the server without an API key. "
+            "Set a key file (--api-key-file FILE), or allow this (--allow-no-keys)"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether all addresses of a host are those of this machine alone; OSError if it has none."""
+    """Whether only this machine can reach the addresses of a host. OSError if it has none."""
     addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return all(ip_address(address[0]).is_loopback for *_, address in addresses)

@@ -1,4 +1,4 @@
-"""Logprobs as the completion routes send them."""
+"""Logprobs in the formats of the routes."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,27 +16,27 @@ from specserve.server.protocol import (
 )
 from specserve.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM's number
+LEAST = -9999.0  # replaces -inf, which JSON lacks; same as vLLM
 encode = msgspec.json.Encoder().encode
-NEAR = 8  # characters in which a token's text is searched for where the text is another
+NEAR = 8  # extra characters to search for a token's text if the prompt's text differs
 
 
 class ScoredTokens(NamedTuple):
     """Tokens of a choice or of its prompt, and their logprobs."""
 
     tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]  # None of a prompt's first token
-    starts: Sequence[int]  # characters of the choice's text before each
+    logprobs: Sequence[TokenLogprobs | None]  # None for a prompt's first token
+    starts: Sequence[int]  # characters of the choice's text before each token
 
 
 class Namer:
-    """How tokens are written, and how many of the likeliest ones are told."""
+    """Names tokens in logprobs, and selects the most likely tokens."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, has_ids: bool) -> None:
         self.tokenizer, self.num_top, self.has_ids = tokenizer, num_top, has_ids
 
     def name(self, token: int) -> str:
-        """Its text; its bytes as \\xAB where they are no text by themselves."""
+        """Return a token's text; bytes that are not UTF-8 by themselves as \\xAB."""
         if self.has_ids:
             return f"token_id:{token}"
         text = self.tokenizer.token_bytes(token)
@@ -46,7 +46,7 @@ class Namer:
             return "".join(f"\\x{byte:02x}" for byte in text)
 
     def top(self, its: TokenLogprobs) -> Iterator[tuple[int, float]]:
-        """The likeliest tokens, the likeliest first."""
+        """Return the most likely tokens and their logprobs, in order."""
         return zip(its.ids[: self.num_top], its.top, strict=False)
 
 
@@ -64,7 +64,7 @@ def chat_logprobs(scored: ScoredTokens, namer: Namer) -> list[TokenLogprob]:
 
 def completion_logprobs(scored: ScoredTokens, namer: Namer) -> CompletionLogprobs:
     def table(token: int, its: TokenLogprobs) -> dict[str, float]:
-        """By name; of tokens with one name, the likelier."""
+        """Return logprobs by name; the largest, if several tokens have the same name."""
         found = dict[str, float]()
         for id, logprob in (*namer.top(its), (token, its.logprob)):
             name = namer.name(id)
@@ -83,7 +83,7 @@ def completion_logprobs(scored: ScoredTokens, namer: Namer) -> CompletionLogprob
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`."""
+    """Return logprobs in the format of vLLM's `prompt_logprobs`."""
 
     def sendable(entry: Logprob) -> Logprob:
         return msgspec.structs.replace(entry, logprob=finite(entry.logprob))
@@ -92,14 +92,12 @@ def prompt_logprobs(
         msgspec.structs.replace(its, ids=its.ids[:num_top], top=its.top[:num_top])
         for its in logprobs
     ]
-    told = prompt_tables(prompt, most, tokenizer)
-    return [table and {id: sendable(entry) for id, entry in table.items()} for table in told]
+    tables = prompt_tables(prompt, most, tokenizer)
+    return [table and {id: sendable(entry) for id, entry in table.items()} for table in tables]
 
 
 def sealed(tables: Iterable[Any]) -> list[Any]:
-    """Tables as JSON, each by itself: an encoder that is given all of them lets no other thread run
-    until it is done.
-    """
+    """Encode each table as JSON. Encoding all tables in one call would block other threads."""
     return [None if table is None else msgspec.Raw(encode(table)) for table in tables]
 
 
@@ -108,8 +106,10 @@ def finite(logprob: float) -> float:
 
 
 def prompt_starts(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Where a prompt's tokens begin in its text. Those that are not in it, as a tokenizer added
-    them or the text leaves them out, begin where the next ones do.
+    """Return the starts of a prompt's tokens in its text.
+
+    A token that is not in the text, e.g. one that the tokenizer added, starts where the next one
+    starts.
     """
     decoder = getincrementaldecoder("utf-8")("replace")
     starts, at = list[int](), 0
@@ -117,7 +117,7 @@ def prompt_starts(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> lis
         starts.append(at)
         piece = decoder.decode(tokenizer.token_bytes(token))
         if not text.startswith(piece, at) and text.startswith(piece.removeprefix(" "), at):
-            piece = piece.removeprefix(" ")  # of a text's beginning, which some decoders leave out
+            piece = piece.removeprefix(" ")  # some decoders drop a space at the start of a text
         found = text.find(piece, at, at + len(piece) + NEAR)
         at = at if found < 0 else found + len(piece)
     return starts

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where it has one, so that dashboards work unchanged."""
+"""Prometheus metrics, with vLLM's names if vLLM has the metric, so that its dashboards work."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from prometheus_client.utils import floatToGoString
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 
-# From half a millisecond on: vLLM's smallest bucket is longer than a step of a small model.
+# Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
 SLOW = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 SECONDS = FAST + SLOW
@@ -35,14 +35,14 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 LABELS = ["model_name", "engine", "source"]
 M = TypeVar("M", bound=MetricWrapperBase)
 
-# These would be a second series for every counter, which no dashboard reads.
+# Would add a second series to every counter, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Histogram(Collector):
-    """A histogram that one thread fills, as cheaply as a step of every stream needs it.
+    """A histogram for a single thread. It is cheap, because each step of each stream updates it.
 
-    The library's own takes two locks and walks through its buckets for each value.
+    The library's histogram takes two locks and walks through its buckets for each value.
     """
 
     def __init__(
@@ -64,15 +64,18 @@ class Histogram(Collector):
 
 
 class SourceMetrics(Collector):
-    """What several sources guess at once counts for each. `sums` are those of the last report."""
+    """Counters per draft source, from the `sums` of the last report.
+
+    A draft token of several sources counts for each source.
+    """
 
     def __init__(self, model: str, max_nodes: int) -> None:
         self.model, self.max_nodes = model, max_nodes
         self.sums: Mapping[str, SourceStats] = {}
 
     def collect(self) -> Iterator[Metric]:
-        yield self.counter("source_proposed_tokens", "Guesses proposed.", "proposed")
-        yield self.counter("source_verified_tokens", "Guesses verified.", "verified")
+        yield self.counter("source_proposed_tokens", "Draft tokens proposed.", "proposed")
+        yield self.counter("source_verified_tokens", "Draft tokens verified.", "verified")
         yield self.counter("source_seconds", "Wall time of proposing.", "seconds")
         yield self.counter("drafter_errors", "Exceptions of a drafter.", "errors")
         yield self.accepted()
@@ -85,7 +88,7 @@ class SourceMetrics(Collector):
         return counter
 
     def accepted(self) -> Metric:
-        words = "Guesses accepted, by depth in the tree from 0."
+        words = "Draft tokens accepted, by depth in the tree, from 0."
         name, labels = "specserve_source_accepted_tokens", [*LABELS, "position"]
         counter = CounterMetricFamily(name, words, labels=labels)
         for source, sums in self.sums.items():
@@ -95,7 +98,7 @@ class SourceMetrics(Collector):
         return counter
 
     def saved(self) -> Metric:
-        words = "Estimated time saved so far, less the time of proposing."
+        words = "Estimated time saved so far, minus the time of proposing."
         gauge = GaugeMetricFamily("specserve_source_saved_seconds", words, labels=LABELS)
         for source, sums in self.sums.items():
             gauge.add_metric(self.labels(source), sums.saved_seconds)
@@ -106,10 +109,10 @@ class SourceMetrics(Collector):
 
 
 class AdapterMetrics(Collector):
-    """The adapters that requests have, under vLLM's name, by which routers choose a replica. Empty
-    without adapters.
+    """Adapters of running and waiting requests. Routers use vLLM's metric to choose a replica.
 
-    `names` are those of completions that have had tokens, or of the others.
+    `names` returns the adapters of completions with output tokens (true) or without (false). The
+    metric is absent if adapters are off.
     """
 
     def __init__(self, num_slots: int, names: Callable[[bool], set[str]]) -> None:
@@ -129,7 +132,7 @@ class AdapterMetrics(Collector):
 class Metrics:
     """Counts engine reports and ended requests; `text` is the body of /metrics.
 
-    What comes with every step is only noted, and counted by `settle` when somebody asks.
+    Updates of every step are collected first. `settle` adds them to the counters.
     """
 
     def __init__(
@@ -141,11 +144,11 @@ class Metrics:
     ) -> None:
         self.registry, self.model = CollectorRegistry(), model
         self.report: Report | None = None  # the last one
-        self.stats = Stats()  # its own
-        self.seen = Stats()  # those that the counters have
+        self.stats = Stats()  # of the last report
+        self.seen = Stats()  # already in the counters
         self.num_preempted = 0
-        self.num_generated = self.num_drafts = 0  # that the counters do not have yet
-        self.num_accepted = list[int]()  # by depth, likewise
+        self.num_generated = self.num_drafts = 0  # not yet in the counters
+        self.num_accepted = list[int]()  # by depth, not yet in the counters
         self.running = self.gauge("vllm:num_requests_running", "Requests in the batch.")
         self.waiting = self.gauge("vllm:num_requests_waiting", "Requests in the queue.")
         self.usage = self.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
@@ -169,17 +172,19 @@ class Metrics:
         )
         self.restarts = self.counter(
             "specserve_engine_restarts",
-            "Engine processes that took the place of one that had died.",
+            "Restarts of the engine process.",
         )
         self.preemptions = self.counter("vllm:num_preemptions", "Requests put back in the queue.")
         self.prompt_tokens = self.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = self.counter("vllm:generation_tokens", "Tokens emitted.")
         self.drafts = self.counter("vllm:spec_decode_num_drafts", "Drafts verified.")
-        self.drafted = self.counter("vllm:spec_decode_num_draft_tokens", "Guesses verified.")
-        self.accepted = self.counter("vllm:spec_decode_num_accepted_tokens", "Guesses accepted.")
+        self.drafted = self.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.accepted = self.counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."
+        )
         per_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guesses accepted, by depth in the tree from 0.",
+            "Draft tokens accepted, by depth in the tree, from 0.",
             ["model_name", "engine", "position"],
             registry=self.registry,
         )
@@ -187,22 +192,23 @@ class Metrics:
         self.sources = SourceMetrics(model, max_nodes)
         self.registry.register(self.sources)
         self.make_room(max_nodes)
-        self.rows = self.counter("specserve_rows", "Rows that the target computed.")
+        self.rows = self.counter("specserve_rows", "Rows that the target model computed.")
         by_kind = Counter(
             "specserve_step_rows",
-            "The same: rows of prompts, of requests' last tokens (roots), and of guesses.",
+            "Rows that the target model computed: prompts, last tokens (roots) and draft tokens.",
             ["model_name", "engine", "kind"],
             registry=self.registry,
         )
         self.kinds = [by_kind.labels(model, "0", kind) for kind in ("prompts", "roots", "guesses")]
-        self.wasted = self.counter("specserve_wasted_rows", "Rows of guesses not accepted.")
+        self.wasted = self.counter("specserve_wasted_rows", "Rows of rejected draft tokens.")
         self.fallbacks = self.counter(
-            "specserve_draft_fallbacks", "Drafts without the draft model, as it had not caught up."
+            "specserve_draft_fallbacks",
+            "Drafts without the draft model, because it had not caught up.",
         )
         self.step_seconds = self.histogram("specserve_step_seconds", "Wall time of a step.")
         self.draft_seconds = self.histogram("specserve_draft_seconds", "Drafting time of a step.")
         self.verify_seconds = self.histogram(
-            "specserve_verify_seconds", "Time of the target's forward in a step."
+            "specserve_verify_seconds", "Time of the target model's forward pass in a step."
         )
         self.step_tokens = self.histogram("vllm:iteration_tokens_total", "Rows of a step.", TOKENS)
         self.add_request_series()
@@ -211,10 +217,12 @@ class Metrics:
     def add_request_series(self) -> None:
         self.ttft = self.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
         self.gap = self.histogram(
-            "vllm:inter_token_latency_seconds", "Between two steps of a request that emit tokens."
+            "vllm:inter_token_latency_seconds",
+            "Time between two steps of a request that emit tokens.",
         )
         self.tpot = self.histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean over tokens after the first."
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per output token after the first.",
         )
         self.latency = self.histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = self.histogram("vllm:request_queue_time_seconds", "Arrival to admission.")
@@ -243,7 +251,7 @@ class Metrics:
             registry=self.registry,
         )
         for reason in "stop", "length", "abort", "error", "timeout":
-            self.success.labels(self.model, "0", reason)  # from 0, so that a first one is a rise
+            self.success.labels(self.model, "0", reason)  # starts at 0, so that rates see the first
         self.rejections = Counter(
             "vllm:admission_rejections",
             "Requests refused before they were queued, by reason.",
@@ -277,7 +285,7 @@ class Metrics:
         self.on_drafter(ready.drafter)
 
     def on_drafter(self, name: str) -> None:
-        """This one guesses from now on."""
+        """Set the drafter in use."""
         self.drafter.clear()
         self.drafter.labels(self.model, name).set(1)
 
@@ -295,14 +303,14 @@ class Metrics:
                 self.num_accepted[position] += 1
 
     def make_room(self, max_nodes: int) -> None:
-        """For so many guesses a request and step."""
+        """Extend the counters by depth to `max_nodes` draft tokens per request and step."""
         for position in range(len(self.accepted_at), max_nodes):
             self.accepted_at.append(self.per_position.labels(self.model, "0", str(position)))
             self.num_accepted.append(0)
         self.sources.max_nodes = len(self.accepted_at)
 
     def settle(self) -> None:
-        """Count what has come since the last call."""
+        """Update the counters."""
         self.generation_tokens.inc(self.num_generated)
         self.drafts.inc(self.num_drafts)
         for position, count in enumerate(self.num_accepted):
@@ -324,13 +332,13 @@ class Metrics:
         self.on_stats(report.stats)
 
     def on_restart(self) -> None:
-        """Another engine process counts from zero."""
+        """Prepare for a new engine process, which counts from zero."""
         self.settle()
         self.restarts.inc()
         self.report, self.stats, self.seen, self.num_preempted = None, Stats(), Stats(), 0
 
     def on_stats(self, stats: Stats) -> None:
-        """Add the difference to the sums that were counted last."""
+        """Add the difference to the last sums."""
         before, self.seen = self.seen, stats
         drafted = stats.num_drafted - before.num_drafted
         accepted = stats.num_accepted - before.num_accepted
@@ -339,7 +347,7 @@ class Metrics:
         self.wasted.inc(drafted - accepted)
         rows, roots = stats.num_rows - before.num_rows, stats.num_roots - before.num_roots
         self.rows.inc(rows)
-        # What a request computed that ended meanwhile is no root's, nor a guess's.
+        # Rows of requests that ended meanwhile are neither roots nor draft tokens.
         for kind, count in zip(self.kinds, (rows - roots - drafted, roots, drafted), strict=True):
             kind.inc(max(0, count))
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
@@ -348,7 +356,7 @@ class Metrics:
         self.sources.sums = stats.sources
 
     def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:
-        """Count a step's tokens; `last_token_at` is the time of those before, 0 if none."""
+        """Count a step's tokens. `last_token_at` is the time of earlier tokens; 0: none."""
         now = generation.last_token_at
         self.num_generated += len(generation.token_ids) - num_before
         if last_token_at:
@@ -359,13 +367,13 @@ class Metrics:
             self.prefill.observe(now - generation.admitted_at)
 
     def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
-        """Count a choice as a request; a shared prompt counts with its first choice only."""
+        """Count a choice as a request. A prompt only counts with its first choice."""
         self.success.labels(self.model, "0", reason).inc()
         self.prompt_tokens.inc(len(generation.prompt) if is_first else 0)
         self.num_prompt.observe(len(generation.prompt))
         self.num_output.observe(len(generation.token_ids))
         self.max_tokens.observe(generation.sampling.max_tokens)
-        if not generation.first_token_at:  # of a prompt alone, when it was computed
+        if not generation.first_token_at:  # without tokens: when the prompt was computed
             return
         last, first = generation.last_token_at, generation.first_token_at
         self.latency.observe(last - generation.arrived)

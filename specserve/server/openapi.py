@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the table of routes and the types of bodies and answers."""
+"""Builds the OpenAPI document from the table of routes and the types of bodies and responses."""
 
 import inspect
 import re
@@ -17,35 +17,35 @@ from specserve.version import VERSION
 REF = "#/components/schemas/{name}"
 INTRODUCTION = (
     "An LLM inference server whose speculation changes how fast text comes, never which text. "
-    "The routes under /v1 are those of OpenAI's API; a field that is unknown or not supported is "
-    "refused by its name, and null is the same as leaving a field out."
+    "The routes under /v1 follow OpenAI's API. Unknown and unsupported fields return an error with "
+    "their name. null means that a field is unset."
 )
 STATUSES = {
-    400: "The request is no valid HTTP or JSON, or a field is wrong, unknown or not supported",
-    401: "No valid API key, where the server asks for one",
-    403: "A web page whose origin the server does not allow, or a key that may not do this",
-    404: "There is no such model",
+    400: "Invalid HTTP or JSON, or an invalid, unknown or unsupported field",
+    401: "No valid API key, if the server needs one",
+    403: "A web page whose origin is not allowed, or a key without the required scope",
+    404: "Unknown model or adapter",
     408: "Headers or body took too long to arrive, or the request's deadline has passed",
     413: "The body is too large",
-    429: "The API key has too many requests at once or tokens in a minute: see Retry-After",
+    429: "The API key has too many concurrent requests or tokens per minute; see Retry-After",
     431: "The headers are too large",
-    500: "The engine ended before the answer was complete",
-    503: "The server is loading, ending, or has too much to do: see Retry-After",
+    500: "The engine ended before the response was complete",
+    503: "The server is loading, shutting down or overloaded; see Retry-After",
 }
 ALWAYS = 400, 401, 403, 408, 431
 WITH_ENGINE = 500, 503
 GENERATING = *WITH_ENGINE, 429
 WITH_BODY = 404, 413
-LINE = re.compile(r" *(\w+)  +(\S.*)")  # of a docstring: a field and what it is
+LINE = re.compile(r" *(\w+)  +(\S.*)")  # of a docstring: a field and its description
 
 
 class Operation(NamedTuple):
     """A route with one method.
 
-    answer      a type of JSON, or a media type
-    chunk       the type of a stream's events, if it can stream
+    answer      the type of the response's JSON, or a media type
+    chunk       the type of a stream's events, if the route can stream
     required    fields of the body without a default
-    statuses    of refusals, beside those that every request may get
+    statuses    error statuses, in addition to ALWAYS
     """
 
     method: str
@@ -57,9 +57,9 @@ class Operation(NamedTuple):
     chunk: Any = None
     required: Sequence[str] = ()
     statuses: Sequence[int] = ()
-    unavailable: Any = Error  # the type of the JSON of a 503
-    is_open: bool = False  # to clients without a key
-    scope: str = ""  # that an admin key needs for it
+    unavailable: Any = Error  # the type of a 503's JSON
+    is_open: bool = False  # whether clients without a key can use it
+    scope: str = ""  # the required scope of an admin key
 
     @property
     def route(self) -> Route:
@@ -77,7 +77,7 @@ class Operation(NamedTuple):
 
 
 def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[str, Any]:
-    """`more` are types to describe beside those that operations name."""
+    """Return the OpenAPI document. `more` are types to describe in addition to those in use."""
     types = [*dict.fromkeys(t for operation in operations for t in operation.types)]
     types += [t for t in (*more, Error) if t not in types]
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
@@ -106,21 +106,21 @@ def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[
 
 def describe_operation(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     names = re.findall(r"{(\w+)}", operation.key)
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "operationId": operation.endpoint.__name__,
         "summary": operation.summary,
         "responses": responses(operation, named),
     }
     if names:
-        told["parameters"] = [
+        described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
     if operation.body is not None:
-        told["requestBody"] = {"required": True, "content": json_of(named[operation.body])}
+        described["requestBody"] = {"required": True, "content": json_of(named[operation.body])}
     if operation.is_open:
-        told["security"] = []
-    return told
+        described["security"] = []
+    return described
 
 
 def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
@@ -133,15 +133,15 @@ def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": event_of(named[operation.chunk])}
     statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
     refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
-    return {"200": {"description": "The answer", "content": content}} | refused
+    return {"200": {"description": "The response", "content": content}} | refused
 
 
 def event_of(chunk: Any) -> dict[str, Any]:
-    """Of streams tools take the schema for that of each event."""
+    """Return the schema of a stream, which tools apply to each event."""
     data = {"type": "string", "description": "JSON, or [DONE]", "contentSchema": chunk}
     return {
         "type": "object",
-        "description": "With stream = true: a server-sent event.",
+        "description": "A server-sent event, if stream = true.",
         "properties": {"event": {"type": "string"}, "data": data},
         "required": ["data"],
     }
@@ -149,11 +149,11 @@ def event_of(chunk: Any) -> dict[str, Any]:
 
 def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     kind = operation.unavailable if status == 503 else Error
-    told: dict[str, Any] = {"description": STATUSES[status], "content": json_of(named[kind])}
+    response: dict[str, Any] = {"description": STATUSES[status], "content": json_of(named[kind])}
     if status == 503:
         schema = {"type": "integer", "description": "seconds"}
-        told["headers"] = {"Retry-After": {"schema": schema}}
-    return told
+        response["headers"] = {"Retry-After": {"schema": schema}}
+    return response
 
 
 def json_of(schema: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def json_of(schema: Any) -> dict[str, Any]:
 
 
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
-    """What a body's type does not say: null is unset, and other fields are refused."""
+    """Allow null for optional fields of a body, and forbid unknown fields."""
     fields = component["properties"]
     fields.pop("read_past", None)
     passed = passed_over(kind) if issubclass(kind, Body) else {}
@@ -176,23 +176,23 @@ def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Seque
 
 
 def or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    told = {name: value for name, value in schema.items() if name in ("default", "description")}
-    of_type = {name: value for name, value in schema.items() if name not in told}
-    if told.get("default", ...) is None:
-        del told["default"]
+    notes = {name: value for name, value in schema.items() if name in ("default", "description")}
+    of_type = {name: value for name, value in schema.items() if name not in notes}
+    if notes.get("default", ...) is None:
+        del notes["default"]
     either = of_type.get("anyOf", [of_type])
     null = {"type": "null"}
-    return {"anyOf": either if null in either else [*either, null]} | told
+    return {"anyOf": either if null in either else [*either, null]} | notes
 
 
 def not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    told = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
     either = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
-    return told | ({"anyOf": either} if len(either) > 1 else dict(*either))
+    return rest | ({"anyOf": either} if len(either) > 1 else dict(*either))
 
 
 def structs(types: Sequence[Any]) -> list[type[msgspec.Struct]]:
-    """All structs among the types and inside them."""
+    """Return all structs among the types and inside them."""
     found = dict[type[msgspec.Struct], None]()
 
     def visit(value: Any) -> None:
@@ -211,7 +211,7 @@ def structs(types: Sequence[Any]) -> list[type[msgspec.Struct]]:
 
 
 def describe(component: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Take descriptions from docstrings: their beginning, and the lines about fields."""
+    """Add descriptions from docstrings: the first paragraph, and the table of fields."""
     component.pop("description", None)
     about = prose(kind)
     if about:
@@ -230,8 +230,9 @@ def prose(kind: type) -> str:
 
 
 def field_lines(kind: type) -> dict[str, str]:
-    """What a docstring's table says of fields: a name, spaces and words, which may go on in lines
-    below, further to the right.
+    """Return the table of fields in a docstring.
+
+    A line is a name, two or more spaces and a text. Indented lines continue the text.
     """
     lines, name = dict[str, str](), None
     for line in inspect.cleandoc(kind.__dict__.get("__doc__") or "").splitlines():

@@ -1,4 +1,4 @@
-"""The pages of people: the files of the folder `page`, as they are."""
+"""Serves the web pages: the files of the folder `page`, unchanged."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ TYPES = {
 
 
 def headers(allowed: str) -> dict[str, str]:
-    """Of a page that loads and runs nothing but what is `allowed`, and that no other one frames."""
+    """Return headers of a page that only loads `allowed` content, and that pages cannot frame."""
     return {
         "Content-Security-Policy": f"default-src 'none'; {allowed}; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'",
@@ -31,8 +31,9 @@ HEADERS = headers("script-src 'self'; style-src 'self'; img-src 'self'; connect-
 
 
 def redirected(request: Request) -> Response | None:
-    """To the same page without slashes at its end, as its links are relative. So is this one: it
-    leads to no other server.
+    """Return a redirect to the page without trailing slashes, because its links are relative.
+
+    The redirect is relative, so that it cannot lead to another server.
     """
     given: str = request.scope.get("raw_path", b"").decode()  # optional in ASGI
     bare = given.rstrip("/")
@@ -41,16 +42,16 @@ def redirected(request: Request) -> Response | None:
 
 
 def serving(name: str) -> Callable[[Request], Awaitable[Response]]:
-    body = (FOLDER / name).read_bytes()  # at start: all files are of one version
+    body = (FOLDER / name).read_bytes()  # at start-up, so that all files have the same version
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
     async def send(request: Request) -> Response:
         if (away := redirected(request)) is not None:
             return away
-        told = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
-        if tag in request.headers.get("if-none-match", ""):  # W/"..." too, and in a list
-            return Response(status_code=304, headers=told)
-        return Response(body, headers=told, media_type=TYPES[Path(name).suffix])
+        sent = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
+        if tag in request.headers.get("if-none-match", ""):  # also in W/"..." and in lists
+            return Response(status_code=304, headers=sent)
+        return Response(body, headers=sent, media_type=TYPES[Path(name).suffix])
 
     return send
 

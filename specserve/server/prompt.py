@@ -1,7 +1,7 @@
-"""Prompts: the chat template, tokens, parameters, grammars and block keys of a request.
+"""Prepares prompts: the chat template, tokens, parameters, grammars and block keys of a request.
 
-Large bodies, chat templates and grammars go to bounded processes that do one thing each at a time:
-so a slow one delays only its own.
+Large bodies, chat templates and grammars run in bounded processes, one job at a time per process.
+A slow job then does not delay the event loop.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.grammars.compiled import Verdicts
 from specserve.text.template_messages import Message
 
-LONG = 1 << 12  # tokens of prompts from which hashing takes a good part of a millisecond
-NUM_PROCESSES = 2  # while one runs to its deadline, the other does all else
-SOON = 1.0  # seconds from the server's start to that of a first process that is not urgent
-PATIENCE = 4 * SECONDS  # for a grammar, on the clock: other processes may need the CPU, too
+LONG = 1 << 12  # tokens of prompts; hashing more takes a large part of a millisecond
+NUM_PROCESSES = 2  # per kind, so that one is free while another runs to its deadline
+SOON = 1.0  # seconds from the server's start to the start of processes that are not urgent
+PATIENCE = 4 * SECONDS  # wall time for a grammar, because other processes also use the CPU
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,10 +46,10 @@ decode = msgspec.msgpack.Decoder(FromProcess).decode
 
 
 class PromptProcessor:
-    """Turns bodies into prompts. Work that may be long runs in threads and bounded processes.
+    """Converts bodies to prompts. Long work runs in threads and bounded processes.
 
-    Processes end with the thread that starts them: call `open` and both `start_` methods in the
-    event loop's thread.
+    Call `open` and both `start_` methods in the event loop's thread: processes end with the thread
+    that started them.
     """
 
     def __init__(self, limits: ServerConfig, min_tpot_ms: float | None) -> None:
@@ -64,7 +64,7 @@ class PromptProcessor:
 
     @property
     def processor(self) -> InputProcessor:
-        assert self.loaded is not None, "a route reads only after check_open"
+        assert self.loaded is not None, "routes call check_open first"
         return self.loaded
 
     @property
@@ -80,14 +80,14 @@ class PromptProcessor:
         self.loaded, self.kv_formats = processor, kv_formats
 
     def start_grammars(self, model: Path) -> None:
-        """To be called after `open`."""
+        """Start the grammar processes, after `open`."""
         ends = self.processor.defaults.eos_token_ids
         if ends:
             setup = GrammarSetup(str(model), self.processor.vocab_size, tuple(ends))
             self.grammars = GrammarProcesses(setup)
 
     def change(self, ready: Ready) -> None:
-        """Note what the engine has from now on."""
+        """Store the engine's state after a change of speculation."""
         self.kv_formats = ready.kv_formats
         self.loaded = msgspec.structs.replace(self.processor, sources=ready.sources)
 
@@ -97,23 +97,23 @@ class PromptProcessor:
         return await asyncio.wrap_future(future)
 
     async def parse(self, raw: bytes, kind: BodyKind[T]) -> T:
-        """Read a body; one that may take long in a process."""
+        """Read a body. Large bodies are read in a process."""
         if is_short(raw):
             return kind.read(raw)
-        assert self.readers is not None, "a route reads only after check_open"
+        assert self.readers is not None, "routes call check_open first"
         return await self.readers.read(raw, kind)
 
     async def render(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> str:
-        """The conversation as text, by the chat template, which has a deadline."""
+        """Return the conversation as text. The chat template has a deadline."""
         with blaming("messages"):
             self.processor.check_chat()
-        assert self.templates is not None, "a template has its processes before requests come"
+        assert self.templates is not None, "the template's processes start before requests"
         return await self.templates.render(messages, options)
 
     async def tokenize(
         self, text: str, field: str, add_special_tokens: bool, kept: int | None = None
     ) -> list[int]:
-        """The text's tokens, or the last `kept`, without `check_length`; errors name `field`."""
+        """Return the text's tokens, or the last `kept`, of any length. Errors name `field`."""
         with blaming(field):
             return await self.in_thread(self.processor.encode, text, add_special_tokens, kept)
 
@@ -123,9 +123,7 @@ class PromptProcessor:
         kept: int | None = None,
         add_special_tokens: bool = True,
     ) -> list[list[int]]:
-        """Every prompt's tokens, or the last `kept` of each; tokenizing stops at the first prompt
-        that does not fit.
-        """
+        """Return every prompt's tokens, or the last `kept` of each; stop at an invalid prompt."""
         read = self.processor.read
         with blaming("prompt"):
             for prompt in prompts:
@@ -136,7 +134,7 @@ class PromptProcessor:
     async def hash(
         self, prompts: Sequence[list[int]], salt: str, adapter: str, tenant: int
     ) -> list[Keys]:
-        """The keys of each prompt's blocks; many tokens are hashed in a thread."""
+        """Return the keys of each prompt's blocks. Many tokens are hashed in a thread."""
 
         def hash_all() -> list[Keys]:
             formats = self.kv_formats
@@ -146,56 +144,54 @@ class PromptProcessor:
         return await self.in_thread(hash_all) if is_long else hash_all()
 
     async def resolve(self, params: SamplingParams) -> Sampling:
-        """The parameters, checked and resolved; RequestError for what the engine or the operator's
-        limits exclude. Their grammar is not checked yet.
+        """Check and resolve the parameters, except for the grammar.
+
+        RequestError if the engine or the operator's limits exclude them.
         """
         num_stop, most = len(params.stop_strings), self.limits.max_stop_strings
         if most is not None and num_stop > most:
-            raise RequestError(f"stop: {num_stop} strings, and {most} are allowed", "stop")
+            message = f"stop: {num_stop} strings. At most {most} are allowed"
+            raise RequestError(f"{message} (server.max_stop_strings)", "stop")
         if params.priority < self.limits.min_priority:
             raise RequestError(
-                f"priority: {params.priority} is below {self.limits.min_priority}, the most urgent "
-                "that this server lets clients have: send a larger one, or none; its operator can "
-                "lower server.min_priority",
+                f"priority = {params.priority} is below the minimum of this server, "
+                f"{self.limits.min_priority} (server.min_priority). Increase it, or omit it",
                 "priority",
             )
         self.check_tpot(None if params.slo is None else params.slo.tpot_ms)
         resolve = self.processor.resolve
-        # Bad words are tokenized, and schemas written, which may take long.
+        # Tokenizing bad words and converting schemas can take long.
         is_long = params.bad_words or params.structured_outputs is not None
         return await self.in_thread(lambda: resolve(params)) if is_long else resolve(params)
 
     def check_tpot(self, asked: float | None) -> None:
-        """Refuse a target so tight that other requests would pay for it: their prompts get the rows
-        that it leaves.
-        """
+        """Refuse a tight TPOT target, because it reduces the prompt rows of other requests."""
         least = self.min_tpot_ms
         if asked is None or (least is not None and asked >= least):
             return
         why = (
-            "this server lets clients set no such target: leave it out"
+            "clients cannot set this target at this server. Omit it"
             if least is None
-            else f"this server allows no tighter target than {least:g}: ask for {least:g} or more"
+            else f"the minimum at this server is {least:g}. Send at least that"
         )
         raise RequestError(
-            f"slo.tpot_ms = {asked:g}: {why}; its operator can set server.min_tpot_ms to the "
-            "smallest that may be asked for",
+            f"slo.tpot_ms = {asked:g}: {why}, or ask its operator to set server.min_tpot_ms",
             "slo.tpot_ms",
         )
 
     async def check_grammar(self, grammar: str, field: str, salt: str = "") -> None:
-        """RequestError, which names `field`, for a grammar that cannot be compiled in time."""
-        assert self.grammars is not None, "what resolves to a grammar has ends of text"
+        """RequestError for a grammar that cannot be compiled in time. It names `field`."""
+        assert self.grammars is not None, "grammars are refused for models without end tokens"
         await self.grammars.check(grammar, field, salt)
 
     async def with_grammar(self, sampling: Sampling, grammar: str) -> Sampling:
-        """The same parameters for a text that obeys the grammar, which is of tools."""
+        """Return the parameters with a grammar of tools."""
         ends = self.processor.defaults
         check_ends(sampling.min_tokens, ends, "tools")
         if sampling.grammar:
             raise RequestError(
-                "tools: the text has one form: leave out the calls that have to be made, or "
-                "strict, or the form of the answer",
+                "tools: enforced or strict calls cannot be combined with another format of the "
+                "text. Omit one of them",
                 "tools",
             )
         await self.check_grammar(grammar, "tools", sampling.cache_salt)
@@ -218,50 +214,54 @@ def blaming(field: str) -> Iterator[None]:
 
 
 class ProcessEnded(Exception):
-    """The process has ended while it was at work, with this status."""
+    """A process ended during a job, with this exit status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
 
 
 class Processes:
-    """What is asked waits for a free process, in the order of a fair queue.
+    """Bounded processes of one kind. Jobs wait for a free process in the order of a fair queue.
 
-    So it waits for no longer than a deadline and the start of a process, unless others of its owner
-    that run to their deadlines are ahead of it.
+    A job waits at most for one deadline and the start of a process, unless earlier jobs of its
+    owner also run to their deadlines.
     """
 
     def __init__(
         self, module: str, first: bytes, seconds: float, name: str, is_urgent: bool = False
     ) -> None:
-        """`first` is a process's first frame; `name` tells in messages what it works on. Unless it
-        is urgent, the first process starts after the server's own start, or once it is needed.
+        """`first` is the first frame to each process; messages use `name`.
+
+        Urgent processes start now. Others start after the server's own start, or on first use.
         """
         self.module, self.first, self.seconds, self.name = module, first, seconds, name
-        self.asked = Counter[Hashable]()  # by owner: what is done or waits for it
+        self.asked = Counter[Hashable]()  # running and waiting jobs, by owner
         self.is_closed = False
         self.turns = FairTurns(NUM_PROCESSES)
         self.free: asyncio.Queue[Process] = asyncio.Queue()
-        self.processes = [self.resume() for _ in range(NUM_PROCESSES if is_urgent else 0)]
-        self.replaced: list[Process] = []  # those that have not ended yet
+        self.processes = [self.new_process() for _ in range(NUM_PROCESSES if is_urgent else 0)]
+        self.replaced: list[Process] = []  # killed processes that have not ended yet
         for process in self.processes:
             self.free.put_nowait(process)
         self.timer = asyncio.get_running_loop().call_later(SOON, self.begin_first)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What is asked within the block is done or waits for it."""
-        who = owner.get()
-        self.asked[who] += 1
+        """Count a job during the block."""
+        tenant = owner.get()
+        self.asked[tenant] += 1
         try:
             yield
         finally:
-            self.asked[who] -= 1
-            if not self.asked[who]:
-                del self.asked[who]
+            self.asked[tenant] -= 1
+            if not self.asked[tenant]:
+                del self.asked[tenant]
 
     async def ask(self, payload: bytes) -> Reply:
-        """TimeoutError after the deadline, `ProcessEnded` if the process has ended."""
+        """Run a job and return its reply.
+
+        TimeoutError after the deadline, `ProcessEnded` if the process ends during the job.
+        """
         async with self.turns.turn(is_large=len(payload) > LARGE):
             return await self.ask_now(payload)
 
@@ -271,16 +271,16 @@ class Processes:
         process = await self.free.get()
         try:
             with self.logging_failure():
-                self.begin_another()  # for when this one has to be killed
+                self.begin_another()  # in case this process has to be killed
             if process.has_ended:
                 process = self.replace(process)
             return await process.ask(payload, self.seconds)
-        except Overloaded:  # the process ended before it had started
+        except Overloaded:  # the process ended during its start
             self.check_open()
             raise
         except TimeoutError:
             log.warning(
-                "a %s ran for more than %g s: its process is killed and replaced",
+                "a %s ran for more than %g s. Its process is killed and replaced",
                 self.name,
                 self.seconds,
             )
@@ -290,41 +290,42 @@ class Processes:
                 process.close()
                 with self.logging_failure():
                     process = self.replace(process)
-            self.free.put_nowait(process)  # if it has ended, it is replaced when it is needed
+            self.free.put_nowait(process)  # the next job replaces it if it has ended
 
     @contextmanager
     def logging_failure(self) -> Iterator[None]:
-        """For a start of a process that nobody waits for."""
+        """Log a failed start of a process instead of raising."""
         try:
             yield
         except Overloaded as e:
             log.warning("%s", e)
 
     def begin_another(self) -> None:
-        """Start one more, unless there are as many as there may be."""
+        """Start one more process, up to NUM_PROCESSES."""
         if len(self.processes) < NUM_PROCESSES:
-            self.processes.append(self.resume())
+            self.processes.append(self.new_process())
             self.free.put_nowait(self.processes[-1])
 
-    def resume(self) -> "Process":
+    def new_process(self) -> "Process":
         self.check_open()
         try:
             return Process(self.module, self.first)
         except OSError as e:
-            raise Overloaded(f"no process can be started for the {self.name}: {e}") from e
+            message = f"the process for the {self.name} could not be started ({e}). Retry later"
+            raise Overloaded(message) from e
 
     def check_open(self) -> None:
         if self.is_closed:
-            raise Overloaded("the server is about to end: ask another one", retry_after=None)
+            raise Overloaded("the server is shutting down. Use another server", retry_after=None)
 
     def replace(self, old: "Process") -> "Process":
-        new = self.processes[self.processes.index(old)] = self.resume()
+        new = self.processes[self.processes.index(old)] = self.new_process()
         self.replaced = [p for p in [*self.replaced, old] if not p.ended.is_set()]
         return new
 
     def begin_first(self) -> None:
         if not self.processes:
-            with suppress(Overloaded):  # whoever needs it tries again
+            with suppress(Overloaded):  # the first job tries again
                 self.begin_another()
 
     async def close(self) -> None:
@@ -336,7 +337,7 @@ class Processes:
 
 
 class Process(asyncio.Protocol):
-    """One child process, and the reply that it owes, if any."""
+    """A child process, and the pending reply of its job."""
 
     def __init__(self, module: str, first: bytes) -> None:
         self.process, sock = start_process(module, first)
@@ -346,7 +347,7 @@ class Process(asyncio.Protocol):
         self.frames = Frames()
         self.reply: asyncio.Future[Reply] | None = None
         self.started, self.ended = asyncio.Event(), asyncio.Event()
-        self.has_ended = False  # or has been killed
+        self.has_ended = False  # or was killed
 
     async def connect(self, sock: socket.socket) -> None:
         await self.loop.create_connection(lambda: self, sock=sock)
@@ -356,10 +357,10 @@ class Process(asyncio.Protocol):
         return self.reply is not None
 
     async def ask(self, payload: bytes, seconds: float) -> Reply:
-        """The reply; TimeoutError after `seconds`, which exclude the process's start."""
+        """Return the reply. TimeoutError after `seconds`, not counting the process's start."""
         await self.started.wait()
         if self.has_ended or self.transport is None:
-            raise Overloaded("the process for this has ended: ask again in a moment")
+            raise Overloaded("the process for this job has ended. Retry in a moment")
         self.reply = self.loop.create_future()
         self.transport.write(pack(payload))
         async with asyncio.timeout(seconds):
@@ -372,7 +373,7 @@ class Process(asyncio.Protocol):
         self.process.kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop has another class
 
     def data_received(self, data: bytes) -> None:
         for payload in self.frames.feed(data):
@@ -397,7 +398,7 @@ def packed(value: Any, field: str) -> msgspec.Raw:
     try:
         return msgspec.Raw(encode(value))
     except (TypeError, ValueError, OverflowError) as e:
-        raise RequestError(f"{field}: no valid text: {e}", field) from e
+        raise RequestError(f"{field}: not valid text: {e}", field) from e
 
 
 class TemplateProcesses(Processes):
@@ -410,18 +411,19 @@ class TemplateProcesses(Processes):
         messages: Sequence[Message],
         options: ChatOptions = ChatOptions(),  # noqa: B008
     ) -> str:
-        """The chat as text; RequestError if the template refuses it or exceeds the deadline."""
+        """Return the chat as text. RequestError if the template refuses it or takes too long."""
         payload = encode((packed(messages, "messages"), packed(options, "chat_template_kwargs")))
         try:
             with self.counted():
                 reply = await self.ask(payload)
         except TimeoutError as e:
             raise RequestError(
-                f"messages: the chat template ran for more than {self.seconds:g} s: send fewer",
+                f"messages: the chat template ran for more than {self.seconds:g} s. Send fewer "
+                "messages",
                 "messages",
             ) from e
         except ProcessEnded as e:
-            raise Overloaded("the process of the chat template ended: ask again") from e
+            raise Overloaded("the process of the chat template ended. Retry") from e
         match reply:
             case Done(text):
                 return text
@@ -431,7 +433,7 @@ class TemplateProcesses(Processes):
 
 
 class Check(msgspec.Struct):
-    """One grammar's, and how many requests wait for it."""
+    """The check of a grammar, and the number of requests that wait for it."""
 
     task: asyncio.Task[str]
     num_waiting: int = 0
@@ -439,22 +441,22 @@ class Check(msgspec.Struct):
 
 class BodyProcesses(Processes):
     def __init__(self, max_items: int) -> None:
-        """Bodies have at most so many items."""
-        # The process imports the routes, and these import this module. 8 s are on the clock.
+        """Bodies have at most `max_items` items."""
+        # A name, because the module imports this one. 8 s are wall time.
         module = "specserve.server.body_process"
         super().__init__(module, encode(max_items), 8.0, "request body")
 
     async def read(self, raw: bytes, kind: BodyKind[T]) -> T:
-        """RequestError for a body that is refused, or takes too long."""
+        """Read a body. RequestError if it is invalid or takes too long."""
         try:
             with self.counted():
                 reply = await self.ask(encode((kind.name, raw)))
         except TimeoutError as e:
-            raise Overloaded("other processes need the CPU: ask again") from e
+            raise Overloaded("the CPU is overloaded. Retry") from e
         except ProcessEnded as e:
             if e.status == -signal.SIGPROF:
-                raise RequestError("the body takes too long to read: send fewer items") from e
-            raise Overloaded("the process that reads the body ended: ask again") from e
+                raise RequestError("the body takes too long to read. Send fewer items") from e
+            raise Overloaded("the process that reads the body ended. Retry") from e
         match reply:
             case Data(content):
                 value: T = msgspec.json.decode(content, type=kind.result)
@@ -471,12 +473,13 @@ class GrammarProcesses(Processes):
         first = msgspec.msgpack.encode(setup)
         super().__init__(grammar_process.__name__, first, PATIENCE, "grammar")
         self.verdicts = Verdicts()
-        # That run or wait, by owner, grammar and salt.
+        # Running and waiting checks, by owner, grammar and salt.
         self.checks: dict[tuple[Hashable, str, str], Check] = {}
 
     async def check(self, grammar: str, field: str, salt: str) -> None:
-        """RequestError for a grammar that cannot be compiled, or not in time; Overloaded if that
-        could not be found out.
+        """RequestError for a grammar that cannot be compiled in time.
+
+        Overloaded if the check could not be completed.
         """
         sender = f"{current_tenant()} {salt}"
         wrong = self.verdicts.find(grammar, sender)
@@ -488,8 +491,9 @@ class GrammarProcesses(Processes):
             raise RequestError(f"{field}: {wrong}", field)
 
     async def shared(self, grammar: str, salt: str) -> str:
-        """What is wrong with it; an owner's other requests for the same wait for the same check,
-        which is given up when nobody waits for it.
+        """Return the grammar's error. Requests of one owner share a check of the same grammar.
+
+        The check is cancelled when no request waits for it.
         """
         key = owner.get(), grammar, salt
         if key not in self.checks:
@@ -505,18 +509,18 @@ class GrammarProcesses(Processes):
                 del self.checks[key]
 
     async def compile(self, grammar: str) -> str:
-        """What is wrong with it; a process that something else ended says nothing of it."""
+        """Return the grammar's error; empty if it compiles. Retry if the process was killed."""
         for _ in range(2):
             try:
                 reply = await self.ask(grammar.encode())
                 return reply.message if isinstance(reply, Refused) else ""
             except TimeoutError as e:
-                raise Overloaded("other processes need the CPU: ask again") from e
+                raise Overloaded("the CPU is overloaded. Retry") from e
             except ProcessEnded as e:
                 if e.status == -signal.SIGPROF:
-                    log.warning("a grammar took more than %g s: its process is replaced", SECONDS)
-                    return f"it takes more than {SECONDS:g} s to compile: send a simpler one"
-                # The memory or a stack has ended.
+                    log.warning("a grammar took more than %g s. Its process is replaced", SECONDS)
+                    return f"compiling takes more than {SECONDS:g} s. Send a simpler one"
+                # Signals after a lack of memory or stack.
                 if -e.status in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
                     return TOO_MUCH
-        raise Overloaded("the process that compiles the grammar ended: ask again")
+        raise Overloaded("the process that compiles the grammar ended. Retry")

@@ -1,6 +1,6 @@
-"""The JSON that the routes send. Responses are built from these types, and so is /openapi.json.
+"""The types of the routes' JSON, which also define /openapi.json.
 
-A field that is UNSET is left out.
+JSON omits fields that are UNSET.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from specserve.models.weight_forms import WeightForms
 
 
 class ErrorDetails(Struct):
-    """OpenAI's four fields."""
+    """The four fields of OpenAI's errors."""
 
     message: str
     type: str
@@ -48,24 +48,24 @@ class AdapterDetails(Struct):
 
 
 class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
-    """The served model; the fields after `max_model_len` come once it is loaded.
+    """The served model or an adapter. Fields after `max_model_len` are set once it is loaded.
 
-    max_model_len   tokens of prompt and answer together; null while the model is being loaded
-    implementation  whose code computes the target: native or transformers
-    row_invariant   whether that gives a row the same bits in every step, of code that may not; if
-                    false, there are neither guesses nor prefix hits
-    drafter         who guesses: `drafter.name` of the server's config
-    max_nodes       most guesses of a request in a step
-    sources         the names of those that guess
-    tool_parser     how calls are found in a text
-    reasoning_parser  how reasoning is found in a text
+    max_model_len   maximum tokens of prompt and output together; null while the model loads
+    implementation  code that computes the target model: native or transformers
+    row_invariant   whether results are batch-invariant, if the code does not guarantee it; if
+                    false, speculation and prefix caching are off
+    drafter         `drafter.name` of the server's config
+    max_nodes       maximum draft tokens per request and step
+    sources         names of the draft sources
+    tool_parser     format of tool calls in a text
+    reasoning_parser  format of reasoning in a text
     kv_dtype        bf16, fp32, int8 or fp8
-    weights         forms of the target's weights in memory
-    draft_weights   the same of the draft model, if there is one
-    draft_head      the target's head that guesses, if there is one, and what it reads
-    scaled          models that were made for demonstrations, if there are any
-    parent          of an adapter, the model that it changes
-    adapter         of an adapter: the SHA-256 of what it does to the model, and its rank
+    weights         formats of the target model's weights in memory
+    draft_weights   formats of the draft model's weights, if there is one
+    draft_head      the draft head in use, if there is one
+    scaled          demo models in use, if there are any
+    parent          for an adapter: the model that it changes
+    adapter         for an adapter: the SHA-256 of its tensors and scalings, and its rank
     """
 
     id: str
@@ -99,7 +99,7 @@ class ModelList(Struct, tag_field="object", tag="list"):
 
 
 class Targets(Struct):
-    """Targets of requests that give none, and the smallest `tpot_ms` that clients may set."""
+    """Latency targets of requests without their own, and the minimum `tpot_ms` for clients."""
 
     ttft_ms: float | None
     tpot_ms: float | None
@@ -107,22 +107,21 @@ class Targets(Struct):
 
 
 class SpeculationStatus(Struct, tag_field="object", tag="speculation"):
-    """What guesses are chosen by.
+    """The settings of speculation, and the data for the choice of draft tokens.
 
     drafter         auto, none, ngram, model, eagle or a package.module:Class
-    row_invariant   as in the entry of the model; if false, that is why there are no guesses
-    draft_model     its name, if there is one
-    draft_head      the same of the target's head
-    options         of the drafter, those that are not as usual
-    sources         who may guess
-    known_sources   all that there have been since the start
-    max_nodes       most guesses of a request and step
-    max_step_nodes  most guesses of a step
-    costs           by model: what its steps take
+    row_invariant   as in the entry of the model; if false, speculation is off
+    draft_model     name of the draft model, if there is one
+    draft_head      name of the draft head, if there is one
+    options         options of the drafter that differ from the defaults
+    sources         draft sources in use
+    known_sources   all draft sources since the start
+    max_nodes       maximum draft tokens per request and step
+    max_step_nodes  maximum draft tokens per step
+    costs           step costs, by model
     plain_steps     measured steps of one request without draft tokens, by rising context
-    calibration     by source: how often its guesses were right, in requests without a salt and with
-                    the API key that asks
-    plan            of the latest step that could have guesses, and had such requests alone
+    calibration     acceptance rates by source, from requests without a salt of the same API key
+    plan            plan of the latest step that only had requests of the same API key
     """
 
     drafter: str
@@ -152,13 +151,13 @@ class DetokenizeResponse(Struct):
 
 
 class PromptTokensDetails(Struct):
-    """Of the prompt's tokens, how many were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Struct):
-    """Of an answer's tokens, how many are reasoning; of the prediction's, how many came."""
+    """Tokens of reasoning, and tokens of the prediction that are in the output or not."""
 
     reasoning_tokens: int | UnsetType = UNSET
     accepted_prediction_tokens: int | UnsetType = UNSET
@@ -166,9 +165,9 @@ class CompletionTokensDetails(Struct):
 
 
 class CompletionUsage(Struct):
-    """Tokens of the prompts, each of them once, and of all choices.
+    """Tokens of the prompts, each counted once, and of all choices.
 
-    completion_tokens_details  of a chat whose model tells reasoning, and where a text was predicted
+    completion_tokens_details  if the model reasons, or the request has a prediction
     """
 
     prompt_tokens: int
@@ -179,7 +178,7 @@ class CompletionUsage(Struct):
 
 
 class SpeculativeDecoding(Struct):
-    """Guesses of an answer, all choices together."""
+    """Speculation of a response, over all choices."""
 
     drafter: str
     mean_acceptance_length: float | None
@@ -195,7 +194,7 @@ class SpeculativeDecoding(Struct):
 
 
 class RequestMetrics(Struct):
-    """vLLM's names.
+    """Statistics with vLLM's names.
 
     row_invariant  as in the entry of the model
     """
@@ -210,7 +209,7 @@ class RequestMetrics(Struct):
 
 
 class Timings(Struct):
-    """llama.cpp's names."""
+    """Statistics with llama.cpp's names."""
 
     prompt_n: int
     prompt_ms: float
@@ -238,7 +237,7 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Of each token, by its place; null for the first one of an echoed prompt."""
+    """Logprobs by position; null for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -247,7 +246,7 @@ class CompletionLogprobs(Struct):
 
 
 class SpeculationDetails(Struct):
-    """Where tokens came from, where `return_speculation_details` asks for it."""
+    """The source of each token, if `return_speculation_details` is set."""
 
     sources: list[str]
     steps: list[StepDetails]
@@ -258,12 +257,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChoiceFields(Struct, kw_only=True):
-    """What choices of both completion routes have.
+    """Common fields of choices of chats and completions.
 
-    stop_reason     the stop string, or the id of stop_token_ids, that ended it
-    seed            the same request with it has the same text
-    speculation     where `return_speculation_details` asks for it
-    token_ids       where `return_token_ids` asks for them
+    stop_reason     the stop string or the id of stop_token_ids that ended the text
+    seed            the same request with this seed returns the same text
+    speculation     if `return_speculation_details` is set
+    token_ids       if `return_token_ids` is set
     """
 
     index: int
@@ -275,7 +274,7 @@ class ChoiceFields(Struct, kw_only=True):
 
 
 class FunctionCall(Struct):
-    """arguments are JSON."""
+    """A called function. `arguments` are JSON."""
 
     name: str
     arguments: str
@@ -288,7 +287,7 @@ class ToolCall(Struct):
 
 
 class ChatCompletionMessage(Struct):
-    """reasoning_content and reasoning are the same; both names are read by clients."""
+    """The message of a choice. `reasoning_content` and `reasoning` have the same value."""
 
     role: Literal["assistant"]
     content: str | None
@@ -311,9 +310,9 @@ class CompletionChoice(ChoiceFields, kw_only=True):
 
 
 class ResponseHead(Struct, kw_only=True):
-    """What answers and chunks begin with.
+    """Common fields of responses and chunks.
 
-    system_fingerprint  servers of the same one, given the same seed, have the same text
+    system_fingerprint  equal fingerprints and seeds return equal texts
     """
 
     id: str
@@ -341,7 +340,7 @@ class Completion(ResponseHead, tag_field="object", tag="text_completion", kw_onl
 class ChunkChoiceFields(Struct, kw_only=True):
     """A step of a choice, or its end.
 
-    finish_reason   null but in the choice's last chunk
+    finish_reason   only set in the choice's last chunk
     """
 
     index: int
@@ -389,10 +388,10 @@ class CompletionChunkChoice(ChunkChoiceFields, kw_only=True):
 class ChunkFields(ResponseHead, kw_only=True):
     """An event of a stream.
 
-    usage       where `stream_options` ask for it
+    usage       if `stream_options` request it
     metrics     in the last chunk
     timings     in the last chunk
-    obfuscation  of events that are padded
+    obfuscation  in padded events
     """
 
     obfuscation: str | UnsetType = UNSET
@@ -414,7 +413,7 @@ class CompletionChunk(ChunkFields, tag_field="object", tag="text_completion", kw
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
-    """annotations and, unless they were asked for, logprobs are empty."""
+    """A text of the response. annotations are empty, and logprobs unless requested."""
 
     text: str
     annotations: list[None]
@@ -436,7 +435,7 @@ class OutputMessage(OutputItem, tag="message", kw_only=True):
 
 
 class OutputReasoning(OutputItem, tag="reasoning", kw_only=True):
-    """What the model thought; there is no summary of it."""
+    """The model's reasoning, without a summary."""
 
     content: list[ReasoningText]
     summary: list[None]
@@ -454,7 +453,7 @@ AnyOutput = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputDetails(Struct):
-    """cache_write_tokens are always 0: the prefix cache is free."""
+    """Details of the input's tokens. `cache_write_tokens` is always 0: the prefix cache is free."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -487,14 +486,14 @@ class ReasoningSettings(Struct):
 
 
 class ResponseObject(Struct, tag_field="object", tag="response", kw_only=True):
-    """A response: what was asked for, as it is done, and the output.
+    """A response: the resolved settings of the request, and the output.
 
-    usage           null until all of the output is there
-    metrics         not before, either
-    timings         not before, either
-    stop_reason     the stop string, or the id of stop_token_ids, that ended it
-    seed            the same request with it has the same text
-    system_fingerprint  servers of the same one, given the same seed, have the same text
+    usage           null until the output is complete
+    metrics         once the output is complete
+    timings         once the output is complete
+    stop_reason     the stop string or the id of stop_token_ids that ended the text
+    seed            the same request with this seed returns the same text
+    system_fingerprint  equal fingerprints and seeds return equal texts
     """
 
     id: str
@@ -534,7 +533,7 @@ class ResponseObject(Struct, tag_field="object", tag="response", kw_only=True):
 
 
 class ResponseEvent(Struct, tag_field="type", kw_only=True):
-    """obfuscation is of events that are padded."""
+    """An event of a stream. Padded events have `obfuscation`."""
 
     sequence_number: int
     obfuscation: str | UnsetType = UNSET
@@ -575,7 +574,7 @@ class IncompleteEnd(StateEvent, tag="response.incomplete", kw_only=True):
 
 
 class FailedEnd(StateEvent, tag="response.failed", kw_only=True):
-    """An `error` event follows."""
+    """The end of a response that fails. An `error` event follows."""
 
 
 class ItemAdded(ItemEvent, tag="response.output_item.added", kw_only=True):

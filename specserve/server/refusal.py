@@ -1,4 +1,4 @@
-"""JSON responses, errors in OpenAI's shape, and the request errors that only HTTP has."""
+"""JSON responses, errors in OpenAI's format, and request errors that only HTTP has."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from starlette.responses import Response
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
 from specserve.server.protocol import Error, ErrorDetails
 
-MAX_ECHO = 200  # characters of the input that a refusal may repeat
+MAX_ECHO = 200  # maximum characters of the input that an error repeats
 
 
 class StatusError(RequestError):
-    """A request error with another status than 400."""
+    """A request error with a status other than 400."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None
@@ -26,8 +26,9 @@ class DeadlineExceeded(RequestError):
 
 
 class RateLimited(SpecserveError):
-    """An API key has a limit, which is reached. `kind` is OpenAI's type of the error: what there
-    are too many of. `retry_after` is in seconds.
+    """An API key has reached a limit.
+
+    `kind` is OpenAI's type of the error, "requests" or "tokens". `retry_after` is in seconds.
     """
 
     status, code = 429, "rate_limit_exceeded"
@@ -38,7 +39,7 @@ class RateLimited(SpecserveError):
 
 
 def cut(text: str) -> str:
-    """Shorten text from a request: an error must not be larger than its request."""
+    """Shorten text from a request, so that an error is not larger than its request."""
     return text if len(text) <= MAX_ECHO // 2 else f"{text[: MAX_ECHO // 2]}..."
 
 
@@ -54,17 +55,18 @@ def error_body(error: BaseException) -> Error:
         case SpecserveError():
             kind, code = "server_error", getattr(error, "code", None)
         case _:
-            # A bug: its message may hold anything, and goes to the log only.
-            message, kind, code = "the server failed; its log says why", "server_error", "internal"
+            # A bug: its message can contain secrets, so only the log has it.
+            message = "the server failed. Its log has the reason"
+            kind, code = "server_error", "internal"
     return Error(ErrorDetails(message, kind, param, code))
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """Headers that tell a client what to do: retry, authenticate, or use another method."""
+    """Return headers with the client's next action: retry, authenticate, or use another method."""
     match error:
         case Overloaded(retry_after=None):
             return {"Retry-After": "30", "x-should-retry": "false"}
-        case DeadlineExceeded():  # OpenAI's clients would ask again after a 408
+        case DeadlineExceeded():  # OpenAI's clients would retry after a 408
             return {"x-should-retry": "false"}
         case Overloaded() | RateLimited():
             return {"Retry-After": str(error.retry_after)}

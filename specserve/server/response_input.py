@@ -1,4 +1,4 @@
-"""The input and the tools of /v1/responses, which become the messages and tools of a chat."""
+"""Converts the input and tools of /v1/responses to the messages and tools of a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -14,11 +14,11 @@ from specserve.server.tools import FunctionName, ToolsAsked, read_tools
 State = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 PART_FIELDS = ["type", "text"]
-NULL_ONLY = "async", "caller", "encrypted_content", "namespace"  # fields of items at OpenAI
+NULL_ONLY = "async", "caller", "encrypted_content", "namespace"  # OpenAI's fields; must be null
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that items may have of answers, and that mean nothing in an input."""
+    """Fields that items have in responses, and that are ignored in an input."""
 
     type: str | None = None
     id: str | None = None
@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageItem(Item, frozen=True, kw_only=True):
-    """A message; its content is a text, or parts of types input_text or output_text."""
+    """A message. Its content is a text, or parts of type input_text or output_text."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -34,7 +34,7 @@ class MessageItem(Item, frozen=True, kw_only=True):
 
 
 class CallItem(Item, frozen=True, kw_only=True):
-    """A call of a function, as it was answered."""
+    """A call of a function, as in a response."""
 
     call_id: str
     name: FunctionName
@@ -42,7 +42,7 @@ class CallItem(Item, frozen=True, kw_only=True):
 
 
 class CallOutputItem(Item, frozen=True, kw_only=True):
-    """What a call returned, a text or parts of type input_text."""
+    """The result of a call: a text, or parts of type input_text."""
 
     call_id: str
     output: str | list[dict[str, Any]]
@@ -50,7 +50,7 @@ class CallOutputItem(Item, frozen=True, kw_only=True):
 
 
 class ReasoningItem(Item, frozen=True, kw_only=True):
-    """What the model thought before what follows; with a content the summary is left out."""
+    """Reasoning of the model before the next item. The summary is only used without content."""
 
     content: list[dict[str, Any]] = []
     summary: list[dict[str, Any]] = []
@@ -77,14 +77,14 @@ AnyItem = Annotated[
 def read_input(
     given: str | Sequence[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """The conversation as messages, which a chat may have; errors name the item."""
+    """Return the conversation as messages of a chat. Errors name the item."""
     messages = list[dict[str, Any]]()
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not given:
-        raise RequestError("input: give a text, or one item at least", "input")
+        raise RequestError("input: empty. Send a text or at least one item", "input")
     for i, raw in enumerate(given):
         add(messages, read_item(raw, f"input[{i}]"), f"input[{i}]")
     return messages
@@ -95,7 +95,8 @@ def read_item(raw: dict[str, Any], path: str) -> Item:
     name = "message" if name is None else name
     if not isinstance(name, str) or name not in ITEMS:
         raise RequestError(
-            f"{path}.type: {', '.join(ITEMS)} are read, not {cut(str(name))!r}", f"{path}.type"
+            f"{path}.type: {cut(str(name))!r} is not supported. Send one of {', '.join(ITEMS)}",
+            f"{path}.type",
         )
     kind = ITEMS[name]
     for key, value in raw.items():
@@ -104,13 +105,13 @@ def read_item(raw: dict[str, Any], path: str) -> Item:
     for field in msgspec.structs.fields(kind):
         if field.required and raw.get(field.name) is None:
             where = f"{path}.{field.name}"
-            raise RequestError(f"{where}: missing in an item of type {name}", where)
+            raise RequestError(f"{where}: missing. Items of type {name} need it", where)
     known = {key: value for key, value in raw.items() if key in fields(kind)}
     return from_fields(known, kind, f"{path}.")
 
 
 def add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    """Append the message of an item, or add to the answer that it is a part of."""
+    """Append the message of an item, or add the item to the last message of the assistant."""
     match item:
         case MessageItem(role="assistant", content=content):
             answer = unfinished(messages, "content", "tool_calls")
@@ -118,7 +119,7 @@ def add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
         case MessageItem(role=role, content=content):
             text = text_of(content, f"{path}.content")
             if role != "user" and [m["role"] for m in messages] == ["system"]:
-                messages[0]["content"] += f"\n\n{text}"  # templates have one system message
+                messages[0]["content"] += f"\n\n{text}"  # templates allow one system message
             else:
                 messages.append({"role": role, "content": text})
         case CallItem(call_id=id, name=name, arguments=arguments):
@@ -135,7 +136,7 @@ def add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
 
 
 def unfinished(messages: list[dict[str, Any]], *lacking: str) -> dict[str, Any]:
-    """The last message, if it is an answer that lacks these fields; else a new answer."""
+    """Return the last message if it is an assistant's without these fields; else append one."""
     if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & {*lacking}:
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -151,7 +152,7 @@ def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind not in TEXTS:
         raise RequestError(
-            f"{path}.type: only text is read, not {cut(str(kind))!r}", f"{path}.type"
+            f"{path}.type: {cut(str(kind))!r} is not supported. Send text", f"{path}.type"
         )
     for key in part:
         if key not in PART_FIELDS:
@@ -160,10 +161,10 @@ def read_part(part: dict[str, Any], path: str) -> str:
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call.
+    """A function that the model can call.
 
-    parameters      a JSON schema of its arguments, an object
-    strict          true: the arguments fit it
+    parameters      a JSON schema of the arguments, an object
+    strict          true enforces the schema
     """
 
     type: Literal["function"]
@@ -183,13 +184,13 @@ def read_flat_tools(
     choice: str | dict[str, Any] | None,
     is_parallel: bool | None,
 ) -> ToolsAsked:
-    """The three fields of tools, as a chat has them. A function's fields are the tool's own."""
+    """Read the three fields of tools. A function's fields are directly in the tool."""
     given = [as_in_chats(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     if isinstance(choice, dict):
         choice = choice_in_chats(choice)
     try:
         return read_tools(given, choice, is_parallel)
-    except RequestError as e:  # with a chat's paths
+    except RequestError as e:  # its path is a chat's
         param = (e.param or "").replace(".function", "") or None
         raise RequestError(str(e).replace(".function", ""), param) from e
 
@@ -197,7 +198,7 @@ def read_flat_tools(
 def as_in_chats(given: dict[str, Any], path: str) -> dict[str, Any]:
     if given.get("type") != "function":
         raise RequestError(
-            f"{path}.type: only functions can be called, not {cut(str(given.get('type')))!r}",
+            f"{path}.type: {cut(str(given.get('type')))!r} is not supported. Send function",
             f"{path}.type",
         )
     tool = convert(given, FunctionTool, path)
@@ -208,6 +209,7 @@ def as_in_chats(given: dict[str, Any], path: str) -> dict[str, Any]:
 def choice_in_chats(given: dict[str, Any]) -> dict[str, Any]:
     if given.keys() != {"type", "name"} or given["type"] != "function":
         raise RequestError(
-            'tool_choice: none, auto, required or {"type": "function", "name": ...}', "tool_choice"
+            'tool_choice: send none, auto, required or {"type": "function", "name": ...}',
+            "tool_choice",
         )
     return {"type": "function", "function": {"name": given["name"]}}

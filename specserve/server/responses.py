@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat in the form of OpenAI's newer route; nothing is stored."""
+"""POST /v1/responses: a chat in the format of OpenAI's Responses API, without storage."""
 
 import secrets
 import time
@@ -59,18 +59,19 @@ from specserve.text.answer.formats import AnswerReader, PlainParser
 from specserve.text.grammars.structured_outputs import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
-STORED = "responses are not stored: send the whole conversation as input"
-IN_CHATS = "send the conversation to /v1/chat/completions, where it is supported"
+STORED = "the server does not store responses; send the whole conversation as input"
+IN_CHATS = "only /v1/chat/completions supports it; send the conversation there"
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 E = TypeVar("E", bound=ResponseEvent)
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer.
+    """The format of the text.
 
-    schema          a JSON schema, of type json_schema
-    strict          true: all objects of the schema are closed
-    name            has no effect, nor has description
+    schema          a JSON schema, for type json_schema
+    strict          true closes all objects of the schema
+    name            ignored
+    description     ignored
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -81,7 +82,7 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.schema is not None):
-            raise ValueError("schema: only with the type json_schema, which needs it")
+            raise ValueError("schema: required for the type json_schema, and only there")
 
     @property
     def asked(self) -> StructuredOutputsParams | None:
@@ -93,20 +94,20 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def echoed(self) -> dict[str, Any]:
-        """As responses repeat it."""
+        """The format as responses repeat it."""
         given = msgspec.structs.asdict(self)
         return {name: value for name, value in given.items() if value is not None}
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """verbosity is read past."""
+    """Settings of the text. `verbosity` is ignored."""
 
     format: TextFormat = TextFormat()
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """summary is read past: the reasoning itself is told."""
+    """Settings of reasoning. `summary` is ignored: responses contain the reasoning itself."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -114,24 +115,26 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ResponsesBody(Body, frozen=True, kw_only=True):
-    """A conversation, and how it is to be answered.
+    """A conversation, and settings of the response.
 
-    input           a text, or a list of items: messages, calls and what they returned, reasoning
-    instructions    a system message before it
-    max_output_tokens  most tokens of the answer, reasoning included; unset: the model's
+    input           a text, or a list of items: messages, calls and their results, reasoning
+    instructions    a system message before the input
+    max_output_tokens  maximum output tokens, including reasoning; unset: the model's
                     max_new_tokens, else the rest of the context
-    include         "message.output_text.logprobs" tells each token's logprob;
-                    "reasoning.encrypted_content" is read past, as reasoning is told openly
-    top_logprobs    with these logprobs: and those of so many likeliest tokens
-    text            format: the form of the answer
-    reasoning       how much the model is to think
-    chat_template_kwargs  values of names that the chat template reads
-    tools           functions that the model may call
+    include         "message.output_text.logprobs" returns the logprob of each token;
+                    "reasoning.encrypted_content" is ignored, because reasoning is not encrypted
+    top_logprobs    number of most likely tokens per position; needs the logprobs of include
+    text            format: the format of the text
+    reasoning       effort: the amount of reasoning
+    chat_template_kwargs  variables for the chat template
+    tools           functions that the model can call
     tool_choice     "none", "auto", "required" or {"type": "function", "name": ...}
-    parallel_tool_calls  false: one call at most
-    include_reasoning  false: the answer has no items of reasoning
-    metadata        up to 16 texts by name, which the answer repeats
-    user            repeated by the answer, as are safety_identifier and prompt_cache_key
+    parallel_tool_calls  false: at most one call
+    include_reasoning  false removes reasoning from the response
+    metadata        up to 16 texts by name, which the response repeats
+    user            repeated by the response
+    safety_identifier  repeated by the response
+    prompt_cache_key  repeated by the response
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -147,18 +150,18 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "truncation": ("disabled",),
     }
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
-        "best_of": "a response is one answer",
+        "best_of": "a response has one choice",
         "conversation": STORED,
-        "logprobs": f'they are told where include has "{LOGPROBS}"',
-        "max_completion_tokens": "it is max_output_tokens here",
-        "max_tokens": "it is max_output_tokens here",
-        "messages": "a response has input; send messages to /v1/chat/completions",
-        "n": "a response is one answer",
+        "logprobs": f'send include = ["{LOGPROBS}"]',
+        "max_completion_tokens": "send max_output_tokens",
+        "max_tokens": "send max_output_tokens",
+        "messages": "send input, or send messages to /v1/chat/completions",
+        "n": "a response has one choice",
         "previous_response_id": STORED,
-        "prompt": "prompts are not stored; send input",
+        "prompt": "the server does not store prompts; send input",
         "prompt_logprobs": IN_CHATS,
-        "reasoning_effort": "it is reasoning.effort here",
-        "response_format": "it is text.format here",
+        "reasoning_effort": "send reasoning.effort",
+        "response_format": "send text.format",
         "return_speculation_details": IN_CHATS,
         "return_token_ids": IN_CHATS,
         "return_tokens_as_token_ids": IN_CHATS,
@@ -180,7 +183,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()  # what `input` and `instructions` become
+    messages: tuple[dict[str, Any], ...] = ()  # from `input` and `instructions`
 
     @property
     def effort(self) -> tuple[str, str | None]:
@@ -208,7 +211,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
 
 class OpenItem:
-    """The last item of the output, while text is added to it. `item` has none of it."""
+    """The last item of the output, while text is added. `item` has no text yet."""
 
     def __init__(self, index: int, item: AnyOutput) -> None:
         self.index, self.item = index, item
@@ -220,13 +223,13 @@ class OpenItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where its text is, in events."""
+        """The fields of events that locate its text."""
         within = {} if isinstance(self.item, OutputCall) else {"content_index": 0}
         return {"item_id": self.item.id, "output_index": self.index} | within
 
     @property
     def part(self) -> OutputText | ReasoningText | None:
-        """Its text; None of a call, whose text is its arguments."""
+        """The part with its text; None for a call, whose text is its arguments."""
         match self.item:
             case OutputMessage():
                 return OutputText(self.text, [], self.logprobs)
@@ -241,7 +244,7 @@ class OpenItem:
 
 
 class ResponseFormatter:
-    """A `Formatter` of OpenAI's response object: the state that all of its events lead to."""
+    """A `Formatter` for OpenAI's response object and the events that build it."""
 
     def __init__(
         self,
@@ -257,17 +260,17 @@ class ResponseFormatter:
         self.num_top = asked.params.num_top
         self.is_long = self.num_top is not None
         self.namer = Namer(self.generation.stream.tokenizer, self.num_top or 0, has_ids=False)
-        self.output = list[AnyOutput]()  # items that are finished
+        self.output = list[AnyOutput]()  # finished items
         self.open: OpenItem | None = None
         self.num_chars = 0  # of the text so far
-        self.num_scored = 0  # tokens whose logprobs are sent, or are not of a message
+        self.num_scored = 0  # tokens whose logprobs are sent or dropped
         self.unsent = list[Any]()  # logprobs for the next text
-        self.number = 0  # of events so far
+        self.number = 0  # number of events so far
         self.head = self.echo(asked)
         completion.response_id = self.head["id"]
 
     def echo(self, asked: ResponsesBody) -> dict[str, Any]:
-        """The fields that are known before the first token: what was asked for, as it is done."""
+        """Return the fields that are known before the first token."""
         sampling, verbosity = self.generation.sampling, asked.text.verbosity or "medium"
         return {
             "id": identifier("resp"),
@@ -320,7 +323,7 @@ class ResponseFormatter:
         return encoded(each for delta in deltas for each in self.events(delta))
 
     def idle(self, choice: int) -> bytes:
-        if self.open is None:  # there is no item yet that anything could be added to
+        if self.open is None:  # no item has begun
             return COMMENT
         return b"".join(encoded([self.delta(self.open, "", [])]))
 
@@ -335,7 +338,7 @@ class ResponseFormatter:
             yield from self.events_of(self.parser.finish())
 
     def cut(self, text: str) -> Iterator[str]:
-        """A step's text, cut where tokens begin if it has logprobs."""
+        """Yield a step's text; with logprobs, split at the starts of tokens."""
         before, end = self.num_chars, self.num_chars + len(text)
         starts = self.generation.starts if self.num_top is not None else []
         while self.num_chars < end:
@@ -346,7 +349,7 @@ class ResponseFormatter:
             yield text[begin - before : self.num_chars - before]
 
     def score(self, number: int) -> None:
-        """Send the logprobs of tokens up to a number with the next text of a message."""
+        """Queue the logprobs of the first `number` tokens for the next text of a message."""
         if self.num_top is not None:
             its, new = self.generation, slice(self.num_scored, number)
             scored = ScoredTokens(its.token_ids[new], its.logprobs[new], its.starts[new])
@@ -372,7 +375,7 @@ class ResponseFormatter:
                     yield from self.add(text)
 
     def begin(self, kind: type[AnyOutput], prefix: str, **fields: Any) -> Iterator[ResponseEvent]:
-        """Begin another item, after the end of the last one."""
+        """End the last item, and begin a new one."""
         yield from self.close("completed")
         item = kind(id=identifier(prefix), status="in_progress", **fields)
         self.open = its = OpenItem(len(self.output), item)
@@ -404,7 +407,7 @@ class ResponseFormatter:
             return
         match its.item:
             case OutputMessage():
-                its.logprobs += self.unsent  # of tokens without text
+                its.logprobs += self.unsent  # logprobs of tokens without text
                 self.unsent, its_own = [], its.logprobs
                 yield self.event(TextDone, **its.place, text=its.text, logprobs=its_own)
             case OutputReasoning():
@@ -418,8 +421,8 @@ class ResponseFormatter:
         yield self.event(ItemDone, output_index=its.index, item=item)
 
     def last_events(self) -> Iterator[ResponseEvent]:
-        """After the last text."""
-        if self.open is None and not self.output:  # an answer without any text
+        """Yield the events after the last text."""
+        if self.open is None and not self.output:  # a response without text
             yield from self.events_of([Content("")])
         is_cut = self.generation.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -431,7 +434,7 @@ class ResponseFormatter:
         yield self.event(IncompleteEnd if is_cut else Completed, response=state)
 
     def failing(self, error: Exception) -> Iterator[ResponseEvent]:
-        """Of an answer that fails; clients raise the second one."""
+        """Yield the events of a failed response. Clients raise the second one."""
         its = error_body(error).error
         failed = self.response("failed", error=ResponseError("server_error", its.message))
         yield self.event(FailedEnd, response=failed)
@@ -446,9 +449,7 @@ class ResponseFormatter:
         return last.response
 
     def usage(self) -> ResponseUsage:
-        """The Responses API has other names for what chats count. Tokens of the reasoning include
-        those of its markers.
-        """
+        """Return the usage. Tokens of reasoning include its markers."""
         counts, num_reasoning = usage_of(self.completion), 0
         if self.has_reasoning:
             num_reasoning = bisect_left(self.generation.starts, self.parser.num_reasoning)
@@ -491,11 +492,11 @@ def read_responses(raw: bytes) -> tuple[ResponsesBody, ToolsAsked]:
     body = read(raw, ResponsesBody)
     if body.top_logprobs and LOGPROBS not in body.include:
         raise RequestError(
-            f'top_logprobs: only with logprobs; let include have "{LOGPROBS}"', "top_logprobs"
+            f'top_logprobs: needs logprobs. Add "{LOGPROBS}" to include', "top_logprobs"
         )
     tools = body.tools, body.tool_choice, body.parallel_tool_calls
-    said = read_input(body.input, body.instructions)
-    messages = tuple(read_message(message, "input") for message in said)
+    given = read_input(body.input, body.instructions)
+    messages = tuple(read_message(message, "input") for message in given)
     return msgspec.structs.replace(body, messages=messages), read_flat_tools(*tools)
 
 

@@ -1,4 +1,4 @@
-"""The routes, as a table, and the functions of those that tell what the server is and does."""
+"""The table of routes, and the routes that report on the server."""
 
 import asyncio
 from functools import cache
@@ -81,10 +81,7 @@ def card(service: Service) -> ModelCard:
 
 
 def details(served: ServedModel) -> dict[str, Any]:
-    """Fields that OpenAI lacks: whose code computes the model, the drafter, its limit and sources,
-    the head, the forms of weights and KV, how tool calls and reasoning are read, and which models
-    are scaled demos.
-    """
+    """Return the fields of a loaded model that OpenAI lacks, see `ModelCard`."""
     fields = {
         "implementation": served.implementation,
         "row_invariant": served.row_invariant,
@@ -139,7 +136,7 @@ def described() -> dict[str, Any]:
 
 @cache
 def documents() -> tuple[bytes, str]:
-    """The OpenAPI document as JSON and as a page. To be called in a thread: it takes a while."""
+    """Return the OpenAPI document as JSON and as a page. Slow: call it in a thread."""
     return msgspec.json.encode(described()), page(described())
 
 
@@ -160,7 +157,7 @@ OPERATIONS = (
         "POST",
         "/v1/chat/completions",
         chat,
-        "Answer messages, through the model's own chat template",
+        "Generate from messages, with the model's chat template",
         ChatCompletion,
         ChatBody,
         chunk=ChatCompletionChunk,
@@ -182,7 +179,7 @@ OPERATIONS = (
         "POST",
         "/v1/responses",
         responses,
-        "Answer a conversation in the form of OpenAI's Responses API; nothing is stored",
+        "Generate with OpenAI's Responses API, without storage",
         ResponseObject,
         ResponsesBody,
         chunk=AnyEvent,
@@ -193,14 +190,14 @@ OPERATIONS = (
         "GET",
         "/v1/models",
         list_models,
-        "The model that is served, and its adapters",
+        "List the served model and its adapters",
         ModelList,
     ),
     Operation(
         "GET",
         "/v1/models/{id:path}",
         show_model,
-        "One of them, by its name",
+        "Show the model or an adapter by name",
         ModelCard,
         statuses=[404],
     ),
@@ -208,7 +205,7 @@ OPERATIONS = (
         "GET",
         "/v1/speculation",
         speculation,
-        "What guesses are chosen by: sources, limits, costs, calibration and the last plan",
+        "Show the settings and data of speculation: sources, limits, costs, acceptance, last plan",
         SpeculationStatus,
         statuses=WITH_ENGINE,
     ),
@@ -216,7 +213,7 @@ OPERATIONS = (
         "PATCH",
         "/v1/speculation",
         change_speculation,
-        "Change who guesses, and how much, while requests run; their texts stay the same",
+        "Change drafters and limits while requests run; texts stay the same",
         SpeculationStatus,
         Change,
         statuses=WITH_ENGINE,
@@ -226,7 +223,7 @@ OPERATIONS = (
         "POST",
         "/v1/speculation/draft-model",
         load_draft_model,
-        "Load a draft model beside the steps, and have it guess instead of the one there is",
+        "Load or replace the draft model; steps continue while it is loaded",
         SpeculationStatus,
         DraftModelBody,
         required=["model"],
@@ -237,7 +234,7 @@ OPERATIONS = (
         "DELETE",
         "/v1/speculation/draft-model",
         remove_draft_model,
-        "Go on without the draft model, whose memory is given back",
+        "Remove the draft model, and free its memory",
         SpeculationStatus,
         statuses=WITH_ENGINE,
         scope="speculation",
@@ -246,7 +243,7 @@ OPERATIONS = (
         "POST",
         "/v1/load_lora_adapter",
         load_adapter,
-        "Read a LoRA adapter beside the steps, and let requests choose it by name",
+        "Load a LoRA adapter; steps continue while it is loaded",
         ModelCard,
         LoadAdapterBody,
         required=["lora_name", "lora_path"],
@@ -257,7 +254,7 @@ OPERATIONS = (
         "POST",
         "/v1/unload_lora_adapter",
         unload_adapter,
-        "Let no more requests choose a LoRA adapter; the last one that has it frees its memory",
+        "Unload a LoRA adapter; running requests keep it",
         Deleted,
         UnloadAdapterBody,
         required=["lora_name"],
@@ -277,7 +274,7 @@ OPERATIONS = (
         "POST",
         "/tokenize",
         tokenize,
-        "Turn a prompt or messages into token ids",
+        "Convert a prompt or messages to token ids",
         TokenizeResponse,
         TokenizeBody,
         statuses=[503],
@@ -286,7 +283,7 @@ OPERATIONS = (
         "POST",
         "/detokenize",
         detokenize,
-        "Turn token ids into text",
+        "Convert token ids to text",
         DetokenizeResponse,
         DetokenizeBody,
         required=["tokens"],
@@ -296,7 +293,7 @@ OPERATIONS = (
         "GET",
         "/health",
         ready,
-        "Whether the model is loaded and the server does not drain",
+        "Report readiness: the model is loaded, and the server is not shutting down",
         Status,
         statuses=[503],
         unavailable=Status,
@@ -323,24 +320,24 @@ OPERATIONS = (
         "GET",
         LIVENESS,
         live,
-        "Whether the engine process runs and steps",
+        "Report liveness: the engine process runs and completes steps",
         Status,
         statuses=[503],
         unavailable=Status,
         is_open=True,
     ),
-    Operation("GET", "/metrics", metrics, "Metrics for Prometheus", "text/plain"),
-    Operation("GET", "/version", version, "The version of specserve", Version),
+    Operation("GET", "/metrics", metrics, "Return metrics for Prometheus", "text/plain"),
+    Operation("GET", "/version", version, "Show the version of specserve", Version),
     Operation(
         "GET",
         "/openapi.json",
         openapi,
-        "This document",
+        "Return this document",
         dict[str, Any],
         is_open=True,
     ),
-    Operation("GET", "/docs", docs, "This document as a page", "text/html", is_open=True),
+    Operation("GET", "/docs", docs, "Show this document as a page", "text/html", is_open=True),
 )
-# What they answer is the same for every server and client, but for whether the engine runs.
 SCOPES = {(o.method, o.path): o.scope for o in OPERATIONS if o.scope}
+# Open routes are the same for every server and client, except for liveness.
 OPEN = frozenset([*(o.path for o in OPERATIONS if o.is_open), *PAGES, *PARTS])

@@ -1,4 +1,4 @@
-"""`specserve serve`: start-up beside the engine process, and graceful shutdown."""
+"""`specserve serve`: start-up in parallel to the engine process, and graceful shutdown."""
 
 import asyncio
 import logging
@@ -47,30 +47,30 @@ from specserve.server.tracing import Tracer, start_tracing
 from specserve.text.answer.formats import Formats, find_formats
 from specserve.text.tokenizer import Tokenizer
 
-ENGINE_DIED = 70  # the exit code; EX_SOFTWARE of sysexits.h
-FLUSH_SECONDS = 5.0  # for the last bytes to reach clients at shutdown
+ENGINE_DIED = 70  # exit code; EX_SOFTWARE of sysexits.h
+FLUSH_SECONDS = 5.0  # maximum seconds to send the last bytes at shutdown
 
 log = logging.getLogger("specserve")
 
 
 class EngineDiedWhileUp(EngineDied):
-    """Its error is a line of the log, as it does not end a start."""
+    """The engine died after start-up. The error goes to the log instead of plain stderr."""
 
 
 class Start(NamedTuple):
-    """What `specserve serve` has done before this module was imported."""
+    """The results of `specserve serve` before the import of this module."""
 
     config: Config
     folders: Folders
     engines: ForkServer
-    spawned: Spawned  # the first of them
+    spawned: Spawned  # the first engine process
     listener: socket.socket
     started_at: float  # perf_counter
     tls: TLS | None = None
 
 
 def serve(start: Start) -> int:
-    """Serve until a signal comes or the engine dies; returns the exit code."""
+    """Serve until a signal arrives or the engine dies, and return the exit code."""
     return_freed_memory()
     switch_threads_often()
     keep_stderr_from_blocking()
@@ -94,7 +94,7 @@ async def run(start: Start) -> int:
     service = Service(start.config, engine)
     tracer = start_tracing(os.environ, service.name)
     server = Server(service, start.tls, tracer)
-    await engine.connect()  # last: messages that have arrived by now are handled at once
+    await engine.connect()  # last, because waiting messages are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
     watching = asyncio.create_task(engine.watch(start.config.server.hang_seconds))
@@ -103,7 +103,7 @@ async def run(start: Start) -> int:
     try:
         await asyncio.wait((living, signalled), return_when=asyncio.FIRST_COMPLETED)
         if living.done():
-            living.result()  # raises what ended it
+            living.result()  # raises its error
         return await drain(service, server)
     finally:
         living.cancel()
@@ -118,14 +118,14 @@ async def run(start: Start) -> int:
 
 
 async def live(service: Service, start: Start) -> NoReturn:
-    """Load, and serve until the engine dies."""
+    """Load the model, and wait until the engine dies."""
     ready = await load(service, start)
     seconds = perf_counter() - start.started_at
     url = url_of(start.listener.getsockname(), "http" if start.tls is None else "https")
     for line in introduction(service, ready, url, seconds):
         tell(line, number=1)
     await service.engine.died.wait()
-    raise EngineDiedWhileUp("the engine process has ended, and so does this one")
+    raise EngineDiedWhileUp("the engine process has ended. The server exits")
 
 
 async def load(service: Service, start: Start) -> Ready:
@@ -171,7 +171,7 @@ async def load(service: Service, start: Start) -> Ready:
 
 
 async def load_adapter(engine: EngineClient, folder: str) -> AdapterRef:
-    """An adapter of the start; another engine process reads it where one dies."""
+    """Load an adapter at start-up. Retry if the engine process dies meanwhile."""
     while True:
         try:
             return await engine.load_adapter(folder)
@@ -181,8 +181,8 @@ async def load_adapter(engine: EngineClient, folder: str) -> AdapterRef:
 
 def adapters_words(service: Service) -> str:
     lora, known = service.config.lora, service.adapters.known
-    slots = f"up to {lora.num_slots} at once, of ranks up to {lora.max_rank}"
-    return f"adapters {', '.join(known) or 'may be loaded'}, {slots}"
+    slots = f"up to {lora.num_slots} at once, of rank up to {lora.max_rank}"
+    return f"adapters: {', '.join(known) or 'none loaded'}, {slots}"
 
 
 def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
@@ -197,19 +197,20 @@ def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
 
 
 async def drain(service: Service, server: "Server") -> int:
-    """Refuse requests and let answers end; a second signal or the time limit aborts them."""
+    """Refuse new requests, and wait for running ones until a second signal or the time limit."""
     service.is_draining = True
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
-        answers = "1 answer has" if number == 1 else f"{number} answers have"
-        log.info("%s %g s to end; another SIGTERM or SIGINT ends them at once", answers, seconds)
+        running = "1 request has" if number == 1 else f"{number} requests have"
+        log.info("%s %g s to finish; another SIGTERM or SIGINT aborts them", running, seconds)
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for completion in list(service.completions):
-        completion.end(Overloaded("the server has ended before the answer did", retry_after=None))
+        message = "the server shut down before the response was complete"
+        completion.end(Overloaded(message, retry_after=None))
     if service.engine.died.is_set():
-        raise EngineDiedWhileUp("the engine process has ended before its last answers did")
+        raise EngineDiedWhileUp("the engine process has ended before its last responses")
     if not again.done():
         return 0
     server.flush_seconds = 0.5
@@ -217,9 +218,7 @@ async def drain(service: Service, server: "Server") -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, except that signals are queued for `run` and `drain`, and handshakes have a
-    limit of time.
-    """
+    """uvicorn's server, with a queue of signals for `run` and `drain`, and limited handshakes."""
 
     flush_seconds = FLUSH_SECONDS
 
@@ -235,7 +234,7 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=60,  # seconds; clients close an idle connection before that
+            timeout_keep_alive=60,  # seconds; clients close idle connections earlier
             ssl_context_factory=None if tls is None else lambda *_: tls.context,
         )
         super().__init__(config)
@@ -246,9 +245,7 @@ class Server(uvicorn.Server):
         self.running_loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, except that a TLS handshake has as long as headers have, and that one that
-        fails is logged.
-        """
+        """Start as uvicorn, but limit the time of TLS handshakes, and log failed ones."""
         self.handle_other_signals()
         await self.lifespan.startup()
         its, loop = self.config, asyncio.get_running_loop()
@@ -266,21 +263,21 @@ class Server(uvicorn.Server):
         self.started = True
 
     def handle_other_signals(self) -> None:
-        """Those besides SIGTERM and SIGINT that end a process, unless they are ignored (nohup)."""
-        if current_thread() is main_thread():  # else Python allows no handlers
+        """Handle other signals that end a process, unless they are ignored (nohup)."""
+        if current_thread() is main_thread():  # Python forbids handlers in other threads
             for number in ENDING:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The others only begin a drain: systemd sends SIGHUP right after SIGTERM."""
+        """Queue a signal. A drain ignores all but SIGTERM and SIGINT: systemd also sends SIGHUP."""
         if self.is_signalled and sig not in AT_ONCE:
             return
         self.is_signalled = True
         self.running_loop.call_soon_threadsafe(self.signals.put_nowait, sig)
 
     async def leave(self, serving: "asyncio.Task[None]") -> None:
-        """Shut down: flush the last bytes, then abort connections that do not read them."""
+        """Shut down: send the last bytes, then abort connections that do not read them."""
         self.should_exit = True
         await asyncio.wait((serving,), timeout=self.flush_seconds)
         for connection in list(self.server_state.connections):
@@ -290,57 +287,55 @@ class Server(uvicorn.Server):
 
 
 def raise_file_limit(max_connections: int) -> None:
-    """Raise the limit on open files to the hard limit, as every connection is a file; warn where
-    that is too low.
+    """Raise the limit on open files to the hard limit, because every connection is a file.
+
+    Warn if the hard limit is too low.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = max_connections + SPARE + 64  # files that are no connections
+    needed = max_connections + SPARE + 64  # 64 files that are not connections
     if hard != resource.RLIM_INFINITY and hard < needed:
         log.warning(
-            "server.max_connections = %d needs %d open files, and %d are allowed: raise that limit "
+            "server.max_connections = %d needs %d open files, and %d are allowed. Raise the limit "
             "(ulimit -n), or lower the setting",
             *(max_connections, needed, hard),
         )
 
 
 def url_of(address: Sequence[object], scheme: str) -> str:
-    """Where this machine reaches a socket's address."""
+    """Return the URL of a socket's address on this machine."""
     host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
 
 def introduction(service: Service, ready: Ready, url: str, seconds: float) -> list[str]:
-    """The start-up message: model, drafter, memory, URL, and a curl command to try."""
-    config, told = service.config, service.served
+    """Return the start-up message: model, drafter, memory, URL, and a curl command to try."""
+    config, served = service.config, service.served
     sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
-    guesses = f"{sources}, up to {config.max_nodes} guesses a request and step"
+    limits = f"{sources}, up to {config.max_nodes} draft tokens per request and step"
     has_chat = bool(service.prompts.processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"
     chat = '{"messages": [{"role": "user", "content": "' + question + '"}]'
     body = chat if has_chat else '{"prompt": "def "'
     body += ', "max_tokens": 64, "temperature": 0, "stream": true}'
-    variant = (
-        "a row has other bits in other steps: no guesses and no prefix hits, as the text might "
-        "depend on them"
-    )
-    own_code = "computed by transformers' modules, run eagerly"
+    variant = "results of this model depend on the batch, so speculation and prefix caching are off"
+    own_code = "computed by transformers' modules in eager mode"
     route = "chat/completions" if has_chat else "completions"
     file = config.server.api_key_file
     first = f"grep -m 1 '^[^#]' {shlex.quote(file)}" if file else ""
     key = f' -H "Authorization: Bearer $({first})"' if file else ""
     return [
         f"serving {config.target} as {service.name}",
-        *(f"demo: {s.source}, padded to {s.like} compute (same text)" for s in told.scaled),
-        f"drafter {ready.drafter}{guesses if ready.drafter != 'none' else ', no guesses'}",
+        *(f"demo: {s.source}, padded to {s.like} compute (same text)" for s in served.scaled),
+        f"drafter {ready.drafter}{limits if ready.drafter != 'none' else ', speculation is off'}",
         *([adapters_words(service)] if config.lora.num_slots else []),
         *([own_code] if ready.implementation == "transformers" else []),
         *([variant] if ready.row_invariant is False else []),
-        *([told.formats.words] if has_chat else []),
+        *([served.formats.words] if has_chat else []),
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
-        f"{service.prompts.processor.max_model_len} tokens a request",
+        f"{service.prompts.processor.max_model_len} tokens per request",
         f"ready in {seconds:.1f} s at {url}",
-        f"open {url} in a browser, or ask by",
+        f"open {url} in a browser, or send a request:",
         f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
     ]

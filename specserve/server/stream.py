@@ -1,4 +1,4 @@
-"""Sends completions: as streams of server-sent events, in a few rhythms, or whole."""
+"""Sends completions as streams of server-sent events, or as whole responses."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
 COMMENT = b": waiting\n\n"
-MANY = 1 << 9  # logprobs that take a good part of a millisecond to write
-SIZE = 256  # bytes: the sizes of padded events are multiples of it
-LEAST = 2 * SIZE  # with room for the usual text of an event, so that most have this size
-ROOM = 96  # bytes of text that fit into it; further text waits for the next event
+MANY = 1 << 9  # logprobs; formatting more takes a large part of a millisecond
+SIZE = 256  # bytes; sizes of padded events are multiples
+LEAST = 2 * SIZE  # minimum bytes of a padded event; the usual text of an event fits
+ROOM = 96  # maximum bytes of text in such an event; further text waits for the next event
 
 log = logging.getLogger("specserve")
 
@@ -40,35 +40,35 @@ class Formatter(Protocol):
 
     @property
     def is_long(self) -> bool:
-        """Whether formatting all of it would delay streams."""
+        """Whether formatting the whole completion would delay streams."""
         ...
 
     def whole(self) -> msgspec.Struct: ...
 
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
-        """How many are written for these deltas."""
+        """Return the number of logprobs in the events of these deltas."""
         ...
 
     def beginning(self) -> list[bytes]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         ...
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]: ...
 
     def idle(self, choice: int) -> bytes:
-        """An event that adds nothing to a choice."""
+        """Return an event that adds nothing to a choice."""
         ...
 
     def ending(self, error: Exception | None) -> list[bytes]:
-        """The last events, after all text or an error."""
+        """Return the last events, after all text or an error."""
         ...
 
 
 class EventStream(Response):
-    """Streams a completion's events. The last ones report how it ended, or the error.
+    """Streams a completion's events. The last ones report its end or the error.
 
-    `write` is the only path to the connection. The completion calls it after a turn of the event
-    loop with new output, or a timer does. No task waits while nothing comes.
+    Only `write` sends to the connection. The completion calls it after turns of the event loop with
+    new output, or a timer calls it. No task waits for output.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class EventStream(Response):
         if limits.stream_flush == "interval":
             self.ticks = Ticks(len(completion.generations), limits.stream_interval_ms / 1e3)
             self.format = partial(self.ticks.format, formatter)
-        wish = asked.stream_options and asked.stream_options.include_obfuscation
-        self.is_padded = self.ticks is not None if wish is None else wish
+        option = asked.stream_options and asked.stream_options.include_obfuscation
+        self.is_padded = self.ticks is not None if option is None else option
         self.is_busy = False  # a thread formats events
         self.written_at = 0.0  # by the clock of the event loop
 
@@ -98,7 +98,7 @@ class EventStream(Response):
             raise
         if CONNECTION in scope:
             scope[CONNECTION].take_over(self.completion, scope[ENDS])
-            self.loop.call_soon(self.begin, scope[CONNECTION])  # when the application has returned
+            self.loop.call_soon(self.begin, scope[CONNECTION])  # after the application returns
             return
         sink = ASGISink(self.completion)
         self.begin(sink)
@@ -120,9 +120,9 @@ class EventStream(Response):
             self.write()
 
     def comment(self) -> None:
-        """Write a comment if nothing has come for a while, and set the timer again.
+        """Write a comment after a time without output, and set the timer again.
 
-        Steps, which come far more often, set no timer.
+        Steps do not reset the timer, because they are far more frequent.
         """
         seconds = self.service.limits.comment_seconds
         left = self.written_at + seconds - self.loop.time()
@@ -133,13 +133,13 @@ class EventStream(Response):
         self.timer = self.loop.call_later(left, self.comment)
 
     def tick(self) -> None:
-        """Write the events of a time of the interval. A client that reads slowly misses some."""
+        """Write the events of one interval. A client that reads slowly misses some intervals."""
         assert self.ticks is not None, "only an interval has ticks"
         self.timer = self.loop.call_at(self.ticks.next(), self.tick)
         self.write()
 
     def write(self) -> None:
-        """Write what has come, and the end after it, in one piece."""
+        """Write all new output, and the end after it, in one piece."""
         if self.is_busy or not self.sink.is_writable:
             return
         self.written_at, deltas = self.loop.time(), self.take()
@@ -159,9 +159,9 @@ class EventStream(Response):
         return [part for d in deltas for part in tokens_of(d)] if self.by_token else deltas
 
     def written(self, done: "asyncio.Future[list[bytes]]", is_over: bool) -> None:
-        """Send what a thread has formatted, and write what came meanwhile."""
+        """Send the events that a thread formatted, and write output that came meanwhile."""
         self.is_busy = False
-        if done.cancelled():  # the server ends
+        if done.cancelled():  # the server is shutting down
             self.sink.cut()
             self.end([])
             return
@@ -170,8 +170,8 @@ class EventStream(Response):
             self.completion.wake()
 
     def send(self, is_over: bool, format: Callable[..., list[bytes]], *deltas: Any) -> None:
-        """Send events. An error in formatting them becomes the last event, because a stream that
-        just ends looks complete.
+        """Send events. An error in formatting becomes the last event: otherwise the stream would
+        look complete.
         """
         try:
             events = format(*deltas)
@@ -205,12 +205,12 @@ class EventStream(Response):
 
     def stop(self) -> None:
         self.timer.cancel()
-        self.completion.on_output = None  # it refers to this
+        self.completion.on_output = None  # breaks a reference cycle
         self.completion.release()
 
 
 class ASGISink:
-    """The end of a stream at an ASGI server that is not ours, as `Connection` is at ours."""
+    """The sink of a stream at other ASGI servers, in place of a `Connection`."""
 
     def __init__(self, completion: LiveCompletion) -> None:
         self.completion, self.parts = completion, asyncio.Queue[bytes]()
@@ -235,27 +235,27 @@ class ASGISink:
 
 
 class Ticks:
-    """Events at a fixed interval from a stream's beginning, whether anything has come or not."""
+    """Sends events at a fixed interval from the start of a stream, also without new output."""
 
     def __init__(self, num_choices: int, seconds: float) -> None:
-        self.seconds, self.open = seconds, dict.fromkeys(range(num_choices))  # choices
+        self.seconds, self.open = seconds, dict.fromkeys(range(num_choices))  # choices not ended
         self.begun_at, self.number = asyncio.get_running_loop().time(), 0
-        self.waiting = list[ChoiceDelta]()  # tokens that are written later
+        self.waiting = list[ChoiceDelta]()  # tokens for later events
 
     def next(self) -> float:
-        """The next time, by the clock of the event loop."""
+        """Return the next time, on the clock of the event loop."""
         passed = (asyncio.get_running_loop().time() - self.begun_at) / self.seconds
         self.number = max(self.number, math.floor(passed)) + 1
         return self.begun_at + self.number * self.seconds
 
     def take(self, deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-        """What has room, of each choice all in one. The rest waits."""
+        """Return the tokens that fit into the next event of each choice. Others wait."""
         self.waiting += [part for delta in deltas for part in tokens_of(delta)]
         taken, self.waiting = with_room(self.waiting)
         return list(merged(taken).values())
 
     def format(self, formatter: Formatter, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        """An event for each choice that has not ended, an empty one if nothing has come."""
+        """Return an event for each choice that has not ended; empty without new output."""
         come, events = {delta.choice: delta for delta in deltas}, list[bytes]()
         for choice in [*self.open]:
             delta = come.get(choice)
@@ -266,7 +266,7 @@ class Ticks:
 
 
 def tokens_of(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
-    """A step as one part for each token; the last has the details of the whole step."""
+    """Split a step into one part per token. The last part has the details of the whole step."""
     if len(delta.token_ids) < 2:
         yield delta
         return
@@ -284,18 +284,18 @@ def tokens_of(delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
 
 
 def with_room(tokens: Sequence[ChoiceDelta]) -> tuple[list[ChoiceDelta], list[ChoiceDelta]]:
-    """Those whose text has room in an event of their choice, at least one of each, and the rest."""
+    """Split tokens: at least one per choice, up to the size of an event; and the rest."""
     taken, rest, held = list[ChoiceDelta](), list[ChoiceDelta](), dict[int, int]()
     for each in tokens:
         size = held.get(each.choice, 0) + len(msgspec.json.encode(each.text)) - 2
         has_room = size <= ROOM or each.choice not in held
-        held[each.choice] = size if has_room else ROOM + 1  # the order stays
+        held[each.choice] = size if has_room else ROOM + 1  # later tokens wait, too
         (taken if has_room else rest).append(each)
     return taken, rest
 
 
 def merged(deltas: Iterable[ChoiceDelta]) -> dict[int, ChoiceDelta]:
-    """By choice, all that has been added to it as one."""
+    """Merge the deltas of each choice."""
     all = dict[int, ChoiceDelta]()
     for new in deltas:
         old = all.get(new.choice)
@@ -314,8 +314,9 @@ def merged(deltas: Iterable[ChoiceDelta]) -> dict[int, ChoiceDelta]:
 
 
 def padded(event: bytes) -> bytes:
-    """An event with OpenAI's field `obfuscation`, or a comment, of a multiple of SIZE bytes and
-    LEAST or more.
+    """Pad an event (with OpenAI's field `obfuscation`) or a comment.
+
+    The result has at least LEAST bytes, and a multiple of SIZE.
     """
     if event.endswith(b"}\n\n"):
         begin, end = event[:-3] + b',"obfuscation":"', b'"}\n\n'
@@ -325,7 +326,7 @@ def padded(event: bytes) -> bytes:
         return event
     size = len(begin) + len(end)
     lacking = LEAST - size if size < LEAST else -size % SIZE
-    # Random letters and digits, because compression makes others small.
+    # Random digits, because compression would shrink constant ones.
     return begin + secrets.token_hex(LEAST // 2)[:lacking].encode() + end
 
 
@@ -340,7 +341,7 @@ def json_text(text: str) -> bytes:
 
 
 def escaped(payload: bytes) -> bytes:
-    """JSON without the line ends of Python's splitlines(), by which some clients split a stream."""
+    """Escape the line ends of Python's splitlines(), at which some clients split a stream."""
     if payload.isascii():
         return payload
     for end in "\u2028\u2029\u0085":
@@ -351,7 +352,7 @@ def escaped(payload: bytes) -> bytes:
 async def respond(
     request: Request, completion: LiveCompletion, formatter: Formatter, asked: Body
 ) -> Response:
-    """The response to a queued completion: a stream, or one JSON object once it has ended."""
+    """Return the response of a queued completion: a stream, or one JSON object after its end."""
     service: Service = request.app.state.service
     if asked.stream:
         return EventStream(completion, formatter, service, asked)
@@ -372,7 +373,7 @@ async def respond(
 
 @asynccontextmanager
 async def watched(completion: LiveCompletion, receive: Receive) -> AsyncIterator[None]:
-    """Abort the completion if the client disconnects during the block; then release it."""
+    """Abort the completion if the client disconnects during the block. Finally, release it."""
 
     async def watch() -> None:
         await disconnected(receive)
@@ -392,7 +393,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns; ClientDisconnect, with the work cancelled, if the client leaves."""
+    """Return the result of `work`. ClientDisconnect if the client leaves; this cancels `work`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(disconnected(request.receive))
     try:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids, and back."""
+"""POST /tokenize and /detokenize: convert text to token ids, and back."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -24,15 +24,15 @@ from specserve.server.tools import read_tools
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Either a prompt or messages; the other fields are those of completions and chats.
+    """Either a prompt or messages. Other fields are as in completions and chats.
 
-    add_special_tokens  the tokenizer adds its own; unset: to a prompt, not to messages
+    add_special_tokens  the tokenizer adds special tokens; unset: only to a prompt
     """
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[AnyMessage], SOME] | None = None
-    add_special_tokens: bool | None = None  # None: of a prompt, not of messages
+    add_special_tokens: bool | None = None  # None: only to a prompt
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids to turn into text."""
+    """Token ids to convert to text."""
 
     model: str | None = None
     tokens: list[int] | None = None
@@ -50,7 +50,7 @@ T = TypeVar("T", TokenizeBody, DetokenizeBody)
 
 
 def read_body(raw: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
-    """With the paths of fields without effect."""
+    """Read a body. Also return the paths of ignored fields."""
     given = decode_object(raw)
     past = drop_ignored(given)
     return checked_fields(given, kind), past
@@ -78,7 +78,7 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     asked, past = await asked_of(request, TOKENIZE)
     if (asked.prompt is None) == (asked.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
+        raise RequestError("prompt and messages: send one of them", "prompt")
     if asked.messages is not None:
         tools = read_tools(asked.tools, None, None)
         how = asked.add_generation_prompt, asked.continue_final_message
@@ -97,10 +97,11 @@ async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     asked, _ = await asked_of(request, DETOKENIZE)
     if asked.tokens is None:
-        raise RequestError("tokens: give a list of token ids", "tokens")
+        raise RequestError("tokens: missing. Send a list of token ids", "tokens")
     most = service.prompts.processor.max_model_len
     if len(asked.tokens) > most:
-        raise RequestError(f"tokens: {len(asked.tokens)} ids, and {most} are allowed", "tokens")
+        message = f"tokens: {len(asked.tokens)} ids. At most {most} are allowed"
+        raise RequestError(message, "tokens")
     ids = await service.prompts.in_thread(
         service.prompts.processor.read_ids, asked.tokens, "tokens"
     )

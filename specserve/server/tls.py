@@ -1,4 +1,4 @@
-"""HTTPS: the operator's certificate, which may be renewed, and the handshakes of connections."""
+"""HTTPS: loads and renews the operator's certificate, and limits handshakes of connections."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from specserve.errors import ConfigError
 from specserve.logs import Seldom
 
 log, handshake_log = logging.getLogger("specserve"), logging.getLogger("specserve.tls")
-handshake_log.addFilter(Seldom(1.0))  # anybody can make many handshakes fail
+handshake_log.addFilter(Seldom(1.0))  # clients can cause many failed handshakes
 
 
 class TLS:
-    """A context for connections, from files that are read again when they change."""
+    """A TLS context, from files that are read again after a change."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self.certificate, self.key = certificate, key
@@ -26,7 +26,7 @@ class TLS:
         self.context = self.loaded()
 
     def read_versions(self) -> list[tuple[int, int, int]]:
-        """What is different of each file after a change of it."""
+        """Return attributes of the files that differ after a change."""
         with reading(self.certificate):
             first = self.certificate.stat()
         with reading(self.key):
@@ -34,7 +34,7 @@ class TLS:
         return [(each.st_mtime_ns, each.st_size, each.st_ino) for each in (first, second)]
 
     def loaded(self) -> ssl.SSLContext:
-        """A context with the files; ConfigError if they are no certificate and its key."""
+        """Return a context with the files. ConfigError if they are not a certificate and a key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -51,70 +51,68 @@ class TLS:
             raise ConfigError(self.complaint(e)) from e
 
     def complaint(self, error: ssl.SSLError) -> str:
-        """Which file is wrong, and how."""
-        # NO_CERTIFICATE_ASSIGNED: key and certificate are of different algorithms.
+        """Return a message about the invalid file."""
+        # NO_CERTIFICATE_ASSIGNED: key and certificate have different algorithms.
         if error.reason in ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
             return (
-                f"{self.key}: is no key of the certificate {self.certificate}: name the one that "
-                "it was made with"
+                f"{self.key} is not the key of the certificate {self.certificate}. Set the key "
+                "that belongs to it"
             )
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.certificate)
         except ssl.SSLError:
-            return f"{self.certificate}: holds no certificate in PEM: check what the file holds"
-        return f"{self.key}: holds no key in PEM: check what the file holds"
+            return f"{self.certificate} contains no certificate in PEM format. Check the file"
+        return f"{self.key} contains no key in PEM format. Check the file"
 
     def refuse_password(self) -> NoReturn:
         raise ConfigError(
-            f"{self.key}: the key is encrypted, and nobody is there to type its password: store it "
-            "without (openssl pkey -in KEY -out PLAIN)"
+            f"{self.key}: the key is encrypted. Store it without a password (openssl pkey -in KEY "
+            "-out PLAIN)"
         )
 
     async def renew(self) -> NoReturn:
-        """Take up changed files for connections to come; what is wrong with them is logged once,
-        and connections have the certificate before.
-        """
+        """Use changed files for new connections. Invalid files are logged once and not used."""
         while True:
             await asyncio.sleep(5.0)
             try:
                 self.renew_once()
             except ConfigError as e:
-                log.warning("the certificate is not renewed, the one before is kept: %s", e)
+                log.warning("the certificate is not renewed; the old one stays in use: %s", e)
 
     def renew_once(self) -> None:
         versions = []
-        with suppress(ConfigError):  # a file that is gone is a change, too
+        with suppress(ConfigError):  # a missing file is a change, too
             versions = self.read_versions()
         if versions == self.versions:
             return
         self.versions = versions
-        self.loaded()  # first apart: a context is broken by a key that is not the certificate's
+        self.loaded()  # check first: a wrong key would break the context in use
         self.load(self.context)
         log.info("the certificate is renewed from %s", self.certificate)
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a ConfigError that names the file."""
+    """Convert an OSError of the block to a ConfigError that names the file."""
     try:
         yield
     except OSError as e:
         raise ConfigError(
-            f"{file}: cannot be read ({e.strerror}): check the path, and who may read it"
+            f"{file} cannot be read ({e.strerror}). Check the path and its permissions"
         ) from e
 
 
 def tls_of(limits: ServerConfig) -> TLS | None:
-    """None where HTTP is served without TLS; ConfigError for files that cannot be used."""
+    """Return the TLS context, or None without TLS. ConfigError for invalid files."""
     if limits.tls_certificate_file is None or limits.tls_key_file is None:
         return None
     return TLS(Path(limits.tls_certificate_file), Path(limits.tls_key_file))
 
 
 class Handshakes:
-    """Accepts connections, and makes their TLS handshakes.
+    """Accepts connections and performs their TLS handshakes.
 
-    asyncio's own server tells nobody of a handshake that fails.
+    asyncio's own server does not report failed handshakes.
     """
 
     def __init__(
@@ -125,8 +123,10 @@ class Handshakes:
         most: int,
         made: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`made` makes the protocol of a connection. A handshake may take so many `seconds`, and
-        `most` of them go on at a time: a connection is counted by its protocol after that.
+        """Accept connections of `listener`.
+
+        `made` creates the protocol of a connection. A handshake can take up to `seconds`, and at
+        most `most` run at once. Afterwards, the protocol counts the connection.
         """
         listener.setblocking(False)
         self.listener, self.context, self.seconds, self.made = listener, context, seconds, made
@@ -140,20 +140,20 @@ class Handshakes:
         self.accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for; uvicorn asks."""
+        """Return at once; uvicorn requires this method."""
 
     async def accept(self) -> NoReturn:
         while True:
             try:
                 client, address = await self.loop.sock_accept(self.listener)
-            except OSError as e:  # as of too many open files
+            except OSError as e:  # e.g. too many open files
                 handshake_log.warning("a connection could not be accepted: %s", e)
                 await asyncio.sleep(0.1)
                 continue
             if len(self.handshakes) >= self.most:
                 client.close()
                 handshake_log.info(
-                    "TLS handshake of %s refused: %d go on already", address[0], self.most
+                    "TLS handshake of %s refused: %d are running", address[0], self.most
                 )
                 continue
             handshake = asyncio.create_task(self.make(client, address))
@@ -172,8 +172,8 @@ class Handshakes:
     def reason(self, error: OSError) -> str:
         if isinstance(error, ssl.SSLError):
             if error.reason == "HTTP_REQUEST":
-                return "plain HTTP, where this port has HTTPS: ask by https://"
+                return "plain HTTP at an HTTPS port. Use https://"
             return (error.reason or str(error)).replace("_", " ").lower()
         if isinstance(error, ConnectionAbortedError):
-            return f"it has not ended within {self.seconds:g} s"
-        return "the client has closed the connection"
+            return f"not complete within {self.seconds:g} s"
+        return "the client closed the connection"

@@ -1,4 +1,4 @@
-"""Tools in the body of a chat: the functions that a model may call, and which it has to."""
+"""Tools in the body of a chat: the functions that a model can or must call."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +11,9 @@ from specserve.errors import RequestError
 from specserve.server.body import convert, refuse_unknown
 from specserve.server.refusal import cut
 
-MAX_TOOLS = 128
+MAX_TOOLS = 128  # per request
 MAX_BYTES = 1 << 18  # of all tools of a request, as JSON
-MAX_DEPTH = 64  # of a function's parameters
+MAX_DEPTH = 64  # of a function's parameters and arguments
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
 
@@ -26,7 +26,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """A call that is sent back; clients send its arguments as text, and may repeat them parsed."""
+    """A call that a client sends back, with arguments as text; some add the parsed arguments."""
 
     name: FunctionName
     arguments: str | dict[str, Any] = ""
@@ -34,7 +34,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
 
 class ToolsAsked(msgspec.Struct, frozen=True):
-    """A request's tools, as templates expect them, and whether the model has to call them.
+    """A request's tools, as templates expect them, and the choice of a tool.
 
     choice    "auto", "required" or a function's name
     """
@@ -47,12 +47,12 @@ class ToolsAsked(msgspec.Struct, frozen=True):
 
     @property
     def is_enforced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the response must be a call."""
         return bool(self.tools) and (self.is_named or self.choice == "required")
 
     @property
     def callable(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the choice leaves."""
+        """The tools that the choice allows."""
         if not self.is_named:
             return self.tools
         return tuple(tool for tool in self.tools if tool["function"]["name"] == self.choice)
@@ -62,22 +62,24 @@ NO_TOOLS = ToolsAsked()
 
 
 def read_tools(tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None) -> ToolsAsked:
-    """The fields `tools`, `tool_choice` and `parallel_tool_calls`, checked. Without tools, or with
-    the choice "none", nothing is asked for.
+    """Check the fields `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Return NO_TOOLS without tools, or for the choice "none".
     """
     given = tools or ()
     if len(given) > MAX_TOOLS:
-        raise RequestError(f"tools: {len(given)} of them, and {MAX_TOOLS} are allowed", "tools")
+        raise RequestError(f"tools: {len(given)} tools. At most {MAX_TOOLS} are allowed", "tools")
     functions = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     names = [function.name for function in functions]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise RequestError(
-                f"tools[{i}].function.name: there is another {name!r}", f"tools[{i}].function.name"
+                f"tools[{i}].function.name: {name!r} occurs twice. Rename one",
+                f"tools[{i}].function.name",
             )
     described = tuple(as_described(function) for function in functions)
     if (size := len(msgspec.json.encode(described))) > MAX_BYTES:
-        raise RequestError(f"tools: {size} bytes, and {MAX_BYTES} are allowed", "tools")
+        raise RequestError(f"tools: {size} bytes. At most {MAX_BYTES} are allowed", "tools")
     chosen, is_named = read_choice(choice, names)
     if chosen == "none":
         return NO_TOOLS
@@ -95,7 +97,7 @@ def read_tool(tool: Any, path: str) -> Function:
     where = f"{path}.function.parameters"
     parameters = function.parameters or {}
     if parameters.get("type", "object") != "object":
-        raise RequestError(f"{where}.type: arguments are an object: send that", f"{where}.type")
+        raise RequestError(f"{where}.type: not object. Send object", f"{where}.type")
     check_depth(parameters, MAX_DEPTH, where)
     return function
 
@@ -104,9 +106,9 @@ def check_type(given: Mapping[str, Any], path: str) -> None:
     if given.get("type", "function") != "function" or not isinstance(given.get("function"), dict):
         kind = cut(str(given.get("type")))
         is_flat = kind == "function" and "function" not in given
-        why = "its fields belong under function" if is_flat else f"{kind!r} cannot be called"
+        why = "the fields belong under function" if is_flat else f"{kind!r} is not supported"
         raise RequestError(
-            f'{path}: {why}: send {{"type": "function", "function": {{"name": ...}}}}', path
+            f'{path}: {why}. Send {{"type": "function", "function": {{"name": ...}}}}', path
         )
 
 
@@ -118,30 +120,30 @@ def check_keys(given: Mapping[str, Any], known: list[str], path: str) -> None:
 
 def check_depth(value: Any, most: int, path: str, depth: int = 0) -> None:
     if depth == most:
-        raise RequestError(f"{path}: nested more than {most} deep", path)
+        raise RequestError(f"{path}: nested more than {most} levels deep. Flatten it", path)
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             check_depth(item, most, path, depth + 1)
 
 
 def as_described(function: Function) -> dict[str, Any]:
-    """The tool for a template: as it was sent, but for `strict`, which is not for the model."""
+    """Return the tool for a template: as sent, without `strict`."""
     fields = msgspec.structs.asdict(function)
     del fields["strict"]
     return {"type": "function", "function": {k: v for k, v in fields.items() if v is not None}}
 
 
 def read_choice(choice: Any, names: Sequence[str]) -> tuple[str, bool]:
-    """The choice, and whether it is the name of a function."""
+    """Return the choice, and whether it is the name of a function."""
     if choice is None or choice in ("none", "auto"):
         return ("auto" if names else "none") if choice is None else choice, False
     if choice == "required":
         if not names:
-            raise RequestError("tool_choice: there are no tools to call: send tools", "tool_choice")
+            raise RequestError("tool_choice: needs tools. Send tools, too", "tool_choice")
         return "required", False
     if not isinstance(choice, dict):
         raise RequestError(
-            f"tool_choice: {cut(str(choice))!r} is none of none, auto, required and "
+            f"tool_choice: unknown choice {cut(str(choice))!r}. Send none, auto, required or "
             '{"type": "function", "function": {"name": ...}}',
             "tool_choice",
         )
@@ -152,7 +154,7 @@ def read_choice(choice: Any, names: Sequence[str]) -> tuple[str, bool]:
     if name not in names:
         known = ", ".join(names) or "none"
         raise RequestError(
-            f"tool_choice.function.name: {cut(str(name))!r} is none of the tools: there are "
+            f"tool_choice.function.name: unknown tool {cut(str(name))!r}. The tools are "
             f"{known:.500}",
             "tool_choice.function.name",
         )
@@ -160,8 +162,9 @@ def read_choice(choice: Any, names: Sequence[str]) -> tuple[str, bool]:
 
 
 def read_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls of an assistant's message, for a template: their arguments as objects or, if they are
-    none, as the text that was sent.
+    """Return the calls of an assistant's message, for a template.
+
+    Arguments are objects, or the original text if that is not a JSON object.
     """
     each = convert(calls, list[dict[str, Any]], path)
     return [read_call(call, f"{path}[{i}]") for i, call in enumerate(each)]
@@ -169,7 +172,7 @@ def read_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 def read_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     check_type(call, path)
-    # Streams tell an index, and clients keep it.
+    # Clients copy the index of calls from streams.
     check_keys(call, ["id", "type", "function", "index"], f"{path}.")
     function: CalledFunction = convert(call["function"], CalledFunction, f"{path}.function")
     where = f"{path}.function.arguments"

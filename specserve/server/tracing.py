@@ -1,4 +1,4 @@
-"""Spans of the generating routes for OpenTelemetry, by its conventions for generative AI."""
+"""OpenTelemetry spans of the generating routes, with its conventions for generative AI."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ OPERATIONS = {
 }
 ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-OFF = {  # of a request's parameters, the values that change nothing
+OFF = {  # parameters -> values without effect, which spans omit
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "top_k": 0,
@@ -34,7 +34,7 @@ failures.addFilter(Seldom(60.0))
 
 
 class Tracer:
-    """Makes the spans of a request when it has ended, from times that are noted in any case."""
+    """Creates the spans of a request after its end, from times that are always recorded."""
 
     def __init__(self, provider: Any, model: str) -> None:
         """`provider` is a TracerProvider of OpenTelemetry's SDK."""
@@ -45,7 +45,7 @@ class Tracer:
         self.tracer = provider.get_tracer("specserve", VERSION)
 
     def record(self, ended: EndedRequest) -> None:
-        """An Observed's observer."""
+        """Create the spans of a request. An observer of `Observed`."""
         operation = OPERATIONS.get(ended.scope["path"])
         if operation is None or ended.scope["method"] != "POST":
             return
@@ -53,7 +53,7 @@ class Tracer:
         now = time.time_ns(), time.perf_counter()
 
         def at(seconds: float) -> int:
-            """Nanoseconds since 1970 of a time that is in seconds of perf_counter."""
+            """Convert seconds of perf_counter to nanoseconds since 1970."""
             return now[0] - int(1e9 * (now[1] - seconds))
 
         span = self.tracer.start_span(
@@ -61,7 +61,7 @@ class Tracer:
             context=self.extract(Request(ended.scope).headers),
             kind=self.trace.SpanKind.SERVER,
             attributes=dict(self.attributes(ended, operation, completion)),
-            start_time=at(ended.resume),
+            start_time=at(ended.received_at),
         )
         if ended.status >= 500 or (completion is not None and completion.error is not None):
             span.set_status(self.trace.StatusCode.ERROR)
@@ -93,14 +93,14 @@ class Tracer:
             yield from answer_attributes(completion, self.model)
 
     def close(self) -> None:
-        """Send the last spans, as far as the collector takes them soon."""
+        """Send the last spans, for at most 0.8 s."""
         closing = Thread(target=self.provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(0.8)
 
 
 def error_type(ended: EndedRequest, completion: LiveCompletion | None) -> str | None:
-    """Why there is no whole answer: the status where no error is known. None if there is one."""
+    """Return the reason of an incomplete response, else its error status; None for a success."""
     if completion is not None and completion.has_left:
         return "client_left"
     if completion is not None and completion.error is not None:
@@ -109,7 +109,7 @@ def error_type(ended: EndedRequest, completion: LiveCompletion | None) -> str | 
 
 
 def asked_attributes(completion: LiveCompletion) -> Iterator[tuple[str, Any]]:
-    """The parameters of a request, as resolved."""
+    """Yield the resolved parameters of a request."""
     sampling = completion.firsts[0].sampling
     yield "gen_ai.request.max_tokens", sampling.max_tokens
     yield "gen_ai.request.temperature", sampling.temperature
@@ -141,29 +141,29 @@ def answer_attributes(completion: LiveCompletion, model: str) -> Iterator[tuple[
 
 
 def phases(completion: LiveCompletion) -> list[tuple[str, float, float]]:
-    """[begin, end) in seconds of perf_counter, of a completion that has tokens."""
-    resume = [g for g in completion.generations if g.first_token_at]
-    arrived, admitted = completion.arrived.at, min(g.admitted_at for g in resume)
-    first, last = min(g.first_token_at for g in resume), max(g.last_token_at for g in resume)
+    """Return phases of a completion with tokens: names, and [begin, end) of perf_counter."""
+    started = [g for g in completion.generations if g.first_token_at]
+    arrived, admitted = completion.arrived.at, min(g.admitted_at for g in started)
+    first, last = min(g.first_token_at for g in started), max(g.last_token_at for g in started)
     admitted = max(arrived, admitted)
     return [("queue", arrived, admitted), ("prefill", admitted, first), ("decode", first, last)]
 
 
 def is_asked(environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's own variables ask for spans."""
+    """Whether OpenTelemetry's environment variables turn spans on."""
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_none = environ.get("OTEL_TRACES_EXPORTER") == "none"
     return not is_disabled and not is_none and any(environ.get(name) for name in ENDPOINTS)
 
 
 def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
-    """None where nobody asks for spans, and, with a warning, without the packages of the extra."""
+    """Return a tracer; None if spans are off, or (with a warning) if packages are missing."""
     if not is_asked(environ):
         return None
-    warn_of_what_is_not_done(environ)
+    warn_of_unsupported(environ)
     name, where = endpoint_of(environ)
     if not where.lower().startswith(("http://", "https://")):
-        log.warning("%s = %r: no traces are sent: write it as http://HOST:PORT", name, where)
+        log.warning("%s = %r: not a URL, so no traces are sent. Use http://HOST:PORT", name, where)
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -171,21 +171,21 @@ def start_tracing(environ: Mapping[str, str], model: str) -> Tracer | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as e:
-        log.warning("no traces are sent (%s): pip install 'specserve[otel]'", e)
+        log.warning("no traces are sent (%s). Run pip install 'specserve[otel]'", e)
         return None
     report_failures(where)
     own = Resource({"service.name": "specserve", "service.version": VERSION})
-    told = Resource.create()
-    is_named = not str(told.attributes["service.name"]).startswith("unknown_service")
-    resource = own.merge(told) if is_named else told.merge(own)
-    # It would wait for a dead collector at the end of the process.
+    environment = Resource.create()
+    is_named = not str(environment.attributes["service.name"]).startswith("unknown_service")
+    resource = own.merge(environment) if is_named else environment.merge(own)
+    # shutdown_on_exit would wait for a dead collector at the end of the process.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracer(provider, model)
 
 
 class Failures(logging.Handler):
-    """Replaces lines of OpenTelemetry's exporter, which writes several for each batch."""
+    """Replaces the log lines of OpenTelemetry's exporter, which writes several per batch."""
 
     def __init__(self, where: str) -> None:
         super().__init__(logging.WARNING)
@@ -195,14 +195,14 @@ class Failures(logging.Handler):
         error = next((a for a in record.args or () if isinstance(a, Exception)), None)
         why = record.getMessage() if error is None else root_of(error)
         failures.warning(
-            "traces cannot be sent to %s (%s): tokens are not held up; start a collector there, or "
+            "traces cannot be sent to %s (%s). Responses are not affected. Start a collector, or "
             "set OTEL_TRACES_EXPORTER=none",
             *(self.where, why),
         )
 
 
 def root_of(error: BaseException) -> BaseException:
-    """What has been raised first: its words are short."""
+    """Return the first error of a chain, which has the shortest message."""
     before = error.__cause__ or error.__context__
     return error if before is None else root_of(before)
 
@@ -213,19 +213,21 @@ def report_failures(where: str) -> None:
 
 
 def endpoint_of(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that says where spans go, and what it says, without what may be secret."""
+    """Return the variable with the collector's URL, and the URL without secrets."""
     name = next(name for name in ENDPOINTS if environ.get(name))
     return name, re.sub(r"[^/]*@|\?.*", "", environ[name])  # without user, password and query
 
 
-def warn_of_what_is_not_done(environ: Mapping[str, str]) -> None:
+def warn_of_unsupported(environ: Mapping[str, str]) -> None:
     exporter = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if exporter != "otlp":
-        log.warning("OTEL_TRACES_EXPORTER = %r: traces are sent by otlp; or take none", exporter)
+        log.warning(
+            "OTEL_TRACES_EXPORTER = %r: sending with otlp instead. Set otlp or none", exporter
+        )
     protocol = next((environ[name] for name in PROTOCOLS if environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
         log.warning(
-            "%s = %r: traces are sent by http/protobuf; name a collector's port for that, as 4318",
+            "%s = %r: sending with http/protobuf instead. Use its port at the collector, e.g. 4318",
             PROTOCOLS[1],
             protocol,
         )

@@ -1,6 +1,6 @@
-"""The undocumented parts of uvicorn and httptools that are used, and a check for changes in them.
+"""Imports undocumented parts of uvicorn and httptools, and checks them for changes.
 
-Releases may change them without notice. The check fails at start-up, not during a request.
+Releases can change them without notice. The check fails at start-up, not during a request.
 """
 
 import dis
@@ -16,7 +16,7 @@ REMEDY = "pip install 'uvicorn>=0.54,<0.55' 'httptools>=0.9,<0.10'"  # as in pyp
 
 def changed(what: str) -> ConfigError:
     versions = f"uvicorn {version('uvicorn')} with httptools {version('httptools')}"
-    return ConfigError(f"{versions} cannot be used, as {what} has changed: {REMEDY}")
+    return ConfigError(f"{versions} cannot be used, because {what} changed. Run {REMEDY}")
 
 
 try:
@@ -76,7 +76,7 @@ ATTRIBUTES: dict[type, str] = {
 
 
 def changes() -> Iterator[str]:
-    """The names of all parts that differ from what this package expects."""
+    """Yield the names of all parts that differ from the expected ones."""
     for owner, methods in METHODS.items():
         for name, parameters in methods.items():
             method = vars(owner).get(name)
@@ -85,18 +85,18 @@ def changes() -> Iterator[str]:
     for owner, names in ATTRIBUTES.items():
         assigned = assigned_by(owner)
         yield from (f"{owner.__name__}.{name}" for name in names.split() if name not in assigned)
-    if not tells_where_an_upgrade_ends():
+    if not reports_end_of_upgrade():
         yield "httptools.HttpParserUpgrade"
 
 
 def assigned_by(owner: type) -> set[str]:
-    """The names of attributes that its methods assign."""
+    """Return the names of attributes that its methods assign."""
     methods = filter(inspect.isfunction, vars(owner).values())
     steps = chain.from_iterable(map(dis.get_instructions, methods))
     return {step.argval for step in steps if step.opname == "STORE_ATTR"}
 
 
-def tells_where_an_upgrade_ends() -> bool:
+def reports_end_of_upgrade() -> bool:
     head = b"CONNECT a:1 HTTP/1.1\r\n\r\n"
     try:
         HttpRequestParser(object()).feed_data(head + b"rest")
@@ -106,7 +106,7 @@ def tells_where_an_upgrade_ends() -> bool:
 
 
 def check() -> None:
-    """ConfigError where anything has changed."""
+    """ConfigError if any part has changed."""
     if found := list(changes()):
         raise changed(", ".join(found))
 

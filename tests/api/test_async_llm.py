@@ -260,7 +260,7 @@ REFUSED = {
     "no parameters": (("a", {"temperature": 0}), "not a SamplingParams"),
     "a wrong parameter": (("a", SamplingParams(temperature=-1)), "temperature"),
     "too long a prompt": (([5] * 9000,), "9000 tokens"),
-    "a name that is taken": (("a", None, "mine"), "another request has it"),
+    "a name that is taken": (("a", None, "mine"), "belongs to a running request"),
 }
 
 
@@ -306,7 +306,7 @@ def test_the_engine_is_a_process_that_ends_with_it_and_that_is_replaced_if_it_di
                 assert (await all_of(outputs))[-1].text == undisturbed.text
         with pytest.raises(EngineDied):
             await all_of(outputs)
-        with pytest.raises(EngineDied, match="make another"):
+        with pytest.raises(EngineDied, match="Create a new"):
             await anext(llm.generate("the cat"))
         await llm.close()
         return first

@@ -119,7 +119,7 @@ def test_the_best_choices_are_given_and_the_others_counted(llm):
     assert best.logprobs is best.choices[0].cumulative_logprob is None
     with pytest.raises(RequestError, match="best_of = 2 is less than n = 3"):
         llm.generate("a", SamplingParams(n=3, best_of=2))
-    with pytest.raises(RequestError, match="best_of: a stream is one choice's"):
+    with pytest.raises(RequestError, match="best_of: a stream returns one choice"):
         llm.stream("a", SamplingParams(best_of=2))
 
 
@@ -164,7 +164,7 @@ def test_parameters_and_prompts_come_by_vllms_names_too(llm):
     message = [{"role": "user", "content": "hi"}]
     (chat,) = llm.chat(message, sampling_params=GREEDY, use_tqdm=False)
     assert chat.token_ids == llm.chat([message], GREEDY)[0].token_ids
-    with pytest.raises(RequestError, match="give one"):
+    with pytest.raises(RequestError, match="Pass one"):
         llm.generate("the cat", GREEDY, sampling_params=GREEDY)
 
 
@@ -544,15 +544,15 @@ def test_ids_of_any_integer_type_are_ids(llm):
 
 REFUSED = {
     "nothing": ("", None, "no tokens"),
-    "bytes": (b"abc", None, "a string or a list of token ids"),
-    "no prompt at all": (None, None, "a string or a list of token ids"),
-    "a mapping": ([{"text": "a"}], None, "a string or a list of token ids"),
-    "a truth value": ([[True]], None, "True is no id"),
+    "bytes": (b"abc", None, "neither a string nor a list of token ids"),
+    "no prompt at all": (None, None, "neither a string nor a list of token ids"),
+    "a mapping": ([{"text": "a"}], None, "neither a string nor a list of token ids"),
+    "a truth value": ([[True]], None, "True is not a token id"),
     "params that are none": ("a", 0, "0 is not a SamplingParams"),
     "params as a dict": ("a", {"temperature": 0}, "not a SamplingParams"),
     "an id beyond the vocabulary": ([[320]], None, r"\[0, 320\)"),
     "a negative id": ([[-1]], None, r"\[0, 320\)"),
-    "a number that is no id": ([[1.5]], None, r"1\.5 is no id"),
+    "a number that is no id": ([[1.5]], None, r"1\.5 is not a token id"),
     "a lone surrogate": ("\ud800", None, "valid text"),
     "a temperature below zero": ("a", SamplingParams(temperature=-1), "temperature"),
     "two parameters for one prompt": ("a", [GREEDY, GREEDY], "1 prompts and 2"),
@@ -669,7 +669,7 @@ def test_choices_are_those_of_their_seeds_and_count_their_prompt_once(llm):
 
 
 def test_a_stream_is_of_one_choice(llm):
-    with pytest.raises(RequestError, match="n: a stream is one choice's"):
+    with pytest.raises(RequestError, match="n: a stream returns one choice"):
         llm.stream("the cat", SamplingParams(n=2))
 
 
@@ -793,7 +793,7 @@ def test_a_logits_processor_cannot_generate_with_the_same_llm(llm):
 
     stream = llm.stream("ab", GREEDY)
     first = next(stream)
-    with pytest.raises(RequestError, match="can only use another LLM"):
+    with pytest.raises(RequestError, match="cannot use the same LLM"):
         llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[ask])
     said = [token for _, ids in (first, *stream) for token in ids]
     assert said == llm.generate("ab", GREEDY)[0].token_ids

@@ -49,12 +49,12 @@ def test_adapters_come_and_go(llm, root):
     llm.load_lora_adapter("two", root / "two")
     base, one, two = texts(llm.generate([PROMPT] * 3, GREEDY, lora=[None, "one", "two"]))
     assert len({base, one, two}) == 3
-    with pytest.raises(ConfigError, match="an adapter has it; unload that first"):
+    with pytest.raises(ConfigError, match=r"belongs to another adapter\. Unload that first"):
         llm.load_lora_adapter("two", root / "one")
     llm.load_lora_adapter("two", root / "one", load_inplace=True)
     assert texts(llm.generate(PROMPT, GREEDY, lora="two")) == [one]
     llm.unload_lora_adapter("two")
-    with pytest.raises(RequestError, match=r"no adapter 'two': there are one; load it first"):
+    with pytest.raises(RequestError, match=r"unknown adapter 'two' \(loaded: one\)"):
         llm.generate(PROMPT, GREEDY, lora="two")
     with pytest.raises(RequestError, match="no adapter 'two'"):
         llm.unload_lora_adapter("two")
@@ -86,10 +86,10 @@ def test_what_is_at_a_path_is_read_once_however_the_path_is_written(llm, root, m
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"lora": ["one"]}, "lora: 2 prompts and 1: give one each"),
-        ({"lora": ["one", 3]}, "lora: 3 is no name of an adapter"),
-        ({"lora": "one", "lora_request": "one"}, "they choose the same; give one"),
-        ({"lora_request": LoRARequest("x", 1, "")}, "there is no adapter 'x'"),
+        ({"lora": ["one"]}, "lora: 2 prompts and 1 adapters. Pass one per prompt"),
+        ({"lora": ["one", 3]}, "lora: 3 is not the name of an adapter"),
+        ({"lora": "one", "lora_request": "one"}, "have the same meaning. Pass one"),
+        ({"lora_request": LoRARequest("x", 1, "")}, "unknown adapter 'x'"),
         ({"lora_request": LoRARequest("x", 1, "/missing")}, "/missing: no such folder"),
     ],
 )
@@ -110,9 +110,11 @@ def test_vllms_arguments_say_how_many_there_may_be(root):
 
 def test_without_slots_there_are_no_adapters(root):
     with LLM(root / "tiny", set=SETTINGS, progress=False) as llm:
-        with pytest.raises(ConfigError, match=r"start with lora\.max_loras"):
+        with pytest.raises(ConfigError, match=r"at once: lora\.max_loras"):
             llm.load_lora_adapter("one", root / "one")
-        with pytest.raises(RequestError, match=r"no adapter 'one': there can be no .*max_loras of"):
+        with pytest.raises(
+            RequestError, match=r"unknown adapter 'one': adapters are off.*max_loras"
+        ):
             llm.generate(PROMPT, GREEDY, lora="one")
 
 
@@ -149,7 +151,7 @@ def test_another_process_serves_them_as_well(root):
             each = (last(llm.generate(PROMPT, GREEDY, **how)) for how in asked)
             got = await asyncio.gather(*each)
             await llm.unload_lora_adapter("two")
-            with pytest.raises(RequestError, match="no adapter 'two': there are one, three"):
+            with pytest.raises(RequestError, match=r"unknown adapter 'two' \(loaded: one, three\)"):
                 await last(llm.generate(PROMPT, GREEDY, lora="two"))
             with pytest.raises(ConfigError, match="missing"):
                 await llm.load_lora_adapter("bad", root / "tiny")

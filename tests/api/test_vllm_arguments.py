@@ -93,15 +93,15 @@ def test_what_has_an_equal_setting_is_taken(folder, name):
 
 
 REFUSED = {  # argument, value -> words
-    "two GPUs": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*no equal here; leave"),
+    "two GPUs": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*no equivalent. Omit"),
     "true for one": ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
-    "functions": ({"logits_processors": [print]}, "give them to LLM.generate"),
-    "another name": ({"served_model_name": "mine"}, "an option of `specserve serve`"),
-    "processed logprobs": ({"logprobs_mode": "processed_logprobs"}, "leave logprobs_mode out"),
+    "functions": ({"logits_processors": [print]}, "pass them to LLM.generate"),
+    "another name": ({"served_model_name": "mine"}, "the option of `specserve serve`"),
+    "processed logprobs": ({"logprobs_mode": "processed_logprobs"}, "Omit logprobs_mode"),
     "room to swap": ({"swap_space": 8}, "swap_space=8"),
     "another tokenizer": ({"tokenizer": "elsewhere"}, "tokenizer='elsewhere'"),
-    "weights of its own": ({"quantization": "awq"}, "checkpoint says"),
-    "guesses": ({"speculative_config": {"method": "ngram"}}, "say drafter, and draft_model"),
+    "weights of its own": ({"quantization": "awq"}, "checkpoint defines"),
+    "guesses": ({"speculative_config": {"method": "ngram"}}, "use drafter, and draft_model"),
     "a wrong value": ({"max_model_len": "long"}, r"LLM\(max_model_len\)"),
     "a seed of 65 bits": ({"seed": 2**63}, f"LLM\\(seed={2**63}\\)"),
 }
@@ -128,7 +128,9 @@ def test_no_graphs_can_be_asked_for_where_there_are_none(folder, monkeypatch, ha
     if not has_gpu:
         AsyncLLM(folder, enforce_eager=True)
         return
-    with pytest.raises(ConfigError, match="steps on a GPU may be graphs; leave enforce_eager out"):
+    with pytest.raises(
+        ConfigError, match=r"steps on a GPU may use CUDA graphs\. Omit enforce_eager"
+    ):
         AsyncLLM(folder, enforce_eager=True)
 
 
@@ -145,8 +147,8 @@ def call(request, folder, llm):
 
 
 CALLS = {
-    "an adapter": ({"lora_request": 1}, "lora_request: 1 is no name of an adapter"),
-    "a template": ({"chat_template": "{{ 1 }}"}, r"name a file with LLM\(chat_template"),
+    "an adapter": ({"lora_request": 1}, "lora_request: 1 is not the name of an adapter"),
+    "a template": ({"chat_template": "{{ 1 }}"}, r"pass a file to LLM\(chat_template"),
     "priorities": ({"priority": [1]}, r"SamplingParams\(priority=\.\.\.\)"),
     "a function by itself": ({"logits_processors": print}, "logits_processors"),
 }
@@ -165,7 +167,7 @@ def test_a_misspelt_argument_of_a_call_is_reported_the_nearest_name(call):
 
 
 def test_functions_cannot_go_to_another_process(folder):
-    with pytest.raises(RequestError, match=r"lacks them; call LLM\.generate"):
+    with pytest.raises(RequestError, match=r"another process; call LLM\.generate"):
         AsyncLLM(folder).generate("a", logits_processors=[print])
 
 
@@ -238,9 +240,9 @@ def test_parameters_without_effect_are_taken():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"detokenize": False}, "not supported; leave detokenize out"),
-        ({"guided_decoding": "x"}, "give structured_outputs=StructuredOutputsParams"),
-        ({"logits_processors": [print]}, "give them to LLM.generate"),
+        ({"detokenize": False}, "not supported. Omit detokenize"),
+        ({"guided_decoding": "x"}, "use structured_outputs=StructuredOutputsParams"),
+        ({"logits_processors": [print]}, "pass them to LLM.generate"),
     ],
     ids=str,
 )

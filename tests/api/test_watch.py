@@ -69,14 +69,14 @@ def test_no_text_moves_the_cursor_or_hides_a_token(colors):
     [line] = tree_lines(step([9], [1], [0], tree), texts.__getitem__)
     assert ANSI.sub("", line) == "● ─── ␛[2J ─── ∅ ─── ␍⇥ ─── ���"
     assert harmless("a\x1b[2J\tb\n\x9b\u2066c") == "a�[2J\tb\n��c"
-    assert ANSI.sub("", legend(["\x1b[2J"])).startswith("guessed by �[2J")
+    assert ANSI.sub("", legend(["\x1b[2J"])).startswith("accepted draft tokens of �[2J")
 
 
 def test_words_and_legend(colors):
     assert step_words(7, step([318, 262, 5], [1, 2, 3], [3, 2, 0], TREE)) == (
-        "step 7: 4 guesses, 2 right, 3 new tokens"
+        "step 7: 4 draft tokens, 2 accepted, 3 new tokens"
     )
-    assert ANSI.sub("", legend(["ngram", "model"])).startswith("guessed by ngram, model;")
+    assert ANSI.sub("", legend(["ngram", "model"])).startswith("accepted draft tokens of ngram")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_without_colors_accepted_draft_tokens_are_in_brackets():
         "   └─ ,",
     ]
     assert legend(["ngram", "model"]) == (
-        "[accepted guesses] of ngram, model; a terminal shows by colors whose"
+        "[accepted draft tokens] of ngram, model; a terminal shows the source by color"
     )
 
 
@@ -122,10 +122,11 @@ def test_the_command_draws_every_step_and_the_whole_text(colors, capsys):
     assert plain.endswith(f"\n{output.text}\n")
     steps = output.speculation.details
     counts = [(len(s.tree.tokens), len(s.tree.accepted), len(s.tokens)) for s in steps]
-    told = re.findall(r"^step \d+: (\d+) guess(?:es)?, (\d+) right, (\d+) new tokens?", plain, re.M)
+    words = r"^step \d+: (\d+) draft tokens?, (\d+) accepted, (\d+) new tokens?"
+    told = re.findall(words, plain, re.M)
     assert [tuple(map(int, each)) for each in told] == counts
     assert sum(right for _, right, _ in counts) and "\x1b[1;32m" in out
-    assert "guessed by" in err
+    assert "accepted draft tokens of" in err
 
 
 def test_json_and_pictures_exclude_each_other(capsys):

@@ -237,9 +237,9 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(capsys, args):
 
 
 FLAGS = {  # of `vllm serve`
-    ("--max-model-len=99",): "\n--max-model-len: --set scheduler.max_model_len=... is the same\n",
-    ("--speculative-config", "{}"): "\n--speculative-config: say drafter, and draft_model or ",
-    ("--pipeline-parallel-size", "2"): "\n--pipeline-parallel-size: it has no equal here\n",
+    ("--max-model-len=99",): "\n--max-model-len: use --set scheduler.max_model_len=...\n",
+    ("--speculative-config", "{}"): "\n--speculative-config: use drafter, and draft_model or ",
+    ("--pipeline-parallel-size", "2"): "\n--pipeline-parallel-size: specserve has no equivalent\n",
 }
 
 

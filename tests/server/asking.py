@@ -93,7 +93,7 @@ def saying(num_tokens, ms=0, num_prompt=1, **fields):
 
 
 @contextlib.contextmanager
-def resume(server, body, path=COMPLETIONS):
+def started(server, body, path=COMPLETIONS):
     """A connection on which a request has been sent; its answer is not awaited."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     with contextlib.closing(connection):

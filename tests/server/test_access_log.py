@@ -11,7 +11,7 @@ import pytest
 from specserve import process
 from specserve.server.app import AccessLog
 from specserve.server.completion import EndedRequest
-from tests.server.asking import CHAT, COMPLETIONS, chat_body, is_running, resume, saying, streaming
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, is_running, saying, started, streaming
 from tests.server.server_process import ServerProcess, eventually
 
 ID = re.compile(r" \[[!-~]+\]$")
@@ -79,7 +79,7 @@ def test_a_client_that_left_is_warned_about(server, lines):
     [line] = lines()
     assert line.startswith(f"POST {COMPLETIONS} 200 N ms, 1 prompt tokens, ")
     assert line.endswith(" completed, TTFT N ms, client left")
-    with resume(server, saying(500, ms=20)):
+    with started(server, saying(500, ms=20)):
         eventually(lambda: is_running(server))
     assert lines(2)[1].startswith(f"POST {COMPLETIONS} 499 N ms, ")
 

@@ -426,7 +426,7 @@ HOSTILE = {
     "structured outputs": (with_field(structured_outputs={"regex": "("}), "structured_outputs"),
     "tools": (chat_with(tools=[TOOL]), "server.tool_parser"),
     "tools of a completion": ((COMPLETIONS, {"prompt": "a", "tools": [TOOL]}), "tools"),
-    "a forced tool": (chat_with(tool_choice="required"), "there are no tools"),
+    "a forced tool": (chat_with(tool_choice="required"), "needs tools"),
     "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
     "template arguments": (
         chat_with(chat_template_kwargs={"tokenize": True}),
@@ -458,11 +458,11 @@ HOSTILE = {
         "length <= 1024; up to 1024 token ids",
     ),
     "no allowed ids": (with_field(allowed_token_ids=[]), "allowed_token_ids"),
-    "allowed ids that are none": (with_field(allowed_token_ids=[-1]), "-1 is no token id"),
+    "allowed ids that are none": (with_field(allowed_token_ids=[-1]), "-1 is not a token id"),
     "ten thousand allowed ids": (with_field(allowed_token_ids=[1] * 10**4), "length <= 4096"),
     "an end and no more, too early": (
         with_field(allowed_token_ids=[1], stop_token_ids=[1], min_tokens=1),
-        "no token to draw",
+        "no token to sample",
     ),
     "thousands of bad words": (with_field(bad_words=["a"] * 10**4), "length <= 256"),
     "a long bad word": (with_field(bad_words=["a" * 257]), "bad_words[0]"),
@@ -486,7 +486,7 @@ HOSTILE = {
     "a prompt for a chat": (chat_with(prompt="a"), "to /v1/completions"),
     "a chat's logprobs": (with_field(top_logprobs=3), "send logprobs: 3"),
     "beams": (with_field(use_beam_search=True), "use_beam_search is not supported"),
-    "a misspelt field": (with_field(temprature=0), "did you mean temperature?"),
+    "a misspelt field": (with_field(temprature=0), "Did you mean temperature?"),
     "stop strings": (with_field(stop=["a"] * 5), "5 strings, and 4"),
     "more stop strings": (with_field(stop=["a"] * 17), "stop"),
     "an empty stop string": (with_field(stop=""), "stop"),
@@ -508,9 +508,9 @@ HOSTILE = {
     "two limits": (chat_with(max_completion_tokens=2), "max_completion_tokens"),
     "obfuscation of no stream": (
         with_field(stream_options={"include_obfuscation": True}),
-        "set stream",
+        "Set stream",
     ),
-    "options of no stream": (with_field(stream_options={"include_usage": True}), "set stream"),
+    "options of no stream": (with_field(stream_options={"include_usage": True}), "Set stream"),
     "a prompt longer than the model": (
         with_field(prompt=[1] * 300),
         "length is 128 tokens. However, the prompt has 300 tokens",
@@ -518,9 +518,9 @@ HOSTILE = {
     "a text far too long": (with_field(prompt="the cat " * 30_000), "at least"),
     "a text of nothing but spaces": (with_field(prompt=" " * 250_000), "length is 128 tokens"),
     "a talk longer than the model": (saying("a" * 400), "length is 128 tokens"),
-    "neither prompt nor messages": (("/tokenize", {}), "either prompt or messages"),
-    "a surrogate": (with_field(prompt="\ud800 and so on"), "no valid JSON"),
-    "a surrogate as a key": (with_field(**{"\udfff and so on": 1}), "no valid JSON"),
+    "neither prompt nor messages": (("/tokenize", {}), "send one of them"),
+    "a surrogate": (with_field(prompt="\ud800 and so on"), "not valid JSON"),
+    "a surrogate as a key": (with_field(**{"\udfff and so on": 1}), "not valid JSON"),
 }
 
 DEEP = b"[" * 50_000

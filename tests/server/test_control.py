@@ -129,7 +129,7 @@ def test_requests_may_name_the_sources_that_there_are_now(server):
     server.ask("PATCH", SPECULATION, {"sources": ["ngram", "suffix"]})
     assert server.post(CHAT, asked).status == 200
     server.ask("PATCH", SPECULATION, {"sources": ["ngram"]})
-    assert "there are ngram" in server.post(CHAT, asked).body["error"]["message"]
+    assert "(known: ngram)" in server.post(CHAT, asked).body["error"]["message"]
 
 
 def test_a_server_that_began_without_draft_tokens_can_make_some(folders, admin_keys):
@@ -158,14 +158,14 @@ def test_the_metrics_report_of_the_drafter_that_there_is_now(server):
 BROKEN = {
     "no field of that name": ("PATCH", SPECULATION, {"source": ["ngram"]}, "source"),
     "a type": ("PATCH", SPECULATION, {"sources": "ngram"}, "sources"),
-    "an unknown source": ("PATCH", SPECULATION, {"sources": ["luck"]}, "'luck' is neither"),
-    "a module": ("PATCH", SPECULATION, {"drafter": "this"}, "loads no code"),
+    "an unknown source": ("PATCH", SPECULATION, {"sources": ["luck"]}, "source 'luck'"),
+    "a module": ("PATCH", SPECULATION, {"drafter": "this"}, "loaded at start-up"),
     "a long name": ("POST", DRAFT_MODEL, {"model": "/" + 5000 * "x"}, "name too long"),
-    "code": ("PATCH", SPECULATION, {"drafter": "os:system"}, "loads no code"),
+    "code": ("PATCH", SPECULATION, {"drafter": "os:system"}, "loaded at start-up"),
     "too many": ("PATCH", SPECULATION, {"max_nodes": 64}, "max_nodes: "),
     "an unknown option": ("PATCH", SPECULATION, {"options": {"w": 2}}, "`w`"),
     "no JSON": ("PATCH", SPECULATION, b"{", "JSON"),
-    "no model": ("POST", DRAFT_MODEL, {}, "model: name"),
+    "no model": ("POST", DRAFT_MODEL, {}, "model: missing"),
     "a folder that is not there": ("POST", DRAFT_MODEL, {"model": "/no/such"}, "/no/such"),
     "no draft model to remove": ("PATCH", SPECULATION, {"sources": ["model"]}, "draft model"),
 }
@@ -215,7 +215,7 @@ def test_a_pipe_in_a_draft_models_folder_is_an_error_at_once(kept, folders, tmp_
 
 
 def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, tmp_path):
-    file, resume = tmp_path / "stderr", f"--admin-key-file={admin_keys}"
+    file, started = tmp_path / "stderr", f"--admin-key-file={admin_keys}"
     other = str(folders["other"])
     asked = [
         ("PATCH", SPECULATION, {"sources": ["ngram"], "max_nodes": 8}),
@@ -227,7 +227,7 @@ def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, 
     ]
     with (
         file.open("w") as stderr,
-        ServerProcess(folders["target"], resume, stderr=stderr) as server,
+        ServerProcess(folders["target"], started, stderr=stderr) as server,
     ):
         for number, (method, path, body) in enumerate(asked):
             server.ask(method, path, body, ADMIN | {"X-Request-Id": f"ask-{number}"})
@@ -238,13 +238,13 @@ def test_each_change_and_each_refusal_is_a_line_of_the_log(folders, admin_keys, 
 
 
 CHANGES = [
-    'is changed: sources ["ngram", "grammar", "prediction"] -> ["ngram"]; max_nodes 63 -> 8 [',
-    "stays as it is: 'luck\\x1b\\n' is neither built in",
-    'is changed: draft_model null -> {model}; quantize null -> "w8"; '
+    'changed: sources ["ngram", "grammar", "prediction"] -> ["ngram"]; max_nodes 63 -> 8 [',
+    "is unchanged: unknown drafter or source 'luck\\x1b\\n'",
+    'changed: draft_model null -> {model}; quantize null -> "w8"; '
     'sources ["ngram"] -> ["ngram", "model"] [',
-    'is changed: options {{}} -> {{"width": 2}} [',
-    "stays as it is: unknown field",
-    "is changed: nothing differs [",
+    'changed: options {{}} -> {{"width": 2}} [',
+    "is unchanged: unknown field",
+    "changed: nothing differs [",
 ]
 
 
@@ -341,9 +341,9 @@ def test_a_file_of_admin_keys_names_keys_and_their_scopes(admin_keys, tmp_path):
     }
     for text, why in {
         "": "no admin key",
-        "key all": "the scope 'all'",
-        "kéy": "beyond ASCII",
-        "key cache,": "the scope ''",
+        "key all": "the unknown scope 'all'",
+        "kéy": "not printable ASCII",
+        "key cache,": "the unknown scope ''",
     }.items():
         (tmp_path / "keys").write_text(text)
         with pytest.raises(ConfigError, match=why):

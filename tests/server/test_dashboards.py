@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.server.asking import COMPLETIONS, is_running, is_waiting, resume, saying
+from tests.server.asking import COMPLETIONS, is_running, is_waiting, saying, started
 from tests.server.server_process import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -60,9 +60,9 @@ def told(paced_threads):
     tight = {"server.max_queued_requests": 1, "scheduler.max_running": 1}
     with paced_threads(**tight) as server:
         assert server.post(COMPLETIONS, saying(2)).status == 200
-        with resume(server, saying(400, ms=50)):
+        with started(server, saying(400, ms=50)):
             eventually(lambda: is_running(server))
-            with resume(server, saying(1)):
+            with started(server, saying(1)):
                 eventually(lambda: is_waiting(server))
                 assert server.post(COMPLETIONS, saying(1)).status == 503
         labels = {}

@@ -55,8 +55,8 @@ def test_one_that_takes_too_long_delays_no_other_and_is_refused_at_its_deadline(
         for n in range(1, 9):
             await grammars.check(grammar(regex=f"a{{{n}}}"), FIELD, "")
         assert not stuck.done() and len(grammars.processes) == 2
-        assert "takes more than 0.8 s to compile" in await stuck
-        assert "takes more than 0.8 s to compile" in await refusal(grammars, STUCK[1])
+        assert "compiling takes more than 0.8 s" in await stuck
+        assert "compiling takes more than 0.8 s" in await refusal(grammars, STUCK[1])
         await grammars.check(grammar(regex="b"), FIELD, "")
 
     with_grammars(folder, test)
@@ -159,10 +159,10 @@ def test_what_was_not_found_out_is_not_kept(folder):
         stuck = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
         for _ in range(2):
             await end_at_work(grammars, signal.SIGKILL)
-        with pytest.raises(Overloaded, match="ended: ask again"):
+        with pytest.raises(Overloaded, match=r"ended\. Retry"):
             await stuck
         grammars.seconds = 0.05
-        with pytest.raises(Overloaded, match="need the CPU"):
+        with pytest.raises(Overloaded, match="the CPU is overloaded"):
             await grammars.check(STUCK[0], FIELD, "")
         assert grammars.verdicts.find(STUCK[0]) is None
 
@@ -233,7 +233,7 @@ def test_closing_ends_a_check_and_starts_no_other_process(folder):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         await grammars.close()
-        with pytest.raises(Overloaded, match="about to end"):
+        with pytest.raises(Overloaded, match="shutting down"):
             await stuck
         assert all(p.ended.is_set() for p in grammars.processes)
 
@@ -248,7 +248,7 @@ def test_a_check_whose_process_has_not_started_is_warned_about_the_end_too(folde
         waiting = asyncio.create_task(grammars.check(STUCK[0], FIELD, ""))
         await asyncio.sleep(0.05)
         await grammars.close()
-        with pytest.raises(Overloaded, match="about to end"):
+        with pytest.raises(Overloaded, match="shutting down"):
             await waiting
 
     with_grammars(folder, test)

@@ -161,12 +161,12 @@ def test_who_draft_tokens_next_to_a_head_is_changed_while_texts_are_streamed(
 
 
 LATE = [
-    ("PATCH", SPECULATION, {"drafter": "eagle"}, "no head of the target was loaded at the start"),
+    ("PATCH", SPECULATION, {"drafter": "eagle"}, "no draft head was loaded at start-up"),
     ("PATCH", SPECULATION, {"sources": ["ngram", "eagle"]}, "(--draft-head)"),
     ("PATCH", SPECULATION, {"sources": ["eagle"]}, "(--draft-head)"),
 ]
 NO_DRAFT_MODEL = [
-    ("POST", DRAFT_MODEL, {"model": name}, "is a head of a target, and no draft model")
+    ("POST", DRAFT_MODEL, {"model": name}, "is a draft head, not a draft model")
     for name in ("head", "other")
 ]
 
@@ -212,7 +212,7 @@ def test_a_head_alone_has_no_use_for_a_draft_model(folders):
     settings = of(folders, model="head") | {"drafter.name": "eagle"}
     with server_threads(folders / "target", **settings) as server:
         server.headers = ADMIN
-        small = ("POST", DRAFT_MODEL, {"model": "small"}, "'eagle' has no use for a draft model")
+        small = ("POST", DRAFT_MODEL, {"model": "small"}, "'eagle' uses no draft model")
         refused(server, folders, [small])
         assert server.ask("DELETE", DRAFT_MODEL).status == 200
 

@@ -81,10 +81,10 @@ def streams(server):
 
 async def reply(port: int, request: Request) -> Reply:
     """The answer to a request on a connection of its own."""
-    resume, status, body = time.perf_counter(), 0, b""
+    started, status, body = time.perf_counter(), 0, b""
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        resume = time.perf_counter()
+        started = time.perf_counter()
         try:
             writer.write(request.raw)
             async with asyncio.timeout(20):
@@ -95,14 +95,14 @@ async def reply(port: int, request: Request) -> Reply:
                 body = b"" if is_bodiless else await reader.readexactly(int(size[0]))
         finally:
             writer.close()
-    return Reply(request, status, time.perf_counter() - resume, body)
+    return Reply(request, status, time.perf_counter() - started, body)
 
 
 async def sent(port: int, requests: Sequence[Request], rate: float) -> list[Reply]:
     """Open loop: each is sent when it is due, however many others are not answered."""
-    resume, tasks = time.perf_counter(), []
+    started, tasks = time.perf_counter(), []
     for i, request in enumerate(requests):
-        await asyncio.sleep(resume + i / rate - time.perf_counter())
+        await asyncio.sleep(started + i / rate - time.perf_counter())
         tasks.append(asyncio.create_task(reply(port, request)))
     return await asyncio.gather(*tasks)
 

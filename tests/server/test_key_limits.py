@@ -19,8 +19,8 @@ from tests.server.asking import (
     chat_body,
     completion_body,
     is_waiting,
-    resume,
     saying,
+    started,
 )
 from tests.server.server_process import eventually, payloads
 
@@ -96,7 +96,7 @@ def test_a_key_has_room_in_the_queue_that_another_key_has_filled(paced_threads, 
             asked = [(few, FIRST), (many, SECOND)]
             refused = [server.post(COMPLETIONS, body, headers=key).status for body, key in asked]
             server.headers = SECOND
-            with resume(server, few):
+            with started(server, few):
                 eventually(lambda: is_waiting(server, 17))
     assert refused == [503, 503]  # an eighth of the queue is a key's share
 

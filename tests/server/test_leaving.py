@@ -14,8 +14,8 @@ from tests.server.asking import (
     head,
     is_running,
     is_waiting,
-    resume,
     saying,
+    started,
     streaming,
 )
 from tests.server.server_process import eventually
@@ -30,7 +30,7 @@ def test_a_client_may_leave_before_its_body_is_complete(strict):
 
 def test_a_client_may_leave_while_it_waits_in_the_queue(strict):
     with streaming(strict, saying(500, ms=20)) as events:
-        with resume(strict, saying(500, ms=20)):
+        with started(strict, saying(500, ms=20)):
             eventually(lambda: is_waiting(strict))
         eventually(lambda: is_waiting(strict, 0), seconds=8)
         next(events)  # the other one goes on
@@ -38,7 +38,7 @@ def test_a_client_may_leave_while_it_waits_in_the_queue(strict):
 
 
 def test_a_client_may_leave_while_its_prompt_is_computed(strict):
-    with resume(strict, saying(100, ms=100, num_prompt=400)):
+    with started(strict, saying(100, ms=100, num_prompt=400)):
         eventually(lambda: strict.held_blocks() > 0)
     strict.wait_until_idle()
 
@@ -50,7 +50,7 @@ def test_a_client_may_leave_a_stream(strict):
 
 
 def test_a_client_may_leave_while_its_whole_answer_is_made(strict):
-    with resume(strict, saying(500, ms=20)):
+    with started(strict, saying(500, ms=20)):
         eventually(lambda: is_running(strict))
     strict.wait_until_idle()
 
@@ -86,7 +86,7 @@ def resident_bytes(pid):
 def test_more_requests_than_may_wait_are_refused_and_those_that_wait_are_answered(strict):
     with contextlib.ExitStack() as stack:
         with streaming(strict, saying(500, ms=20)):
-            waiting = [stack.enter_context(resume(strict, saying(3))) for _ in range(4)]
+            waiting = [stack.enter_context(started(strict, saying(3))) for _ in range(4)]
             eventually(lambda: is_waiting(strict, 4))
             check_overloaded(strict.post(COMPLETIONS, saying(3)))
         answers = [answer_of(connection) for connection in waiting]
@@ -97,10 +97,10 @@ def test_more_requests_than_may_wait_are_refused_and_those_that_wait_are_answere
 def test_more_prompt_tokens_than_may_wait_are_refused_and_a_short_prompt_is_not(strict):
     with contextlib.ExitStack() as stack:
         with streaming(strict, saying(500, ms=20)):
-            long = stack.enter_context(resume(strict, saying(3, num_prompt=500)))
+            long = stack.enter_context(started(strict, saying(3, num_prompt=500)))
             eventually(lambda: is_waiting(strict))
             check_overloaded(strict.post(COMPLETIONS, saying(3, num_prompt=101)))
-            short = stack.enter_context(resume(strict, saying(3, num_prompt=100)))
+            short = stack.enter_context(started(strict, saying(3, num_prompt=100)))
             eventually(lambda: is_waiting(strict, 2))
         assert answer_of(long).status == answer_of(short).status == 200
     strict.wait_until_idle()
@@ -109,11 +109,11 @@ def test_more_prompt_tokens_than_may_wait_are_refused_and_a_short_prompt_is_not(
 def test_what_could_never_wait_is_no_reason_to_ask_again(strict):
     for prompts in ([[1]] * 5, [[1] * 250] * 3):
         response = strict.post(COMPLETIONS, saying(2, prompt=prompts))
-        assert response.status == 400 and "may wait" in response.body["error"]["message"]
+        assert response.status == 400 and "queue limit" in response.body["error"]["message"]
 
 
 def test_a_stream_that_waits_is_kept_alive_by_comments(strict):
-    with streaming(strict, saying(500, ms=20)), resume(strict, saying(2, stream=True)) as client:
+    with streaming(strict, saying(500, ms=20)), started(strict, saying(2, stream=True)) as client:
         response = client.getresponse()
         lines = [response.readline() for _ in range(4)]
     assert response.status == 200 and lines == [b": waiting\n", b"\n"] * 2

@@ -134,7 +134,7 @@ def test_the_start_is_one_object_with_its_phases(lines):
 
 
 def test_a_restart_is_an_error(lines):
-    assert said(lines, "the engine process has ended (signal 9)", level="error")
+    assert said(lines, "Engine process exited (signal 9)", level="error")
 
 
 def test_stdout_has_the_introduction_as_it_is(noisy):

@@ -141,8 +141,8 @@ def test_every_field_of_a_body_may_be_null_but_those_it_requires(document, serve
 
 def test_fields_are_described_by_the_docstrings_of_their_types(document):
     fields = document["components"]["schemas"]["ChatBody"]["properties"]
-    assert fields["top_k"]["description"].startswith("only the k likeliest tokens; 0, the default")
-    assert fields["bad_words"]["description"].endswith("do not come one after the other")
+    assert fields["top_k"]["description"].startswith("sample from the k most likely tokens; 0")
+    assert fields["bad_words"]["description"].endswith("and after one space")
     plain = [name for name, field in fields.items() if "description" not in field]
     assert all("enum" in fields[name] for name in plain), plain  # those that are not supported
 

@@ -35,7 +35,7 @@ def test_a_host_that_others_reach_is_refused_with_both_remedies(host):
     with pytest.raises(ConfigError) as refusal:
         listen(ServerConfig(host=host, port=0))
     said = str(refusal.value)
-    assert said.startswith(f"server.host = '{host}' can be reached by other machines")
+    assert said.startswith(f"server.host = '{host}' lets other machines use the server")
     assert "--api-key-file" in said and "--allow-no-keys" in said
 
 

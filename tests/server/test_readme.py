@@ -44,26 +44,27 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     assert model == f"serving {folder} as tiny"
     assert formats == "tool calls none, reasoning none"
     assert (
-        drafter == "drafter auto (ngram, grammar, prediction), up to 63 guesses a request and step"
+        drafter
+        == "drafter auto (ngram, grammar, prediction), up to 63 draft tokens per request and step"
     )
-    assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens a request", memory)
+    assert re.fullmatch(r"memory \d+ blocks of 16 .*, 18 MiB; up to 512 tokens per request", memory)
     assert re.fullmatch(rf"ready in [\d.]+ s at {server.url}", address)
-    assert page == f"open {server.url} in a browser, or ask by"
+    assert page == f"open {server.url} in a browser, or send a request:"
 
 
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
-        ("draft-model", "auto (ngram, model, grammar, prediction), up to 63"),
-        ("ngram", "ngram, up to 16"),
-        ("off", "none, no"),
+        ("draft-model", "auto (ngram, model, grammar, prediction), up to 63 draft tokens"),
+        ("ngram", "ngram, up to 16 draft tokens"),
+        ("off", "none, speculation is off"),
     ],
 )
 def test_a_start_names_all_sources(folder, capfd, preset, words):
     more = {"drafter.model": str(folder)} if preset == "draft-model" else {}
     with server_threads(folder, PRESETS[preset], **more):
         said = capfd.readouterr().out.splitlines()
-    assert said[1].removesuffix(" a request and step") == f"drafter {words} guesses"
+    assert said[1].removesuffix(" per request and step") == f"drafter {words}"
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))

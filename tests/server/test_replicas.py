@@ -20,8 +20,8 @@ from tests.server.asking import (
     COMPLETIONS,
     chat_body,
     completion_body,
-    resume,
     said,
+    started,
     streamed,
     whole,
 )
@@ -234,7 +234,7 @@ def test_a_client_that_leaves_ends_its_request(router):
 
 
 def test_a_client_that_leaves_before_a_whole_answer_ends_its_request(router):
-    with resume(router, completion_body(max_tokens=4000)):
+    with started(router, completion_body(max_tokens=4000)):
         eventually(lambda: sum(router.num_running()) == 1)
     router.wait_until_idle()
 

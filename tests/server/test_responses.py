@@ -384,21 +384,21 @@ def test_what_clients_send_by_default_is_accepted(server):
 
 
 REFUSED = {
-    "nothing to answer": ({"input": None}, "input", "give a text"),
-    "no items": ({"input": []}, "input", "give a text"),
+    "nothing to answer": ({"input": None}, "input", "Send a text"),
+    "no items": ({"input": []}, "input", "Send a text"),
     "to be stored": ({"store": True}, "store", "not supported"),
-    "what was stored": ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
-    "a conversation": ({"conversation": "c"}, "conversation", "not stored"),
+    "what was stored": ({"previous_response_id": "resp_1"}, "previous_response_id", "not store"),
+    "a conversation": ({"conversation": "c"}, "conversation", "not store"),
     "in the background": ({"background": True}, "background", "not supported"),
-    "a stored prompt": ({"prompt": {"id": "p"}}, "prompt", "not stored"),
-    "an unknown field": ({"temprature": 1}, "temprature", "did you mean temperature"),
-    "a chat's field": ({"max_tokens": 3}, "max_tokens", "it is max_output_tokens here"),
-    "choices": ({"n": 2}, "n", "one answer"),
+    "a stored prompt": ({"prompt": {"id": "p"}}, "prompt", "not store"),
+    "an unknown field": ({"temprature": 1}, "temprature", "Did you mean temperature"),
+    "a chat's field": ({"max_tokens": 3}, "max_tokens", "send max_output_tokens"),
+    "choices": ({"n": 2}, "n", "one choice"),
     "to be cut": ({"truncation": "auto"}, "truncation", "disabled"),
     "usage of a stream": (
         {"stream": True, "stream_options": {"include_usage": True}},
         "stream_options.include_usage",
-        "leave it out",
+        "Omit it",
     ),
     "an item of no type": ({"input": [{"type": "x"}]}, "input[0].type", "message, function_call"),
     "a file": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "message,"),
@@ -408,12 +408,12 @@ REFUSED = {
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
         "input[0].content[0].type",
-        "only text",
+        "Send text",
     ),
     "a field of a message": (
         {"input": [{"role": "user", "content": "a", "rle": "b"}]},
         "input[0].rle",
-        "did you mean role",
+        "Did you mean role",
     ),
     "a call of nothing": (
         {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]},
@@ -428,7 +428,7 @@ REFUSED = {
     "likeliest tokens alone": ({"top_logprobs": 2}, "top_logprobs", "include"),
     "an unknown format": ({"text": {"format": {"type": "x"}}}, "text.format.type", "x"),
     "a long text": ({"input": "the cat " * 600}, "input", "tokens"),
-    "a tool that searches": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "functions"),
+    "a tool that searches": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Send function"),
     "a tool as in chats": (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools[0].function",
@@ -443,7 +443,7 @@ REFUSED = {
     "another's tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
         "tool_choice.name",
-        "none of the tools",
+        "unknown tool",
     ),
     "a choice of several": (
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
@@ -453,12 +453,12 @@ REFUSED = {
     "a schema that is not there": (
         {"text": {"format": {"type": "json_schema", "name": "a"}}},
         "text.format",
-        "only with the type json_schema",
+        "for the type json_schema",
     ),
     "a schema of a text": (
         {"text": {"format": {"type": "text", "schema": {}}}},
         "text.format",
-        "only with the type json_schema",
+        "for the type json_schema",
     ),
     "a schema that cannot be": (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
@@ -468,7 +468,7 @@ REFUSED = {
     "two forms": (
         {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
         "text.format",
-        "one form",
+        "both set the format",
     ),
     "a form and calls": (
         {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},

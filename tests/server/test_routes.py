@@ -115,7 +115,7 @@ def test_what_is_not_served_is_not_found_and_the_answer_says_what_is(server, met
         assert answer.body == {
             "error": {"type": "invalid_request_error", "param": None, "code": None}
         }
-        assert message.startswith(f"{method} {path}: Not Found; specserve generates text only;")
+        assert message.startswith(f"{method} {path}: Not Found; specserve generates text only.")
         assert COMPLETIONS in message
 
 
@@ -300,7 +300,7 @@ def test_a_page_of_another_origin_is_let_in_only_where_it_is_named(server, keys)
 def test_a_file_that_holds_what_no_header_can_is_refused(tmp_path, text):
     file = tmp_path / "keys"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="keys: "):
+    with pytest.raises(ConfigError, match=r"keys(: | contains )"):
         app_with(api_key_file=str(file))
 
 

@@ -124,7 +124,7 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
     "no schema": (
         {"response_format": {"type": "json_schema"}},
         "response_format",
-        "json_schema: only with the type json_schema, which needs it",
+        "json_schema: required for the type json_schema, and only there",
     ),
     "an empty schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -134,7 +134,7 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
     "a schema for nothing": (
         {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
         "response_format",
-        "only with the type json_schema",
+        "for the type json_schema",
     ),
     "an unknown field": (
         {"response_format": {"type": "text", "schema": {}}},
@@ -144,12 +144,12 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
     "two forms": (
         {"response_format": OPENAI, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "send one of them",
+        "Send one",
     ),
     "a tag of a schema": (
         {"response_format": {"type": "json_object", "format": {"type": "any_text"}}},
         "response_format",
-        "format: only with the type structural_tag",
+        "format: only for the type structural_tag",
     ),
     "a tag of nothing": (
         {"response_format": {"type": "structural_tag"}},
@@ -193,7 +193,7 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
     "min_tokens": (
         {"structured_outputs": {"regex": "a"}, "min_tokens": 3},
         "min_tokens",
-        "as a text ends when it is complete",
+        "because a complete text ends",
     ),
 }
 
@@ -262,7 +262,7 @@ def reported_for(server, form):
         seconds = perf_counter() - start
         if answer.status != 503:
             break
-        assert seconds < SECOND and "ask again" in answer.body["error"]["message"]
+        assert seconds < SECOND and "Retry" in answer.body["error"]["message"]
     return answer, seconds
 
 
@@ -281,6 +281,6 @@ def test_a_form_that_was_refused_is_not_compiled_again(server):
     times = []
     for _ in range(3):
         start = perf_counter()
-        assert "to compile" in server.post(COMPLETIONS, body).body["error"]["message"]
+        assert "compiling takes" in server.post(COMPLETIONS, body).body["error"]["message"]
         times.append(perf_counter() - start)
     assert times[0] > SECONDS and max(times[1:]) < SECONDS / 2

@@ -202,7 +202,7 @@ def test_handshakes_that_fail_are_lines_with_address_and_reason_at_most_one_a_se
         for _ in range(20):
             fail(server, b"\0" * 99)
         line = told(fail(server, b"\x16\x03\x01"))  # after a second without an end
-        assert f"it has not ended within {HEADER_SECONDS:g} s" in line
+        assert f"not complete within {HEADER_SECONDS:g} s" in line
         assert "more since the last such line)" in line
         assert ask(server, files, "/health")[0] == 200
     assert log.read_text().count("TLS handshake") <= 5
@@ -288,32 +288,32 @@ def encrypt(files):
 
 
 WRONG = {
-    "missing": (lambda files: files.certificate.unlink(), "cert.pem: cannot be read (No such file"),
-    "no key file": (lambda files: files.key.unlink(), "key.pem: cannot be read (No such file"),
+    "missing": (lambda files: files.certificate.unlink(), "cert.pem cannot be read (No such file"),
+    "no key file": (lambda files: files.key.unlink(), "key.pem cannot be read (No such file"),
     "a folder": (
         lambda files: (files.key.unlink(), files.key.mkdir()),
-        "key.pem: cannot be read (Is a directory",
+        "key.pem cannot be read (Is a directory",
     ),
     "no certificate": (
         lambda files: files.certificate.write_text("a"),
-        "cert.pem: holds no certificate in PEM",
+        "cert.pem contains no certificate in PEM",
     ),
     "half a certificate": (
         lambda files: os.truncate(files.certificate, 200),
-        "cert.pem: holds no certificate in PEM",
+        "cert.pem contains no certificate in PEM",
     ),
-    "no key": (lambda files: files.key.write_text("a"), "key.pem: holds no key in PEM"),
+    "no key": (lambda files: files.key.write_text("a"), "key.pem contains no key in PEM"),
     "exchanged": (
         lambda files: files.certificate.write_bytes(files.key.read_bytes()),
-        "cert.pem: holds no certificate in PEM",
+        "cert.pem contains no certificate in PEM",
     ),
     "of another key": (
         lambda files: files.key.write_bytes(files.authority.private_key_pem.bytes()),
-        "key.pem: is no key of the certificate",
+        "key.pem is not the key of the certificate",
     ),
     "of a key of another algorithm": (
         lambda files: files.key.write_bytes(rsa_key()),
-        "key.pem: is no key of the certificate",
+        "key.pem is not the key of the certificate",
     ),
     "encrypted": (encrypt, "key.pem: the key is encrypted"),
 }
@@ -337,7 +337,7 @@ def test_config_check_finds_a_certificate_and_a_key_that_do_not_match(files, cap
     assert cli.main(check) == 0
     files.key.write_bytes(files.authority.private_key_pem.bytes())
     assert cli.main(check) == 1
-    assert "key.pem: is no key of the certificate" in capsys.readouterr().err
+    assert "key.pem is not the key of the certificate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", [0, 1])

@@ -22,7 +22,7 @@ from specserve.server.prompt import NUM_PROCESSES
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import PAD, add_token_beyond, tiny_checkpoint, tiny_tokenizer
-from tests.server.asking import CHAT, COMPLETIONS, resume, saying
+from tests.server.asking import CHAT, COMPLETIONS, saying, started
 from tests.server.in_process import server_threads
 from tests.server.server_process import ServerProcess, eventually
 
@@ -79,7 +79,7 @@ def test_a_token_that_the_model_has_no_embedding_of_ends_its_own_request_only(se
             error = answer.body["error"]
             assert (answer.status, error["param"]) == (400, field), (path, body)
             assert f"{BEYOND!r} has the id 320" in error["message"]
-            assert "[0, 320): leave it out" in error["message"]
+            assert "[0, 320)). Omit the token" in error["message"]
             assert path != "/detokenize" or error["message"].startswith("tokens: the token")
         assert list(events)[-1] == "[DONE]"
 
@@ -140,13 +140,13 @@ def test_more_chats_than_may_wait_are_refused(tmp_path):
             client.sendall(head.encode() + body)
         eventually(lambda: server.post(COMPLETIONS, {"prompt": "the"}).status == 503)
         answer = server.post(CHAT, chat_with("hi"))
-        assert answer.status == 503 and "3 requests wait" in answer.body["error"]["message"]
+        assert answer.status == 503 and "3 requests are waiting" in answer.body["error"]["message"]
 
 
 def test_the_templates_processes_end_with_the_server_even_in_the_middle_of_a_template(server):
     with (
         ServerProcess(server.folder, **{"server.template_seconds": 60}) as other,
-        resume(other, chat_with("power"), CHAT),
+        started(other, chat_with("power"), CHAT),
     ):
         pids = other.children("specserve.server.template_process")
         assert len(pids) == 2

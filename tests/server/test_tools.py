@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from specserve.server import chat
 from specserve.text.grammars.compiled import compile_grammar, vocabulary_of
 from tests.checkpoints import EOS, tiny_tokenizer
-from tests.server.asking import CHAT, COMPLETIONS, chat_body, resume
+from tests.server.asking import CHAT, COMPLETIONS, chat_body, started
 from tests.server.scripted import Grammars, scripted, with_template
 from tests.server.server_process import eventually
 from tests.text.answer.outputs import JSON_TEMPLATE, TOOLS
@@ -619,7 +619,7 @@ def test_a_check_ends_when_its_client_leaves(qwen, monkeypatch, path, asked):
             told.append("ends")
 
     monkeypatch.setattr(Grammars, "check", check)
-    with resume(qwen, asked, path):
+    with started(qwen, asked, path):
         eventually(lambda: told == ["begins"])
     eventually(lambda: told == ["begins", "ends"])
 

@@ -112,13 +112,13 @@ def attributes(span):
 def test_an_answer_is_a_span_by_the_conventions_below_its_clients(traced, spans):
     body = saying(6, num_prompt=3, n=2, temperature=0.5, seed=7, top_p=0.9, top_k=5, stop=["qqqq"])
     body |= {"frequency_penalty": 0.25, "presence_penalty": -0.5, "model": "tiny"}
-    resume = time.time_ns()
+    started = time.time_ns()
     answer = asked(traced, COMPLETIONS, body, **{"X-Request-Id": "mine"})
     assert answer.status == 200, answer.body
     span, *children = spans(number=4)
     assert (span.name, span.kind) == ("text_completion tiny", SERVER)
     assert span.parent_span_id.hex() == PARENT
-    assert resume <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
+    assert started <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
     told = attributes(span)
     milliseconds = "specserve.time_to_first_token_ms", "specserve.queue_time_ms"
     first, queued = map(told.pop, milliseconds)
@@ -266,8 +266,8 @@ def test_spans_that_cannot_be_sent_are_one_line_a_minute_that_says_so(folder, tm
             time.sleep(0.3)  # longer than batches wait
         eventually(lambda: "traces cannot" in log.read_text())
     said = log.read_text()
-    assert f"traces cannot be sent to http://{host} ([Errno 111] Connection refused): " in said
-    assert said.count(host) == 1 and "tokens are not held up" in said
+    assert f"traces cannot be sent to http://{host} ([Errno 111] Connection refused). " in said
+    assert said.count(host) == 1 and "Responses are not affected" in said
     assert "Transient" not in said and "pw" not in said
 
 
@@ -279,7 +279,7 @@ def test_failures_within_a_minute_are_counted_in_the_next_line(caplog, monkeypat
         monkeypatch.setattr(logging.time, "time", lambda at=second: 1e9 + at)
         handler.emit(record)
     first, second = caplog.messages
-    assert first.startswith("traces cannot be sent to http://a:1 (Failed: 404): tokens")
+    assert first.startswith("traces cannot be sent to http://a:1 (Failed: 404). Resp")
     assert second.endswith(" (2 more since the last such line)")
 
 
@@ -330,11 +330,11 @@ WARNED = {
 
 @pytest.mark.parametrize(("environ", "words"), WARNED.values(), ids=WARNED)
 def test_what_is_not_done_is_warned_of(environ, words, caplog):
-    tracing.warn_of_what_is_not_done(environ)
+    tracing.warn_of_unsupported(environ)
     assert words in caplog.text
 
 
 def test_what_is_done_is_not_warned_of(caplog):
     asked = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
-    tracing.warn_of_what_is_not_done(asked)
+    tracing.warn_of_unsupported(asked)
     assert not caplog.text

@@ -86,14 +86,14 @@ def check_config(file: Path, config: msgspec.Struct) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             file.write_bytes(msgspec.json.encode(config))
-        resume = msgspec.json.decode(file.read_bytes(), type=type(config))
+        started = msgspec.json.decode(file.read_bytes(), type=type(config))
     except OSError as e:
         raise not_written(file, e) from e
     except msgspec.MsgspecError as e:
         raise ConfigError(f"{file}: {e}; give another folder") from e
-    if resume != config:
+    if started != config:
         now = dict(values(config))
-        other = (f"{key} = {x!r}" for key, x in values(resume) if now[key] != x)
+        other = (f"{key} = {x!r}" for key, x in values(started) if now[key] != x)
         raise ConfigError(
             f"{file}: begun by another config, with {', '.join(other)}; give that one, or another "
             "folder"

@@ -106,9 +106,9 @@ class Worker:
     def line(self) -> bytes:
         """The next line of its stdout; PeerError where none comes in time."""
         assert self.process.stdout is not None
-        number, resume = self.process.stdout.fileno(), monotonic()
+        number, started = self.process.stdout.fileno(), monotonic()
         while b"\n" not in self.buffer:
-            left = None if self.timeout is None else max(0, resume + self.timeout - monotonic())
+            left = None if self.timeout is None else max(0, started + self.timeout - monotonic())
             ready, _, _ = select.select([number], [], [], left)
             if not ready:
                 raise PeerError(f"no answer within {self.timeout:g} s")
