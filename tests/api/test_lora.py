@@ -56,7 +56,7 @@ def test_adapters_come_and_go(llm, root):
     llm.unload_lora_adapter("two")
     with pytest.raises(RequestError, match=r"unknown adapter 'two' \(loaded: one\)"):
         llm.generate(PROMPT, GREEDY, lora="two")
-    with pytest.raises(RequestError, match="no adapter 'two'"):
+    with pytest.raises(RequestError, match="unknown adapter 'two'"):
         llm.unload_lora_adapter("two")
     with pytest.raises(ConfigError, match="missing"):
         llm.load_lora_adapter("bad", root / "tiny")

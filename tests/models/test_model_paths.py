@@ -55,7 +55,7 @@ def test_a_target_that_is_a_link_to_itself_is_there(links, capsys, tmp_path):
 
 @pytest.mark.parametrize("path", ["self", "a", "self/x", "../self", "~nobody-of-this-name"])
 def test_an_adapter_is_no_link_to_itself(links, path):
-    with pytest.raises(ConfigError, match=r"lora_path: .* names no folder below lora\.folder"):
+    with pytest.raises(ConfigError, match=r"lora_path: .* is not a folder below lora\.folder"):
         find_folder(LoraConfig(folder=str(links)), path)
 
 

@@ -55,9 +55,9 @@ export class Answer {
   figures(plain) {
     const { timings, metrics, usage } = this.last ?? {};
     if (!timings) return {};
-    const guesses = metrics.speculative_decoding;
+    const drafts = metrics.speculative_decoding;
     const perToken = timings.predicted_per_second ? 1000 / timings.predicted_per_second : null;
-    const steps = guesses?.mean_acceptance_length;
+    const steps = drafts?.mean_acceptance_length;
     const context = (usage?.prompt_tokens ?? timings.prompt_n) + timings.predicted_n / 2;
     const without = 1000 * plain(context) * (timings.predicted_n - 1); // prefill makes the first
     return {

@@ -87,7 +87,7 @@ export class TextView {
       const text = answer.chars.slice(from, Math.min(to, end)).join("");
       const bits = step.sources[i];
       const names = named(bits, answer.sources);
-      const className = names.length ? `guess ${colorOf(names[0])}${names.length > 1 ? " several" : ""}` : "";
+      const className = names.length ? `draft ${colorOf(names[0])}${names.length > 1 ? " several" : ""}` : "";
       const title = names.length ? `drafted by ${names.join(" and ")}` : "from the target model";
       made.append(element("span", { className, title, text }));
       from = to;
@@ -117,10 +117,10 @@ export class TextView {
 }
 
 export function drawLegend(list, sources) {
-  const guessed = sources.map((name) =>
+  const labels = sources.map((name) =>
     element("li", {}, element("span", { className: colorOf(name), text: name })));
   list.replaceChildren(
-    ...guessed,
+    ...labels,
     ...(sources.length > 1
       ? [element("li", {}, element("span", { className: "several", text: "several" }))] : []),
     element("li", { text: "no color: target model" }),
