@@ -128,9 +128,9 @@ def test_no_datasource_is_baked_in():
 def test_every_panel_says_what_it_shows():
     assert all(panel["title"] and panel["description"] for panel in PANELS)
     assert [p["title"] for p in BOARD["panels"] if p["type"] == "row"] == [
-        "What users feel",
+        "Latency",
         "Load",
-        "Guesses",
+        "Draft tokens",
         "Memory",
         "Health",
     ]
