@@ -39,7 +39,7 @@ ASKED = {
 
 
 STARVING = '''
-"""A source of no guesses, with which a step runs out of memory once a file is there."""
+"""A source without draft tokens. A step runs out of memory once a file exists."""
 import os
 from pathlib import Path
 
@@ -259,5 +259,7 @@ def test_streams_with_every_source_outlive_deaths_at_any_moment(folder, tmp_path
                 server.end_engine(chance.choice(ENDS))
                 for name, answer in zip(names, answers, strict=True):
                     assert answer.result() == undisturbed[name], name
+            # A step for the memory error, in case all streams had ended before.
+            assert streamed(server, *ASKED[names[0]]) == undisturbed[names[0]]
             eventually(lambda n=number: restarts(server) == n)
             server.wait_until_idle()
