@@ -12,8 +12,8 @@ from specserve.models.folder import resolve
 
 MAX_NAME = 256  # characters
 NO_SLOTS = (
-    "adapters are off. Set the number of adapters that run at once: lora.max_loras (--max-loras, "
-    "or max_loras of LLM)"
+    "adapters are off. Set lora.max_loras, the number of adapters that run at once (--max-loras, "
+    "or max_loras of LLM). To load adapters over HTTP, also set lora.folder"
 )
 
 

@@ -61,7 +61,7 @@ REFUSED = {  # arguments refused at every value -> remedy; "": omit it
     "quantization": "the checkpoint defines the format; `quantize` rounds unquantized weights",
     "revision": "download the revision and pass its folder",
     "served_model_name": "use the option of `specserve serve`",
-    "speculative_config": "use drafter, and draft_model or draft_head",
+    "speculative_config": "set drafter, and draft_model or draft_head",
     "tokenizer_revision": "",
 }
 WHY = {
@@ -123,6 +123,13 @@ def known_arguments(
     return known
 
 
+SERVE_FLAGS = {  # flags of `vllm serve` that have another form here -> remedy
+    "api_key": "write the key to a file and pass --api-key-file FILE",
+    "model": "name the model without a flag: specserve serve MODEL",
+    "speculative_config": "use --drafter, and --draft-model or --draft-head",
+}
+
+
 def flag_words(flags: Iterable[str]) -> str:
     """Return a line with the remedy for each flag of `vllm serve` that specserve lacks."""
     lines = ""
@@ -131,7 +138,9 @@ def flag_words(flags: Iterable[str]) -> str:
         argument = name.removeprefix("--").replace("-", "_")
         if not name.startswith("--"):
             continue
-        if argument in ARGUMENTS:
+        if argument in SERVE_FLAGS:
+            remedy = SERVE_FLAGS[argument]
+        elif argument in ARGUMENTS:
             remedy = f"use --set {ARGUMENTS[argument]}=..."
         elif argument in REFUSED or argument in WITHOUT_EFFECT:
             remedy = REFUSED.get(argument) or "specserve has no equivalent"

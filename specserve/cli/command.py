@@ -92,15 +92,31 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"specserve {VERSION}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    add_generate(commands.add_parser("generate", help="generate text from prompts"))
-    add_serve(commands.add_parser("serve", help="serve a model over HTTP with the OpenAI API"))
-    add_chat(commands.add_parser("chat", help="chat with a server or with a local model"))
-    add_quantize(commands.add_parser("quantize", help="write a copy with 8- or 4-bit weights"))
-    config = commands.add_parser("config", help="show or check the resolved configuration")
+    add_generate(
+        commands.add_parser("generate", help="generate text from prompts", allow_abbrev=False)
+    )
+    add_serve(
+        commands.add_parser(
+            "serve", help="serve a model over HTTP with the OpenAI API", allow_abbrev=False
+        )
+    )
+    add_chat(
+        commands.add_parser(
+            "chat", help="chat with a server or with a local model", allow_abbrev=False
+        )
+    )
+    add_quantize(
+        commands.add_parser(
+            "quantize", help="write a copy with 8- or 4-bit weights", allow_abbrev=False
+        )
+    )
+    config = commands.add_parser(
+        "config", help="show or check the resolved configuration", allow_abbrev=False
+    )
     config.add_argument("what", choices=["show", "check"])
     add_settings(config)
     config.set_defaults(action=show_config, command=config)
-    shells = commands.add_parser("completion", help="print a completion script")
+    shells = commands.add_parser("completion", help="print a completion script", allow_abbrev=False)
     shells.add_argument("shell", choices=["bash", "zsh", "fish"])
     shells.set_defaults(action=print_completion, command=shells)
     for name in others if COMPLETING in os.environ else ():

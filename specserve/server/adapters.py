@@ -114,7 +114,5 @@ def find_folder(lora: LoraConfig, path: str) -> Path:
     if lora.allow_hub and HUB_ID.fullmatch(path):
         return download(path)
     hub = " or a hub id" if lora.allow_hub else ""
-    raise ConfigError(
-        f"lora_path: {cut(path)!r} is not a folder below lora.folder{hub}. Put the adapter there, "
-        "or ask the operator to set lora.folder or lora.allow_hub"
-    )
+    remedy = "Check the path" if lora.folder else "Ask the operator to set lora.folder"
+    raise ConfigError(f"lora_path: {cut(path)!r} is not a folder below lora.folder{hub}. {remedy}")

@@ -335,9 +335,11 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
-    routes = ", ".join(dict.fromkeys(operation.route.path for operation in OPERATIONS))
+    routes = dict.fromkeys(operation.route.path for operation in OPERATIONS)
     why = "; specserve generates text only" if error.status_code == 404 else ""
-    message = f"{where}: {error.detail}{why}. The routes are {routes}"
+    message = f"{where}: {error.detail}{why}. The routes are {', '.join(routes)}"
+    if (meant := f"/v1{request.url.path}") in routes:
+        message = f"{where}: {error.detail}. Use {meant}: the client's base URL must end with /v1"
     response = error_response(StatusError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

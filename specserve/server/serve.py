@@ -336,6 +336,8 @@ def introduction(service: Service, ready: Ready, url: str, seconds: float) -> li
         f"memory {ready.phases['pool'].partition(': ')[2]}; up to "
         f"{service.prompts.processor.max_model_len} tokens per request",
         f"ready in {seconds:.1f} s at {url}",
-        f"open {url} in a browser, or send a request:",
+        f"open {url} in a browser, or send a request:"
+        if has_chat
+        else "this model has no chat template: send completions, or set --chat-template FILE",
         f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
     ]

@@ -110,7 +110,7 @@ def test_vllms_arguments_say_how_many_there_may_be(root):
 
 def test_without_slots_there_are_no_adapters(root):
     with LLM(root / "tiny", set=SETTINGS, progress=False) as llm:
-        with pytest.raises(ConfigError, match=r"at once: lora\.max_loras"):
+        with pytest.raises(ConfigError, match=r"Set lora\.max_loras"):
             llm.load_lora_adapter("one", root / "one")
         with pytest.raises(
             RequestError, match=r"unknown adapter 'one': adapters are off.*max_loras"

@@ -238,7 +238,9 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(capsys, args):
 
 FLAGS = {  # of `vllm serve`
     ("--max-model-len=99",): "\n--max-model-len: use --set scheduler.max_model_len=...\n",
-    ("--speculative-config", "{}"): "\n--speculative-config: use drafter, and draft_model or ",
+    ("--speculative-config", "{}"): "\n--speculative-config: use --drafter, and --draft-model or ",
+    ("--api-key", "secret"): "\n--api-key: write the key to a file and pass --api-key-file FILE\n",
+    ("--model=m",): "\n--model: name the model without a flag: specserve serve MODEL\n",
     ("--pipeline-parallel-size", "2"): "\n--pipeline-parallel-size: specserve has no equivalent\n",
 }
 

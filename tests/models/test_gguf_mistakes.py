@@ -71,7 +71,7 @@ def at(place, written):
 EDITS = {  # what is wrong when it is written -> words of the complaint
     "another architecture": (
         other_architecture,
-        "general.architecture = 'gemma3' is not supported",
+        "GGUF files of architecture 'gemma3' are not supported",
     ),
     "a mixture of experts": (put(expert_count=8), "llama.expert_count = 8 is not supported"),
     "no layers": (put(block_count=None), "the key llama.block_count is missing"),

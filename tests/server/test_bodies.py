@@ -466,7 +466,10 @@ HOSTILE = {
     ),
     "thousands of bad words": (with_field(bad_words=["a"] * 10**4), "length <= 256"),
     "a long bad word": (with_field(bad_words=["a" * 257]), "bad_words[0]"),
-    "a bad word of many tokens": (with_field(bad_words=["é🙂" * 30]), "Use a bad word of 1 to 64 tokens"),
+    "a bad word of many tokens": (
+        with_field(bad_words=["é🙂" * 30]),
+        "Use a bad word of 1 to 64 tokens",
+    ),
     "no penalty": (with_field(repetition_penalty=0), "repetition_penalty: Expected"),
     "a penalty beyond all": (with_field(repetition_penalty=1e308), "repetition_penalty: Expected"),
     "more tokens than at most": (with_field(min_tokens=2), "min_tokens = 2 is more than"),

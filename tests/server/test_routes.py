@@ -119,6 +119,12 @@ def test_what_is_not_served_is_not_found_and_the_answer_says_what_is(server, met
         assert COMPLETIONS in message
 
 
+def test_a_base_url_without_v1_is_reported(server):
+    answer = server.ask("POST", "/chat/completions", chat_body())
+    assert answer.status == 404
+    assert "Use /v1/chat/completions: the client's base URL" in answer.body["error"]["message"]
+
+
 def test_text_becomes_tokens_and_tokens_text(server):
     text = "the cat, café 🙂\n"
     said = server.post("/tokenize", {"model": "tiny", "prompt": text}).body

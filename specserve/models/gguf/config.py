@@ -130,7 +130,10 @@ def find_architecture(header: Header) -> str:
     named = header.metadata.get("general.architecture")
     if not isinstance(named, str) or named not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ValueError(f"general.architecture = {named!r} is not supported, only {supported}")
+        raise ValueError(
+            f"GGUF files of architecture {named!r} are not supported, only {supported}; the "
+            "model's Hugging Face folder or hub id may work"
+        )
     return named
 
 

@@ -110,7 +110,7 @@ function verdict(lanes) {
   const first = lanes[0].took <= lanes[1].took ? lanes[0] : lanes[1];
   const same = a.text === b.text
     ? `The texts are identical: ${a.chars.length} characters.`
-    : "The texts differ. This is a bug: please report it.";
+    : "The texts differ. On CPUs this is a bug: please report it.";
   const name = first.select.selectedOptions[0].textContent;
   if (ratio < CLEAR || a.steps.length === b.steps.length) {
     return `${same} Neither was clearly faster.`;
