@@ -101,7 +101,7 @@ REFUSED = {  # argument, value -> words
     "room to swap": ({"swap_space": 8}, "swap_space=8"),
     "another tokenizer": ({"tokenizer": "elsewhere"}, "tokenizer='elsewhere'"),
     "weights of its own": ({"quantization": "awq"}, "checkpoint defines"),
-    "guesses": ({"speculative_config": {"method": "ngram"}}, "use drafter, and draft_model"),
+    "guesses": ({"speculative_config": {"method": "ngram"}}, "set drafter, and draft_model"),
     "a wrong value": ({"max_model_len": "long"}, r"LLM\(max_model_len\)"),
     "a seed of 65 bits": ({"seed": 2**63}, f"LLM\\(seed={2**63}\\)"),
 }
