@@ -158,6 +158,32 @@ def test_the_engine_is_below_450_lines():
     assert len((REPOSITORY / "specserve/engine/engine.py").read_text().splitlines()) < 450
 
 
+def assigned(tree):
+    """Attributes that a file assigns, each with the last name of its object: `x.engine.stats = 1`
+    is ("engine", "stats").
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr
+
+
+def test_only_the_engine_sets_its_attributes():
+    engine = REPOSITORY / "specserve/engine/engine.py"
+    own = {name for of, name in assigned(tree_of(engine)) if of == "self"}
+    others = [path for path in FILES if path != engine]
+    assert len(own) > 10
+    assert [(path, name) for path in others for name in assigned_to_engine(path) & own] == []
+
+
+def assigned_to_engine(path):
+    return {name for of, name in assigned(tree_of(path)) if of == "engine"}
+
+
+def test_at_most_six_modules_stand_next_to_the_packages():
+    modules = [path for path in (REPOSITORY / "specserve").glob("*.py") if path.stem[:2] != "__"]
+    assert len(modules) <= 6
+
+
 def public_names(tree):
     """Names that a file defines for others: types, functions, methods and constants."""
     for node in tree.body:
