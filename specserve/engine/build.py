@@ -100,7 +100,8 @@ def build(
     for name, (model, runner) in runners.items():
         phases.note(name.replace("threads", "forward"), runner.program.words)
         with phases.phase(name):
-            phases.note(name, tune(model, runner, engine.pool, config, max_len))
+            num_slots = engine.num_slots if runner is engine.target else 0
+            phases.note(name, tune(model, runner, engine.pool, config, max_len, num_slots))
     if is_served:
         with phases.phase("grammars"):
             grammars.wait_until_prepared()

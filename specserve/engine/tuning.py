@@ -8,6 +8,7 @@ from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
+from specserve.models.draft_head import DraftHead
 from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, Threads
@@ -15,19 +16,27 @@ from specserve_kernels import DeviceError, Threads
 CONTEXT = 256  # tokens before the rows of a step that runs at start-up
 
 
-def tune(model: Model, runner: Runner, pool: BlockPool, config: Config, max_len: int) -> str:
+def tune(
+    model: Model,
+    runner: Runner,
+    pool: BlockPool,
+    config: Config,
+    max_len: int,
+    num_slots: int = 0,
+) -> str:
     """Set the runner's threads; return the choice as text. It is made once per model unless the
-    config has a number. It runs steps, for every runner if the build records them.
+    config has a number. It runs steps, for every runner if the build records them, also with
+    adapters if the model has adapter slots.
     """
     if model.threads is None or config.model.threads is not None or runner.ops.records_steps:
-        model.threads = choose_threads(runner, pool, config, max_len)
+        model.threads = choose_threads(runner, pool, config, max_len, num_slots)
     runner.threads, words = model.threads
     return words
 
 
 @torch.inference_mode()
 def choose_threads(
-    runner: Runner, pool: BlockPool, config: Config, max_len: int
+    runner: Runner, pool: BlockPool, config: Config, max_len: int, num_slots: int = 0
 ) -> tuple[Threads, str]:
     """Return the choice of the ops' build, which may run steps of up to the largest number of
     rows.
@@ -41,9 +50,15 @@ def choose_threads(
 
     def step(rows: int) -> Tensor:
         table.try_reserve(start + max(most, TREE_SLOTS))
-        warm_up(runner, table, start)
+        tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
+        run(runner, tree, num_slots)
+        # On a GPU the first use of a KV move compiles its kernel.
+        slot = torch.tensor([table.slot(0)])
+        runner.ops.move_kv(runner.kv, slot, slot)
         group = RowGroup(table, [0] * rows, start, num_read=1)
-        return runner.launch(build_step_input([group], pool.updates)).logits
+        if num_slots and runner.ops.records_steps:
+            run(runner, group._replace(slot=0), num_slots)
+        return run(runner, group, num_slots)
 
     try:
         return runner.ops.tune(step, most, config.model.threads, model_key(runner))
@@ -61,12 +76,14 @@ def choose_threads(
         table.clear()
 
 
-def warm_up(runner: Runner, table: BlockTable, start: int) -> None:
-    """Run a tree of three nodes and a KV move: on a GPU their first use compiles kernels."""
-    tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
-    runner.launch(build_step_input([tree], table.pool.updates))
-    slot = torch.tensor([table.slot(0)])
-    runner.ops.move_kv(runner.kv, slot, slot)
+def run(runner: Runner, group: RowGroup, num_slots: int) -> Tensor:
+    """Run a step of these rows; return its logits. A draft head gets features of zeros."""
+    decoder, rows, features = runner.decoder, len(group.token_ids), None
+    if isinstance(decoder, DraftHead):
+        zeros = torch.zeros(rows, decoder.config.hidden_size, dtype=decoder.dtype)
+        features = runner.ops.place(zeros)
+    updates = group.table.pool.updates
+    return runner.launch(build_step_input([group], updates, num_slots=num_slots), features).logits
 
 
 def model_key(runner: Runner) -> str:

@@ -5,7 +5,7 @@ import torch
 
 from specserve_kernels import AdapterRows, cpu, reference
 from specserve_kernels.ops import EagerProgram
-from tests.kernels.builds import BUILDS, HAS_GPU, placed
+from tests.kernels.builds import BUILDS, HAS_GPU, ON_GPU, cuda, placed, recorded
 from tests.kernels.levels import EVERY_LEVEL, EVERY_LEVEL_AND_ARM
 from tests.kernels.maps import random_codes
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
@@ -231,3 +231,27 @@ def test_a_program_gives_the_bits_of_ops_that_are_called_one_by_one():
             want = EagerProgram(model, kv).run(told, ids, ids)
             assert torch.equal(got.residual, want.residual), slots
             assert torch.equal(got.logits, want.logits), slots
+
+
+@ON_GPU
+def test_a_recorded_step_has_the_bits_of_the_step_op_by_op(monkeypatch):
+    """With adapters or without, from token ids or from a residual."""
+    monkeypatch.setattr(cuda, "flashinfer", None)
+    maps = {kind: Map(placed, kind, torch.bfloat16) for kind in ("gated", "add")}
+    table = cuda.place(random_tensor(20, K, dtype=torch.bfloat16))
+    model, kv = OneMap(cuda, maps | {"table": table}), RandomStep([Req(1, 4)]).kv
+    program, eager = recorded(model, kv), EagerProgram(model, kv)
+    for slots in ([0, -1], [4, 4, 3, -1, 2, 0], [-1] * 6, [1], [0, 1, 2, -1, 4, 3, 3], [2, 4]):
+        rows, _ = step(slots)
+        if max(slots) < 0:
+            rows = rows._replace(adapters=None)
+        ids = torch.arange(len(slots))
+        residual = cuda.place(random_tensor(len(slots), K, dtype=torch.bfloat16, seed=sum(slots)))
+        for entry in (None, residual):
+            got = program.run(rows, ids, ids, residual=entry)
+            got = [x.cpu().clone() for x in (got.residual, got.logits)]
+            want = eager.run(rows, ids, ids, residual=entry)
+            assert torch.equal(got[0], want.residual.cpu()), (slots, entry is None)
+            assert torch.equal(got[1], want.logits.cpu()), (slots, entry is None)
+    assert program.eager.residual is None, "a step was not recorded"
+    assert len(program.recordings) == 8 == len(set(program.recordings))

@@ -189,7 +189,7 @@ class ShapeFigures:
         return children
 
     def adapters(self) -> dict[str, Any]:
-        """Steps of requests with an adapter each, and without. Only the latter run as graphs."""
+        """Steps of requests with an adapter each, and without."""
         decoder, n, rank = self.target(), self.size.adapted, self.size.rank
         max_len = self.size.context + 300
         with TemporaryDirectory() as home:

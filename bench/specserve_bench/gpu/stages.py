@@ -39,16 +39,16 @@ class GpuStage(NamedTuple):
 
 
 STAGES = {  # in this order
-    "ceilings": GpuStage(30, [f"{MODULE}ceilings"]),
+    "ceilings": GpuStage(60, [f"{MODULE}ceilings"]),
     "tests": GpuStage(
-        100,
+        140,
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),
     "text": GpuStage(60, [f"{MODULE}text"]),
-    "figures": GpuStage(140, [f"{MODULE}figures"]),
-    "serve": GpuStage(110, [f"{MODULE}serve"]),
-    "bits": GpuStage(70, [f"{MODULE}bits"]),
+    "figures": GpuStage(110, [f"{MODULE}figures"]),
+    "serve": GpuStage(90, [f"{MODULE}serve"]),
+    "bits": GpuStage(50, [f"{MODULE}bits"]),
 }
 KNOWN = STAGES | {  # only if they are named
     "sizes": GpuStage(

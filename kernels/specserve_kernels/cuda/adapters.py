@@ -1,14 +1,37 @@
 """LoRA adapters. Only the rows of an adapter are multiplied by its maps, as for an expert."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.cuda.experts import multiply, tiles
+from specserve_kernels.cuda.experts import Tiles, multiply, tiles
 from specserve_kernels.types import AdapterRows, AdapterSums
 
 BLOCK = 1024  # columns of a row per program
+
+
+class AdapterWork(NamedTuple):
+    """The tiles of a step's rows, each slot being the only expert of its rows, and `places` of
+    `AdapterRows`: -1 also for unused rows.
+    """
+
+    pairs: Tensor
+    expert: Tensor
+    first: Tensor
+    behind: Tensor
+    places: Tensor
+
+
+def work_of(rows: AdapterRows, size: int) -> AdapterWork:
+    """The work of a step of up to `size` rows, on the host."""
+    pairs = torch.zeros(size, dtype=torch.int64)
+    pairs[: len(rows.order)] = rows.order
+    places = torch.full((size,), -1, dtype=torch.int32)
+    places[: len(rows.places)] = rows.places
+    return AdapterWork(*tiles(pairs, rows.begins.diff().long()), places)
 
 
 class CudaMapAdapters:
@@ -43,11 +66,11 @@ def _add(sums, places, out, factor, N, BLOCK: tl.constexpr):
         tl.store(out + row * N + i, (before + factor * more).to(out.dtype.element_ty), mask=i < N)
 
 
-def adapted(x: Tensor, adapters: CudaMapAdapters, rows: AdapterRows) -> AdapterSums:
-    """Same as the reference op. Each slot is treated as the only expert of its rows."""
-    work = tiles(rows.order.long(), rows.begins.diff().long())
-    inner = multiply(x, adapters.down, None, work, x.dtype)
-    return AdapterSums(multiply(inner, adapters.up, None, work, torch.float32), rows.places)
+def adapted(x: Tensor, adapters: CudaMapAdapters, work: AdapterWork) -> AdapterSums:
+    """Same as the reference op."""
+    some = Tiles(*work[:-1])
+    inner = multiply(x, adapters.down, None, some, x.dtype)
+    return AdapterSums(multiply(inner, adapters.up, None, some, torch.float32), work.places)
 
 
 def add(out: Tensor, added: AdapterSums | None, factor: float = 1.0) -> Tensor:

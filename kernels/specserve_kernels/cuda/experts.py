@@ -18,6 +18,7 @@ from specserve_kernels.cuda.paged import IS_COMPILED
 from specserve_kernels.types import PackedExperts, Routing
 
 TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs and outputs per program, columns per iteration
+FEW_OUTPUTS, MANY_COLUMNS = 16, 256  # of maps to an adapter's rank: few programs, long sums
 
 
 def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
@@ -122,13 +123,15 @@ def multiply(
     assert x.is_contiguous() and weight.is_contiguous(), "rows with gaps"
     _, N, K = weight.shape
     out = torch.empty(len(x) * each, N, dtype=dtype, device=x.device)
-    _multiply[(len(tiles.expert), triton.cdiv(N, OUTPUTS))](
+    is_narrow = N <= FEW_OUTPUTS
+    outputs, columns = (FEW_OUTPUTS, MANY_COLUMNS) if is_narrow else (OUTPUTS, COLUMNS)
+    _multiply[(len(tiles.expert), triton.cdiv(N, outputs))](
         *(x, weight, weight if bias is None else bias, *tiles, out, N, K),
         HAS_BIAS=bias is not None,
         EACH=each,
         TILE=TILE,
-        OUTPUTS=OUTPUTS,
-        COLUMNS=COLUMNS,
+        OUTPUTS=outputs,
+        COLUMNS=columns,
         DOT=tl.bfloat16 if x.dtype == torch.bfloat16 and IS_COMPILED else tl.float32,
         num_warps=4,
         num_stages=3,

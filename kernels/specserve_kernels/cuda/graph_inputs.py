@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve_kernels.cuda import paged
+from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
@@ -32,7 +33,7 @@ class CudaPlan(NamedTuple):
     shared: PlacedRows
     parts: list[PlannedRows]
     work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
-    adapters: AdapterRows | None = None
+    adapters: AdapterWork | None = None
 
 
 NOWHERE = -1  # slot of an unused row
@@ -53,20 +54,32 @@ class InputArray(NamedTuple):
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
+def adapter_arrays(size: int, num_slots: int) -> list[InputArray]:
+    """The fields of `AdapterWork`."""
+    work = work_of(AdapterRows.of([-1] * size, num_slots), size)
+    return [InputArray(tuple(x.shape), str(x.numpy().dtype)) for x in work]
+
+
 class Heads(NamedTuple):
     queries: int
     kv: int
 
 
 class GraphInputs:
-    """The inputs of steps of up to `size` rows. The block numbers are last: their number varies.
+    """The inputs of steps of up to `size` rows. With `num_slots` > 0, rows may have adapters. The
+    block numbers are last: their number varies.
 
     The device tensors are valid until the next upload of the staging buffer. Objects of other sizes
     share this buffer.
     """
 
     def __init__(
-        self, staging: Staging, size: int, heads: Heads, windows: Sequence[int | None]
+        self,
+        staging: Staging,
+        size: int,
+        heads: Heads,
+        windows: Sequence[int | None],
+        num_slots: int = 0,
     ) -> None:
         self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
         of_rows = InputArray((size,), "int64")
@@ -79,6 +92,7 @@ class GraphInputs:
             *(of_rows, of_rows, InputArray((size,), "int32"), of_rows._replace(unused=NOWHERE)),
             InputArray((size + 1,), "int32"),
             *tables * len(windows),
+            *(adapter_arrays(size, num_slots) if num_slots else []),
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
@@ -109,6 +123,8 @@ class GraphInputs:
         for s, w in zip(seen, work, strict=True):
             values += [w.pieces, w.merges, s.first, s.prefix, s.mask.view(np.int64)]
         total = self.indices_begin + rows.indices.nbytes
+        if rows.adapters is not None:
+            values += [x.numpy() for x in work_of(rows.adapters, self.size)]
         host = self.staging.host(total).numpy()
         for field, array, value in zip(self.fields, self.arrays(host), values, strict=True):
             n = len(value)
@@ -124,7 +140,9 @@ class GraphInputs:
         for i, (window, w) in enumerate(zip(self.windows, work, strict=True)):
             mine = tables[PER_WINDOW * i : PER_WINDOW * (i + 1)]
             by_window[window] = w, paged.Inputs._make((*mine, self.indices, indptr))
-        return CudaPlan([token_ids, read, *placed], shared, [], by_window)
+        rest = tables[PER_WINDOW * len(self.windows) :]
+        adapters = AdapterWork(*rest) if rest else None
+        return CudaPlan([token_ids, read, *placed], shared, [], by_window, adapters)
 
     def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of the fields in a pinned buffer."""

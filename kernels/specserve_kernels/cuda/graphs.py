@@ -1,8 +1,7 @@
 """Forwards recorded as CUDA graphs: a step of few rows is one launch in place of some hundred.
 
 Each graph has a fixed number of rows, and runs steps of up to as many. Unused rows write no KV, and
-their results are not read. Steps run op by op if they have more rows, rows with adapters, or a
-residual as input.
+their results are not read. Steps of more rows run op by op.
 
 The draft children of a tree level are recorded, too. A replay replaces two launches, their
 allocations, and, if all draws are greedy, a copy to the device.
@@ -33,10 +32,22 @@ Replay = Callable[[], None]
 T = TypeVar("T")
 
 
+class GraphKind(NamedTuple):
+    """Steps that one graph can run: up to `size` rows, and `num_slots` adapter slots or 0."""
+
+    size: int
+    num_slots: int
+    has_residual: bool
+
+
 class ForwardGraph(NamedTuple):
-    """A graph of a forward, and the tensors of its results."""
+    """A graph of a forward, and the tensors of its inputs and results.
+
+    entry  [size, hidden]  the residual before the first layer; None: the embedding of token ids
+    """
 
     replay: Replay
+    entry: Tensor | None
     residual: Tensor
     aux_hidden_states: dict[int, Tensor]
     logits: Tensor
@@ -164,8 +175,8 @@ class GraphProgram:
         self.eager = EagerProgram(model, kv, aux_layer_ids)
         self.staging = Staging(child_graphs.device, STAGED_BYTES)
         self.capture = capture or Capture()
-        self.inputs: dict[int, GraphInputs] = {}
-        self.recordings: dict[int, ForwardGraph] = {}
+        self.inputs: dict[tuple[int, int], GraphInputs] = {}  # by size and number of slots
+        self.recordings: dict[GraphKind, ForwardGraph] = {}
         self.residual: Tensor | None = None
 
     @property
@@ -181,17 +192,24 @@ class GraphProgram:
         residual: Tensor | None = None,
     ) -> Outputs:
         R = len(rows.positions)
-        is_recorded = rows.adapters is None and residual is None
-        size = next((size for size in SIZES if size >= R and is_recorded), None)
-        if size is None or token_ids is None or not self.inputs_of(size).fits(rows, also):
+        size = next((size for size in SIZES if size >= R), None)
+        num_slots = 0 if rows.adapters is None else len(rows.adapters.begins) - 1
+        if (
+            size is None
+            or token_ids is None
+            or not self.inputs_of(size, num_slots).fits(rows, also)
+        ):
             outputs = self.eager.run(rows, token_ids, read, also, residual)
             self.residual = outputs.residual
             return outputs
         self.num_planned["Triton in a graph"] += 1
-        plan = self.inputs_of(size).upload(rows, token_ids, read, also)
-        if size not in self.recordings:
-            self.recordings[size] = self.record(plan)
-        recording = self.recordings[size]
+        plan = self.inputs_of(size, num_slots).upload(rows, token_ids, read, also)
+        kind = GraphKind(size, num_slots, residual is not None)
+        if kind not in self.recordings:
+            self.recordings[kind] = self.record(plan, residual)
+        recording = self.recordings[kind]
+        if recording.entry is not None and residual is not None:
+            recording.entry[:R].copy_(residual)
         recording.replay()
         self.residual = recording.residual[:R]
         aux_hidden_states = {i: aux[:R] for i, aux in recording.aux_hidden_states.items()}
@@ -202,27 +220,32 @@ class GraphProgram:
         assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))
 
-    def inputs_of(self, size: int) -> GraphInputs:
-        if size not in self.inputs:
-            heads = Heads(self.model.num_heads, self.kv.layers[0].k.shape[2])
-            self.inputs[size] = GraphInputs(self.staging, size, heads, self.model.windows)
-        return self.inputs[size]
+    def inputs_of(self, size: int, num_slots: int) -> GraphInputs:
+        if (size, num_slots) not in self.inputs:
+            heads, windows = (
+                Heads(self.model.num_heads, self.kv.layers[0].k.shape[2]),
+                self.model.windows,
+            )
+            self.inputs[size, num_slots] = GraphInputs(
+                self.staging, size, heads, windows, num_slots
+            )
+        return self.inputs[size, num_slots]
 
-    def record(self, plan: CudaPlan) -> ForwardGraph:
+    def record(self, plan: CudaPlan, residual: Tensor | None) -> ForwardGraph:
         """Run the forward once to compile kernels, then record it. The replay writes the same KV
         again.
         """
         token_ids, read, *_ = plan.also
+        entry = None if residual is None else residual.new_zeros(len(token_ids), residual.shape[1])
 
         def forward() -> Result:
-            entry = self.model.embed(token_ids)
-            residual, aux_hidden_states = self.model.forward(
-                entry, self.kv, plan, self.aux_layer_ids
-            )
-            return residual, dict(aux_hidden_states), self.model.logits(residual, read)
+            # The layers modify it in place.
+            first = self.model.embed(token_ids) if entry is None else entry.clone()
+            last, aux_hidden_states = self.model.forward(first, self.kv, plan, self.aux_layer_ids)
+            return last, dict(aux_hidden_states), self.model.logits(last, read)
 
         forward()
-        (residual, aux_hidden_states, logits), replay = self.capture(forward)
+        (last, aux_hidden_states, logits), replay = self.capture(forward)
         smaller = max((size for size in SIZES if size < len(read)), default=0)
         self.child_graphs.follow(logits, smaller)
-        return ForwardGraph(replay, residual, aux_hidden_states, logits)
+        return ForwardGraph(replay, entry, last, aux_hidden_states, logits)

@@ -6,6 +6,12 @@ from torch import Tensor
 
 
 @triton.jit
+def _mean(total, K):
+    """`/` may round wrongly, so that equal numbers differ from their mean."""
+    return tl.div_rn(total, K * 1.0)
+
+
+@triton.jit
 def _norm(
     x,
     weight,
@@ -23,8 +29,8 @@ def _norm(
     inside = i < K
     v = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if IS_CENTERED:
-        v = tl.where(inside, v - tl.sum(v, axis=0) / K, 0.0)
-    scale = 1 / tl.sqrt(tl.sum(v * v, axis=0) / K + eps)
+        v = tl.where(inside, v - _mean(tl.sum(v, axis=0), K), 0.0)
+    scale = 1 / tl.sqrt(_mean(tl.sum(v * v, axis=0), K) + eps)
     y = v * scale * tl.load(weight + i, mask=inside, other=0.0)
     at = out + row * out_stride + i
     if ADDS:

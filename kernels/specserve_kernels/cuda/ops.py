@@ -36,7 +36,6 @@ from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
-    AdapterRows,
     AdapterSums,
     Edits,
     FixedThreads,
@@ -218,7 +217,7 @@ class CudaOps:
             (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
             for s, w in zip(seen, dealt, strict=True)
         )
-        told = rows.adapters or ()
+        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
         shared, placed_also, rest = self.upload(rows, also, chain(told, *host))
         work = {
             window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
@@ -262,7 +261,7 @@ class CudaOps:
         also: Sequence[Tensor],
     ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
-        told = rows.adapters or ()
+        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
         shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
         on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
@@ -372,9 +371,9 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
     ]
 
 
-def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> AdapterRows | None:
-    """Return AdapterRows of the first device tensors, if the step has adapters."""
-    return AdapterRows(*placed[: len(told)]) if told else None
+def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> adapters.AdapterWork | None:
+    """Return the work of the first device tensors, if the step has adapters."""
+    return adapters.AdapterWork(*placed[: len(told)]) if told else None
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:
