@@ -139,8 +139,10 @@ def summary_caption() -> str:
 def gpu_caption() -> str:
     """Each file's date and commit: some were measured on uncommitted trees."""
     rows: list[Sequence[str]] = []
-    for file in sorted(figures.RESULTS.glob("gpu-*.json")):
-        machine = json.loads(file.read_bytes())["machine"]
+    for file in sorted(figures.RESULTS.glob("gpu-*.json*")):
+        text = file.read_text(encoding="utf-8")  # of the check: a line each, first the machine
+        head = text.partition("\n")[0] if file.suffix == ".jsonl" else text
+        machine = json.loads(head)["machine"]
         known = commit_words(str(machine.get("commit", NO_GIT)))
         rows.append([f"`{file.name}`", str(machine["gpu"]), str(machine["date"]), known])
     return markdown_table(["result", "GPU", "date", "measured"], rows)

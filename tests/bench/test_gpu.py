@@ -315,6 +315,46 @@ def test_the_stages_take_nothing_but_the_standard_library_to_begin():
     assert not {"torch", "msgspec", "numpy", "specserve"} & set(done.stdout.split())
 
 
+# Prints the packages that our own modules import, after all modules that a stage runs.
+IMPORTS = """
+import ast, importlib, sys
+from pathlib import Path
+root, *names = sys.argv[1:]
+for name in names:
+    importlib.import_module(name)
+found = set()
+for module in [*sys.modules.values()]:
+    file = Path(getattr(module, "__file__", None) or "/")
+    if file.suffix == ".py" and file.is_relative_to(root) and "site-packages" not in file.parts:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(node.module.partition(".")[0])
+print(*found - sys.stdlib_module_names)
+"""
+
+
+def test_a_machine_is_refused_at_the_start_if_it_lacks_what_any_stage_imports():
+    commands = [stage.command for stage in stages.KNOWN.values()]
+    given = [
+        ROOT / word for each in commands for word in " ".join(each).split() if "tests/" in word
+    ]
+    tests = [f for file in given for f in (file.glob("test_*.py") if file.is_dir() else [file])]
+    names = {command[0] for command in commands}
+    names |= {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in tests}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(ROOT), *sorted(names)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = {"kernels", "specserve", "specserve_bench", "specserve_drafters", "specserve_kernels"}
+    assert len(names) > 30
+    assert set(done.stdout.split()) - ours - {"tests"} <= set(stages.NEEDED)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize(
     ("needed", "complaint"),

@@ -67,12 +67,10 @@ KNOWN = STAGES | {  # only if they are named
 }
 NOTHING = RecordContent({}, False)
 NEEDED = (
-    "torch",
-    "triton",
-    "transformers",
+    *("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers"),
     *("httptools", "jinja2", "llguidance", "msgspec", "starlette", "uvicorn"),
-    *("pytest", "xdist", "hypothesis"),
-    "pytest_rerunfailures",
+    *("prometheus_client", "regex", "rich"),
+    *("pytest", "pytest_rerunfailures", "xdist", "hypothesis", "jsonschema"),
 )
 MACHINE = """
 import importlib.util, sys
