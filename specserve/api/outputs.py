@@ -281,12 +281,7 @@ def sums_of(each: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCount
     sums = dict[str, SourceCounts]()
     for sources in each:
         for name, counts in sources.items():
-            s = sums.get(name, SourceCounts(0, 0, 0))
-            sums[name] = SourceCounts(
-                s.proposed + counts.proposed,
-                s.verified + counts.verified,
-                s.accepted + counts.accepted,
-            )
+            sums[name] = sums.get(name, SourceCounts()) + counts
     return sums
 
 

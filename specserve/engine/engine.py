@@ -32,7 +32,6 @@ from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
 from specserve.speculation.verify import (
     AcceptedPath,
-    StepSpecStats,
     accepted_paths,
     cost_state,
     give_logprobs,
@@ -249,8 +248,8 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        step_stats = (
-            StepSpecStats()
+        sources, tree = (
+            ({}, None)
             if self.speculator is None
             else self.speculator.learn(item, path.tokens, path.nodes)
         )
@@ -269,8 +268,8 @@ class Engine:
             admitted_at=request.admitted_at,
             num_cached=request.num_cached,
             is_fallback=is_fallback,
-            sources=step_stats.sources,
-            tree=step_stats.tree,
+            sources=sources,
+            tree=tree,
             logprobs=path.logprobs,
             prompt_logprobs=item.scores,
         )

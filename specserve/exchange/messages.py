@@ -149,12 +149,21 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: PlanState | None = None  # of the latest step that had only requests of the tenant
 
 
-class SourceCounts(msgspec.Struct, frozen=True):
-    """Draft tokens of one source. A draft token of several sources counts for each source."""
+class SourceCounts(msgspec.Struct):
+    """Draft tokens of one source in a step, a request, or a response. A draft token of several
+    sources counts for each source.
+    """
 
-    proposed: int
-    verified: int
-    accepted: int
+    proposed: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "SourceCounts") -> "SourceCounts":
+        return SourceCounts(
+            self.proposed + other.proposed,
+            self.verified + other.verified,
+            self.accepted + other.accepted,
+        )
 
 
 class VerifiedTree(msgspec.Struct, frozen=True):
@@ -215,12 +224,10 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
         return not self.tokens and self.finish_reason is None
 
 
-class SourceStats(msgspec.Struct):
-    """Sums over all steps for one source. A draft token of several sources counts for each."""
+class SourceStats(SourceCounts):
+    """Sums over all steps for one source."""
 
-    proposed: int = 0
-    verified: int = 0
-    accepted: list[int] = []  # by depth: first the children of the root
+    accepted_at: list[int] = []  # accepted tokens by depth: first the children of the root
     seconds: float = 0.0  # wall time of proposing
     saved_seconds: float = 0.0  # estimate: time saved by accepted draft tokens, minus its own time
     errors: int = 0  # exceptions of a user's drafter

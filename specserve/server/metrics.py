@@ -93,7 +93,7 @@ class SourceMetrics(Collector):
         counter = CounterMetricFamily(name, words, labels=labels)
         for source, sums in self.sums.items():
             for depth in range(self.max_nodes):
-                count = sums.accepted[depth] if depth < len(sums.accepted) else 0
+                count = sums.accepted_at[depth] if depth < len(sums.accepted_at) else 0
                 counter.add_metric([*self.labels(source), str(depth)], count)
         return counter
 

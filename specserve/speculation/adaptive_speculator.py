@@ -31,7 +31,7 @@ from specserve.speculation.verify import (
     AcceptedPath,
     DraftSources,
     SpecDecodeStats,
-    StepSpecStats,
+    StepCounts,
     calibration_state,
     plan_state,
     scope_of,
@@ -549,16 +549,16 @@ class AdaptiveSpeculator:
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepSpecStats:
+    ) -> StepCounts:
         root = self.roots.get(item.request.id)
         if root is None:
-            return StepSpecStats()
+            return {}, None
         start = perf_counter()
         root.trie.observe(tokens)
         self.note_use(root, tokens)
-        step_stats = self.count(root, accepted)
+        counts = self.count(root, accepted)
         self.making += perf_counter() - start
-        return step_stats
+        return counts
 
     def note_use(self, root: RequestDraft, tokens: Sequence[int]) -> None:
         """Update the request's average draft size, and end trials of sources whose first token was
@@ -577,20 +577,20 @@ class AdaptiveSpeculator:
         for name in root.tried.intersection(trie.sources(accepted)):
             acceptance.exploration.worked(name)
 
-    def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepSpecStats:
+    def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
         """Count the draft's tokens by source, and notify the sources."""
         draft, request = root.scheduled.draft, root.scheduled.request
         sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
         draft_sources = DraftSources(draft, sources, root.proposed)
         is_tree_asked = request.sampling.return_speculation_details
-        step_stats = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
+        sources_of_step, tree = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
         self.note_savings(root, sources, accepted)
-        for name, counts in step_stats.sources.items():
+        for name, counts in sources_of_step.items():
             root.acceptance.saved[name] += counts.accepted * self.saved_per_draft_token
         if draft.tokens:
             for source in self.sources:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
-        return step_stats
+        return sources_of_step, tree
 
     def note_savings(
         self, root: RequestDraft, sources: Sequence[Sequence[str]], accepted: Sequence[int]

@@ -11,7 +11,7 @@ from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepSpecStats
+from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepCounts
 from specserve_drafters import ROOT, Draft, Drafter, DraftRequest
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
@@ -120,7 +120,7 @@ class Speculator(Protocol):
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepSpecStats:
+    ) -> StepCounts:
         """Learn which tokens followed a root, and which draft tokens were accepted."""
         ...
 
@@ -207,16 +207,16 @@ class FixedSpeculator:
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepSpecStats:
+    ) -> StepCounts:
         request, draft = item.request, item.draft
         if not draft.tokens:
-            return StepSpecStats()
+            return {}, None
         proposed = {self.names[0]: len(draft)}
         draft_sources = DraftSources(draft, [self.names] * len(draft), proposed)
         is_tree_asked = request.sampling.return_speculation_details
-        step_stats = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
+        counts = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
         self.spec_stats.notify(self.source, "observe", request.id, draft, accepted)
-        return step_stats
+        return counts
 
     def begin(self, request: Request) -> None:
         """Do nothing: a single drafter gets the request with `propose`."""

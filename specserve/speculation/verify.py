@@ -157,11 +157,8 @@ def first(logprobs: TokenLogprobs, k: int | None) -> TokenLogprobs:
     return TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.ids[:k], logprobs.top[:k])
 
 
-class StepSpecStats(msgspec.Struct, frozen=True):
-    """One request's draft token counts in a step, by source, and its tree if requested."""
-
-    sources: dict[str, SourceCounts] = {}
-    tree: VerifiedTree | None = None
+# One request's draft token counts in a step, by source, and its tree if requested.
+StepCounts = tuple[dict[str, SourceCounts], VerifiedTree | None]
 
 
 class DraftSources(NamedTuple):
@@ -221,7 +218,7 @@ class SpecDecodeStats:
 
     def enter(
         self, draft_sources: DraftSources, accepted: Sequence[int], is_tree_asked: bool
-    ) -> StepSpecStats:
+    ) -> StepCounts:
         """Count a request's draft tokens of the step. Several sources of a token share its saved
         seconds.
         """
@@ -241,14 +238,15 @@ class SpecDecodeStats:
         each = proposed, verified, num_accepted
         counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
         if not is_tree_asked or not draft.tokens:
-            return StepSpecStats(counts)
+            return counts, None
         bits = [sum(self.bits[name] for name in names) for names in sources]
-        return StepSpecStats(counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted]))
+        return counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted])
 
     def add_accepted(self, name: str, depth: int, saved: float) -> None:
         sums = self.sums[name]
-        sums.accepted += [0] * (depth + 1 - len(sums.accepted))
-        sums.accepted[depth] += 1
+        sums.accepted += 1
+        sums.accepted_at += [0] * (depth + 1 - len(sums.accepted_at))
+        sums.accepted_at[depth] += 1
         sums.saved_seconds += saved
 
 

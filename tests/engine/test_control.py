@@ -129,7 +129,7 @@ def test_a_draft_model_that_comes_to_running_requests_draft_tokens_for_them(fold
         assert llm.engine.sources == ("ngram", "model")
         while not generation.is_done:
             llm.step()
-        assert sum(llm.engine.stats.sources["model"].accepted) > 3
+        assert llm.engine.stats.sources["model"].accepted > 3
         assert llm.engine.pool.holders()["draft"] == 0
 
 
@@ -224,9 +224,9 @@ def test_sources_that_stay_know_what_they_knew(folders, eager):
     with load(folders, **{"drafter.options.sources": ["suffix"]}) as llm:
         llm.generate("the cat", asked)
         llm.change_speculation(sources=["suffix", "ngram"])
-        before = sum(llm.engine.stats.sources["suffix"].accepted)
+        before = llm.engine.stats.sources["suffix"].accepted
         llm.generate("the cat", asked)
-        assert sum(llm.engine.stats.sources["suffix"].accepted) > before == 0
+        assert llm.engine.stats.sources["suffix"].accepted > before == 0
         llm.change_speculation(sources=["ngram"])
         llm.change_speculation(sources=["ngram", "suffix"])
         assert not llm.engine.speculator.suffix.scopes, "who is gone has forgotten"

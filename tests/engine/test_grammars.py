@@ -272,7 +272,7 @@ def test_what_a_grammar_forces_is_drafted_by_it(engine_with, sampling):
     engine = engine_with("auto", options={"sources": ["grammar"]})
     run(engine, PROMPT, sampling(GRAMMARS["json"], max_tokens=100))
     sums = engine.stats.sources["grammar"]
-    assert sums.accepted[0] > 0 and sum(sums.accepted) > 5
+    assert sums.accepted_at[0] > 0 and sums.accepted == sum(sums.accepted_at) > 5
     assert engine.sources == ("grammar",)
 
 

@@ -203,10 +203,10 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     if is_random:
         engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
     check(engine, predicting(scenario, want, seed), events, want)
-    SEEN["merged"] += sum(engine.stats.sources["scripted"].accepted)
-    SEEN["predicted"] += sum(engine.stats.sources["prediction"].accepted)
-    SEEN["known"] += sum(engine.stats.sources["suffix"].accepted)
-    SEEN["recycled"] += sum(engine.stats.sources["recycle"].accepted)
+    SEEN["merged"] += engine.stats.sources["scripted"].accepted
+    SEEN["predicted"] += engine.stats.sources["prediction"].accepted
+    SEEN["known"] += engine.stats.sources["suffix"].accepted
+    SEEN["recycled"] += engine.stats.sources["recycle"].accepted
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -283,7 +283,7 @@ def check(engine, scenario, events, want):
     got = watch.run(scenario, events)
     SEEN.update(watch.seen)
     if (ngrams := engine.stats.sources.get("ngram")) is not None:
-        SEEN["repeated"] += sum(ngrams.accepted)
+        SEEN["repeated"] += ngrams.accepted
     for (_, _, may_leave), request, text in zip(each_choice(scenario), got, want, strict=True):
         said = request.token_ids.tolist()
         assert said == (text[: len(said)] if may_leave else text)

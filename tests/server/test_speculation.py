@@ -321,8 +321,8 @@ def test_series_by_source_count_what_answers_report(server):
 
 
 STATS = {
-    "ngram": SourceStats(9, 7, [3, 1], 0.5, 0.25),
-    "model": SourceStats(4, 4, [2], 1.5, -0.5, errors=3),
+    "ngram": SourceStats(9, 7, 4, [3, 1], 0.5, 0.25),
+    "model": SourceStats(4, 4, 2, [2], 1.5, -0.5, errors=3),
 }
 
 
@@ -330,7 +330,7 @@ def test_series_by_source_are_the_sums_of_the_last_report():
     metrics = Metrics("tiny", 4)
     assert metrics.text()  # of an engine that has told nothing yet
     metrics.on_stats(Stats(sources=STATS))
-    later = SourceStats(10, 8, [3, 2, 1], 0.75, 0.5)
+    later = SourceStats(10, 8, 6, [3, 2, 1], 0.75, 0.5)
     metrics.on_stats(Stats(sources=STATS | {"ngram": later}))
     names = ("proposed_tokens_total", "verified_tokens_total", "seconds_total", "saved_seconds")
     for source, sums in (("ngram", [10, 8, 0.75, 0.5]), ("model", [4, 4, 1.5, -0.5])):

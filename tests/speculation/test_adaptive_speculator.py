@@ -117,7 +117,7 @@ def test_sources_are_reported_in_one_order_whoever_proposes_first(target):
     assert [*told] == ["late", "soon"]
     assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
     soon_alone = DraftSources(Draft(), [], {"soon": 1})
-    assert [*engine.speculator.spec_stats.enter(soon_alone, [], False).sources] == ["late", "soon"]
+    assert [*engine.speculator.spec_stats.enter(soon_alone, [], False)[0]] == ["late", "soon"]
 
 
 def test_sources_are_reported_in_the_order_of_their_option(target):
@@ -129,7 +129,7 @@ def test_a_source_that_raises_costs_its_own_draft_tokens_only(target):
     engine = run(target, lambda truth: [Raising("bad", truth), Oracle("good", truth)])
     sums = engine.stats.sources
     assert engine.stats.drafter_errors > 0
-    assert sums["bad"].proposed == 0 and sum(sums["good"].accepted) > 30
+    assert sums["bad"].proposed == 0 and sums["good"].accepted > 30
 
 
 @pytest.mark.parametrize("what", ["extend", "expand"])
@@ -147,7 +147,7 @@ def test_a_draft_model_that_fails_costs_its_own_draft_tokens_only(target, what):
     setattr(engine.draft_model, what, fail)
     (request,) = Watch(engine).run([case])
     assert request.token_ids.tolist() == truth
-    assert engine.stats.drafter_errors > 0 and sum(engine.stats.sources["good"].accepted) > 10
+    assert engine.stats.drafter_errors > 0 and engine.stats.sources["good"].accepted > 10
 
 
 def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
@@ -316,7 +316,7 @@ def test_sources_are_distinguished_where_they_agree_and_where_they_do_not(target
         assert {tree.sources[node - 1] for node in tree.accepted} <= {a_and_b}
         assert [tree.tokens[node - 1] for node in tree.accepted] == output.tokens[:-1]
     stats = engine.stats.sources
-    assert sum(stats["a"].accepted) == engine.stats.num_accepted
+    assert stats["a"].accepted == engine.stats.num_accepted
     assert stats["a"].verified + stats["c"].verified == engine.stats.num_drafted
 
 
