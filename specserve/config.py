@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, in_json_words
 from specserve_drafters.base import EAGLE
 from specserve_drafters.candidates import MAX_NODES
 
@@ -742,9 +742,12 @@ def put(values: dict[str, dict[str, Any]], setting: Setting) -> None:
     try:
         value = msgspec.convert(setting.value, KNOBS[setting.key])
     except msgspec.ValidationError as e:
+        text = setting.value
+        is_table = isinstance(text, str) and text.startswith("{")
+        example = '. Write a table like {sources = ["ngram"]}' if is_table else ""
         raise ConfigError(
-            f"{setting.origin}: {setting.key} = {setting.value!r} is invalid: "
-            f"{choice(setting.key) or e} ({description(setting.key)})"
+            f"{setting.origin}: {setting.key} = {text!r} is invalid: "
+            f"{choice(setting.key) or in_json_words(str(e))}{example} ({description(setting.key)})"
         ) from e
     values[section][key] = value
 

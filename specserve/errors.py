@@ -11,6 +11,8 @@ DamagedModel   the model's logits are not finite; becomes a 500
 A broken invariant raises AssertionError or RuntimeError, which stops the engine.
 """
 
+import re
+
 
 class SpecserveError(Exception):
     """An error with a message for users: what is wrong, where, and how to correct it."""
@@ -82,3 +84,18 @@ def of_failure(message: str, blamed: str) -> SpecserveError:
     if blamed == WEIGHTS:
         return DamagedModel(message)
     return RequestError(message, blamed) if blamed else Overloaded(message)
+
+
+TYPE_WORDS = {
+    **{"array": "an array", "bool": "true or false", "float": "a number", "int": "an integer"},
+    **{"null": "null", "object": "an object", "str": "a string"},
+}
+
+
+def in_json_words(reason: str) -> str:
+    """Replace the type names in an error of msgspec, such as `float | null`."""
+
+    def words(types: re.Match[str]) -> str:
+        return " or ".join(TYPE_WORDS.get(name, f"`{name}`") for name in types[1].split(" | "))
+
+    return re.sub(r"`([\w| ]+)`", words, reason)

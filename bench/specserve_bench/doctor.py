@@ -99,16 +99,17 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
             rates = Bound().rates()
     if rates is not None:
         yield "memory", f"{rates.read / 1e9:.1f} GB/s read"
-        yield "units", f"{rates.multiply / 1e12:.2f} TFLOP/s multiplied"
+        yield "compute", f"{rates.multiply / 1e12:.2f} TFLOP/s"
     else:
         yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
     yield "KV", kv_words(shape, None if llm.engine.head is None else llm.engine.head.runner)
     rows = ChainSteps(target, llm.engine.pool)
     steps = [timed(rows, n, rates, config, rounds) for n in ROWS]
     for step in steps:
-        yield f"{step.rows} rows", step_words(step, steps[0])
+        yield f"{step.rows} row{'s' * (step.rows > 1)}", step_words(step, steps[0])
     agree = rows.agree()
-    yield "same bits", f"of rows alone and among {AGREEING[-1]}: {'yes' if agree else 'NO'}"
+    others = f"alone and next to {AGREEING[-1] - 1} others"
+    yield "bits", f"a row's results are equal {others}: {'yes' if agree else 'NO'}"
     state = llm.speculation()
     slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
     is_native = "reference" not in llm.loaded.phases.get("kernels", "")
@@ -121,7 +122,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
 def kv_words(target: Shape, head: Runner | None) -> str:
     """Words about KV bytes in the target's blocks, which hold the head's KV too."""
     of_head = 0 if head is None else kv_token_bytes(head.decoder.config)
-    words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB a token of context"
+    words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB per token of context"
     return f"{words}, {of_head / 1024:.1f} of them the head's" if of_head else words
 
 

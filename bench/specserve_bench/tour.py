@@ -15,6 +15,7 @@ from specserve import LLM
 from specserve.api.watch import VISIBLE
 from specserve.errors import ConfigError
 from specserve_bench.demo.held_out import questions
+from specserve_bench.machine import add_allow_dirty, exit_if_dirty
 from specserve_bench.tour_record import (
     Node,
     Recorded,
@@ -400,8 +401,10 @@ def main(argv: list[str] | None = None) -> int:
         "--record", type=Path, default=Path("bench/results/tour.json"), help="default: %(default)s"
     )
     parser.add_argument("--draw", action="store_true", help="only draw the kept record")
+    add_allow_dirty(parser)
     args = parser.parse_args(argv)
     if not args.draw:
+        exit_if_dirty(str(args.record), args.allow_dirty)
         warm = [q.question for q in questions()[:: len(questions()) // 24]]
         with LLM(set={"model.demo_compute": "qwen3-0.6b"}) as llm:
             asked = "What does json.dump do?", "And what does json.dumps do?"

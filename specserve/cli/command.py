@@ -84,11 +84,18 @@ def run(argv: list[str]) -> int:
     return code or 0
 
 
+# Help of the commands in `specserve_bench`, without importing it.
+OTHER_HELP = {
+    "bench": "measure drafters, latency under load, and other servers",
+    "demo": "train a draft head for your model",
+    "doctor": "measure this machine with your model, and advise what to change",
+}
+
+
 def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="specserve",
         description="A low-latency LLM inference engine and server.",
-        epilog=f"more commands: {', '.join(sorted(others))}" if others else None,
     )
     top.add_argument("--version", action="version", version=f"specserve {VERSION}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -119,8 +126,8 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     shells = commands.add_parser("completion", help="print a completion script", allow_abbrev=False)
     shells.add_argument("shell", choices=["bash", "zsh", "fish"])
     shells.set_defaults(action=print_completion, command=shells)
-    for name in others if COMPLETING in os.environ else ():
-        commands.add_parser(name)  # completes the name; the command completes its arguments
+    for name in others:  # for help and completion: `run` starts these commands itself
+        commands.add_parser(name, help=OTHER_HELP.get(name, "a command of another package"))
     return top
 
 

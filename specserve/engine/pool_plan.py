@@ -132,8 +132,8 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
 def pool_words(config: Config, pool: BlockPool) -> str:
     mib = pool.num_blocks * pool.block_bytes / 2**20
     kind = "" if config.memory.kv_dtype == "auto" else f" in {config.memory.kv_dtype}"
-    tokens = f"{config.memory.block_size} target tokens{kind}"
-    return f"{pool.num_blocks} blocks of {tokens}, {mib:.0f} MiB"
+    tokens = pool.num_blocks * config.memory.block_size
+    return f"KV of {tokens} tokens{kind}, in blocks of {config.memory.block_size}: {mib:.0f} MiB"
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.config import Milliseconds
-from specserve.errors import RequestError
+from specserve.errors import RequestError, in_json_words
 from specserve.text.defaults import (
     GenerationDefaults,
     MinP,
@@ -345,6 +345,7 @@ def reason_and_path(error: Exception) -> tuple[str, str]:
     reason, _, path = str(error).partition("`$")
     is_key = reason.endswith(" - at `key` in ")
     reason = reason.removesuffix(" - at `key` in ").removesuffix(" - at ")
+    reason = in_json_words(reason)
     return f"{reason} as a key" if is_key else reason, path.removesuffix("`").replace("[...]", "")
 
 

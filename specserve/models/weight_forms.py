@@ -18,7 +18,8 @@ class MapForm(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
         kind = f" in groups of {self.group}" if self.group else " in rows" * (self.bits <= 8)
         offsets = " with offsets" * self.has_offsets
         rounded = f", activations in {self.activation_bits} bits" if self.activation_bits else ""
-        maps = "head" if self.is_head else f"{self.number} map{'s' * (self.number != 1)}"
+        layers = f"{self.number} linear layer{'s' * (self.number != 1)}"
+        maps = "LM head" if self.is_head else layers
         return f"{self.bits} bits{kind}{offsets}{rounded} ({maps})"
 
 
@@ -32,7 +33,8 @@ class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
     def words(self) -> str:
         forms = "; ".join(form.words for form in self.maps)
         odd = (
-            f"; 8 bits instead of 4 in {self.num_odd} of these maps: 64 does not divide their width"
+            f"; 8 bits instead of 4 in {self.num_odd} of these layers, "
+            "because 64 does not divide their width"
         )
         table = f"; embedding in {self.embedding_bits} bits" if self.embedding_bits else ""
         return f"{self.num_bytes / 2**20:.0f} MiB: {forms}{odd if self.num_odd else ''}{table}"
@@ -49,4 +51,4 @@ class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
         number = sum(form.number for form in self.maps)
         others = ", others in the model's dtype" * (self.num_rounding < number)
         how = "8-bit integer activations (dynamic, per token)"
-        return f"{self.num_rounding} of {number} maps have {how}{others}"
+        return f"{self.num_rounding} of {number} linear layers have {how}{others}"

@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.config import ServerConfig
@@ -332,14 +333,26 @@ async def refuse(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
+def methods_of(request: Request) -> list[str]:
+    """Return the methods of all routes that match the request's path."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
 async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
     routes = dict.fromkeys(operation.route.path for operation in OPERATIONS)
-    why = "; specserve generates text only" if error.status_code == 404 else ""
-    message = f"{where}: {error.detail}{why}. The routes are {', '.join(routes)}"
+    message = (
+        f"{where}: not found; specserve generates text only. The routes are {', '.join(routes)}"
+    )
+    if error.status_code == 405:
+        methods = methods_of(request)
+        message = f"{where}: wrong method. Use {' or '.join(methods)}"
+        error.headers = {"Allow": ", ".join(methods)}
     if (meant := f"/v1{request.url.path}") in routes:
-        message = f"{where}: {error.detail}. Use {meant}: the client's base URL must end with /v1"
+        message = f"{where}: not found. Use {meant}: the client's base URL must end with /v1"
     response = error_response(StatusError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

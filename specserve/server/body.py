@@ -30,6 +30,13 @@ from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reas
 from specserve.server.refusal import StatusError, cut
 from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
+ELSEWHERE = {  # unknown fields, often sent by mistake -> where their content belongs
+    "extra_body": "Send its fields at the top level: it is an argument of the openai client",
+    **{name: f"Send {FIELD}.{name}" for name in ("choice", "grammar", "regex")},
+    "json_schema": "Send response_format.json_schema",
+    "response_format.schema": "Send response_format.json_schema.schema, next to a name",
+}
+
 # OpenAI's fields without a meaning in specserve: accepted with any value, and ignored.
 HARMLESS = {
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
@@ -581,7 +588,7 @@ def is_same(value: Any, off: Any) -> bool:
 def refuse_unknown(key: str, known: list[str], path: str = "") -> None:
     near = [name for name in [OTHER_NAMES.get(key)] if name in known]
     near = near or difflib.get_close_matches(key[:64], known, n=1, cutoff=0.75)
-    hint = f". Did you mean {near[0]}?" if near else ". Omit it"
+    hint = f". Did you mean {near[0]}?" if near else f". {ELSEWHERE.get(path + key, 'Omit it')}"
     error = RequestError(f"unknown field {cut(path + key)!r}{hint}", cut(path + key))
     error.code = "unknown_parameter"
     raise error

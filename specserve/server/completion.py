@@ -350,6 +350,13 @@ class Service:
         return self.loaded is not None and not self.is_draining and not self.engine.died.is_set()
 
     @property
+    def unready_because(self) -> str:
+        """Why it is not ready: a word for probes and their logs."""
+        if self.is_draining:
+            return "shutting down"
+        return "engine dead" if self.engine.died.is_set() else "loading"
+
+    @property
     def is_alive(self) -> bool:
         """Whether the engine process runs, and sent its due messages in time."""
         return not self.engine.died.is_set() and self.engine.silence < HUNG_SECONDS

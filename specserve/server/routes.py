@@ -108,7 +108,9 @@ async def reset_cache(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
-    return json_response(Status("ready")) if service.is_ready else unavailable("not ready")
+    if service.is_ready:
+        return json_response(Status("ready"))
+    return unavailable(service.unready_because)
 
 
 async def live(request: Request) -> Response:

@@ -203,6 +203,8 @@ async def drain(service: Service, server: "Server") -> int:
     if number := len(service.completions):
         running = "1 request has" if number == 1 else f"{number} requests have"
         log.info("%s %g s to finish; another SIGTERM or SIGINT aborts them", running, seconds)
+    else:
+        log.info("shutting down: no request is running")
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

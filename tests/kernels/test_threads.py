@@ -139,11 +139,13 @@ def test_each_size_of_a_step_has_a_number_of_its_own():
 @pytest.mark.skipif(allowed_threads() == 1, reason="one CPU leaves no choice")
 def test_what_is_settled_is_known_at_the_next_start(cache):
     first, words = cpu.tune(untimed, 512, None, "model")
-    assert words == f"{topology().cores}, until steps are timed"
+    assert words == f"{topology().cores} until the first steps are measured"
     run(first, lambda number: float(number))
     again, words = cpu.tune(untimed, 512, None, "model")
     assert again.is_settled(4) and chosen(again, 4) == 1
-    assert words.startswith("1 for up to 4 rows, ") and words.endswith(" for more, timed earlier")
+    assert words.startswith("1 for up to 4 rows, ") and words.endswith(
+        " for more, measured at an earlier start"
+    )
     other, _ = cpu.tune(untimed, 512, None, "another model")
     assert not other.is_settled(4)
 
@@ -176,12 +178,13 @@ def test_a_step_of_more_rows_has_no_fewer_threads(settled, used, tmp_path):
 
 
 WORDS = {  # settled, by size -> the words, on eight cores
-    "until steps are timed": ({}, "8, until steps are timed"),
-    "one number": ({0: 8, 3: 8}, "8, timed earlier"),
-    "two": ({0: 1, 3: 1, 5: 8}, "1 for up to 8 rows, 8 for more, timed earlier"),
+    "until the first steps are measured": ({}, "8 until the first steps are measured"),
+    "one number": ({0: 8, 3: 8}, "8, measured at an earlier start"),
+    "two": ({0: 1, 3: 1, 5: 8}, "1 for up to 8 rows, 8 for more, measured at an earlier start"),
     "three": (
         {5: 4, 0: 1, 3: 2, 2: 2},
-        "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows, 8 for more, timed earlier",
+        "1 for up to 1 row, 2 for up to 8 rows, 4 for up to 32 rows, 8 for more, "
+        "measured at an earlier start",
     ),
 }
 

@@ -119,8 +119,8 @@ WARNED = {  # fixture -> what the line says after the name of the file
     "(static, per tensor) with weights in integers of 8 bits with zero points, but all activations "
     "stay in the model's dtype",
     "compressed-mixed": "asks for activations in floats of 8 bits (dynamic, per token) with "
-    "weights in floats of 8 bits, but 1 of 5 maps have 8-bit integer activations (dynamic, per "
-    "token), others in the model's dtype",
+    "weights in floats of 8 bits, but 1 of 5 linear layers have 8-bit integer activations "
+    "(dynamic, per token), others in the model's dtype",
     "fp8-block": "asks for activations in floats of 8 bits (dynamic), but all activations stay in "
     "the model's dtype",
 }

@@ -122,9 +122,11 @@ def test_forms_in_words():
         MapForm(16, None, 1, is_head=True),
     )
     assert WeightForms(maps, 3 << 20, 1, 8).words == (
-        "3 MiB: 4 bits in groups of 64 (2 maps); 4 bits in groups of 32 with offsets (5 maps); "
-        "8 bits in rows (1 map); 8 bits in rows, activations in 8 bits (3 maps); 16 bits (head); "
-        "8 bits instead of 4 in 1 of these maps: 64 does not divide their width; "
+        "3 MiB: 4 bits in groups of 64 (2 linear layers); "
+        "4 bits in groups of 32 with offsets (5 linear layers); "
+        "8 bits in rows (1 linear layer); "
+        "8 bits in rows, activations in 8 bits (3 linear layers); 16 bits (LM head); "
+        "8 bits instead of 4 in 1 of these layers, because 64 does not divide their width; "
         "embedding in 8 bits"
     )
 

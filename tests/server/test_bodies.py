@@ -490,6 +490,19 @@ HOSTILE = {
     "a chat's logprobs": (with_field(top_logprobs=3), "Send logprobs = 3"),
     "beams": (with_field(use_beam_search=True), "use_beam_search is not supported"),
     "a misspelt field": (with_field(temprature=0), "Did you mean temperature?"),
+    "a text for a number": (
+        with_field(temperature="hot"),
+        "Expected a number or null, got a string",
+    ),
+    "fields for a client": (
+        with_field(extra_body={"top_k": 3}),
+        "Send its fields at the top level",
+    ),
+    "llama.cpp's grammar": (with_field(grammar="root ::= x"), "Send structured_outputs.grammar"),
+    "a schema without a name": (
+        chat_with(response_format={"type": "json_schema", "schema": {}}),
+        "Send response_format.json_schema.schema, next to a name",
+    ),
     "stop strings": (with_field(stop=["a"] * 5), "5 strings. At most 4"),
     "more stop strings": (with_field(stop=["a"] * 17), "stop"),
     "an empty stop string": (with_field(stop=""), "stop"),

@@ -43,6 +43,7 @@ def test_sigterm_lets_answers_end_in_time_and_breaks_off_the_others(paced):
         eventually(lambda: server.metric("vllm:num_requests_running") == 3)
         server.signal(signal.SIGTERM)
         eventually(lambda: server.get("/health/ready").status == 503)
+        assert server.get("/health/ready").body == {"status": "shutting down"}
         assert server.get("/health/live").status == 200
         refusal = server.post(COMPLETIONS, saying(2))
         check_overloaded(refusal)

@@ -97,6 +97,13 @@ def test_all_refusals_have_one_shape(server, method, path, body, status, code):
     assert ("allow" in answer.headers) == (status == 405)
 
 
+def test_a_wrong_method_is_told_all_that_its_path_takes(server):
+    answer = server.ask("DELETE", "/v1/speculation")
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, PATCH")
+    message = answer.body["error"]["message"]
+    assert message == "DELETE /v1/speculation: wrong method. Use GET or HEAD or PATCH"
+
+
 NOT_SERVED = """
 /v1/embeddings /v1/audio/speech /v1/audio/transcriptions /v1/images/generations /v1/images/edits
 /v1/moderations /v1/files /v1/files/f/content /v1/uploads /v1/batches /v1/fine_tuning/jobs
@@ -115,7 +122,7 @@ def test_what_is_not_served_is_not_found_and_the_answer_says_what_is(server, met
         assert answer.body == {
             "error": {"type": "invalid_request_error", "param": None, "code": None}
         }
-        assert message.startswith(f"{method} {path}: Not Found; specserve generates text only.")
+        assert message.startswith(f"{method} {path}: not found; specserve generates text only.")
         assert COMPLETIONS in message
 
 

@@ -100,7 +100,7 @@ def test_a_refused_tunnel_writes_one_line_to_the_log(paced):
             assert reply(client).status == 405
         server.signal()
         server.exit_code()
-        (line,) = server.process.stderr.read().splitlines()[-1:]
+        (line,) = server.process.stderr.read().splitlines()[-2:-1]
         assert line[len("2026-11-23 13:08:35 ") :].startswith("refused CONNECT from ('127.0.0.1', ")
 
 

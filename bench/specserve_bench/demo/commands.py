@@ -1,4 +1,4 @@
-"""`specserve demo ...`: making models of the demo's kind."""
+"""Train draft heads. `specserve serve` without a model serves the demo models."""
 
 import argparse
 from collections.abc import Callable
@@ -16,7 +16,6 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="specserve demo", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    train_head.add_arguments(
-        commands.add_parser("train-head", help="an EAGLE-3 head for the demo target, or for yours")
-    )
+    words = "train an EAGLE-3 head for your model, or for the demo target"
+    train_head.add_arguments(commands.add_parser("train-head", help=words))
     return top

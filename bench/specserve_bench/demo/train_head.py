@@ -1,7 +1,7 @@
-"""`specserve demo train-head OUT`: an EAGLE-3 head for a target, learnt from text.
+"""Train an EAGLE-3 head for a target model from text, into the folder OUT/NAME-head.
 
-Without --target and --text it is the demo target's, of its own text. OUT keeps unfinished
-work, and the same command continues a training that was stopped. The head is in OUT/NAME-head.
+Without --target and --text it trains a head of the demo target, from text that this model writes.
+OUT also keeps unfinished work: the same command continues a training that was stopped.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description = __doc__
-    p.add_argument("out", type=Path, help="folder of the head, and of what is half done")
+    p.add_argument("out", type=Path, help="folder for the head and for unfinished work")
     p.add_argument("--target", help="a local folder or a hub id; default: the demo target")
     p.add_argument(
         "--text",
@@ -75,7 +75,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="layers whose input the head reads, for example 2,18,33; default: an early, a middle "
         "and a late layer",
     )
-    p.add_argument("--config", type=Path, help="JSON: fields of HeadConfig that differ")
+    p.add_argument("--config", type=Path, help="JSON file with fields of HeadConfig")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.set_defaults(action=run)
 

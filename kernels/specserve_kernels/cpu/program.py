@@ -106,7 +106,7 @@ class NativeProgram:
         size = self.recording.memory.num_bytes / 2**20
         names = ", ".join(sorted(set(self.host_ops)))
         hosted = f" and {len(self.host_ops)} in Python ({names})" if names else ""
-        return f"{len(self.native_ops)} native ops{hosted}, {size:.0f} MiB of buffers"
+        return f"{len(self.native_ops)} operations in C++{hosted}, {size:.0f} MiB of buffers"
 
     def run(
         self,

@@ -172,14 +172,14 @@ class MeasuredThreads:
 
     def words(self) -> str:
         if not self.settled:
-            return f"{self.machine.cores}, until steps are timed"
+            return f"{self.machine.cores} until the first steps are measured"
         up_to = {number: size for size, number in sorted(self.numbers.items())}
         *smaller, last = up_to
         if last != self.machine.cores:  # larger sizes start with all cores
             smaller, last = list(up_to), self.machine.cores
         runs = [f"{n} for up to {1 << up_to[n]} row{'s' if up_to[n] else ''}" for n in smaller]
         runs.append(f"{last} for more" if runs else str(last))
-        return f"{', '.join(runs)}, timed earlier"
+        return f"{', '.join(runs)}, measured at an earlier start"
 
 
 def rising(settled: Mapping[int, int], cores: int) -> dict[int, int]:
