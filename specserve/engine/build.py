@@ -12,7 +12,7 @@ from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
-from specserve.engine.tuning import model_key, tune
+from specserve.engine.tuning import measure, model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
@@ -92,16 +92,21 @@ def build(
         models = Models(*decoders, weights.draft_head, weights.num_ids)
         engine = assemble(config, models, max_len, known_sources, grammars, is_served, True)
         phases.note("pool", pool_words(config, engine.pool))
-    runners = {"target threads": (target, engine.target)}
+    runners = {"target": (target, engine.target, engine.scheduler.costs)}
     if engine.draft_model is not None and draft is not None:
-        runners["draft threads"] = draft, engine.draft_model.runner
+        runners["draft"] = draft, engine.draft_model.runner, engine.draft_model.costs
     if engine.head is not None and head is not None:
-        runners["head threads"] = head, engine.head.runner
-    for name, (model, runner) in runners.items():
-        phases.note(name.replace("threads", "forward"), runner.program.words)
-        with phases.phase(name):
+        runners["head"] = head, engine.head.runner, engine.head.costs
+    for name, (model, runner, costs) in runners.items():
+        phases.note(f"{name} forward", runner.program.words)
+        with phases.phase(f"{name} threads"):
             num_slots = engine.num_slots if runner is engine.target else 0
-            phases.note(name, tune(model, runner, engine.pool, config, max_len, num_slots))
+            words = tune(model, runner, engine.pool, config, max_len, num_slots)
+            phases.note(f"{name} threads", words)
+        if engine.speculator is not None:
+            with phases.phase(f"{name} steps"):
+                words = measure(runner, engine.pool, costs, config, max_len)
+                phases.note(f"{name} steps", words)
     if is_served:
         with phases.phase("grammars"):
             grammars.wait_until_prepared()

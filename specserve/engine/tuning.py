@@ -1,19 +1,27 @@
-"""At start-up: chooses the number of threads for a model's steps, and runs the kernels once."""
+"""At start-up: chooses the number of threads, runs all kernels once, and measures steps."""
+
+from collections import defaultdict
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specserve.config import Config
 from specserve.engine.loading import Model, asked_for, device_refused
+from specserve.engine.pool_plan import rows_of_steps
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.draft_head import DraftHead
+from specserve.scheduling.cost import KNOWN, StepCosts
 from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
-from specserve_kernels import DeviceError, Threads
+from specserve_kernels import DeviceError, SampleParams, Threads
 
 CONTEXT = 256  # tokens before the rows of a step that runs at start-up
+MEASURING = 1.5  # most seconds of measuring a model's steps
 
 
 def tune(
@@ -42,23 +50,21 @@ def choose_threads(
     rows.
     """
     table = BlockTable(pool, runner.kv.block_size)
-    # A draft model may have fewer
-    positions = min(max_len + TREE_SLOTS, runner.decoder.num_positions)
-    positions = min(positions, pool.num_blocks * table.block_size)
+    positions = positions_of(runner, pool, max_len)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
 
     def step(rows: int) -> Tensor:
         table.try_reserve(start + max(most, TREE_SLOTS))
         tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
-        run(runner, tree, num_slots)
+        run(runner, [tree], num_slots)
         # On a GPU the first use of a KV move compiles its kernel.
         slot = torch.tensor([table.slot(0)])
         runner.ops.move_kv(runner.kv, slot, slot)
         group = RowGroup(table, [0] * rows, start, num_read=1)
         if num_slots and runner.ops.records_steps:
-            run(runner, group._replace(slot=0), num_slots)
-        return run(runner, group, num_slots)
+            run(runner, [group._replace(slot=0)], num_slots)
+        return run(runner, [group], num_slots)
 
     try:
         return runner.ops.tune(step, most, config.model.threads, model_key(runner))
@@ -76,14 +82,89 @@ def choose_threads(
         table.clear()
 
 
-def run(runner: Runner, group: RowGroup, num_slots: int) -> Tensor:
+def positions_of(runner: Runner, pool: BlockPool, max_len: int) -> int:
+    """Return the most tokens of a request with its tree. A draft model may have fewer positions."""
+    positions = min(max_len + TREE_SLOTS, runner.decoder.num_positions)
+    return min(positions, pool.num_blocks * runner.kv.block_size)
+
+
+def run(runner: Runner, groups: list[RowGroup], num_slots: int = 0) -> Tensor:
     """Run a step of these rows; return its logits. A draft head gets features of zeros."""
-    decoder, rows, features = runner.decoder, len(group.token_ids), None
+    decoder, rows, features = runner.decoder, sum(len(g.token_ids) for g in groups), None
     if isinstance(decoder, DraftHead):
         zeros = torch.zeros(rows, decoder.config.hidden_size, dtype=decoder.dtype)
         features = runner.ops.place(zeros)
-    updates = group.table.pool.updates
-    return runner.launch(build_step_input([group], updates, num_slots=num_slots), features).logits
+    step = build_step_input(groups, groups[0].table.pool.updates, num_slots=num_slots)
+    return runner.launch(step, features).logits
+
+
+class MeasuredStep(NamedTuple):
+    """A step to measure: equally many rows for each request, after `context` tokens."""
+
+    rows: int
+    requests: int
+    context: int
+
+    @property
+    def words(self) -> str:
+        if self.requests > 1:
+            return f"{self.requests} requests"
+        return f"{self.rows} row{'s' * (self.rows > 1)}"
+
+
+# The first three show the cost of rows, the next one that of requests, the others that of context.
+STEPS = (
+    *(MeasuredStep(rows, 1, 128) for rows in (1, 8, 64)),
+    MeasuredStep(8, 8, 128),
+    *(MeasuredStep(rows, 1, 2048) for rows in (1, 8, 64)),
+)
+
+
+@torch.inference_mode()
+def measure(runner: Runner, pool: BlockPool, costs: StepCosts, config: Config, max_len: int) -> str:
+    """Measure STEPS, so that `costs` is known before the first request; return the times as text.
+    Costs of an earlier start need no measurement.
+    """
+    if costs.has_steps:
+        return "known from an earlier start"
+    most, longest = min(rows_of_steps(config)), positions_of(runner, pool, max_len) - TREE_SLOTS
+    each = [step._replace(context=min(step.context, longest)) for step in STEPS]
+    end, found = perf_counter() + MEASURING, defaultdict[int, list[str]](list)
+    with runner.ops.lock:
+        for step in dict.fromkeys(step for step in each if step.rows <= most):
+            columns = step.rows, step.context * step.requests, step.requests
+            if perf_counter() + (1 + KNOWN) * costs.seconds(*columns) > end:
+                continue
+            seconds = measured(step, runner, pool)
+            for one in seconds:
+                costs.observe(*columns, one)
+            if seconds:
+                found[step.context].append(f"{step.words} {1e3 * median(seconds):.3g} ms")
+    words = (f"after {context} tokens: {', '.join(some)}" for context, some in found.items())
+    return "; ".join(words) or "not measured"
+
+
+def measured(step: MeasuredStep, runner: Runner, pool: BlockPool) -> list[float]:
+    """Return the seconds of KNOWN steps; none if they do not fit into the pool."""
+    tables = [BlockTable(pool, runner.kv.block_size) for _ in range(step.requests)]
+    rows = step.rows // step.requests
+    groups = [RowGroup(table, [0] * rows, step.context, rows) for table in tables]
+    greedy = SampleParams.greedy(step.rows)
+
+    def timed() -> float:
+        start = perf_counter()
+        logits = run(runner, groups)
+        runner.ops.top_children(logits, greedy, 1, 1.0)[0].tolist()  # waits for a GPU
+        return perf_counter() - start
+
+    try:
+        if not all(table.try_reserve(step.context + TREE_SLOTS) for table in tables):
+            return []
+        timed()  # the first one takes longer than the others
+        return [timed() for _ in range(KNOWN)]
+    finally:
+        for table in tables:
+            table.clear()
 
 
 def model_key(runner: Runner) -> str:
