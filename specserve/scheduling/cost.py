@@ -147,12 +147,14 @@ class RowBucket:
         self.last = 0  # number of the step that was last added to `latest`
         self.kept = 0.0  # the estimate that was stored by an earlier start
         self.unproven = 0  # number of further steps that must contradict `kept`
+        self.fastest: float | None = None  # the result of `least`; None after a change
 
     def point(self, key: CellKey) -> Sample | None:
         return self.cells[key].point if key in self.cells else None
 
     def add(self, key: CellKey, sample: Sample, by: Sequence[float], number: int) -> bool:
         """Add a step with its number; return whether the estimate has changed."""
+        self.fastest = None
         cell = self.cells.setdefault(key, Cell())
         has_changed = cell.add(sample, by, number)
         if cell.point is None:
@@ -163,6 +165,7 @@ class RowBucket:
 
     def begin_with(self, key: CellKey, sample: Sample) -> None:
         """Use a step of an earlier start."""
+        self.fastest = None
         self.latest = self.cells[key] = cell = Cell()
         cell.samples.append(sample)
         cell.point = sample
@@ -178,11 +181,14 @@ class RowBucket:
 
     def least(self, by: Sequence[float]) -> float:
         """Return the seconds of its fastest step; 0 if there is none."""
-        each = (s.of_rows(by) for cell in self.cells.values() for s in cell.samples)
-        return min(each, default=0.0)
+        if self.fastest is None:
+            each = (s.of_rows(by) for cell in self.cells.values() for s in cell.samples)
+            self.fastest = min(each, default=0.0)
+        return self.fastest
 
     def forget_stale(self, number: int) -> None:
         """Drop cells with few steps that are older than STALE steps."""
+        self.fastest = None
         for key, cell in [*self.cells.items()]:
             if len(cell.samples) < WINDOW and number - cell.last >= STALE:
                 del self.cells[key]
@@ -371,6 +377,32 @@ class StepCosts:
         rows, attended = step.rows + drafts, step.attended_with(drafts)
         return self.seconds(rows, step.context, step.requests, is_hopeful, attended)
 
+    def of_each(self, step: "Step", sizes: Sequence[int], is_hopeful: bool = False) -> list[float]:
+        """Do the same for several numbers of draft tokens; a planner compares dozens."""
+        by_edge = self.least_by_edge if is_hopeful else self.by_edge
+        places, rows, slowdown = self.places, step.rows, self.slowdown
+        if rows == 0 or rows + max(sizes) >= len(places):
+            return [self.of(step, size, is_hopeful) for size in sizes]
+        per_token, per_row, per_request = self.added
+        of_context, of_requests = per_token * step.context, per_request * step.requests
+        attended, root_context, num_roots = step.attended, step.root_context, max(step.num_roots, 1)
+        return [
+            (
+                by_edge[places[rows + size]]
+                + (
+                    of_context
+                    + per_row * (attended + size * root_context / num_roots)
+                    + of_requests
+                )
+            )
+            * slowdown
+            for size in sizes
+        ]
+
+    def are_known(self, step: "Step", sizes: Iterable[int]) -> bool:
+        """Return whether steps with so many draft tokens were all measured."""
+        return all(map(self.is_known, (step.rows + size for size in sizes)))
+
     def is_known(self, rows: int) -> bool:
         return self.buckets[self.edges[self.bucket(rows)]].estimate > 0
 
@@ -454,7 +486,7 @@ class StepCosts:
         for bucket in self.buckets.values():
             for cell in bucket.cells.values():
                 cell.scale(factor)
-        self.added = [a * factor for a in self.added]
+        self.change_added([a * factor for a in self.added])
 
     def fit(self) -> None:
         """Fit the cost of context and requests. It leaves each measured step at least LEAST_SHARE
@@ -468,7 +500,13 @@ class StepCosts:
         for point in points:
             if point is not None and (added := point.added(found)) > 0:
                 most = min(most, (1 - LEAST_SHARE) * point.seconds / added)
-        self.added = [a * most for a in found]
+        self.change_added([a * most for a in found])
+
+    def change_added(self, added: list[float]) -> None:
+        """Set the seconds of context and requests, on which all seconds of rows depend."""
+        self.added = added
+        for bucket in self.buckets.values():
+            bucket.fastest = None
 
     def fill(self) -> None:
         """Estimate every edge: known, between neighbors, or beyond the last known one with RIDGE.

@@ -406,7 +406,7 @@ def choose(
 
     known = best_of(step, sizes, tokens, costs, is_hopeful=False)
     best, rival = known, None
-    if not all(costs.is_known(step.rows + size) for size in sizes):
+    if not costs.are_known(step, sizes):
         hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
         if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
             best, rival = hoped, known.rate
@@ -431,7 +431,7 @@ def best_of(
 ) -> Size:
     """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
 
-    takes = [step.spent + costs.of(step, size, is_hopeful) for size in sizes]
+    takes = [step.spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
     roots, worth = costs.of(step.without_prompts, 0, is_hopeful), 0.0
     if step.prompt_rows and step.num_roots:
         worth = prefill_value(costs.of(step, 0, is_hopeful) - roots, tokens, takes)

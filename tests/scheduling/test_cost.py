@@ -448,3 +448,29 @@ def test_no_estimate_is_below_the_fastest_measured_steps_of_its_bucket():
         for each in seconds:
             costs.observe(rows, context, 1, each)
         assert costs.seconds(rows, context, 1) >= min(seconds) * 0.999 / 1.02
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_several_sizes_at_once_cost_what_each_costs_alone(seed):
+    chance, costs = Random(seed), learnt(100, contexts=(100, 1000), sizes=SIZES[:-2])
+    for _ in range(50):
+        roots, prompt = chance.randint(1, 5), chance.choice((0, 0, 30))
+        context = chance.randrange(4000)
+        step = Step(roots + prompt, context, roots, roots, prompt, context + prompt, context)
+        sizes = sorted(chance.sample(range(100), 6))
+        for is_hopeful in (False, True):
+            want = [costs.of(step, size, is_hopeful) for size in sizes]
+            assert costs.of_each(step, sizes, is_hopeful) == want
+        known = [costs.is_known(step.rows + size) for size in sizes]
+        assert costs.are_known(step, sizes) == all(known)
+
+
+def test_the_fastest_step_of_a_bucket_is_that_of_all_its_samples():
+    costs = StepCosts(64, 1e-6)
+    machine = Machine(costs)
+    for _ in range(60):
+        machine.run(20, contexts=(100, 3000), slowed=machine.random.choice((0.5, 1.0, 1.0)))
+        for bucket in costs.buckets.values():
+            samples = [s for cell in bucket.cells.values() for s in cell.samples]
+            want = min((s.of_rows(costs.added) for s in samples), default=0.0)
+            assert bucket.least(costs.added) == want
