@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, field
 
-from specserve_drafters.candidates import MAX_NODES, Candidate, Draft
+from specserve_drafters.candidates import MAX_NODES, Candidate, Draft, Rules, Trie
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor
@@ -107,20 +107,74 @@ class Drafter(Protocol):
         ...
 
 
-class DraftSource(Protocol):
-    """One of several sources whose draft tokens are merged into one tree. It sees requests' texts,
-    and estimates how many of its draft tokens will be accepted.
+TenantScope = tuple[int, str, str]  # tenant, salt, digest of the adapter
+DEFAULT_SCOPE = 0, "", ""  # scope of requests without a key, a salt and an adapter
+
+
+class SourceRequest(msgspec.Struct, frozen=True):
+    """What draft sources may know about a request, from its begin to its end."""
+
+    id: int
+    known: "array[int]"  # prompt and committed output; it grows with the request
+    num_prompt: int
+    scope: TenantScope = DEFAULT_SCOPE  # what a source learns must not reach other scopes
+    prediction: Sequence[int] = ()  # the output that the caller expects; empty: none
+    is_learnt: bool = True  # sources may learn from its output
+
+
+class DraftSource:
+    """One of several sources whose draft tokens are merged into one tree.
+
+    A source states as data what it needs and can do, and overrides the methods for that. Others do
+    nothing. The speculator treats all sources alike.
     """
 
     name: str
+    is_estimating: ClassVar[bool] = False  # has `expected_accepted`
+    needs_rules: ClassVar[bool] = False  # gets grammars by `constrain`
+    extends_paths: ClassVar[bool] = False  # continues paths of other sources by `extend`
+    num_successors: ClassVar[int] = 0  # likely next tokens that it wants from the target's logits
 
-    def expected_accepted(self, id: int, text: "array[int]") -> float: ...
+    def begin(self, request: SourceRequest) -> None:
+        """Propose for a request until `forget`."""
 
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]: ...
+    def proposes_for(self, id: int) -> bool:
+        """Return whether it has data for a request."""
+        return True
 
-    def forget(self, id: int) -> None: ...
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
+        """Return the expected number of accepted draft tokens, in far less time than proposing."""
+        return 0.0
 
-    def reset(self) -> None: ...
+    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+        """Return the candidates of each item: draft tokens with the probability that each is
+        accepted if its parent is.
+        """
+        raise NotImplementedError
+
+    def constrain(self, id: int, rules: Rules) -> None:
+        """Take the grammar of a request, in every step."""
+
+    def extend(self, trie: Trie, item: DraftRequest, proposed: dict[str, int]) -> None:
+        """Add continuations of paths to a request's candidates, and their number to `proposed`."""
+
+    def wanted_successors(self, id: int, tokens: Sequence[int]) -> list[int]:
+        """Learn from consecutive tokens of a text. Return places of tokens whose likely successors
+        it wants.
+        """
+        return []
+
+    def enter_successors(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
+        """Learn a token's likely successors, most likely first, and their probabilities."""
+
+    def observe(self, id: int, draft: Draft, accepted: Sequence[int]) -> None:
+        """Learn which nodes of a draft of all sources were accepted, from the root down."""
+
+    def forget(self, id: int) -> None:
+        """Drop the state of a request: it has ended, and its id may be used again."""
+
+    def reset(self) -> None:
+        """Drop all that was learned from texts."""
 
 
 class DrafterError(ValueError):
@@ -142,7 +196,7 @@ def find_drafter(name: str) -> Any:
     except ANYTHING as e:
         if name in HEADS:
             raise DrafterError(f"Unknown drafter {name!r}: {HEADS[name]}") from e
-        if name in ("grammar", "prediction", "suffix"):
+        if name in SOURCES and name not in BUILT_IN:
             raise DrafterError(
                 f"{name!r} is a draft source, not a drafter. Use drafter.name = 'auto', and add it "
                 "to drafter.options.sources, as in configs/suffix.toml"
@@ -163,8 +217,8 @@ def find_source(name: str) -> Any:
         raise DrafterError(f"drafter.options.sources: unknown source {name!r}: {HEADS[name]}")
     if name in BUILT_IN or ":" not in name:
         raise DrafterError(
-            f"drafter.options.sources: unknown source {name!r}. Choose from ngram, model, eagle, "
-            "grammar, prediction, suffix, recycle and package.module:Class"
+            f"drafter.options.sources: unknown source {name!r}. Choose from "
+            f"{', '.join(AUTO_SOURCES)} and package.module:Class"
         )
     cls = find_drafter(name)
     if not any(callable(getattr(cls, method, None)) for method in ("propose", "candidates")):
@@ -220,7 +274,22 @@ def reason(e: BaseException) -> str:
 
 EAGLE = "eagle"  # the source that is a head of the target
 USUAL = "ngram", "model", EAGLE, "grammar", "prediction"
-AUTO_SOURCES = *USUAL, "suffix", "recycle"
+# Sources of `auto` that run no model: a new one needs its file, and a line here.
+SOURCES = {
+    "ngram": "specserve_drafters.native_lookup:ngram_sources",
+    "grammar": "specserve_drafters.grammar:GrammarSource",
+    "prediction": "specserve_drafters.prediction:PredictionSource",
+    "suffix": "specserve_drafters.suffix:SuffixSource",
+    "recycle": "specserve_drafters.recycle:RecycleSource",
+}
+AUTO_SOURCES = *USUAL, *(name for name in SOURCES if name not in USUAL)
+
+
+def make_source(name: str) -> DraftSource:
+    """Create one of SOURCES."""
+    module, _, attribute = SOURCES[name].partition(":")
+    source: DraftSource = getattr(importlib.import_module(module), attribute)()
+    return source
 
 
 class AutoOptions(Options, frozen=True):

@@ -2,27 +2,33 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import ClassVar
 
-from specserve_drafters.base import DraftRequest
+from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import Candidate, Rules, Trie
 
 SCORE = 1.0  # forced bytes are certain; calibration learns whether the tokens are
 LEAST_VALUE = 0.02  # least value of a path that is continued
 
 
-class GrammarSource:
+class GrammarSource(DraftSource):
     """Proposes the only text that a grammar allows: after the root, and after draft tokens of other
     sources.
     """
 
     name = "grammar"
+    is_estimating: ClassVar[bool] = True
+    needs_rules: ClassVar[bool] = True
+    extends_paths: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.rules: dict[int, Rules] = {}
 
-    def follow(self, id: int, rules: Rules) -> None:
-        """Propose for a request until `forget`."""
+    def constrain(self, id: int, rules: Rules) -> None:
         self.rules[id] = rules
+
+    def proposes_for(self, id: int) -> bool:
+        return id in self.rules
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         rules = self.rules.get(id)
@@ -50,6 +56,3 @@ class GrammarSource:
 
     def forget(self, id: int) -> None:
         self.rules.pop(id, None)
-
-    def reset(self) -> None:
-        """Do nothing: this source learns nothing."""

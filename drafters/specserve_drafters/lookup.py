@@ -7,9 +7,9 @@ match of a single token is useful as well. `native_lookup.py` is the same in C++
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from specserve_drafters.base import DraftRequest
+from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import MAX_NODES, Candidate
 from specserve_drafters.ngram import continuation
 
@@ -210,12 +210,13 @@ class FollowedText:
         self.place, self.length = place, length
 
 
-class NgramSource:
+class NgramSource(DraftSource):
     """Proposes at most two continuations: the longest latest match's, and the next one that
     differs.
     """
 
     name = "ngram"
+    is_estimating: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.reset()

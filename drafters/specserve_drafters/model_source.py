@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
 from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
-from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model import coupling
 
 if TYPE_CHECKING:  # see base.py
@@ -75,11 +74,12 @@ class ModelSource:
         self,
         request_tries: Sequence[RequestTrie],
         levels: LevelPlanner,
-        grammar: GrammarSource | None = None,
+        extending: Sequence[base.DraftSource] = (),
     ) -> None:
-        """Add levels to requests' tries while `levels` allows it. After each level, add the tokens
-        that grammars force.
+        """Add levels to requests' tries while `levels` allows it. After each level, `extending`
+        sources continue its paths.
         """
+        names = {source.name for source in extending}
         chosen = levels.first([trie.reach(ROOT, self.name) for _, trie, _ in request_tries])
         if not chosen:
             return
@@ -93,13 +93,13 @@ class ModelSource:
             values = [
                 request_tries[i].trie.values[node] for i, nodes in ends.items() for node in nodes
             ]
-            if grammar is not None:
-                for i, nodes in ends.items():
-                    item, trie, proposed = request_tries[i]
-                    size = len(trie) + 1
-                    grammar.extend(trie, item, proposed)
-                    values += trie.values[size:]
-                    ends[i] = [forced_end(trie, node) for node in nodes]
+            for i, nodes in ends.items() if extending else ():
+                item, trie, proposed = request_tries[i]
+                size = len(trie) + 1
+                for source in extending:
+                    source.extend(trie, item, proposed)
+                values += trie.values[size:]
+                ends[i] = [forced_end(trie, node, names) for node in nodes]
             levels.ran(values, before)
             ends = {i: nodes for i, nodes in ends.items() if request_tries[i].item.limit > depth}
             if not ends or depth == self.max_depth:
@@ -200,11 +200,11 @@ class ModelSource:
         ]
 
 
-def forced_end(trie: Trie, node: int) -> int:
-    """Return the end of the tokens that a grammar forces after a node."""
+def forced_end(trie: Trie, node: int, names: set[str]) -> int:
+    """Return the end of the tokens with which the named sources have continued a node."""
     while len(trie.children[node]) == 1:
         [child] = trie.children[node].values()
-        if GrammarSource.name not in trie.sources(child):
+        if names.isdisjoint(trie.sources(child)):
             break
         node = child
     return node

@@ -7,10 +7,17 @@ from array import array
 from collections.abc import Sequence
 from ctypes import byref
 from itertools import repeat
+from typing import ClassVar
 
 from specserve_drafters import lookup
 from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import MAX_NODES, Candidate
+from specserve_drafters.tenants import PerTenantSource
+
+
+def ngram_sources() -> PerTenantSource:
+    """Return the n-gram source of `auto`, whose statistics are kept per tenant scope."""
+    return PerTenantSource(ngram_source, lookup.NgramSource.name)
 
 
 def ngram_source() -> DraftSource:
@@ -22,10 +29,11 @@ def ngram_source() -> DraftSource:
         return lookup.NgramSource()
 
 
-class NativeSource:
+class NativeSource(DraftSource):
     """`lookup.NgramSource` in C++."""
 
     name = lookup.NgramSource.name
+    is_estimating: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # A process that only checks a drafter's name and options needs no kernels.

@@ -4,11 +4,12 @@ from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
-from specserve_drafters.base import DraftRequest
+from specserve_drafters.base import DraftRequest, DraftSource, SourceRequest
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy
-from specserve_drafters.tenants import DEFAULT_SCOPE, PerTenant, TenantScope
+from specserve_drafters.tenants import PerTenant
 
 NEAR = 64  # tokens from the point of divergence within which any match counts
 SURE_LENGTH = 4  # least tokens of a match at other places
@@ -106,20 +107,24 @@ class FollowedAlignment:
         self.alignment, self.size, self.accuracy = Alignment(expected), num_prompt, accuracy
 
 
-class PredictionSource:
+class PredictionSource(DraftSource):
     """Proposes the caller's expected text."""
 
     name = "prediction"
+    is_estimating: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedAlignment] = {}
         self.accuracy = PerTenant(MatchAccuracy)  # scopes do not see the statistics of other scopes
 
-    def expect(
-        self, id: int, expected: Sequence[int], num_prompt: int, scope: TenantScope = DEFAULT_SCOPE
-    ) -> None:
-        """Propose for a request until `forget`."""
-        self.requests[id] = FollowedAlignment(expected, num_prompt, self.accuracy.begin(id, scope))
+    def begin(self, request: SourceRequest) -> None:
+        if request.prediction:
+            accuracy = self.accuracy.begin(request.id, request.scope)
+            followed = FollowedAlignment(request.prediction, request.num_prompt, accuracy)
+            self.requests[request.id] = followed
+
+    def proposes_for(self, id: int) -> bool:
+        return id in self.requests
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, by the texts so far."""

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import isfinite
+from typing import ClassVar
 
-from specserve_drafters.base import DraftRequest
+from specserve_drafters.base import DraftRequest, DraftSource, SourceRequest
 from specserve_drafters.candidates import BOUNDS, LEAST, MOST, ROOT, CalibrationBin, Candidate
-from specserve_drafters.tenants import PerTenant, TenantScope
+from specserve_drafters.tenants import PerTenant
 
 NUM_SLOTS, WAYS = 1 << 16, 8  # slots of all scopes, and slots that a token's successors may use
 NUM_SUCCESSORS = 8  # successors per token
@@ -104,12 +105,14 @@ class TenantSuccessors:
         return right / (right + 1 - p)
 
 
-class RecycleSource:
+class RecycleSource(DraftSource):
     """Proposes the target's most likely successors of the last token, from requests of the same
     tenant scope.
     """
 
     name = "recycle"
+    is_estimating: ClassVar[bool] = True
+    num_successors: ClassVar[int] = NUM_SUCCESSORS
 
     def __init__(self) -> None:
         self.table = Successors()
@@ -117,14 +120,12 @@ class RecycleSource:
         self.scopes = PerTenant(lambda: TenantSuccessors(next(self.numbers)))
         self.is_learnt: dict[int, bool] = {}  # by request
 
-    @property
-    def requests(self) -> dict[int, bool]:
-        return self.is_learnt
+    def begin(self, request: SourceRequest) -> None:
+        self.scopes.begin(request.id, request.scope)
+        self.is_learnt[request.id] = request.is_learnt
 
-    def begin(self, id: int, scope: TenantScope, is_learnt: bool) -> None:
-        """Propose for a request until `forget`, and learn from it if it `is_learnt`."""
-        self.scopes.begin(id, scope)
-        self.is_learnt[id] = is_learnt
+    def proposes_for(self, id: int) -> bool:
+        return id in self.is_learnt
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted first successors in a row."""
@@ -169,7 +170,7 @@ class RecycleSource:
                 consider(place + 1, parent, before)
         return draft_tokens
 
-    def follow(self, id: int, tokens: Sequence[int]) -> list[int]:
+    def wanted_successors(self, id: int, tokens: Sequence[int]) -> list[int]:
         """Learn from consecutive tokens of a text which successors are right. Return the places
         whose successors should be entered.
         """
@@ -187,7 +188,7 @@ class RecycleSource:
                 wanted.append(place)
         return wanted
 
-    def enter(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
+    def enter_successors(self, id: int, token: int, ids: Sequence[int], p: Sequence[float]) -> None:
         """Enter a token's most likely successors, unless their probabilities are not finite."""
         if all(map(isfinite, p)):
             known = self.scopes.of(id)

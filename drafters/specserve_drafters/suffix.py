@@ -10,13 +10,13 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
+from typing import ClassVar
 
 import numpy as np
 
-from specserve_drafters.base import DraftRequest
+from specserve_drafters.base import DraftRequest, DraftSource, SourceRequest, TenantScope
 from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy, chain, zeros
-from specserve_drafters.tenants import TenantScope
 
 LENGTHS = 2, 4, 8, 16  # lengths of indexed n-grams, in tokens
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
@@ -131,12 +131,13 @@ class FollowedOutput:
         self.match: SuffixPlace | None = None
 
 
-class SuffixSource:
+class SuffixSource(DraftSource):
     """Proposes the tokens that followed the same tokens in earlier outputs of the same tenant
     scope. Tenants share the memory.
     """
 
     name = "suffix"
+    is_estimating: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedOutput] = {}
@@ -144,13 +145,13 @@ class SuffixSource:
         # A scope does not see the statistics of other scopes.
         self.accuracy: dict[TenantScope, MatchAccuracy] = {}
 
-    def begin(
-        self, id: int, text: "array[int]", num_prompt: int, scope: TenantScope, is_learnt: bool
-    ) -> None:
-        """Propose for a request until `forget`, which enters its output if it `is_learnt`. `text`
-        grows with the request.
-        """
-        self.requests[id] = FollowedOutput(text, num_prompt, scope, is_learnt)
+    def begin(self, request: SourceRequest) -> None:
+        """Propose for a request until `forget`, which enters its output if it `is_learnt`."""
+        r = request
+        self.requests[r.id] = FollowedOutput(r.known, r.num_prompt, r.scope, r.is_learnt)
+
+    def proposes_for(self, id: int) -> bool:
+        return id in self.requests
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, by the scope's texts so far."""

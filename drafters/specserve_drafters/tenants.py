@@ -2,16 +2,21 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from specserve_drafters.base import DraftRequest, DraftSource
+from specserve_drafters.base import (
+    DEFAULT_SCOPE,
+    DraftRequest,
+    DraftSource,
+    SourceRequest,
+    TenantScope,
+)
 from specserve_drafters.candidates import Candidate
 
 if TYPE_CHECKING:  # see base.py
     from array import array
 
-TenantScope = tuple[int, str, str]  # tenant, salt, digest of the adapter
-DEFAULT_SCOPE = 0, "", ""  # scope of requests without a key, a salt and an adapter
+__all__ = ["DEFAULT_SCOPE", "PerTenant", "PerTenantSource", "TenantScope"]
 MOST = 256  # most scopes without requests that are kept, the latest ones
 
 T = TypeVar("T")
@@ -71,19 +76,19 @@ class PerTenant(Generic[T]):
             self.begin(id, scope)
 
 
-class PerTenantSource:
+class PerTenantSource(DraftSource):
     """A separate source for each tenant scope, used as one source."""
+
+    is_estimating: ClassVar[bool] = True
 
     def __init__(self, make: Callable[[], DraftSource], name: str) -> None:
         self.name, self.sources = name, PerTenant(make)
 
-    @property
-    def requests(self) -> dict[int, tuple[TenantScope, DraftSource]]:
-        return self.sources.requests
+    def begin(self, request: SourceRequest) -> None:
+        self.sources.begin(request.id, request.scope).begin(request)
 
-    def begin(self, id: int, scope: TenantScope) -> None:
-        """Propose for a request until `forget`."""
-        self.sources.begin(id, scope)
+    def proposes_for(self, id: int) -> bool:
+        return id in self.sources.requests
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         return self.sources.of(id).expected_accepted(id, text)

@@ -31,20 +31,13 @@ from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import (
     FixedSpeculator,
-    Source,
     Speculator,
     UserSource,
 )
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
-from specserve_drafters.base import AUTO_SOURCES, EAGLE, drafter_options
-from specserve_drafters.grammar import GrammarSource
+from specserve_drafters.base import EAGLE, SOURCES, DraftSource, drafter_options, make_source
 from specserve_drafters.model_source import ModelSource
-from specserve_drafters.native_lookup import ngram_source
-from specserve_drafters.prediction import PredictionSource
-from specserve_drafters.recycle import RecycleSource
-from specserve_drafters.suffix import SuffixSource
-from specserve_drafters.tenants import PerTenantSource
 
 
 class Loaded(NamedTuple):
@@ -266,7 +259,7 @@ def adaptive_speculator(
     known = {} if before is None else {source.name: source for source in before.sources}
     sources = [
         known[name]
-        if name in known and name in AUTO_SOURCES
+        if name in known and name in SOURCES
         else build_source(name, options.source_options.get(name, {}), parts)
         for name in names
         if name not in run
@@ -276,7 +269,7 @@ def adaptive_speculator(
     return AdaptiveSpeculator(sources, model_sources, *shared, names, before)
 
 
-def needs_executor(source: Source) -> bool:
+def needs_executor(source: DraftSource) -> bool:
     return bool(getattr(getattr(source, "drafter", None), "needs_executor", False))
 
 
@@ -292,17 +285,9 @@ def refuse_second_executor(names: Sequence[str], is_run: bool) -> None:
         )
 
 
-def build_source(name: str, options: Mapping[str, Any], parts: DrafterParts) -> Source:
-    if name == "ngram":
-        return PerTenantSource(ngram_source, name)
-    if name == "grammar":
-        return GrammarSource()
-    if name == "prediction":
-        return PredictionSource()
-    if name == "suffix":
-        return SuffixSource()
-    if name == "recycle":
-        return RecycleSource()
+def build_source(name: str, options: Mapping[str, Any], parts: DrafterParts) -> DraftSource:
+    if name in SOURCES:
+        return make_source(name)
     drafter = make_drafter(name, options, parts.draft_model, is_source=True)
     return UserSource(name, drafter, parts.vocab_size)
 

@@ -25,7 +25,6 @@ from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
-from specserve.speculation.speculator import EstimatingSource, Source
 from specserve.speculation.verify import (
     AcceptanceStats,
     AcceptedPath,
@@ -37,21 +36,14 @@ from specserve.speculation.verify import (
     scope_of,
 )
 from specserve_drafters import DraftRequest
+from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, Trie
-from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import RequestTrie
-from specserve_drafters.prediction import PredictionSource
-from specserve_drafters.recycle import RecycleSource
-from specserve_drafters.suffix import SuffixSource
-from specserve_drafters.tenants import PerTenant, PerTenantSource
+from specserve_drafters.tenants import PerTenant
 
 LEAST_ASKED = 32  # draft tokens per step that sources are asked for, shared by its requests
 COLD = 0.6  # time of drafting in every step, relative to drafting after a pause, 0 to 1
 LATELY = 1 / 8  # weight of one step in the average number of a request's verified draft tokens
-
-
-# Sources that are notified of each request.
-LISTENING = PredictionSource, SuffixSource, RecycleSource, PerTenantSource
 
 
 class AskedSources(NamedTuple):
@@ -117,7 +109,7 @@ class AdaptiveSpeculator:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DraftSource],
         model_sources: Sequence[DraftModelSource],
         scheduler: Scheduler,
         draft_model: DraftModel | None,
@@ -137,13 +129,10 @@ class AdaptiveSpeculator:
         self.planner = Planner(scheduler.costs)
         self.acceptance = PerTenant(AcceptanceStats)
         self.lately: dict[int, float] = {}  # draft tokens verified per step, by request
-        self.estimating = [source for source in sources if isinstance(source, EstimatingSource)]
-        self.grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
-        self.prediction = next((s for s in sources if isinstance(s, PredictionSource)), None)
-        self.suffix = next((s for s in sources if isinstance(s, SuffixSource)), None)
-        recycle = next((s for s in sources if isinstance(s, RecycleSource)), None)
-        self.token_recycler = None if recycle is None else TokenRecycler(recycle)
-        self.own = [source for source in sources if isinstance(source, PerTenantSource)]
+        self.estimating = [source for source in sources if source.is_estimating]
+        self.constrained = [source for source in sources if source.needs_rules]
+        self.extending = [source for source in sources if source.extends_paths]
+        self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
         self.estimating_names = {source.name for source in self.estimating}
         self.has_other_sources = len(self.estimating) < len(sources)
         # State of the current step:
@@ -179,8 +168,8 @@ class AdaptiveSpeculator:
             self.settle()
         self.plan = None
         self.next_step(scheduled)
-        if self.grammar is not None:
-            self.follow_grammars(self.grammar, scheduled)
+        for source in self.constrained:
+            constrain(source, scheduled)
         part, self.expected_seconds = self.part(self.scheduler.step), {}
         due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, asked) for s, asked in due if any(asked)]
@@ -204,12 +193,6 @@ class AdaptiveSpeculator:
             acceptance.next_step()
         for acceptance, is_root in each:
             acceptance.num_roots += is_root
-
-    def follow_grammars(self, source: GrammarSource, scheduled: Sequence[ScheduledRequest]) -> None:
-        for request in (item.request for item in scheduled):
-            grammar = request.grammar
-            if grammar is not None and request.sampling.speculation.allows(source.name):
-                source.follow(request.id, grammar)
 
     def acceptance_of(self, request: Request) -> AcceptanceStats:
         if request.id not in self.acceptance.requests:
@@ -242,18 +225,10 @@ class AdaptiveSpeculator:
         """Return whether the expected accepted tokens save more time than planning takes."""
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.estimating if speculation.allows(source.name)]
-        asked = [source for source in asked if self.knows(source, id)]
+        asked = [source for source in asked if source.proposes_for(id)]
         saved = part * max((source.expected_accepted(id, text) for source in asked), default=0.0)
         self.expected_seconds[id] = saved
         return self.acceptance_of(request).is_worthwhile(saved)
-
-    def knows(self, source: object, id: int) -> bool:
-        """Return whether a source has data for a request."""
-        if isinstance(source, GrammarSource):
-            return id in source.rules
-        if isinstance(source, LISTENING):
-            return id in source.requests
-        return True
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
@@ -266,9 +241,9 @@ class AdaptiveSpeculator:
                 asked = [root for root in roots if root.asked.benefit is not None]
                 if source in self.estimating:
                     asked = [root for root in roots if root.asked.is_any]
-                asked = [root for root in asked if self.knows(source, root.item.id)]
+                asked = [root for root in asked if source.proposes_for(root.item.id)]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
-            spent += self.force(roots)
+            spent += self.extend(roots)
             spent += self.grow(roots)
         finally:
             for model in self.models:
@@ -401,7 +376,7 @@ class AdaptiveSpeculator:
             if root.priority > min(priorities, default=root.priority):
                 root.ask.behind = 0.0
 
-    def ask(self, source: Source, roots: Sequence[RequestDraft]) -> float:
+    def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> float:
         """Add a source's candidates; return its seconds. Skip roots if the source takes more time
         than it saves.
         """
@@ -420,17 +395,18 @@ class AdaptiveSpeculator:
             self.spec_stats.failed(name)
         return self.took(name, perf_counter() - start, roots)
 
-    def force(self, roots: Sequence[RequestDraft]) -> float:
-        """Continue the paths of other sources with tokens that grammars force; return the
-        seconds.
-        """
-        grammar = self.grammar
-        if grammar is None or not grammar.rules:
-            return 0.0
-        start = perf_counter()
-        for root in roots:
-            grammar.extend(root.trie, root.item, root.proposed)
-        return self.took(grammar.name, perf_counter() - start, roots)
+    def extend(self, roots: Sequence[RequestDraft]) -> float:
+        """Let sources continue paths, such as with forced tokens; return the seconds."""
+        spent = 0.0
+        for source in self.extending:
+            own = [root for root in roots if source.proposes_for(root.item.id)]
+            if not own:
+                continue
+            start = perf_counter()
+            for root in own:
+                source.extend(root.trie, root.item, root.proposed)
+            spent += self.took(source.name, perf_counter() - start, own)
+        return spent
 
     def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> float:
         """Count the seconds of a source that was asked for these roots; return the seconds."""
@@ -489,7 +465,7 @@ class AdaptiveSpeculator:
         start, source, name = perf_counter(), model_source.source, model_source.name
         try:
             request_tries = [RequestTrie(root.item, root.trie, root.proposed) for root in roots]
-            source.grow(request_tries, levels, self.grammar)
+            source.grow(request_tries, levels, self.extending)
         except KVLost:
             raise
         except Exception:  # for example, too little memory
@@ -532,20 +508,15 @@ class AdaptiveSpeculator:
         paths: Sequence[AcceptedPath],
         answers: TargetTokens,
     ) -> None:
-        if self.token_recycler is None:
-            return
-        name, acceptance = (
-            self.token_recycler.source.name,
-            [self.acceptance_of(s.request) for s in sampled],
-        )
-        start = perf_counter()
-        try:
-            self.token_recycler.collect_successors(
-                accepted_rows(sampled, paths, acceptance), answers, self.verified
-            )
-        except Exception:  # for example, too little memory
-            self.spec_stats.failed(name)
-        self.spec_stats.took(name, perf_counter() - start)
+        for recycler in self.recyclers:
+            name, start = recycler.source.name, perf_counter()
+            try:
+                acceptance = [self.acceptance_of(s.request) for s in sampled]
+                rows = accepted_rows(sampled, paths, acceptance)
+                recycler.collect_successors(rows, answers, self.verified)
+            except Exception:  # for example, too little memory
+                self.spec_stats.failed(name)
+            self.spec_stats.took(name, perf_counter() - start)
 
     def learn(
         self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
@@ -614,16 +585,16 @@ class AdaptiveSpeculator:
         root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
 
     def begin(self, request: Request) -> None:
-        id, asked, num_prompt = request.id, request.sampling, request.num_prompt
-        scope = scope_of(request)
-        if self.prediction is not None and asked.prediction:
-            self.prediction.expect(id, asked.prediction, num_prompt, scope)
-        if self.suffix is not None:
-            self.suffix.begin(id, request.token_ids, num_prompt, scope, asked.speculation.learn)
-        if self.token_recycler is not None:
-            self.token_recycler.source.begin(id, scope, asked.speculation.learn)
-        for source in self.own:
-            source.begin(id, scope)
+        begun = SourceRequest(
+            request.id,
+            request.token_ids,
+            request.num_prompt,
+            scope_of(request),
+            request.sampling.prediction,
+            request.sampling.speculation.learn,
+        )
+        for source in self.sources:
+            source.begin(begun)
 
     def forget(self, id: int) -> None:
         if id in self.acceptance.requests:
@@ -631,7 +602,7 @@ class AdaptiveSpeculator:
             self.acceptance.forget(id)
         self.lately.pop(id, None)
         for source in self.sources:
-            if self.knows(source, id):
+            if source.proposes_for(id):
                 self.spec_stats.notify(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
@@ -646,9 +617,17 @@ class AdaptiveSpeculator:
         self.planner = Planner(self.scheduler.costs)
         self.acceptance.reset()
         self.roots, self.alone = {}, None
-        for source in self.estimating:
+        for source in self.sources:
             source.reset()
         self.lately = {}
+
+
+def constrain(source: DraftSource, scheduled: Sequence[ScheduledRequest]) -> None:
+    """Give a source the grammars of the requests that allow it."""
+    for request in (item.request for item in scheduled):
+        grammar = request.grammar
+        if grammar is not None and request.sampling.speculation.allows(source.name):
+            source.constrain(request.id, grammar)
 
 
 def in_order(growing: Sequence[ModelDraft], alone: AcceptanceStats | None) -> list[ModelDraft]:

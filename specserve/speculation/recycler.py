@@ -1,4 +1,4 @@
-"""Collects likely successors of tokens from the target's logits, for the `recycle` source."""
+"""Collects likely successors of tokens from the target's logits, for sources that want them."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specserve.engine.runner import TargetTokens
 from specserve.scheduling import ScheduledRequest
 from specserve.speculation.verify import AcceptanceStats, AcceptedPath
-from specserve_drafters.recycle import NUM_SUCCESSORS, RecycleSource
+from specserve_drafters.base import DraftSource
 
 SHARE = 0.005  # share of the target's time that collecting may take, 0 to 1
 MOST_ROWS = 4  # most rows collected per request and step
@@ -49,7 +49,7 @@ def accepted_rows(
 class TokenRecycler:
     """Collects successors within a small share of each tenant scope's part of the target's time."""
 
-    def __init__(self, source: RecycleSource) -> None:
+    def __init__(self, source: DraftSource) -> None:
         self.source = source
 
     def collect_successors(
@@ -75,13 +75,13 @@ class TokenRecycler:
         if not one.rows:
             return []
         tokens = [row.token for row in one.rows] + [one.rows[-1].after]
-        return [one.rows[place] for place in self.source.follow(one.id, tokens)]
+        return [one.rows[place] for place in self.source.wanted_successors(one.id, tokens)]
 
     def enter(self, wanted: Sequence[tuple[AcceptedRows, Row]], answers: TargetTokens) -> None:
         """Store successors; they come from the device in one copy."""
         rows, after = [row.row for _, row in wanted], [row.after for _, row in wanted]
-        k = min(NUM_SUCCESSORS, answers.logits.shape[1])
+        k = min(self.source.num_successors, answers.logits.shape[1])
         logprobs = answers.logprobs(rows, after, k)
         each = zip(wanted, logprobs.ids.tolist(), logprobs.top.exp().tolist(), strict=True)
         for (one, row), ids, p in each:
-            self.source.enter(one.id, row.token, ids, p)
+            self.source.enter_successors(one.id, row.token, ids, p)

@@ -1,11 +1,10 @@
 """The interface between the step loop and drafters."""
 
 import logging
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
@@ -13,6 +12,7 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepCounts
 from specserve_drafters import ROOT, Draft, Drafter, DraftRequest
+from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
 from specserve_drafters.model import ModelDrafter
 from specserve_drafters.ngram import NgramDrafter
@@ -20,27 +20,8 @@ from specserve_drafters.ngram import NgramDrafter
 log = logging.getLogger("specserve")
 
 
-class Source(Protocol):
-    """Proposes candidates. It may raise any exception; user candidates are checked before use."""
-
-    name: str
-
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]: ...
-
-
-@runtime_checkable
-class EstimatingSource(Protocol):
-    """A source that can estimate beforehand how many of its draft tokens will be accepted."""
-
-    name: str
-
-    def expected_accepted(self, id: int, text: "array[int]") -> float: ...
-
-    def reset(self) -> None: ...
-
-
-class UserSource:
-    """A user's drafter as one of several sources."""
+class UserSource(DraftSource):
+    """A user's drafter as a source. It may raise anything, and its candidates are checked."""
 
     def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size

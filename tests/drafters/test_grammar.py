@@ -63,7 +63,7 @@ def trie(rules):
 @pytest.fixture
 def grammar(rules):
     source = GrammarSource()
-    source.follow(0, rules)
+    source.constrain(0, rules)
     return source
 
 
@@ -86,7 +86,7 @@ def test_what_is_forbidden_is_no_candidate_nor_is_what_comes_after(trie):
 
 
 def test_it_promises_what_it_forces_and_nothing_of_requests_without_a_grammar(grammar):
-    grammar.follow(1, Texts([2, 2, 2]))
+    grammar.constrain(1, Texts([2, 2, 2]))
     assert [grammar.expected_accepted(id, ask().known) for id in (0, 1, 2)] == [0.0, 3.0, 0.0]
     none, forced, unknown = grammar.candidates([ask(0), ask(1, limit=2), ask(2)])
     assert not none and not unknown
@@ -113,7 +113,7 @@ def test_it_draft_tokens_no_further_than_the_limit(trie, grammar):
 
 def test_the_draft_model_runs_a_forced_path_at_once_and_draft_tokens_behind_it(trie, grammar):
     script, request_tries = Chains(alike), RequestTrie(ask(limit=8), trie, {})
-    ModelSource("model", script, 3, 4, 1.0).grow([request_tries], EveryLevel(), grammar)
+    ModelSource("model", script, 3, 4, 1.0).grow([request_tries], EveryLevel(), [grammar])
     [[first], *_] = script.calls
     assert first.tokens == [3, 3, 0, 1, 2, 3] and first.parents == [0, 1, 0, 3, 4, 5]
     assert [0, 1, 2, 3, 1] in texts_of(trie) and [0, 1, 2, 3, 2] in texts_of(trie)

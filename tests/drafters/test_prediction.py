@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve_drafters import DraftRequest
+from specserve_drafters.base import SourceRequest
 from specserve_drafters.prediction import Alignment, PredictionSource
 
 TEXT = [*range(100, 160)]
@@ -75,7 +76,7 @@ def item(known, limit, id=1):
 
 def test_draft_tokens_are_what_comes_next_the_surer_the_longer_it_was_right():
     source, prompt = PredictionSource(), [5, 6, 7]
-    source.expect(1, TEXT, len(prompt))
+    source.begin(SourceRequest(1, array("i"), len(prompt), prediction=TEXT))
     (draft_tokens,) = source.candidates([item(prompt, 4)])
     assert [(g.token, g.parent) for g in draft_tokens] == [*zip(TEXT[:4], range(4), strict=True)]
     (later,) = source.candidates([item(prompt + TEXT[:20], 4)])
@@ -90,9 +91,9 @@ def test_draft_tokens_are_what_comes_next_the_surer_the_longer_it_was_right():
 
 def test_what_it_promises_is_learnt_from_what_came():
     source, text = PredictionSource(), array("i", TEXT)
-    source.expect(1, TEXT, 0)
+    source.begin(SourceRequest(1, array("i"), 0, prediction=TEXT))
     at_first = source.expected_accepted(1, text[:30])
-    source.expect(2, [9] * 60, 0)
+    source.begin(SourceRequest(2, array("i"), 0, prediction=[9] * 60))
     assert source.expected_accepted(2, text[:30]) < at_first
     assert source.expected_accepted(1, text[:59]) <= 1 and source.expected_accepted(1, text) == 0
 

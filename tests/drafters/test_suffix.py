@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve_drafters import ROOT, DraftRequest, suffix
+from specserve_drafters.base import SourceRequest
 from specserve_drafters.suffix import LENGTHS, OutputIndex, SuffixPart, SuffixSource, best
 
 TEXT = [*range(100, 160)]
@@ -21,7 +22,7 @@ def learnt(*outputs, salt=""):
 
 
 def asked(source, known, limit=8, id=1, salt=""):
-    source.begin(id, array("i", known), 0, (0, salt, ""), False)
+    source.begin(SourceRequest(id, array("i", known), 0, (0, salt, ""), is_learnt=False))
     (draft_tokens,) = source.candidates([DraftRequest(id, array("i", known), limit, 0.0, 0)])
     return draft_tokens
 
@@ -89,11 +90,11 @@ def test_there_are_no_draft_tokens_of_another_scope_nor_its_odds():
     source = learnt(TEXT, salt="a")
     assert asked(source, TEXT[:20], salt="") == [] == asked(source, TEXT[:20], salt="b")
     assert asked(source, TEXT[:20], salt="a")
-    source.begin(5, array("i", TEXT[:20]), 0, (0, "b", ""), True)
+    source.begin(SourceRequest(5, array("i", TEXT[:20]), 0, (0, "b", ""), is_learnt=True))
     assert source.expected_accepted(5, array("i", TEXT[:20])) == 0.0
     source.learn(array("i", TEXT), (0, "b", ""))
     accuracy = [*source.accuracy[0, "b", ""].expected]
-    source.begin(6, array("i", TEXT[:20]), 0, (0, "a", ""), True)
+    source.begin(SourceRequest(6, array("i", TEXT[:20]), 0, (0, "a", ""), is_learnt=True))
     for size in range(20, 60):
         source.expected_accepted(6, array("i", TEXT[:size]))
     for each in source.accuracy.values():
@@ -108,7 +109,9 @@ def test_there_are_no_draft_tokens_of_another_scope_nor_its_odds():
 def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
     source = SuffixSource()
     for id, is_learnt in ((1, False), (2, True)):
-        source.begin(id, array("i", [50, 51, *TEXT]), 2, (0, "", ""), is_learnt)
+        source.begin(
+            SourceRequest(id, array("i", [50, 51, *TEXT]), 2, (0, "", ""), is_learnt=is_learnt)
+        )
         source.forget(id)
         assert bool(asked(source, TEXT[:10], id=9)) == is_learnt
     assert asked(source, [9, 50], id=9) == []  # the prompt is none of it
@@ -117,7 +120,9 @@ def test_an_output_is_learnt_when_its_request_ends_unless_it_asked_not_to_be():
 
 def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
     source, prompt = SuffixSource(), [*range(30)]
-    source.begin(1, array("i", prompt + TEXT), len(prompt), (0, "", ""), True)
+    source.begin(
+        SourceRequest(1, array("i", prompt + TEXT), len(prompt), (0, "", ""), is_learnt=True)
+    )
     source.forget(1)
     assert [guess.token for guess in asked(source, prompt, id=2)] == TEXT[:8]
     held = [part.tokens for part in source.scopes[0, "", ""].parts]
@@ -126,7 +131,7 @@ def test_the_beginning_of_an_output_is_found_by_the_end_of_its_prompt():
 
 def test_what_it_promises_follows_the_text_and_falls_after_a_difference():
     source, text = learnt(TEXT), array("i", TEXT[:4])
-    source.begin(1, text, 0, (0, "", ""), False)
+    source.begin(SourceRequest(1, text, 0, (0, "", ""), is_learnt=False))
     first = source.expected_accepted(1, text)
     text.extend(TEXT[4:20])
     assert source.expected_accepted(1, text) > first > 0
@@ -178,7 +183,7 @@ def test_a_lookup_visits_a_bounded_number_of_places():
 
 def test_all_is_forgotten_on_reset():
     source, text = learnt(TEXT), array("i", TEXT[:8])
-    source.begin(1, text, 0, (0, "", ""), True)
+    source.begin(SourceRequest(1, text, 0, (0, "", ""), is_learnt=True))
     assert source.expected_accepted(1, text) > 0
     source.reset()
     assert source.expected_accepted(1, text) == 0 and asked(source, TEXT[:8], id=2) == []

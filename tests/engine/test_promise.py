@@ -14,6 +14,7 @@ from specserve.exchange.sampling_params import Sampling, SpeculationParams
 from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.speculator import UserSource
 from specserve.text.tokenizer import load_tokenizer
+from specserve_drafters.base import SourceRequest
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
@@ -263,13 +264,15 @@ def edited(tokens, chance):
 def recycling(texts):
     """A source of successors that knows those of the texts, each before the one that came last."""
     source = RecycleSource()
-    source.begin(-1, (0, "", ""), True)
+    source.begin(SourceRequest(-1, array("i"), 0))
     for text in texts:
         after = {}
         for token, next_one in pairwise(text):
             after[token] = list(dict.fromkeys([next_one, *after.get(token, [])]))[:4]
         for token, successors in after.items():
-            source.enter(-1, token, successors, [0.5, 0.3, 0.15, 0.04][: len(successors)])
+            source.enter_successors(
+                -1, token, successors, [0.5, 0.3, 0.15, 0.04][: len(successors)]
+            )
     return source
 
 

@@ -13,6 +13,7 @@ from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
 from specserve_drafters import Draft
+from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
@@ -55,7 +56,7 @@ def greedy(max_tokens, **kw):
     )
 
 
-class Oracle:
+class Oracle(DraftSource):
     """Knows the target's text, and says a chain of it with a score; `wrong` turns it into a lie."""
 
     def __init__(self, name, truth, p=0.9, wrong=0):
@@ -218,6 +219,8 @@ class Paced(Oracle):
 
 class Foretelling(Paced):
     """Also promises so many right guesses for a text of a length."""
+
+    is_estimating = True
 
     def __init__(self, clock, truth, right, takes, promises):
         super().__init__(clock, truth, right, takes)

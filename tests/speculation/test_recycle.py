@@ -34,7 +34,7 @@ def engine(target, clock):
 
 
 def source_of(engine):
-    return engine.speculator.token_recycler.source
+    return engine.speculator.recyclers[0].source
 
 
 def run(engine, tenant=0, prompt=PROMPT, **asked):
@@ -118,7 +118,7 @@ def test_draft_tokens_of_successors_are_accepted(engine):
 
 
 def test_taking_over_has_a_small_share_of_the_time(engine, clock):
-    token_recycler, taken, before = engine.speculator.token_recycler, [], clock.now
+    token_recycler, taken, before = engine.speculator.recyclers[0], [], clock.now
     enter = token_recycler.enter
 
     def slow(wanted, answers):
@@ -141,6 +141,6 @@ def test_rows_whose_logits_are_gone_are_left_out(engine):
 
 def test_an_error_in_taking_over_costs_no_text(engine):
     want, _ = run(engine)
-    engine.speculator.token_recycler.enter = lambda wanted, answers: 1 / 0
+    engine.speculator.recyclers[0].enter = lambda wanted, answers: 1 / 0
     assert run(engine, cache_salt="b")[0] == want
     assert engine.stats.sources["recycle"].errors > 0

@@ -51,4 +51,5 @@ def test_what_is_not_to_be_learnt_is_not_drafted(engine):
 
 def test_nothing_of_a_request_is_kept_that_has_ended(engine):
     accepted(engine, speculation=SpeculationParams(learn=False))
-    assert not engine.speculator.suffix.requests and not engine.speculator.suffix.scopes
+    (suffix,) = (s for s in engine.speculator.sources if s.name == "suffix")
+    assert not suffix.requests and not suffix.scopes

@@ -8,6 +8,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.scheduling import planner
 from specserve.speculation import verify
 from specserve_bench.figures.merged import RowCosts
+from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native_lookup import ngram_source
 from specserve_drafters.prediction import PredictionSource
@@ -64,7 +65,7 @@ class Recycled(RecycleSource):
         return super().candidates(items)
 
 
-class TenantSuccessors:
+class TenantSuccessors(DraftSource):
     """Knows a text, of which it says four tokens."""
 
     name = "known"
