@@ -3,13 +3,14 @@ has the candidates to verify.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import exp
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, Self, SupportsIndex
 
 import msgspec
+from msgspec import Meta
 
 ROOT = 0  # the last committed token: node 0 of every tree, not a draft token
 TREE_SLOTS = 64  # nodes of the largest tree, root included: the bits of one mask word
@@ -121,15 +122,30 @@ def as_index(x: object, limit: int) -> int | None:
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # bounds between buckets of scores
 DEPTHS = 8  # depth from which draft tokens share one bin
+NUM_BINS = (len(BOUNDS) + 1) * DEPTHS  # bins of a source
 LEAST, MOST = 0.002, 0.998  # bounds of a probability: none is certain
 UNSCORED = 0.5  # score of a draft token whose source gives none
 
 PRIOR = 4.0  # number of draft tokens that a bin's score counts for
+KNOWN_WEIGHT = 32.0  # most draft tokens of earlier texts that a bin begins with
 MEMORY = 1 - 1 / 256  # factor on a bin's counts per counted draft token
 SHIFT_PRIOR = 1.0  # weight of the zero shift, in units of p (1 - p): four draft tokens of p = 1/2
 SHIFT_MEMORY = 1 - 1 / 32  # factor on a shift's weight per step
 MAX_SHIFT = 4.0  # largest absolute shift of log-odds
 WORTH, WORTH_RATE = 0.05, 1 / 64  # initial gain of agreement in probability, and its rate of change
+
+
+class BinCounts(NamedTuple):
+    """Counts of one bin, measured with earlier texts."""
+
+    kind: Annotated[int, Meta(ge=0, lt=NUM_BINS)]  # number of the bin
+    tries: Annotated[float, Meta(gt=0, le=1e9)]
+    hits: Annotated[float, Meta(ge=0, le=1e9)]
+    scores: Annotated[float, Meta(ge=0, le=1e9)]
+
+
+# Counts by source, with which the bins of new requests' scopes begin.
+AcceptancePrior = Mapping[str, Sequence[BinCounts]]
 
 
 class CalibrationBin:
@@ -142,12 +158,22 @@ class CalibrationBin:
         self.factor = 1.0  # odds of the accepted share, relative to the odds of a score
 
     def count(self, score: float, is_right: bool) -> None:
-        self.tries = tries = self.tries * MEMORY + 1
-        self.hits = hits = self.hits * MEMORY + is_right
-        self.scores = scores = self.scores * MEMORY + score
+        self.tries = self.tries * MEMORY + 1
+        self.hits = self.hits * MEMORY + is_right
+        self.scores = self.scores * MEMORY + score
+        self.settle()
+
+    def begin_with(self, known: BinCounts) -> None:
+        """Begin with counts of earlier texts, as at most KNOWN_WEIGHT draft tokens."""
+        share = min(1.0, KNOWN_WEIGHT / known.tries)
+        self.tries, self.hits, self.scores = (share * count for count in known[1:])
+        self.settle()
+
+    def settle(self) -> None:
         # A Beta prior around the source's own score: without draft tokens nothing changes.
-        score = scores / tries
-        right = (hits + PRIOR * score) / (tries + PRIOR)
+        tries = self.tries
+        score = self.scores / tries
+        right = (self.hits + PRIOR * score) / (tries + PRIOR)
         right = LEAST if right < LEAST else MOST if right > MOST else right
         self.factor = right * (1 - score) / ((1 - right) * score)
 
@@ -212,7 +238,9 @@ class Calibrators(dict[str, AcceptanceCalibrator]):
     def __missing__(self, source: str) -> AcceptanceCalibrator:
         sources = self.calibration.sources
         if source not in sources:
-            kinds = [CalibrationBin() for _ in range((len(BOUNDS) + 1) * DEPTHS)]
+            kinds = [CalibrationBin() for _ in range(NUM_BINS)]
+            for known in self.calibration.prior.get(source, ()):
+                kinds[known.kind].begin_with(known)
             sources[source] = 1 << len(sources), kinds
         bit, kinds = sources[source]
         calibrator = self[source] = AcceptanceCalibrator(source, bit, kinds)
@@ -222,7 +250,8 @@ class Calibrators(dict[str, AcceptanceCalibrator]):
 class Calibration:
     """The bins of all sources, the gain of their agreement, and every request's calibrators."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: AcceptancePrior | None = None) -> None:
+        self.prior = prior or {}
         self.sources: dict[str, tuple[int, list[CalibrationBin]]] = {}  # a bit, and the bins
         self.worth: dict[int, float] = {}  # learned gain, by the bits of the sources that agree
         self.requests: dict[int, Calibrators] = {}
@@ -264,6 +293,17 @@ class Calibration:
             kinds[:] = [CalibrationBin() for _ in kinds]
         for calibrators in self.requests.values():
             calibrators.pop(source, None)
+
+    def counts(self) -> dict[str, list[BinCounts]]:
+        """Return the counts of all bins with draft tokens, by source."""
+        return {
+            source: [
+                BinCounts(i, bin.tries, bin.hits, bin.scores)
+                for i, bin in enumerate(kinds)
+                if bin.tries
+            ]
+            for source, (_, kinds) in self.sources.items()
+        }
 
     def table(self) -> dict[str, list[dict[str, float]]]:
         """Return the bins with draft tokens, by source: score, share of accepted tokens, count."""

@@ -117,6 +117,13 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
             "quantize", help="write a copy with 8- or 4-bit weights", allow_abbrev=False
         )
     )
+    add_tune(
+        commands.add_parser(
+            "tune",
+            help="learn from your texts which draft tokens are accepted, for later starts",
+            allow_abbrev=False,
+        )
+    )
     config = commands.add_parser(
         "config", help="show or check the resolved configuration", allow_abbrev=False
     )
@@ -310,6 +317,25 @@ def add_quantize(p: argparse.ArgumentParser) -> None:
     p.set_defaults(action=quantize, command=p)
 
 
+def add_tune(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", help="a local folder, a .gguf file or a hub id, as for serve")
+    p.add_argument(
+        "texts",
+        nargs="+",
+        type=Path,
+        metavar="TEXT",
+        help="typical prompts of your users: text files with one prompt each, or .jsonl "
+        'files with a line {"messages": [...]} or {"prompt": "..."} each',
+    )
+    p.add_argument(
+        "--max-tokens", type=int, default=256, help="tokens to generate per prompt; default: 256"
+    )
+    add_drafting(p)
+    add_template(p)
+    add_settings(p)
+    p.set_defaults(action=tune, command=p)
+
+
 def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--config",
@@ -401,6 +427,15 @@ def generate(args: argparse.Namespace) -> None:
             done = draw(stream) if args.watch else print_stream(stream)
             # On stderr, so that a pipe receives only the text.
             print(measured(done).footer(), file=sys.stderr)
+
+
+def tune(args: argparse.Namespace) -> None:
+    from specserve.cli.tune import read_prompts, tune
+
+    if (name := configured(args).drafter_name) != "auto":
+        raise ConfigError(f"drafter.name = {name!r}: only auto learns from texts. Set auto")
+    prompts, settings = read_prompts(args.texts), checked(args)
+    print(tune(prompts, args.max_tokens, args.config, settings))
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from specserve.config import Config
 from specserve.engine.adapters import Adapters
 from specserve.engine.engine import Engine
@@ -37,7 +39,9 @@ from specserve.speculation.speculator import (
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import EAGLE, SOURCES, DraftSource, drafter_options, make_source
+from specserve_drafters.candidates import AcceptancePrior, BinCounts
 from specserve_drafters.model_source import ModelSource
+from specserve_kernels.cpu.kept import kept_file, read_kept
 
 
 class Loaded(NamedTuple):
@@ -131,7 +135,9 @@ def assemble(
     stats = Stats(sources={name: SourceStats() for name in known_sources})
     run = [(model.runner, model.costs) for model in (head, draft_model) if model is not None]
     run.insert(0, (runners.target, scheduler.costs))
-    parts = DrafterParts(scheduler, target.config.vocab_size, draft_model, head, stats)
+    prior = read_kept(acceptance_file(runner for runner, _ in run), Prior) if keeps_costs else None
+    known = {} if prior is None else prior.acceptance
+    parts = DrafterParts(scheduler, target.config.vocab_size, draft_model, head, stats, known)
     return Engine(
         runners.target,
         scheduler,
@@ -195,6 +201,18 @@ def kept_costs(config: Config, runner: Runner, costs: StepCosts) -> KeptCosts:
     return KeptCosts(costs, costs_file(model_key(runner), runner.ops.arithmetic(), threads))
 
 
+class Prior(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Acceptance of draft tokens in an operator's texts, which `specserve tune` keeps on disk."""
+
+    acceptance: dict[str, list[BinCounts]]  # by source
+
+
+def acceptance_file(runners: Iterable[Runner]) -> Path | None:
+    """Return the file of a target model with its draft model and head; None if none can be kept."""
+    decoders = [runner.decoder for runner in runners]
+    return kept_file("acceptance", *(f"{d.dtype} {d.forms} {d.config}" for d in decoders))
+
+
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
     """Return texts that identify the weights and dtype of the target's and the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
@@ -215,6 +233,7 @@ class DrafterParts(NamedTuple):
     draft_model: DraftModel | None
     head: HeadModel | None
     stats: Stats
+    prior: AcceptancePrior = {}  # noqa: RUF012  acceptance in the operator's own texts
 
     @property
     def num_ids(self) -> int:
@@ -266,7 +285,7 @@ def adaptive_speculator(
     ]
     refuse_second_executor([s.name for s in sources if needs_executor(s)], "model" in there)
     shared = parts.scheduler, draft_model, parts.stats
-    return AdaptiveSpeculator(sources, model_sources, *shared, names, before)
+    return AdaptiveSpeculator(sources, model_sources, *shared, names, before, parts.prior)
 
 
 def needs_executor(source: DraftSource) -> bool:

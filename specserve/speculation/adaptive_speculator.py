@@ -3,6 +3,7 @@ verify.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from specserve.speculation.verify import (
 )
 from specserve_drafters import DraftRequest
 from specserve_drafters.base import DraftSource, SourceRequest
-from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, Trie
+from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, AcceptancePrior, Trie
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
 
@@ -116,8 +117,11 @@ class AdaptiveSpeculator:
         stats: Stats,
         names: Sequence[str] = (),
         before: "AdaptiveSpeculator | None" = None,
+        prior: AcceptancePrior | None = None,
     ) -> None:
-        """`names` lists all sources, in the order of reports. Statistics of `before` are kept."""
+        """`names` lists all sources, in the order of reports. Statistics of `before` are kept.
+        `prior` has the acceptance with which scopes begin.
+        """
         self.sources, self.model_sources = sources, model_sources
         self.scheduler, self.draft_model = scheduler, draft_model
         self.names = (*names,) or (*(s.name for s in sources), *(g.name for g in model_sources))
@@ -127,7 +131,8 @@ class AdaptiveSpeculator:
             self.models.append(draft_model)
         self.spec_stats = SpecDecodeStats(self.names, stats)
         self.planner = Planner(scheduler.costs)
-        self.acceptance = PerTenant(AcceptanceStats)
+        self.acceptance = PerTenant(partial(AcceptanceStats, prior))
+        self.asks_always = False  # see `learn_anew`
         self.lately: dict[int, float] = {}  # draft tokens verified per step, by request
         self.estimating = [source for source in sources if source.is_estimating]
         self.constrained = [source for source in sources if source.needs_rules]
@@ -228,7 +233,7 @@ class AdaptiveSpeculator:
         asked = [source for source in asked if source.proposes_for(id)]
         saved = part * max((source.expected_accepted(id, text) for source in asked), default=0.0)
         self.expected_seconds[id] = saved
-        return self.acceptance_of(request).is_worthwhile(saved)
+        return self.asks_always or self.acceptance_of(request).is_worthwhile(saved)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
@@ -612,6 +617,13 @@ class AdaptiveSpeculator:
             calibration=calibration_state(acceptance.calibration),
             plan=None if acceptance.last is None else plan_state(*acceptance.last),
         )
+
+    def learn_anew(self) -> None:
+        """Drop all statistics, also those of an earlier start. From now on, ask estimating sources
+        in every step, whether or not their draft tokens are worth the planning.
+        """
+        self.acceptance, self.asks_always = PerTenant(AcceptanceStats), True
+        self.reset()
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)

@@ -29,7 +29,7 @@ from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.candidates import CHILDREN_BY, Calibration
+from specserve_drafters.candidates import CHILDREN_BY, AcceptancePrior, Calibration
 from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs
 
@@ -306,8 +306,9 @@ class AcceptanceStats:
     step.
     """
 
-    def __init__(self) -> None:
-        self.calibration = Calibration()
+    def __init__(self, prior: AcceptancePrior | None = None) -> None:
+        """`prior` has counts of earlier texts, see `specserve tune`."""
+        self.calibration = Calibration(prior)
         # Budget for asking sources and planning their draft tokens
         self.benefits = ExplorationBudget()
         # Budgets for running levels, by the model's source.

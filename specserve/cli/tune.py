@@ -1,0 +1,93 @@
+"""`specserve tune MODEL TEXT...`: learns the acceptance of draft tokens from an operator's texts.
+
+Later starts of the same models begin with it. Nothing else that is learnt from texts reaches the
+disk.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specserve.errors import ConfigError, RequestError
+
+LINES = ".jsonl"
+
+
+class TuningPrompt(msgspec.Struct, forbid_unknown_fields=False):
+    """A line of a .jsonl file: a conversation, or a text to continue."""
+
+    messages: list[dict[str, Any]] = []
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        while self.messages and self.messages[-1].get("role") == "assistant":
+            self.messages.pop()  # the model writes its own response
+        if bool(self.messages) == bool(self.prompt):
+            raise ValueError("set either messages or prompt")
+
+
+def read_prompts(files: Sequence[Path]) -> list[TuningPrompt]:
+    """Return all prompts. ConfigError for a file that cannot be read, and without any prompt."""
+    found = [prompt for file in files for prompt in prompts_of(file)]
+    if not found:
+        raise ConfigError("the files have no prompts. Name files with text")
+    return found
+
+
+def prompts_of(file: Path) -> Iterator[TuningPrompt]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file} cannot be read ({e}). Name a text file, or a .jsonl file") from e
+    if file.suffix != LINES:
+        yield from [TuningPrompt(prompt=text)] if text.strip() else []
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            yield from [msgspec.json.decode(line, type=TuningPrompt)] if line.strip() else []
+        except (ValueError, RecursionError) as e:
+            raise ConfigError(
+                f"{file}, line {number}: {e}. Write an object with messages or prompt per line"
+            ) from e
+
+
+def tune(
+    prompts: Sequence[TuningPrompt],
+    max_tokens: int,
+    config: Sequence[Path] | None,
+    settings: Mapping[str, Any],
+) -> str:
+    """Generate responses to all prompts, keep what is learnt, and return a report."""
+    from specserve import LLM, SamplingParams
+    from specserve.engine.build import Prior, acceptance_file
+    from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+    from specserve_drafters.base import DEFAULT_SCOPE
+    from specserve_kernels.cpu.kept import keep
+
+    with LLM(config=config, **settings) as llm:
+        engine, params = llm.engine, SamplingParams(max_tokens=max_tokens)
+        speculator = engine.speculator
+        assert isinstance(speculator, AdaptiveSpeculator), "the drafter is auto"
+        models = [model.runner for model in (engine.head, engine.draft_model) if model is not None]
+        file = acceptance_file([engine.target, *models])
+        if file is None:
+            raise ConfigError("no folder can be written. Set XDG_CACHE_HOME to one that can")
+        speculator.learn_anew()
+        try:
+            if texts := [p.prompt for p in prompts if p.prompt]:
+                llm.generate(texts, params)
+            if conversations := [p.messages for p in prompts if p.messages]:
+                llm.chat(conversations, params)
+        except RequestError as e:
+            raise ConfigError(f"a prompt is refused: {e}") from e
+        learnt = speculator.acceptance.find(DEFAULT_SCOPE)
+        counts = {} if learnt is None else learnt.calibration.counts()
+        keep(file, Prior(counts))
+        lines = [
+            f"{name}: {each.accepted} of {each.verified} verified draft tokens were accepted"
+            for name, each in engine.stats.sources.items()
+            if each.verified
+        ]
+    return "\n".join([*lines, f"kept for later starts in {file}"])

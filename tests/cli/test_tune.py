@@ -1,0 +1,110 @@
+"""`specserve tune`: what texts show about drafters, and a start that begins with it."""
+
+import json
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.cli import command as cli
+from specserve.cli.tune import TuningPrompt, read_prompts
+from specserve.engine import build
+from specserve.errors import ConfigError
+from specserve_drafters.base import DEFAULT_SCOPE
+from specserve_drafters.candidates import KNOWN_WEIGHT, NUM_BINS, BinCounts, Calibration
+from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+
+TEXT = "the cat sat on the mat and " * 6
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tuned"), seed=5)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The file of all models, in a folder of the test's own."""
+    file = tmp_path / "acceptance-0.json"
+    monkeypatch.setattr(build, "kept_file", lambda what, *key: file)
+    return file
+
+
+def test_prompts_are_whole_texts_or_lines_without_the_response(tmp_path):
+    (tmp_path / "a.txt").write_text("a text\nof two lines")
+    lines = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "p", "id": 3},
+    ]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    (tmp_path / "empty.txt").write_text(" \n")
+    found = read_prompts([tmp_path / name for name in ("a.txt", "b.jsonl", "empty.txt")])
+    assert found == [
+        TuningPrompt(prompt="a text\nof two lines"),
+        TuningPrompt(messages=[{"role": "user", "content": "a"}]),
+        TuningPrompt(prompt="p"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.jsonl", "no json", "a.jsonl, line 1: "),
+        ("a.jsonl", '\n{"prompt": 1}', "line 2: Expected `str`, got `int`"),
+        ("a.jsonl", "{}", "line 1: set either messages or prompt"),
+        ("a.jsonl", '{"prompt": "a", "messages": [{"role": "user"}]}', "set either messages or"),
+        ("a.jsonl", '{"messages": [{"role": "assistant"}]}', "set either messages or prompt"),
+        ("a.txt", "", "the files have no prompts"),
+    ],
+)
+def test_a_file_without_usable_prompts_is_refused(tmp_path, name, text, complaint):
+    (file := tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as e:
+        read_prompts([file])
+    assert complaint in str(e.value)
+    with pytest.raises(ConfigError, match=r"missing\.txt cannot be read"):
+        read_prompts([tmp_path / "missing.txt"])
+
+
+def test_a_later_start_begins_with_what_texts_have_shown(folder, kept, tmp_path, capsys):
+    lines = [json.dumps({"prompt": TEXT[i:]}) for i in range(20)]
+    (file := tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    given = ["--set", "memory.kv_bytes=16777216", "--max-tokens", "60"]
+    assert cli.main(["tune", str(folder), str(file), *given]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("ngram: ") and said[-1] == f"kept for later starts in {kept}"
+    [(source, bins)] = json.loads(kept.read_text())["acceptance"].items()
+    assert source == "ngram" and sum(tries for _, tries, *_ in bins) > 20
+
+    def run():
+        with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
+            begun = llm.engine.speculator.acceptance.begin(-1, DEFAULT_SCOPE).calibration
+            begun.calibrators(-1)["ngram"]
+            return begun.counts(), llm.generate(TEXT, GREEDY)[0].token_ids
+
+    counts, text = run()
+    want = {kind: min(1.0, KNOWN_WEIGHT / tries) * tries for kind, tries, *_ in bins}
+    assert {each.kind: each.tries for each in counts["ngram"]} == pytest.approx(want)
+    kept.write_text('{"acceptance": {"ngram": [[9999, 1, 1, 1]]}}')  # no such bin: it is ignored
+    assert run() == ({"ngram": []}, text)
+
+
+def test_only_auto_learns(folder, tmp_path, capsys):
+    (file := tmp_path / "text.txt").write_text(TEXT)
+    assert cli.main(["tune", str(folder), str(file), "--drafter", "ngram"]) == 1
+    assert "drafter.name = 'ngram': only auto learns from texts" in capsys.readouterr().err
+
+
+def test_a_prior_shifts_scores_and_fades_with_new_draft_tokens():
+    kind = Calibration().calibrators(0)["a"].weigh(0.9, 1)[1]
+    assert kind < NUM_BINS
+    poor = Calibration({"a": [BinCounts(kind, 1000, 100, 900)]})
+    calibrator = poor.calibrators(0)["a"]
+    first = calibrator.weigh(0.9, 1)[3]
+    assert first < 0.25 < Calibration().calibrators(0)["a"].weigh(0.9, 1)[3]
+    for _ in range(400):
+        calibrator.learn(calibrator.weigh(0.9, 1), True)
+    calibrator.use()
+    assert calibrator.weigh(0.9, 1)[3] > 0.9
