@@ -12,10 +12,8 @@ from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepCounts
 from specserve_drafters import ROOT, Draft, Drafter, DraftRequest
-from specserve_drafters.base import DraftSource
+from specserve_drafters.base import BUILT_IN, DraftSource
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
-from specserve_drafters.model import ModelDrafter
-from specserve_drafters.ngram import NgramDrafter
 
 log = logging.getLogger("specserve")
 
@@ -68,10 +66,6 @@ def call_if_present(drafter: object, what: str, *args: object) -> None:
     method = getattr(drafter, what, None)  # optional in a drafter
     if method is not None:
         method(*args)
-
-
-# Other drafters get copies, because they might modify their input
-TRUSTED = NgramDrafter, ModelDrafter
 
 
 class Speculator(Protocol):
@@ -158,7 +152,7 @@ class FixedSpeculator:
             self.draft_model.lend([s.request for s in roots])
         try:
             items = [s.draft_item(s.draft_limit) for s in roots]
-            if not isinstance(self.drafter, TRUSTED):
+            if name not in BUILT_IN:  # a user's drafter might write to its input
                 items = [item.copy() for item in items]
             drafts = self.drafter.propose(items)
             for item, draft in zip(roots, drafts, strict=True):
