@@ -244,6 +244,26 @@ def test_readme_states_the_memory_of_its_models():
         assert f"{kv:.0f} KiB" in PAGES["README.md"]
 
 
+SIZES = {  # models of docs/models.md -> what their config.json has
+    "Qwen3 0.6B": QWEN3,
+    "Qwen3 4B": QWEN3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32},
+    "Qwen3 8B": HUB["Qwen/Qwen3-8B"],
+}
+
+
+def test_the_page_on_models_states_their_memory():
+    rows = dict(
+        re.findall(r"^\| (Qwen3 [\d.]+B) \| (.*) \|$", PAGES["docs/models.md"], re.MULTILINE)
+    )
+    assert rows.keys() == SIZES.keys()
+    for name, config in SIZES.items():
+        shape = decoder_config.parse(config)
+        each = [f"{weight_bytes(shape, how) / 2**30:.1f} GiB" for how in (None, "w8", "w4")]
+        assert rows[name].split(" | ") == [*each, f"{kv_token_bytes(shape) // 1024} KiB"], name
+
+
 def weight_bytes(shape, quantize):
     """The bytes that a step reads, and the embedding, also if the head is tied to it."""
     step = cost(shape, StepSize("", (0,), 1), quantize)

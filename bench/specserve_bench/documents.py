@@ -130,10 +130,22 @@ def summary_caption() -> str:
     loop = measured(read(file_of("open-loop")).machine)
     told = wrapped(
         f"Open loop was {loop}. Requests arrive at random, at 50 % and 80 % of the rate that vLLM "
-        f"completes; vLLM drafts nothing. {speculation.losses(cells())} "
+        "completes. specserve drafts with `auto`, and vLLM drafts nothing."
+    )
+    lost = wrapped(
+        f"**Losses.** {lost_rows(summary())} {speculation.losses(cells())} "
         "[Benchmarks](docs/bench.md#auto-against-fixed-settings) has these cells."
     )
-    return f"{peers_table.caption(plain('peers'))}\n\n{told}"
+    return f"{peers_table.caption(plain('peers'))}\n\n{told}\n\n{lost}"
+
+
+def lost_rows(table: str) -> str:
+    """Return a sentence about the rows in which another engine's cell is bold, the best."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if "**" in line]
+    lost = [label.partition(", ms")[0] for label, own, *_ in rows if not own.startswith("**")]
+    if not lost:
+        return "No row has a better engine."
+    return f"Another engine is better in {len(lost)} of {len(rows)} rows: {'; '.join(lost)}."
 
 
 def gpu_caption() -> str:
