@@ -131,16 +131,14 @@ class DraftSource:
 
     name: str
     is_estimating: ClassVar[bool] = False  # has `expected_accepted`
-    needs_rules: ClassVar[bool] = False  # gets grammars by `constrain`
+    needs_rules: ClassVar[bool] = False  # serves only requests with a grammar, by `constrain`
+    needs_prediction: ClassVar[bool] = False  # serves only requests with a prediction
+    learns_drafts: ClassVar[bool] = False  # has `observe`
     extends_paths: ClassVar[bool] = False  # continues paths of other sources by `extend`
     num_successors: ClassVar[int] = 0  # likely next tokens that it wants from the target's logits
 
     def begin(self, request: SourceRequest) -> None:
         """Propose for a request until `forget`."""
-
-    def proposes_for(self, id: int) -> bool:
-        """Return whether it has data for a request."""
-        return True
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, in far less time than proposing."""

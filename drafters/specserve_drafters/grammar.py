@@ -27,9 +27,6 @@ class GrammarSource(DraftSource):
     def constrain(self, id: int, rules: Rules) -> None:
         self.rules[id] = rules
 
-    def proposes_for(self, id: int) -> bool:
-        return id in self.rules
-
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         rules = self.rules.get(id)
         return float(len(rules.forced(()))) if rules is not None else 0.0

@@ -112,19 +112,16 @@ class PredictionSource(DraftSource):
 
     name = "prediction"
     is_estimating: ClassVar[bool] = True
+    needs_prediction: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedAlignment] = {}
         self.accuracy = PerTenant(MatchAccuracy)  # scopes do not see the statistics of other scopes
 
     def begin(self, request: SourceRequest) -> None:
-        if request.prediction:
-            accuracy = self.accuracy.begin(request.id, request.scope)
-            followed = FollowedAlignment(request.prediction, request.num_prompt, accuracy)
-            self.requests[request.id] = followed
-
-    def proposes_for(self, id: int) -> bool:
-        return id in self.requests
+        accuracy = self.accuracy.begin(request.id, request.scope)
+        followed = FollowedAlignment(request.prediction, request.num_prompt, accuracy)
+        self.requests[request.id] = followed
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, by the texts so far."""

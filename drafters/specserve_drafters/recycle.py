@@ -124,9 +124,6 @@ class RecycleSource(DraftSource):
         self.scopes.begin(request.id, request.scope)
         self.is_learnt[request.id] = request.is_learnt
 
-    def proposes_for(self, id: int) -> bool:
-        return id in self.is_learnt
-
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted first successors in a row."""
         known, token, value, expected = self.scopes.of(id), text[-1], 1.0, 0.0

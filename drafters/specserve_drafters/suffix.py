@@ -150,9 +150,6 @@ class SuffixSource(DraftSource):
         r = request
         self.requests[r.id] = FollowedOutput(r.known, r.num_prompt, r.scope, r.is_learnt)
 
-    def proposes_for(self, id: int) -> bool:
-        return id in self.requests
-
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, by the scope's texts so far."""
         followed = self.requests[id]

@@ -85,10 +85,7 @@ class PerTenantSource(DraftSource):
         self.name, self.sources = name, PerTenant(make)
 
     def begin(self, request: SourceRequest) -> None:
-        self.sources.begin(request.id, request.scope).begin(request)
-
-    def proposes_for(self, id: int) -> bool:
-        return id in self.sources.requests
+        self.sources.begin(request.id, request.scope)
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         return self.sources.of(id).expected_accepted(id, text)

@@ -137,6 +137,8 @@ class AdaptiveSpeculator:
         self.estimating = [source for source in sources if source.is_estimating]
         self.constrained = [source for source in sources if source.needs_rules]
         self.extending = [source for source in sources if source.extends_paths]
+        self.observing = [source for source in sources if source.learns_drafts]
+        self.serving: dict[int, list[DraftSource]] = {}  # the sources that serve a request
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
         self.estimating_names = {source.name for source in self.estimating}
         self.has_other_sources = len(self.estimating) < len(sources)
@@ -174,7 +176,7 @@ class AdaptiveSpeculator:
         self.plan = None
         self.next_step(scheduled)
         for source in self.constrained:
-            constrain(source, scheduled)
+            self.constrain(source, scheduled)
         part, self.expected_seconds = self.part(self.scheduler.step), {}
         due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
         due = [(s, asked) for s, asked in due if any(asked)]
@@ -198,6 +200,19 @@ class AdaptiveSpeculator:
             acceptance.next_step()
         for acceptance, is_root in each:
             acceptance.num_roots += is_root
+
+    def constrain(self, source: DraftSource, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Give a source the grammars of the requests that allow it; it serves these requests."""
+        for request in (item.request for item in scheduled):
+            grammar = request.grammar
+            if grammar is not None and request.sampling.speculation.allows(source.name):
+                source.constrain(request.id, grammar)
+                serving = self.serving.setdefault(request.id, [])
+                if source not in serving:
+                    serving.append(source)
+
+    def serves(self, source: DraftSource, root: "RequestDraft") -> bool:
+        return source in self.serving.get(root.item.id, ())
 
     def acceptance_of(self, request: Request) -> AcceptanceStats:
         if request.id not in self.acceptance.requests:
@@ -229,8 +244,8 @@ class AdaptiveSpeculator:
     def is_worthwhile(self, request: Request, part: float) -> bool:
         """Return whether the expected accepted tokens save more time than planning takes."""
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
-        asked = [source for source in self.estimating if speculation.allows(source.name)]
-        asked = [source for source in asked if source.proposes_for(id)]
+        asked = [source for source in self.serving.get(id, ()) if source.is_estimating]
+        asked = [source for source in asked if speculation.allows(source.name)]
         saved = part * max((source.expected_accepted(id, text) for source in asked), default=0.0)
         self.expected_seconds[id] = saved
         return self.asks_always or self.acceptance_of(request).is_worthwhile(saved)
@@ -246,7 +261,7 @@ class AdaptiveSpeculator:
                 asked = [root for root in roots if root.asked.benefit is not None]
                 if source in self.estimating:
                     asked = [root for root in roots if root.asked.is_any]
-                asked = [root for root in asked if source.proposes_for(root.item.id)]
+                asked = [root for root in asked if self.serves(source, root)]
                 spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
             spent += self.extend(roots)
             spent += self.grow(roots)
@@ -404,7 +419,7 @@ class AdaptiveSpeculator:
         """Let sources continue paths, such as with forced tokens; return the seconds."""
         spent = 0.0
         for source in self.extending:
-            own = [root for root in roots if source.proposes_for(root.item.id)]
+            own = [root for root in roots if self.serves(source, root)]
             if not own:
                 continue
             start = perf_counter()
@@ -564,7 +579,7 @@ class AdaptiveSpeculator:
         for name, counts in sources_of_step.items():
             root.acceptance.saved[name] += counts.accepted * self.saved_per_draft_token
         if draft.tokens:
-            for source in self.sources:
+            for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
         return sources_of_step, tree
 
@@ -598,17 +613,20 @@ class AdaptiveSpeculator:
             request.sampling.prediction,
             request.sampling.speculation.learn,
         )
-        for source in self.sources:
+        serving = [source for source in self.sources if not source.needs_rules]
+        if not begun.prediction:
+            serving = [source for source in serving if not source.needs_prediction]
+        for source in serving:
             source.begin(begun)
+        self.serving[request.id] = serving
 
     def forget(self, id: int) -> None:
         if id in self.acceptance.requests:
             self.acceptance.of(id).forget(id)
             self.acceptance.forget(id)
         self.lately.pop(id, None)
-        for source in self.sources:
-            if source.proposes_for(id):
-                self.spec_stats.notify(source, "forget", id)
+        for source in self.serving.pop(id, ()):
+            self.spec_stats.notify(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         acceptance = self.acceptance.find((state.tenant, "", "")) or AcceptanceStats()
@@ -632,14 +650,6 @@ class AdaptiveSpeculator:
         for source in self.sources:
             source.reset()
         self.lately = {}
-
-
-def constrain(source: DraftSource, scheduled: Sequence[ScheduledRequest]) -> None:
-    """Give a source the grammars of the requests that allow it."""
-    for request in (item.request for item in scheduled):
-        grammar = request.grammar
-        if grammar is not None and request.sampling.speculation.allows(source.name):
-            source.constrain(request.id, grammar)
 
 
 def in_order(growing: Sequence[ModelDraft], alone: AcceptanceStats | None) -> list[ModelDraft]:

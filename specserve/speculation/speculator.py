@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
@@ -20,6 +20,8 @@ log = logging.getLogger("specserve")
 
 class UserSource(DraftSource):
     """A user's drafter as a source. It may raise anything, and its candidates are checked."""
+
+    learns_drafts: ClassVar[bool] = True
 
     def __init__(self, name: str, drafter: Any, vocab_size: int) -> None:
         self.name, self.drafter, self.vocab_size = name, drafter, vocab_size

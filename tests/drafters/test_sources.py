@@ -21,9 +21,9 @@ def test_a_source_of_the_list_has_the_protocol(name):
         own, of_all = getattr(type(source), method), getattr(DraftSource, method)
         assert [*signature(own).parameters] == [*signature(of_all).parameters], method
     text = array("i", [1, 2, 3, 1, 2])
-    source.begin(SourceRequest(7, text, 5))
-    # A request without a grammar and a prediction.
-    assert source.proposes_for(7) == (name not in ("grammar", "prediction"))
+    source.begin(SourceRequest(7, text, 5, prediction=text))
+    assert source.needs_rules == (name == "grammar")
+    assert source.needs_prediction == (name == "prediction")
     source.forget(7)
     source.reset()
 
