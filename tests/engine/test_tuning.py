@@ -53,12 +53,24 @@ def test_costs_of_rows_requests_and_context_are_known_before_the_first_request(s
         assert all(map(model.costs.is_known, (1, 8, 64))), name
         assert "after 2048 tokens: 1 row " in loaded.phases[f"{name} steps"]
     assert all(map(engine.head.costs.is_known, (1, 8, 64)))
-    costs = engine.scheduler.costs
-    assert costs.seconds(64, 128, 1) > costs.seconds(1, 128, 1)
-    assert costs.seconds(64, 2048, 1) > costs.seconds(64, 128, 1)
     assert engine.pool.is_whole and engine.is_idle
     engine.kept[0].write()
     assert started().phases["target steps"].endswith("known from an earlier start")
+
+
+def test_measured_steps_show_the_cost_of_rows_requests_and_context(started, monkeypatch):
+    def true_seconds(step):
+        attended = step.rows * step.context
+        return 4e-3 + 1e-4 * step.rows + 1e-4 * step.requests + 2e-8 * attended
+
+    monkeypatch.setattr(tuning, "measured", lambda step, *_: [true_seconds(step)] * 3)
+    costs = started("ngram").engine.scheduler.costs
+    for step in (
+        *(MeasuredStep(rows, 1, context) for rows in (1, 8, 64) for context in (128, 1000, 2048)),
+        MeasuredStep(8, 8, 128),
+    ):
+        found = costs.seconds(step.rows, step.context * step.requests, step.requests)
+        assert found == pytest.approx(true_seconds(step), rel=0.1), step
 
 
 def test_nothing_is_measured_without_drafting_and_after_the_time_limit(started, monkeypatch):
