@@ -1,4 +1,4 @@
-"""`specserve doctor`: what limits a model's steps on this machine, and what to change."""
+"""Measure what limits a model's steps on this machine, and advise what to change."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -108,8 +108,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     for step in steps:
         yield f"{step.rows} row{'s' * (step.rows > 1)}", step_words(step, steps[0])
     agree = rows.agree()
-    others = f"alone and next to {AGREEING[-1] - 1} others"
-    yield "bits", f"a row's results are equal {others}: {'yes' if agree else 'NO'}"
+    yield "batch", f"results do not depend on the other rows of a step: {'yes' if agree else 'NO'}"
     state = llm.speculation()
     slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
     is_native = "reference" not in llm.loaded.phases.get("kernels", "")
@@ -212,7 +211,9 @@ def advice(found: Findings) -> list[str]:
         )
     is_of_bytes = first.by == "reading" and 1 <= first.seconds / first.bound < FAR
     if is_of_bytes and config.model.quantize is None and not found.is_quantized:
-        lines.append("Steps take as long as reading the weights. --quantize w4 halves that.")
+        lines.append(
+            "Steps take as long as reading the weights. --quantize w4 about halves their time."
+        )
     if config.draft is None and "model" not in found.sources:
         lines.append("Name a draft model of the target model's family with --draft-model.")
     if first.seconds < 1e-3:

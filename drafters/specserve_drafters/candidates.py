@@ -139,7 +139,7 @@ class BinCounts(NamedTuple):
     """Counts of one bin, measured with earlier texts."""
 
     kind: Annotated[int, Meta(ge=0, lt=NUM_BINS)]  # number of the bin
-    tries: Annotated[float, Meta(gt=0, le=1e9)]
+    tries: Annotated[float, Meta(ge=1e-3, le=1e9)]
     hits: Annotated[float, Meta(ge=0, le=1e9)]
     scores: Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -166,13 +166,15 @@ class CalibrationBin:
     def begin_with(self, known: BinCounts) -> None:
         """Begin with counts of earlier texts, as at most KNOWN_WEIGHT draft tokens."""
         share = min(1.0, KNOWN_WEIGHT / known.tries)
-        self.tries, self.hits, self.scores = (share * count for count in known[1:])
+        self.tries, self.hits = share * known.tries, share * min(known.hits, known.tries)
+        self.scores = share * known.scores
         self.settle()
 
     def settle(self) -> None:
         # A Beta prior around the source's own score: without draft tokens nothing changes.
         tries = self.tries
         score = self.scores / tries
+        score = LEAST if score < LEAST else MOST if score > MOST else score
         right = (self.hits + PRIOR * score) / (tries + PRIOR)
         right = LEAST if right < LEAST else MOST if right > MOST else right
         self.factor = right * (1 - score) / ((1 - right) * score)

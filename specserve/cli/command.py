@@ -434,6 +434,8 @@ def tune(args: argparse.Namespace) -> None:
 
     if (name := configured(args).drafter_name) != "auto":
         raise ConfigError(f"drafter.name = {name!r}: only auto learns from texts. Set auto")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {args.max_tokens}: must be at least 1")
     prompts, settings = read_prompts(args.texts), checked(args)
     print(tune(prompts, args.max_tokens, args.config, settings))
 

@@ -4,7 +4,7 @@ Later starts of the same models begin with it. Nothing else that is learnt from 
 disk.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ def read_prompts(files: Sequence[Path]) -> list[TuningPrompt]:
 
 def prompts_of(file: Path) -> Iterator[TuningPrompt]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file} cannot be read ({e}). Name a text file, or a .jsonl file") from e
-    if file.suffix != LINES:
+    if file.suffix.lower() != LINES:
         yield from [TuningPrompt(prompt=text)] if text.strip() else []
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             yield from [msgspec.json.decode(line, type=TuningPrompt)] if line.strip() else []
         except (ValueError, RecursionError) as e:
@@ -64,30 +64,38 @@ def tune(
     from specserve.engine.build import Prior, acceptance_file
     from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
     from specserve_drafters.base import DEFAULT_SCOPE
-    from specserve_kernels.cpu.kept import keep
+    from specserve_kernels.cpu.kept import keep, read_kept
 
     with LLM(config=config, **settings) as llm:
-        engine, params = llm.engine, SamplingParams(max_tokens=max_tokens)
+        engine = llm.engine
         speculator = engine.speculator
-        assert isinstance(speculator, AdaptiveSpeculator), "the drafter is auto"
-        models = [model.runner for model in (engine.head, engine.draft_model) if model is not None]
-        file = acceptance_file([engine.target, *models])
+        if not isinstance(speculator, AdaptiveSpeculator):
+            raise ConfigError("speculation is off for this model, so there is nothing to learn")
+        file = acceptance_file(llm.config, engine.target.decoder)
         if file is None:
             raise ConfigError("no folder can be written. Set XDG_CACHE_HOME to one that can")
         speculator.learn_anew()
+
+        def responses(generate: Callable[..., list[Any]], asked: Sequence[Any]) -> list[Any]:
+            """Sample as the model's defaults say, with a seed for each prompt."""
+            params = [SamplingParams(max_tokens=max_tokens, seed=i) for i in range(len(asked))]
+            return generate(asked, params) if asked else []
+
         try:
-            if texts := [p.prompt for p in prompts if p.prompt]:
-                llm.generate(texts, params)
-            if conversations := [p.messages for p in prompts if p.messages]:
-                llm.chat(conversations, params)
-        except RequestError as e:
+            outputs = [*responses(llm.generate, [p.prompt for p in prompts if p.prompt])]
+            outputs += responses(llm.chat, [p.messages for p in prompts if p.messages])
+        except (RequestError, RecursionError) as e:
             raise ConfigError(f"a prompt is refused: {e}") from e
         learnt = speculator.acceptance.find(DEFAULT_SCOPE)
         counts = {} if learnt is None else learnt.calibration.counts()
         keep(file, Prior(counts))
-        lines = [
+        if read_kept(file, Prior) is None:
+            raise ConfigError(f"{file} cannot be written. Check the disk, or set XDG_CACHE_HOME")
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        lines = [f"{len(outputs)} prompts, {num_tokens} tokens"]
+        lines += [
             f"{name}: {each.accepted} of {each.verified} verified draft tokens were accepted"
             for name, each in engine.stats.sources.items()
             if each.verified
         ]
-    return "\n".join([*lines, f"kept for later starts in {file}"])
+    return "\n".join([*lines, f"kept for later starts in {file}; delete this file to forget it"])

@@ -1,5 +1,6 @@
 """Builds an engine from a config."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,9 @@ def build(
         models = Models(*decoders, weights.draft_head, weights.num_ids)
         engine = assemble(config, models, max_len, known_sources, grammars, is_served, True)
         phases.note("pool", pool_words(config, engine.pool))
+        if isinstance(engine.speculator, AdaptiveSpeculator) and engine.speculator.prior:
+            file = acceptance_file(config, engine.target.decoder)
+            phases.note("acceptance", f"learned by specserve tune: {file}")
     runners = {"target": (target, engine.target, engine.scheduler.costs)}
     if engine.draft_model is not None and draft is not None:
         runners["draft"] = draft, engine.draft_model.runner, engine.draft_model.costs
@@ -135,8 +139,7 @@ def assemble(
     stats = Stats(sources={name: SourceStats() for name in known_sources})
     run = [(model.runner, model.costs) for model in (head, draft_model) if model is not None]
     run.insert(0, (runners.target, scheduler.costs))
-    prior = read_kept(acceptance_file(runner for runner, _ in run), Prior) if keeps_costs else None
-    known = {} if prior is None else prior.acceptance
+    known = known_acceptance(config, target) if keeps_costs else {}
     parts = DrafterParts(scheduler, target.config.vocab_size, draft_model, head, stats, known)
     return Engine(
         runners.target,
@@ -207,10 +210,18 @@ class Prior(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     acceptance: dict[str, list[BinCounts]]  # by source
 
 
-def acceptance_file(runners: Iterable[Runner]) -> Path | None:
+def acceptance_file(config: Config, target: LoadedModel) -> Path | None:
     """Return the file of a target model with its draft model and head; None if none can be kept."""
-    decoders = [runner.decoder for runner in runners]
-    return kept_file("acceptance", *(f"{d.dtype} {d.forms} {d.config}" for d in decoders))
+    names = [str(name) for name in (config.target, config.draft, config.drafter.head)]
+    paths = [os.path.realpath(name) if os.path.exists(name) else name for name in names]
+    given = *paths, config.drafter.quantize, target.dtype, target.forms
+    return kept_file("acceptance", *map(str, given))
+
+
+def known_acceptance(config: Config, target: LoadedModel) -> AcceptancePrior:
+    """Return what `specserve tune` has kept for these models; empty if it has kept nothing."""
+    prior = read_kept(acceptance_file(config, target), Prior)
+    return {} if prior is None else prior.acceptance
 
 
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from specserve.engine.build import (
     build,
     build_speculator,
     kept_costs,
+    known_acceptance,
     kv_tables,
     step_budget,
 )
@@ -141,7 +142,9 @@ class Control:
         config, draft, draft_model = prepared
         engine, weights = self.engine, self.loaded.weights
         vocab_size = weights.target.decoder.config.vocab_size
-        parts = DrafterParts(engine.scheduler, vocab_size, draft_model, engine.head, engine.stats)
+        known = known_acceptance(config, weights.target.decoder)
+        own = engine.scheduler, vocab_size, draft_model, engine.head, engine.stats
+        parts = DrafterParts(*own, known)
         speculator = build_speculator(config, parts, engine.speculator)
         if draft_model is not engine.draft_model:
             kept = list[KeptCosts]()

@@ -202,15 +202,21 @@ async def drain(service: Service, server: "Server") -> int:
     seconds = service.limits.drain_seconds
     if number := len(service.completions):
         running = "1 request has" if number == 1 else f"{number} requests have"
-        log.info("%s %g s to finish; another SIGTERM or SIGINT aborts them", running, seconds)
+        log.info(
+            "%s %g s to finish (server.drain_seconds); another SIGTERM or SIGINT aborts them",
+            *(running, seconds),
+        )
     else:
         log.info("shutting down: no request is running")
     drained = asyncio.create_task(service.drained())
     again = asyncio.create_task(server.signals.get())
     await asyncio.wait((drained, again), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for completion in list(service.completions):
+    left = list(service.completions)
+    for completion in left:
         message = "the server shut down before the response was complete"
         completion.end(Overloaded(message, retry_after=None))
+    if number:
+        log.info("shutting down: %d requests finished, %d aborted", number - len(left), len(left))
     if service.engine.died.is_set():
         raise EngineDiedWhileUp("the engine process has ended before its last responses")
     if not again.done():
@@ -314,7 +320,7 @@ def url_of(address: Sequence[object], scheme: str) -> str:
 def introduction(service: Service, ready: Ready, url: str, seconds: float) -> list[str]:
     """Return the start-up message: model, drafter, memory, URL, and a curl command to try."""
     config, served = service.config, service.served
-    sources = f" ({', '.join(ready.sources)})" if ready.drafter == "auto" else ""
+    sources = f" (sources: {', '.join(ready.sources)})" if ready.drafter == "auto" else ""
     limits = f"{sources}, up to {config.max_nodes} draft tokens per request and step"
     has_chat = bool(service.prompts.processor.tokenizer.chat_template)
     question = "What does shutil.copytree do?" if config.model.path is None else "Hello"

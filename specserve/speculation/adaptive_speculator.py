@@ -131,7 +131,8 @@ class AdaptiveSpeculator:
             self.models.append(draft_model)
         self.spec_stats = SpecDecodeStats(self.names, stats)
         self.planner = Planner(scheduler.costs)
-        self.acceptance = PerTenant(partial(AcceptanceStats, prior))
+        self.prior = prior or {}
+        self.acceptance = PerTenant(partial(AcceptanceStats, self.prior))
         self.asks_always = False  # see `learn_anew`
         self.lately: dict[int, float] = {}  # draft tokens verified per step, by request
         self.estimating = [source for source in sources if source.is_estimating]
@@ -165,6 +166,12 @@ class AdaptiveSpeculator:
             before.acceptance,
             before.lately,
         )
+        self.acceptance.make = partial(AcceptanceStats, self.prior)
+        # Running requests begin again, but their grammars do not.
+        self.serving = {
+            id: [source for source in serving if source in self.sources]
+            for id, serving in before.serving.items()
+        }
         if self.draft_model is not before.draft_model:
             for acceptance in self.acceptance.every:
                 acceptance.forget_model("model")
@@ -423,8 +430,11 @@ class AdaptiveSpeculator:
             if not own:
                 continue
             start = perf_counter()
-            for root in own:
-                source.extend(root.trie, root.item, root.proposed)
+            try:
+                for root in own:
+                    source.extend(root.trie, root.item, root.proposed)
+            except Exception:  # an error of a source must not change any text
+                self.spec_stats.failed(source.name)
             spent += self.took(source.name, perf_counter() - start, own)
         return spent
 
@@ -613,12 +623,13 @@ class AdaptiveSpeculator:
             request.sampling.prediction,
             request.sampling.speculation.learn,
         )
+        kept = [source for source in self.serving.get(request.id, ()) if source.needs_rules]
         serving = [source for source in self.sources if not source.needs_rules]
         if not begun.prediction:
             serving = [source for source in serving if not source.needs_prediction]
         for source in serving:
             source.begin(begun)
-        self.serving[request.id] = serving
+        self.serving[request.id] = kept + serving
 
     def forget(self, id: int) -> None:
         if id in self.acceptance.requests:

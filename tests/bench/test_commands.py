@@ -378,7 +378,8 @@ def test_a_warm_source_has_learnt_the_round_before_and_nothing_that_is_measured(
     trials = suite.Trials([asked], [Load(concurrency=1)], rounds=2)
     [run] = suite.measure("latency", [contender], trials, results.Goals(), "test").runs
     llm = contender.runnable.llm
-    learnt = learnt_by(llm.engine.speculator.suffix)
+    (suffix,) = llm.engine.speculator.sources
+    learnt = learnt_by(suffix)
     before, measured = (outputs_of(contender.runnable, w) for w in (asked.once_before, asked))
     assert learnt == before * 2
     assert (before == measured) is (temperature == 0)

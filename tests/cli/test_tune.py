@@ -7,11 +7,13 @@ import pytest
 from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.cli.tune import TuningPrompt, read_prompts
+from specserve.config import load_config
 from specserve.engine import build
 from specserve.errors import ConfigError
 from specserve_drafters.base import DEFAULT_SCOPE
 from specserve_drafters.candidates import KNOWN_WEIGHT, NUM_BINS, BinCounts, Calibration
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.engine.engines import ask_always
 
 TEXT = "the cat sat on the mat and " * 6
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -36,15 +38,16 @@ def test_prompts_are_whole_texts_or_lines_without_the_response(tmp_path):
     (tmp_path / "a.txt").write_text("a text\nof two lines")
     lines = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"prompt": "p", "id": 3},
+        {"prompt": "p\u2028q", "id": 3},
     ]
-    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    told = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "b.jsonl").write_text(f"\ufeff{told}")
     (tmp_path / "empty.txt").write_text(" \n")
     found = read_prompts([tmp_path / name for name in ("a.txt", "b.jsonl", "empty.txt")])
     assert found == [
         TuningPrompt(prompt="a text\nof two lines"),
         TuningPrompt(messages=[{"role": "user", "content": "a"}]),
-        TuningPrompt(prompt="p"),
+        TuningPrompt(prompt="p\u2028q"),
     ]
 
 
@@ -57,6 +60,7 @@ def test_prompts_are_whole_texts_or_lines_without_the_response(tmp_path):
         ("a.jsonl", '{"prompt": "a", "messages": [{"role": "user"}]}', "set either messages or"),
         ("a.jsonl", '{"messages": [{"role": "assistant"}]}', "set either messages or prompt"),
         ("a.txt", "", "the files have no prompts"),
+        ("A.JSONL", "no json", "A.JSONL, line 1: "),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused(tmp_path, name, text, complaint):
@@ -74,7 +78,8 @@ def test_a_later_start_begins_with_what_texts_have_shown(folder, kept, tmp_path,
     given = ["--set", "memory.kv_bytes=16777216", "--max-tokens", "60"]
     assert cli.main(["tune", str(folder), str(file), *given]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("ngram: ") and said[-1] == f"kept for later starts in {kept}"
+    assert said[0].startswith("20 prompts, ") and said[1].startswith("ngram: ")
+    assert said[-1] == f"kept for later starts in {kept}; delete this file to forget it"
     [(source, bins)] = json.loads(kept.read_text())["acceptance"].items()
     assert source == "ngram" and sum(tries for _, tries, *_ in bins) > 20
 
@@ -82,13 +87,56 @@ def test_a_later_start_begins_with_what_texts_have_shown(folder, kept, tmp_path,
         with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
             begun = llm.engine.speculator.acceptance.begin(-1, DEFAULT_SCOPE).calibration
             begun.calibrators(-1)["ngram"]
-            return begun.counts(), llm.generate(TEXT, GREEDY)[0].token_ids
+            assert llm.loaded.phases["acceptance"] == f"learned by specserve tune: {kept}"
+            return begun.counts()
 
-    counts, text = run()
+    counts = run()
     want = {kind: min(1.0, KNOWN_WEIGHT / tries) * tries for kind, tries, *_ in bins}
     assert {each.kind: each.tries for each in counts["ngram"]} == pytest.approx(want)
-    kept.write_text('{"acceptance": {"ngram": [[9999, 1, 1, 1]]}}')  # no such bin: it is ignored
-    assert run() == ({"ngram": []}, text)
+
+
+@pytest.mark.parametrize(
+    "bins",
+    [
+        *([[9999, 1, 1, 1]], [[0, 0, 0, 0]], [[0, -1, 0, 0]], "x", None),  # ignored
+        *([[0, 1, 0, 0]], [[i, 1e-3, 1e9, 1e9] for i in range(NUM_BINS)]),  # odd, and used
+    ],
+    ids=str,
+)
+def test_a_forged_file_changes_no_text_and_ends_nothing(folder, kept, bins):
+    params = [GREEDY, SamplingParams(seed=3, max_tokens=12)]
+    params.append(SamplingParams(seed=3, max_tokens=12, structured_outputs={"regex": "(ab)+c"}))
+
+    def run():
+        with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
+            ask_always(llm.engine)
+            outputs = llm.generate([TEXT] * len(params), params)
+            assert not llm.engine.stats.drafter_errors
+            return [output.token_ids for output in outputs]
+
+    want = run()
+    names = "ngram", "grammar", "children by model"
+    kept.write_text(json.dumps({"acceptance": {name: bins for name in names}}))
+    assert run() == want
+
+
+def test_drafting_that_is_turned_on_again_begins_with_it(folder, kept):
+    kept.write_text('{"acceptance": {"ngram": [[0, 8, 2, 4]]}}')
+    given = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
+    with LLM(folder, set=given, progress=False) as llm:
+        llm.change_speculation(drafter="auto")
+        assert [*llm.engine.speculator.prior] == ["ngram"]
+
+
+def test_models_of_one_shape_have_files_of_their_own(folder, tmp_path):
+    others = tiny_checkpoint(tmp_path / "others", seed=6)
+    configs = [load_config(None, {"model.path": str(path)}) for path in (folder, others)]
+    target = LoadedShape()
+    assert len({build.acceptance_file(config, target) for config in configs}) == 2
+
+
+class LoadedShape:
+    dtype, forms = "bf16", None
 
 
 def test_only_auto_learns(folder, tmp_path, capsys):

@@ -173,7 +173,8 @@ def test_without_the_setting_there_is_none(folder, tmp_path):
         server.signal()
         server.exit_code()
     timed = [line for line in file.read_text().splitlines() if TIME.search(line)]
-    assert all("end tokens: " in line for line in timed)  # of the start
+    of_start_and_end = "end tokens: ", "shutting down: "
+    assert all(any(words in line for words in of_start_and_end) for line in timed)
 
 
 def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(folder):

@@ -43,10 +43,8 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     model, drafter, formats, memory, address, page, _ = server.said
     assert model == f"serving {folder} as tiny"
     assert formats == "tool calls none, reasoning none"
-    assert (
-        drafter
-        == "drafter auto (ngram, grammar, prediction), up to 63 draft tokens per request and step"
-    )
+    sources = "auto (sources: ngram, grammar, prediction)"
+    assert drafter == f"drafter {sources}, up to 63 draft tokens per request and step"
     assert re.fullmatch(
         r"memory KV of \d+ tokens, in blocks of 16: 18 MiB; up to 512 tokens per request", memory
     )
@@ -57,7 +55,7 @@ def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
-        ("draft-model", "auto (ngram, model, grammar, prediction), up to 63 draft tokens"),
+        ("draft-model", "auto (sources: ngram, model, grammar, prediction), up to 63 draft tokens"),
         ("ngram", "ngram, up to 16 draft tokens"),
         ("off", "none, speculation is off"),
     ],

@@ -33,11 +33,11 @@ SOURCES = ("ngram", "model")  # those that guess without a grammar
 ALL = (*SOURCES, "grammar", "prediction")
 REFUSED = {
     "a source that is not there": ({"sources": ["ngram", "suffix"]}, "(known: ngram, model"),
-    "a source that is no list": ({"sources": "ngram"}, "`array | null`"),
+    "a source that is no list": ({"sources": "ngram"}, "Expected an array or null"),
     "fewer guesses than none": ({"max_nodes": -1}, ">= 0"),
-    "a limit in words": ({"max_depth": "deep"}, "`int | null`"),
+    "a limit in words": ({"max_depth": "deep"}, "Expected an integer or null"),
     "a misspelt limit": ({"max_node": 1}, "Did you mean max_nodes?"),
-    "a yes": (True, "`object | null`"),
+    "a yes": (True, "Expected an object or null"),
 }
 
 
