@@ -24,8 +24,8 @@ FROM_DIRTY_TREES = {
     *("peers-w4-cpu.json", "peers-w8-cpu.json", "replicas-cpu.json"),
     *("sampling-cpu.json", "server-cpu.json", "speculation-cpu.json", "structured-cpu.json"),
     *("swap-cpu.json", "targets-cpu.json"),
-    *("gpu-demo-0.6b.json", "gpu-demo.json", "gpu-figures.json", "gpu-kernels.json"),
-    *("gpu-parity.json", "gpu-structured-0.6b.json", "gpu-structured.json", "gpu-text.json"),
+    *("gpu-demo-0.6b.json", "gpu-demo.json", "gpu-figures.json"),
+    *("gpu-parity.json", "gpu-structured-0.6b.json", "gpu-structured.json"),
 }
 
 
