@@ -126,7 +126,7 @@ def test_a_chat_works_with_the_authority_in_ssl_cert_file(served):
         return subprocess.run(command, env=os.environ | env, check=False, **told)
 
     trusting = chat({"SSL_CERT_FILE": str(files.ca)})
-    assert trusting.returncode == 0 and "3 tokens" in trusting.stderr, trusting
+    assert trusting.returncode == 0 and " tokens | TTFT" in trusting.stderr, trusting
     complaint = chat({"SSL_CERT_FILE": os.devnull}).stderr
     assert f"the certificate of {server.url} is not trusted (unable to get" in complaint
     assert "SSL_CERT_FILE" in complaint and "specserve serve" not in complaint
