@@ -46,6 +46,7 @@ class HostSetting(NamedTuple):
     pair: str = "demo"
 
 
+KV_BYTES = {"demo": 1 << 28, "0.6b": 3 << 29}  # by pair
 SETTINGS = (
     HostSetting("none", 1, 0.0),
     HostSetting("none", 32, 0.0),
@@ -54,7 +55,7 @@ SETTINGS = (
     HostSetting("ngram", 32, 0.0),
     HostSetting("model", 1, 0.0),
     HostSetting("model", 32, 0.0),
-    *(HostSetting("auto", requests, 0.0, pair) for pair in PAIRS for requests in (1, 32)),
+    *(HostSetting("auto", requests, 0.0, pair) for pair in KV_BYTES for requests in (1, 32)),
 )
 
 
@@ -82,10 +83,13 @@ def load() -> dict[tuple[str, str], LLM]:
     llms = {}
     for pair in dict.fromkeys(setting.pair for setting in SETTINGS):
         target, draft = map(str, PAIRS[pair]())
-        kv_bytes = {"demo": 1 << 28, "0.6b": 3 << 29}[pair]
         loader = suite.Loader(progress=False)
         for drafter in dict.fromkeys(s.drafter for s in SETTINGS if s.pair == pair):
-            settings = {"model.path": target, "drafter.name": drafter, "memory.kv_bytes": kv_bytes}
+            settings = {
+                "model.path": target,
+                "drafter.name": drafter,
+                "memory.kv_bytes": KV_BYTES[pair],
+            }
             settings |= {"drafter.model": draft} if drafter in ("model", "auto") else {}
             llms[pair, drafter] = loader.llm(load_config(None, settings))
     return llms

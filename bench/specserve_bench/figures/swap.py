@@ -16,7 +16,7 @@ from specserve_bench.served import Served, Streams, settings
 
 STREAMS = 8
 # Tokens of a stream, seconds before another model is loaded, and seconds after that.
-PAIRS = {"demo": (2000, 1.0, 0.3), "qwen3-0.6b": (1500, 4.0, 2.0)}
+PAIRS = {"demo": (6000, 1.0, 0.3), "qwen3-0.6b": (1500, 4.0, 2.0)}
 KEY = "swap"
 COLUMNS = {
     "step_ms": "step, ms",
