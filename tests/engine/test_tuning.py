@@ -34,6 +34,7 @@ def started(folders, tmp_path, monkeypatch):
         return tmp_path / f"{zlib.crc32(model.encode()):08x}.json"
 
     monkeypatch.setattr(build_module, "costs_file", file)
+    monkeypatch.setattr(tuning, "MEASURING", 60.0)  # whatever else runs on this machine
 
     def start(drafter="auto", **settings):
         asked = {"drafter.name": drafter, "memory.kv_bytes": 1 << 25, "model.dtype": "fp32"}
@@ -90,6 +91,7 @@ def test_steps_that_would_take_too_long_are_left_out(started, monkeypatch):
         return [took[step.rows]] * 3
 
     monkeypatch.setattr(tuning, "measured", fake)
+    monkeypatch.setattr(tuning, "MEASURING", 1.5)
     clock = iter(range(100))
     monkeypatch.setattr(tuning, "perf_counter", lambda: 0.25 * next(clock))
     started("ngram")
