@@ -88,8 +88,8 @@ def tune(
             raise ConfigError(f"a prompt is refused: {e}") from e
         learnt = speculator.acceptance.find(DEFAULT_SCOPE)
         counts = {} if learnt is None else learnt.calibration.counts()
-        keep(file, Prior(counts))
-        if read_kept(file, Prior) is None:
+        keep(file, prior := Prior(counts))
+        if read_kept(file, Prior) != prior:  # an older file may be there
             raise ConfigError(f"{file} cannot be written. Check the disk, or set XDG_CACHE_HOME")
         num_tokens = sum(len(output.token_ids) for output in outputs)
         lines = [f"{len(outputs)} prompts, {num_tokens} tokens"]

@@ -1,6 +1,7 @@
 """`specserve tune`: what texts show about drafters, and a start that begins with it."""
 
 import json
+import os
 
 import pytest
 
@@ -137,6 +138,19 @@ def test_models_of_one_shape_have_files_of_their_own(folder, tmp_path):
 
 class LoadedShape:
     dtype, forms = "bf16", None
+
+
+def test_a_file_that_cannot_be_replaced_is_an_error(folder, kept, tmp_path, monkeypatch, capsys):
+    kept.write_text('{"acceptance": {"ngram": []}}')
+    monkeypatch.setattr(os, "replace", refused)
+    (file := tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--set", "memory.kv_bytes=16777216", "--max-tokens", "20"]
+    assert cli.main(["tune", str(folder), str(file), *flags]) == 1
+    assert f"{kept} cannot be written. Check the disk" in capsys.readouterr().err
+
+
+def refused(*paths):
+    raise OSError("no space left")
 
 
 def test_only_auto_learns(folder, tmp_path, capsys):

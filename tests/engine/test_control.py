@@ -400,3 +400,17 @@ def test_a_draft_model_is_loaded_while_requests_step(folders, undisturbed, monke
         go.set()
         thread.join()
         assert "model" in llm.engine.sources
+
+
+def test_a_grammar_of_a_request_that_ends_after_a_change_is_forgotten(folders):
+    """Its request begins anew with the change, and may have no step after it."""
+    asked = SamplingParams(max_tokens=40, structured_outputs={"regex": "(ab)+c"})
+    with load(folders, **{"drafter.options.sources": ["ngram", "grammar"]}) as llm:
+        stream = llm.stream("the cat", asked)
+        next(stream)
+        grammar = llm.engine.speculator.sources[-1]
+        assert grammar.name == "grammar" and grammar.rules
+        llm.change_speculation(sources=["grammar", "ngram"])
+        assert grammar in llm.engine.speculator.sources and grammar.rules
+        stream.close()
+        assert llm.engine.is_idle and not grammar.rules and not llm.engine.speculator.serving

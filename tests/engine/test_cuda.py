@@ -296,6 +296,20 @@ def test_a_load_runs_what_a_later_step_would_compile_and_reports_who_attends(mod
     assert engine.pool.is_whole
 
 
+def test_a_load_records_steps_with_adapters_if_there_are_slots(models, in_graphs, monkeypatch):
+    _, target, _ = models
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cuda_ops, "SIZES", (1, 4))
+    few = {"max_batched_tokens": 4, "prefill_chunk": 4, "max_running": 1}
+    few = {f"scheduler.{name}": number for name, number in few.items()}
+    config = load_config(None, {"model.threads": 1} | few)
+    for num_slots in (0, 2):
+        engine = engine_for(target)
+        choose_threads(engine.target, engine.pool, config, 8, num_slots)
+        recorded_slots = {kind.num_slots for kind in engine.target.program.recordings}
+        assert recorded_slots == {0, num_slots}
+
+
 class OutOfMemory:
     """Stands in for a runner's launch, once."""
 
