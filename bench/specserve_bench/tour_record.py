@@ -12,10 +12,10 @@ from specserve.api.outputs import Output
 from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import ranked
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, RequestDraft
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
+from specserve_drafters.trie import ranked
 
 
 class Node(msgspec.Struct, frozen=True):

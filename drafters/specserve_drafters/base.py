@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, field
 
-from specserve_drafters.candidates import MAX_NODES, Candidate, Draft, Rules, Trie
+from specserve_drafters.candidates import MAX_NODES, Candidate, Draft, Rules
+from specserve_drafters.trie import BaseTrie
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor
@@ -144,7 +145,7 @@ class DraftSource:
         """Return the expected number of accepted draft tokens, in far less time than proposing."""
         return 0.0
 
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> Sequence[Sequence[Candidate]]:
         """Return the candidates of each item: draft tokens with the probability that each is
         accepted if its parent is.
         """
@@ -153,7 +154,7 @@ class DraftSource:
     def constrain(self, id: int, rules: Rules) -> None:
         """Take the grammar of a request, in every step."""
 
-    def extend(self, trie: Trie, item: DraftRequest, proposed: dict[str, int]) -> None:
+    def extend(self, trie: BaseTrie, item: DraftRequest, proposed: dict[str, int]) -> None:
         """Add continuations of paths to a request's candidates, and their number to `proposed`."""
 
     def wanted_successors(self, id: int, tokens: Sequence[int]) -> list[int]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from specserve_drafters.base import DraftRequest, DraftSource
-from specserve_drafters.candidates import Candidate, Rules, Trie
+from specserve_drafters.candidates import Candidate, Rules
+from specserve_drafters.trie import BaseTrie
 
 SCORE = 1.0  # forced bytes are certain; calibration learns whether the tokens are
 LEAST_VALUE = 0.02  # least value of a path that is continued
@@ -39,13 +40,13 @@ class GrammarSource(DraftSource):
         forced = [] if rules is None else rules.forced(path)[: max(0, item.limit - len(path))]
         return [Candidate(token, k, SCORE, self.name) for k, token in enumerate(forced)]
 
-    def extend(self, trie: Trie, item: DraftRequest, proposed: dict[str, int]) -> None:
+    def extend(self, trie: BaseTrie, item: DraftRequest, proposed: dict[str, int]) -> None:
         """Continue the paths of a request that were added and ended since the last call."""
         if item.id not in self.rules:
             return
         new = range(trie.num_continued + 1, len(trie) + 1)
         for node in new:
-            if not trie.children[node] and trie.values[node] >= LEAST_VALUE:
+            if trie.values[node] >= LEAST_VALUE and not trie.children_of(node):
                 found = self.after(trie.path(node), item)
                 trie.merge(found, below=node)
                 proposed[self.name] = proposed.get(self.name, 0) + len(found)

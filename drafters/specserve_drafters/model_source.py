@@ -10,8 +10,9 @@ from math import exp
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
-from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
+from specserve_drafters.candidates import MAX_NODES, ROOT
 from specserve_drafters.model import coupling
+from specserve_drafters.trie import BaseTrie
 
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor
@@ -45,7 +46,7 @@ class RequestTrie(NamedTuple):
     """A request, its candidates so far, and the number of candidates by source."""
 
     item: base.DraftRequest
-    trie: Trie
+    trie: BaseTrie
     proposed: dict[str, int]
 
 
@@ -90,16 +91,16 @@ class ModelSource:
         for depth in range(1, self.max_depth + 1):
             before = self.branch(rows, request_tries, logits) if rows else []
             ends = children(rows, request_tries)
-            values = [
-                request_tries[i].trie.values[node] for i, nodes in ends.items() for node in nodes
-            ]
-            for i, nodes in ends.items() if extending else ():
+            values = list[float]()
+            for i, nodes in ends.items():
                 item, trie, proposed = request_tries[i]
+                values += map(trie.values.__getitem__, nodes)
                 size = len(trie) + 1
                 for source in extending:
                     source.extend(trie, item, proposed)
-                values += trie.values[size:]
-                ends[i] = [forced_end(trie, node, names) for node in nodes]
+                if extending:
+                    values += trie.values[size:]
+                    ends[i] = [forced_end(trie, node, names) for node in nodes]
             levels.ran(values, before)
             ends = {i: nodes for i, nodes in ends.items() if request_tries[i].item.limit > depth}
             if not ends or depth == self.max_depth:
@@ -120,15 +121,16 @@ class ModelSource:
         """
         k = min(self.width, logits.shape[1])
         items = [request_tries[i].item for i, _ in rows]
+        depths = {i: request_tries[i].trie.depths for i, _ in rows}
+        of_path = {i: request_tries[i].trie.values for i, _ in rows}
         index = [
-            len(request_tries[i].item.known) + request_tries[i].trie.depths[node]
-            for i, node in rows
+            len(item.known) + depths[i][node] for item, (i, node) in zip(items, rows, strict=True)
         ]
         before: list[float] = []
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
         for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
             _, trie, proposed = request_tries[i]
-            least = LEAST_VALUE / max(trie.values[node], LEAST_VALUE)
+            least = LEAST_VALUE / max(of_path[i][node], LEAST_VALUE)
             trie.ask(node, self.name)
             scored = zip(tokens, map(exp, scores), strict=True)
             likely = [(token, p) for token, p in scored if p >= least]
@@ -153,14 +155,15 @@ class ModelSource:
         size = levels.next([reach for reach, _, _ in fit])
         return [(i, node) for _, i, node in fit[:size]]
 
-    def with_those_above(self, i: int, trie: Trie, nodes: Sequence[int]) -> list[int]:
+    def with_those_above(self, i: int, trie: BaseTrie, nodes: Sequence[int]) -> list[int]:
         """Return nodes, each after its ancestors that the model has not run."""
         found: dict[int, None] = {}
+        parents = trie.parents
         for node in nodes:
             path = []
             while node != ROOT and (i, node) not in self.numbers and node not in found:
                 path.append(node)
-                node = trie.parents[node]
+                node = parents[node]
             found |= dict.fromkeys(reversed(path))
         return [*found]
 
@@ -181,9 +184,10 @@ class ModelSource:
             item, trie, _ = request_tries[i]
             every.append(self.with_those_above(i, trie, nodes))
             numbers = {node: k for k, node in enumerate(every[-1], run[i] + 1)}
-            above = [trie.parents[node] for node in every[-1]]
+            above = map(trie.parents.__getitem__, every[-1])
             parents = [numbers.get(node, self.numbers.get((i, node), ROOT)) for node in above]
-            wanted.append(base.Nodes(item.id, [trie.tokens[node] for node in every[-1]], parents))
+            tokens = [*map(trie.tokens.__getitem__, every[-1])]
+            wanted.append(base.Nodes(item.id, tokens, parents))
         fit, logits = self.executor.expand(wanted)
         requests, ran, read = [*by_request], list[tuple[int, int]](), list[bool]()
         for place in fit:
@@ -192,7 +196,7 @@ class ModelSource:
                 run[i] += 1
                 self.numbers[i, node] = run[i]
                 if self.is_kept:
-                    request_tries[i].trie.expanded[node] = run[i]
+                    request_tries[i].trie.set_number(node, run[i])
                 read.append(node in by_request[i])
                 ran += [(i, node)] if read[-1] else []
         return ran, logits if all(read) else logits[
@@ -200,10 +204,10 @@ class ModelSource:
         ]
 
 
-def forced_end(trie: Trie, node: int, names: set[str]) -> int:
+def forced_end(trie: BaseTrie, node: int, names: set[str]) -> int:
     """Return the end of the tokens with which the named sources have continued a node."""
-    while len(trie.children[node]) == 1:
-        [child] = trie.children[node].values()
+    while len(children := trie.children_of(node)) == 1:
+        [child] = children
         if names.isdisjoint(trie.sources(child)):
             break
         node = child
@@ -216,7 +220,7 @@ def children(
     """Return the children of nodes that were run, by request, from any source."""
     found: dict[int, list[int]] = {}
     for i, node in rows:
-        below = request_tries[i].trie.children[node].values()
+        below = request_tries[i].trie.children_of(node)
         if below:
             found.setdefault(i, []).extend(below)
     return found

@@ -6,12 +6,11 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from ctypes import byref
-from itertools import repeat
 from typing import ClassVar
 
 from specserve_drafters import lookup
 from specserve_drafters.base import DraftRequest, DraftSource
-from specserve_drafters.candidates import MAX_NODES, Candidate
+from specserve_drafters.candidates import MAX_NODES, CandidateColumns
 from specserve_drafters.tenants import PerTenantSource
 
 
@@ -37,9 +36,9 @@ class NativeSource(DraftSource):
 
     def __init__(self) -> None:
         # A process that only checks a drafter's name and options needs no kernels.
-        from specserve_kernels.cpu.ngrams import Settings, functions
+        from specserve_kernels.cpu.drafting import NgramSettings, ngram_functions
 
-        settings = Settings(
+        settings = NgramSettings(
             lookup.MAX_TOKENS,
             lookup.AT_ONCE,
             lookup.LEAST_SIZE,
@@ -53,28 +52,27 @@ class NativeSource(DraftSource):
             tuple(lookup.LIKELY),
             tuple(lookup.SURE),
         )
-        new, free, self.follow_text, self.propose, self.forget_text, self.forget_all = functions()
-        self.source = new(byref(settings))
-        weakref.finalize(self, free, self.source)
+        self.native = ngram_functions()
+        self.source = self.native.new(byref(settings))
+        weakref.finalize(self, self.native.free, self.source)
         room = 2 * MAX_NODES
         self.tokens, self.parents = array("i", [0] * room), array("i", [0] * room)
         self.scores = array("d", [0.0] * room)
         self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        return self.follow_text(self.source, id, *text.buffer_info())
+        return self.native.follow(self.source, id, *text.buffer_info())
 
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[CandidateColumns]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
-    def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
+    def look_up(self, id: int, text: "array[int]", limit: int) -> CandidateColumns:
         assert 0 <= limit <= MAX_NODES, "the limit exceeds the buffers"
-        n = self.propose(self.source, id, *text.buffer_info(), limit, *self.out)
-        rows = zip(self.tokens[:n], self.parents, self.scores, repeat(self.name), repeat(0))
-        return [*map(Candidate._make, rows)]
+        n = self.native.propose(self.source, id, *text.buffer_info(), limit, *self.out)
+        return CandidateColumns(self.tokens[:n], self.parents[:n], self.scores[:n], self.name)
 
     def forget(self, id: int) -> None:
-        self.forget_text(self.source, id)
+        self.native.forget(self.source, id)
 
     def reset(self) -> None:
-        self.forget_all(self.source)
+        self.native.reset(self.source)

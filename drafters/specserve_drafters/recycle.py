@@ -14,8 +14,9 @@ from math import isfinite
 from typing import ClassVar
 
 from specserve_drafters.base import DraftRequest, DraftSource, SourceRequest
-from specserve_drafters.candidates import BOUNDS, LEAST, MOST, ROOT, CalibrationBin, Candidate
+from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.tenants import PerTenant
+from specserve_drafters.trie import BOUNDS, LEAST, MOST, CalibrationBin
 
 NUM_SLOTS, WAYS = 1 << 16, 8  # slots of all scopes, and slots that a token's successors may use
 NUM_SUCCESSORS = 8  # successors per token

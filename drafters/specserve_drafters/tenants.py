@@ -90,7 +90,7 @@ class PerTenantSource(DraftSource):
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         return self.sources.of(id).expected_accepted(id, text)
 
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> Sequence[Sequence[Candidate]]:
         return [found for i in items for found in self.sources.of(i.id).candidates([i])]
 
     def forget(self, id: int) -> None:

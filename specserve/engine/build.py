@@ -40,8 +40,8 @@ from specserve.speculation.speculator import (
 from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import EAGLE, SOURCES, DraftSource, drafter_options, make_source
-from specserve_drafters.candidates import AcceptancePrior, BinCounts
 from specserve_drafters.model_source import ModelSource
+from specserve_drafters.trie import AcceptancePrior, BinCounts
 from specserve_kernels.cpu.kept import kept_file, read_kept
 
 

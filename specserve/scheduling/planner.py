@@ -7,15 +7,13 @@ this machine. A plan without draft tokens is compared in the same way.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
 
 from specserve.scheduling.cost import Step, StepCosts, prefill_value
-from specserve_drafters.candidates import MAX_NODES, ROOT, Trie
+from specserve_drafters.trie import RequestCandidates, select
 
 
 class DraftDepthPolicy:
@@ -278,20 +276,10 @@ class ExplorationBudget:
         self.by_request.pop(id, None)
 
 
-LEAST_VALUE = 1e-3  # least value of a draft token that is considered
 BETTER = 1.05  # least ratio of hoped to known rate for a trial of rows
 # Largest reserve that a step may use, in times of the target: a gap of two targets is too long
 AHEAD = 0.5
 LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
-
-
-class RequestCandidates(msgspec.Struct, eq=False):
-    """A request with a root: its candidates and limits."""
-
-    trie: Trie
-    limit: int  # most draft tokens of the request
-    max_depth: int = MAX_NODES
-    behind: float = 0.0  # tokens beyond the next that it needs in this step to meet its target
 
 
 class Plan(msgspec.Struct):
@@ -309,79 +297,6 @@ class Plan(msgspec.Struct):
         return self.tokens / self.seconds
 
 
-def likeliest(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
-    """Return up to `most` draft tokens as (value, request, node), by decreasing value, parents
-    first.
-
-    A draft token's value is the probability of its path. Tokens that a late request needs to meet
-    its target come first; the latest request leads.
-    """
-    for ask in asks:
-        if ask.behind > 0:
-            return most_urgent(asks, most)
-    found: list[tuple[float, int, int]] = []
-    for i, ask in enumerate(asks):
-        values = ask.trie.values
-        found += [(values[node], i, node) for node in ranked(ask)]
-    if len(asks) > 1:
-        found.sort(key=itemgetter(0), reverse=True)
-    return found[:most]
-
-
-def ranked(ask: RequestCandidates) -> list[int]:
-    """Return the draft tokens that a request may have, by falling value, so that parents come
-    first.
-    """
-    values, deepest = ask.trie.settle(), ask.max_depth
-    nodes = [node for node, value in enumerate(values) if value >= LEAST_VALUE]
-    if deepest < MAX_NODES:
-        depths = ask.trie.depths
-        nodes = [node for node in nodes if depths[node] <= deepest]
-    nodes.sort(key=values.__getitem__, reverse=True)
-    return nodes[1 : ask.limit + 1]  # the root is the most likely node
-
-
-def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
-    """Do the same as `likeliest`, if any request is behind its target."""
-    tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
-    deepest = [ask.max_depth for ask in asks]
-    behind = [ask.behind for ask in asks]
-    heap = [
-        (-urgency(trie.p[node], behind[i]), i, node, trie.p[node])
-        for i, trie in enumerate(tries)
-        if room[i] > 0
-        for node in trie.children[ROOT].values()
-    ]
-    heapify(heap)
-    found: list[tuple[float, int, int]] = []
-    while heap and len(found) < most:
-        key, i, node, value = heap[0]
-        if value < LEAST_VALUE or room[i] == 0:
-            heappop(heap)
-            continue
-        if behind[i] <= 0 and key < -value:  # its request was behind when it was added
-            heapreplace(heap, (-value, i, node, value))
-            continue
-        found.append((value, i, node))
-        room[i] -= 1
-        behind[i] -= value
-        heappop(heap)
-        p = tries[i].p
-        if tries[i].depths[node] == deepest[i]:
-            continue
-        lacks = behind[i]
-        for child in tries[i].children[node].values():
-            if (of_path := value * p[child]) >= LEAST_VALUE:
-                key = -urgency(of_path, lacks) if lacks > 0 else -of_path
-                heappush(heap, (key, i, child, of_path))
-    return found
-
-
-def urgency(value: float, behind: float) -> float:
-    """Return the sort key of draft tokens: tokens of late requests come before all others."""
-    return value + 1 + behind if behind > 0 else value
-
-
 def choose(
     asks: Sequence[RequestCandidates],
     step: Step,
@@ -395,13 +310,13 @@ def choose(
     step that exceeds the allowed time gets none. If rows of unknown cost may be better,
     is_tried(rows) decides.
     """
-    found = likeliest(asks, most)
-    gains = [0.0, *accumulate(value for value, _, _ in found)]
+    found = select(asks, most)
+    num, gains = len(found.values), [*accumulate(found.values, initial=0.0)]
     first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
-    last = bisect_left(costs.edges, step.rows + len(found), hi=last)
+    last = bisect_left(costs.edges, step.rows + num, hi=last)
     sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
-    if found:
-        sizes.append(len(found))
+    if num:
+        sizes.append(num)
     tokens = [step.num_roots + gains[size] for size in sizes]
 
     known = best_of(step, sizes, tokens, costs, is_hopeful=False)
@@ -411,9 +326,7 @@ def choose(
         if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
             best, rival = hoped, known.rate
 
-    nodes: list[list[int]] = [[] for _ in asks]
-    for _, i, node in found[: best.size]:
-        nodes[i].append(node)
+    nodes = found.by_request(best.size, len(asks))
     tokens_of_step = step.num_roots + gains[best.size]
     return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival)
 
@@ -506,13 +419,9 @@ class Planner:
         """Return the policy for running a draft model's levels in this step, after other
         sources.
         """
-        values = list[float]()
-        for ask in asks:
-            values += map(ask.trie.settle().__getitem__, ranked(ask))
+        values = sorted(select(asks, most).values)
         self.alone = step.rows if self.tries_roots(step) else 0
-        return DraftDepthPolicy(
-            self.costs, step, sorted(values)[-most:] if most else [], self.alone > 0
-        )
+        return DraftDepthPolicy(self.costs, step, values, self.alone > 0)
 
     def tries_roots(self, step: Step) -> bool:
         """Return whether to try roots without draft tokens, if their cost is not known, before a

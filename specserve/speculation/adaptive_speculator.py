@@ -18,7 +18,6 @@ from specserve.scheduling.planner import (
     ExplorationBudget,
     Plan,
     Planner,
-    RequestCandidates,
     SavedShare,
     tokens_behind,
 )
@@ -38,9 +37,10 @@ from specserve.speculation.verify import (
 )
 from specserve_drafters import DraftRequest
 from specserve_drafters.base import DraftSource, SourceRequest
-from specserve_drafters.candidates import FINDS, MAX_NODES, ROOT, AcceptancePrior, Trie
+from specserve_drafters.candidates import MAX_NODES
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
+from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates
 
 LEAST_ASKED = 32  # draft tokens per step that sources are asked for, shared by its requests
 COLD = 0.6  # time of drafting in every step, relative to drafting after a pause, 0 to 1
@@ -70,6 +70,7 @@ class RequestDraft(msgspec.Struct, eq=False):
     proposed: dict[str, int]  # number of candidates by source
     asked: AskedSources
     nodes: list[int] = []
+    sources: list[tuple[str, ...]] = []  # of the nodes
     tried: set[str] = set()  # models that were run for it as a trial
     # Seconds saved by draft tokens; tokens that only models proposed are left out.
     saved: float | None = None
@@ -77,7 +78,7 @@ class RequestDraft(msgspec.Struct, eq=False):
     saved_by: dict[str, float] = {}
 
     @property
-    def trie(self) -> Trie:
+    def trie(self) -> BaseTrie:
         return self.ask.trie
 
     @property
@@ -382,7 +383,7 @@ class AdaptiveSpeculator:
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         acceptance = self.acceptance_of(request)
         num_ids = None if self.draft_model is None else self.draft_model.num_ids
-        trie = Trie(acceptance.calibration, request.id, request.grammar, num_ids)
+        trie = acceptance.calibration.trie(request.id, request.grammar, num_ids)
         ask = RequestCandidates(trie, scheduled.draft_limit, max_depth=depth)
         item = scheduled.draft_item(limit)
         return RequestDraft(scheduled, item, ask, acceptance, {}, asked)
@@ -513,7 +514,7 @@ class AdaptiveSpeculator:
         """Build the plan's drafts, and reserve their slots."""
         for root, nodes in zip(roots, plan.nodes, strict=True):
             if nodes:
-                root.scheduled.draft, root.nodes = root.trie.draft(nodes)
+                root.scheduled.draft, root.nodes, root.sources = root.trie.draft(nodes)
         chosen = [root.scheduled for root in roots if root.nodes]
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
@@ -555,33 +556,32 @@ class AdaptiveSpeculator:
         if root is None:
             return {}, None
         start = perf_counter()
-        root.trie.observe(tokens)
-        self.note_use(root, tokens)
+        self.note_use(root, root.trie.observe(tokens))
         counts = self.count(root, accepted)
         self.making += perf_counter() - start
         return counts
 
-    def note_use(self, root: RequestDraft, tokens: Sequence[int]) -> None:
+    def note_use(self, root: RequestDraft, accepted: int | None) -> None:
         """Update the request's average draft size, and end trials of sources whose first token was
-        right.
+        right: `accepted` is its node.
         """
         id, size = root.item.id, len(root.scheduled.draft)
         self.lately[id] = lately = self.lately.get(id, 0.0)
         self.lately[id] += LATELY * (size - lately)
-        trie, acceptance = root.trie, root.acceptance
-        accepted = trie.children[ROOT].get(tokens[0])
-        if accepted is None:
+        acceptance = root.acceptance
+        if accepted is None or not (acceptance.tried or root.tried):
             return
+        names = root.trie.sources(accepted)
         if acceptance.tried:
-            for name in trie.sources(accepted):
+            for name in names:
                 acceptance.might_save[name] += self.saved_per_draft_token
-        for name in root.tried.intersection(trie.sources(accepted)):
+        for name in root.tried.intersection(names):
             acceptance.exploration.worked(name)
 
     def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
         """Count the draft's tokens by source, and notify the sources."""
         draft, request = root.scheduled.draft, root.scheduled.request
-        sources = [root.trie.sources(node) for node in root.nodes[: len(draft)]]
+        sources = root.sources[: len(draft)]
         draft_sources = DraftSources(draft, sources, root.proposed)
         is_tree_asked = request.sampling.return_speculation_details
         sources_of_step, tree = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)

@@ -29,8 +29,9 @@ from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.candidates import CHILDREN_BY, AcceptancePrior, Calibration
+from specserve_drafters.native_trie import NativeCalibration, make_calibration
 from specserve_drafters.tenants import TenantScope
+from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior, Calibration
 from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")
@@ -256,7 +257,9 @@ def cost_state(costs: StepCosts) -> CostState:
     return CostState(steps, per_token, per_row, per_request, costs.slowdown)
 
 
-def calibration_state(calibration: Calibration) -> dict[str, list[CalibrationPoint]]:
+def calibration_state(
+    calibration: Calibration | NativeCalibration,
+) -> dict[str, list[CalibrationPoint]]:
     return msgspec.convert(calibration.table(), dict[str, list[CalibrationPoint]])
 
 
@@ -308,7 +311,7 @@ class AcceptanceStats:
 
     def __init__(self, prior: AcceptancePrior | None = None) -> None:
         """`prior` has counts of earlier texts, see `specserve tune`."""
-        self.calibration = Calibration(prior)
+        self.calibration = make_calibration(prior)
         # Budget for asking sources and planning their draft tokens
         self.benefits = ExplorationBudget()
         # Budgets for running levels, by the model's source.

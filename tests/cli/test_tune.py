@@ -12,7 +12,8 @@ from specserve.config import load_config
 from specserve.engine import build
 from specserve.errors import ConfigError
 from specserve_drafters.base import DEFAULT_SCOPE
-from specserve_drafters.candidates import KNOWN_WEIGHT, NUM_BINS, BinCounts, Calibration
+from specserve_drafters.candidates import ROOT
+from specserve_drafters.trie import KNOWN_WEIGHT, NUM_BINS, BinCounts, Calibration
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.engines import ask_always
 
@@ -87,7 +88,7 @@ def test_a_later_start_begins_with_what_texts_have_shown(folder, kept, tmp_path,
     def run():
         with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
             begun = llm.engine.speculator.acceptance.begin(-1, DEFAULT_SCOPE).calibration
-            begun.calibrators(-1)["ngram"]
+            begun.trie(-1).add(ROOT, 5, 0.5, "ngram")
             assert llm.loaded.phases["acceptance"] == f"learned by specserve tune: {kept}"
             return begun.counts()
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.planner import RequestCandidates, likeliest, most_urgent
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.candidates import (
+from specserve_drafters.candidates import Candidate, checked, of_draft
+from specserve_drafters.trie import (
     LEAST,
     UNSCORED,
     WORTH,
     Calibration,
-    Candidate,
+    RequestCandidates,
     Trie,
-    checked,
-    of_draft,
+    most_urgent,
+    select,
 )
 from tests.drafters.paths import path_value
 
@@ -32,11 +32,12 @@ def merged(*lists):
     return trie
 
 
+def likeliest(asks, most):
+    return [*zip(*select(asks, most), strict=True)]
+
+
 def cut(trie, limit):
-    draft, _ = trie.draft(
-        [node for _, _, node in likeliest([RequestCandidates(trie, limit)], limit)]
-    )
-    return draft
+    return trie.draft(select([RequestCandidates(trie, limit)], limit).nodes).draft
 
 
 def path(candidates, k):

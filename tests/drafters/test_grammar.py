@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from specserve_drafters.candidates import DROPPED, ROOT, Calibration, Candidate, Trie
+from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.grammar import GrammarSource
 from specserve_drafters.model_source import ModelSource, RequestTrie
+from specserve_drafters.trie import DROPPED, Calibration, Trie
 from tests.drafters.test_model import Script, ask, paths
 from tests.drafters.test_model_source import EveryLevel
 
@@ -119,7 +120,7 @@ def test_the_draft_model_runs_a_forced_path_at_once_and_draft_tokens_behind_it(t
     assert [0, 1, 2, 3, 1] in texts_of(trie) and [0, 1, 2, 3, 2] in texts_of(trie)
     last = trie.children[trie.children[trie.children[trie.children[ROOT][0]][1]][2]][3]
     assert [trie.expanded[node] for node in (*ancestors(trie, last), last)] == [3, 4, 5, 6]
-    draft, _ = trie.draft(range(1, len(trie) + 1))
+    draft = trie.draft(range(1, len(trie) + 1)).draft
     assert sorted(paths(draft)[1:]) == texts_of(trie)
 
 

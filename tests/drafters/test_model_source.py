@@ -2,8 +2,9 @@
 
 import pytest
 
-from specserve_drafters.candidates import ROOT, Calibration, Candidate, Trie
+from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.model_source import ModelSource, RequestTrie
+from specserve_drafters.trie import Calibration, Trie
 from tests.drafters.paths import path_value
 from tests.drafters.test_model import Script, ask
 

@@ -63,7 +63,7 @@ def test_what_steps_have_shown_of_costs_and_draft_tokens_can_be_forgotten(target
     assert speculator.planner.costs.table() != unknown
     engine.reset_learned()
     assert speculator.planner.costs.table() == unknown
-    assert calibration.sources and speculator.acceptance.find(DEFAULT_SCOPE) is None
+    assert calibration.counts() and speculator.acceptance.find(DEFAULT_SCOPE) is None
 
 
 def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):

@@ -3,8 +3,9 @@
 from random import Random
 
 from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import ExplorationSchedule, Planner, RequestCandidates, choose
-from specserve_drafters.candidates import ROOT, Calibration, Trie
+from specserve.scheduling.planner import ExplorationSchedule, Planner, choose
+from specserve_drafters.candidates import ROOT
+from specserve_drafters.trie import Calibration, RequestCandidates, Trie
 from tests.drafters.paths import path_value
 
 NGRAMS, WIDTH, DEPTH = (

@@ -12,14 +12,13 @@ from specserve.scheduling.planner import (
     DraftDepthPolicy,
     ExplorationSchedule,
     Planner,
-    RequestCandidates,
     allowed_seconds,
     choose,
     prompt_rows,
     tokens_behind,
 )
 from specserve_drafters import ROOT
-from specserve_drafters.candidates import Calibration, Trie
+from specserve_drafters.trie import Calibration, RequestCandidates, Trie
 from tests.drafters.paths import path_value
 
 

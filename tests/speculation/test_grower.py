@@ -15,7 +15,8 @@ from specserve.speculation import adaptive_speculator
 from specserve.speculation.adaptive_speculator import AskedSources, in_order
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.verify import LAST_TRIAL, AcceptanceStats
-from specserve_drafters.candidates import FINDS, ROOT, Calibration, Candidate, Trie
+from specserve_drafters.candidates import ROOT, Candidate
+from specserve_drafters.trie import FINDS, Calibration, Trie
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small

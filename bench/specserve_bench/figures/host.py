@@ -25,7 +25,7 @@ from specserve_bench.figures.steps import plain_sampling
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table
 from specserve_bench.workloads import source_tokens
-from specserve_drafters.candidates import Trie
+from specserve_drafters.native_trie import NativeTrie
 
 SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
 ROUNDS = 3
@@ -214,7 +214,7 @@ def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]
     for model_source in speculator.model_sources:
         parts += [(model_source.source, name, phase) for name, phase in named]
     parts += [(DraftDepthController, name, "choose") for name in ("first", "next", "ran")]
-    parts += [(Trie, name, "merge") for name in ("merge", "draft")]
+    parts += [(NativeTrie, name, "merge") for name in ("merge", "draft")]
     return parts
 
 

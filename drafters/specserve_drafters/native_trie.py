@@ -1,0 +1,250 @@
+"""Tries, scores and selections in C++, or in Python if the machine cannot compile them; both give
+equal results.
+"""
+
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from ctypes import byref
+from math import nan
+from typing import Any
+
+from specserve_drafters import trie
+from specserve_drafters.candidates import ROOT, Candidate, CandidateColumns, Draft, Rules
+from specserve_drafters.trie import (
+    CHILDREN_BY,
+    NUM_BINS,
+    AcceptancePrior,
+    BaseTrie,
+    BinCounts,
+    Calibration,
+    ChosenDraft,
+    Selection,
+)
+
+
+def make_calibration(prior: AcceptancePrior | None = None) -> "Calibration | NativeCalibration":
+    """Return a calibration whose tries are in C++, if the machine can compile them."""
+    from specserve_kernels.cpu import BuildError
+
+    try:
+        return NativeCalibration(prior)
+    except BuildError:
+        return Calibration(prior)
+
+
+class NativeCalibration:
+    """`trie.Calibration` in C++."""
+
+    def __init__(self, prior: AcceptancePrior | None = None) -> None:
+        from specserve_kernels.cpu.drafting import TrieSettings, trie_functions
+
+        settings = TrieSettings(
+            trie.BOUNDS,
+            *(trie.LEAST, trie.MOST, trie.UNSCORED, trie.FINDS),
+            *(trie.PRIOR, trie.MEMORY, trie.SHIFT_PRIOR, trie.SHIFT_MEMORY),
+            *(trie.MAX_SHIFT, trie.WORTH, trie.WORTH_RATE),
+        )
+        self.prior, self.native = prior or {}, trie_functions()
+        self.handle = self.native.calibration(byref(settings))
+        weakref.finalize(self, self.native.free_calibration, self.handle)
+        self.numbers: dict[str, int] = {}  # of sources, in the order of their first use
+        self.names: list[str] = []
+        self.named: dict[int, tuple[str, ...]] = {}  # sources by their code in a draft
+        self.requests: dict[int, NativeCalibrators] = {}
+
+    def number(self, source: str) -> int:
+        """Return a source's number. A new one begins with its prior."""
+        number = self.numbers.get(source)
+        if number is None:
+            number = self.numbers[source] = self.native.add_source(self.handle)
+            self.names.append(source)
+            for kind, tries, hits, scores in self.prior.get(source, ()):
+                begun = trie.begun_with(BinCounts(kind, tries, hits, scores))
+                self.native.set_bin(self.handle, number, *begun)
+        return number
+
+    def named_by(self, code: int) -> tuple[str, ...]:
+        """Return the sources of a draft token: the first one, then the others."""
+        found = self.named.get(code)
+        if found is None:
+            first, bits = code & 0xFF, code >> 8
+            others = [n for n in range(len(self.names)) if bits >> n & 1 and n != first]
+            found = self.named[code] = tuple(self.names[n] for n in (first, *others))
+        return found
+
+    def calibrators(self, id: int) -> "NativeCalibrators":
+        """Return the request's calibrators; they are kept until `forget`."""
+        found = self.requests.get(id)
+        if found is None:
+            found = self.requests[id] = NativeCalibrators(self)
+        return found
+
+    def trie(self, id: int, rules: Rules | None = None, num_ids: int | None = None) -> "NativeTrie":
+        return NativeTrie(self, id, rules, num_ids)
+
+    def forget(self, id: int) -> None:
+        self.requests.pop(id, None)
+
+    def drop(self, source: str) -> None:
+        """Drop what was learned of a source: another one has its name now."""
+        if source in self.numbers:
+            number = self.numbers[source]
+            self.native.clear_bins(self.handle, number)
+            for calibrators in self.requests.values():
+                self.native.drop_shift(calibrators.handle, number)
+
+    def bins(self, source: str) -> list[BinCounts]:
+        """Return the bins with draft tokens of a source."""
+        out = array("d", [0.0] * (3 * NUM_BINS))
+        self.native.read_bins(self.handle, self.numbers[source], out.buffer_info()[0])
+        rows = zip(range(NUM_BINS), out[::3], out[1::3], out[2::3], strict=True)
+        return [BinCounts(*row) for row in rows if row[1]]
+
+    def counts(self) -> dict[str, list[BinCounts]]:
+        return {source: bins for source in self.names if (bins := self.bins(source))}
+
+    def table(self) -> dict[str, list[dict[str, float]]]:
+        return trie.table(self.counts())
+
+
+class NativeCalibrators:
+    """The calibrators of one request."""
+
+    def __init__(self, calibration: NativeCalibration) -> None:
+        native = calibration.native
+        self.calibration = calibration  # it is freed later than this
+        self.free, self.handle = native.free_calibrators, native.calibrators(calibration.handle)
+
+    def __del__(self) -> None:
+        self.free(self.handle)
+
+
+# Buffers of calls that return at once. An engine has one thread, and each call's results are copied
+# before the next call.
+ROOM = 1 << 12  # draft tokens of a step that are selected
+INTS = [array("i", [0] * ROOM) for _ in range(4)]
+DOUBLES, CODES = array("d", [0.0] * ROOM), array("Q", [0] * ROOM)
+
+
+COLUMNS = "tokens", "parents", "depths", "expanded", "p", "values"
+
+
+class NativeTrie(BaseTrie):
+    """`trie.Trie` in C++."""
+
+    def __init__(
+        self,
+        calibration: NativeCalibration,
+        id: int,
+        rules: Rules | None = None,
+        num_ids: int | None = None,
+    ) -> None:
+        self.calibration, self.native = calibration, calibration.native
+        self.rules, self.num_ids = rules, num_ids
+        self.calibrators = calibration.calibrators(id)  # it is freed later than this
+        most = 2**31 - 1 if num_ids is None else num_ids
+        self.handle = self.native.trie(self.calibrators.handle, most)
+
+    def __del__(self) -> None:
+        self.native.free_trie(self.handle)
+
+    def __len__(self) -> int:
+        return self.native.size(self.handle) - 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Return one of COLUMNS."""
+        from specserve_kernels.cpu.drafting import TrieColumns
+
+        if name not in COLUMNS:
+            raise AttributeError(name)
+        self.native.columns(self.handle, byref(columns := TrieColumns()))
+        return getattr(columns, name)[: len(self) + 1]
+
+    def child(self, node: int, token: int) -> int | None:
+        found = self.native.child(self.handle, node, token)
+        return None if found < 0 else found
+
+    def children_of(self, node: int) -> list[int]:
+        out = INTS[0]
+        n = self.native.children(self.handle, node, ROOM, out.buffer_info()[0])
+        return out[:n].tolist()
+
+    def sources(self, node: int) -> list[str]:
+        out = INTS[0]
+        n = self.native.sources(self.handle, node, ROOM, out.buffer_info()[0])
+        return [self.calibration.names[number] for number in out[:n]]
+
+    def set_number(self, node: int, number: int) -> None:
+        self.native.set_number(self.handle, node, number)
+
+    def add(self, parent: int, token: int, p: float | None, source: str) -> int:
+        number = self.calibration.number(source)
+        return self.native.add(self.handle, parent, token, nan if p is None else p, number)
+
+    def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
+        if self.rules is not None or not isinstance(candidates, CandidateColumns):
+            return super().merge(candidates, below)
+        own, nodes = candidates, array("i", [0] * (len(candidates) + 1))
+        each = [column.buffer_info()[0] for column in (own.tokens, own.parents, own.p)]
+        number, out = self.calibration.number(own.source), nodes.buffer_info()[0]
+        self.native.merge(self.handle, number, len(own), *each, None, below, out)
+        return nodes[1:].tolist()
+
+    def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> list[float]:
+        tokens, p = array("i"), array("d")
+        for token, score in self.allowed(node, scored):
+            tokens.append(token)
+            p.append(score)
+        number, out = self.calibration.number(source), DOUBLES
+        each = [column.buffer_info()[0] for column in (tokens, p, out)]
+        n = self.native.branch(self.handle, node, number, len(tokens), *each)
+        return out[:n].tolist()
+
+    def settle(self) -> list[float]:
+        self.native.settle(self.handle)
+        return self.values
+
+    def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
+        number, which, out = (
+            self.calibration.number(CHILDREN_BY + source),
+            array("i", nodes),
+            DOUBLES,
+        )
+        addresses = which.buffer_info()[0], number, out.buffer_info()[0]
+        self.native.reaches(self.handle, len(which), *addresses)
+        return out[: len(which)].tolist()
+
+    def chances(self, source: str, depth: int) -> list[float]:
+        number, weigh = self.calibration.number(CHILDREN_BY + source), self.native.weigh
+        calibrators = self.calibrators.handle
+        below = [weigh(calibrators, number, trie.FINDS, at) for at in range(2, depth + 1)]
+        return [self.reach(ROOT, source), *below]
+
+    def ask(self, node: int, source: str) -> None:
+        number = self.calibration.number
+        self.native.ask(self.handle, node, number(CHILDREN_BY + source), number(source))
+
+    def observe(self, tokens: Sequence[int]) -> int | None:
+        after = array("i", tokens)
+        found = self.native.observe(self.handle, len(after), after.buffer_info()[0])
+        return None if found < 0 else found
+
+    def select(self, asks: Sequence[Any], most: int) -> Selection:
+        from specserve_kernels.cpu.drafting import Limits
+
+        each = [Limits(a.trie.handle, a.limit, a.max_depth, a.behind) for a in asks]
+        limits = (Limits * len(each))(*each)
+        most = min(most, ROOM)
+        places, nodes, _, _ = INTS
+        out = [column.buffer_info()[0] for column in (DOUBLES, places, nodes)]
+        n = self.native.select(byref(limits), len(asks), most, trie.LEAST_VALUE, *out)
+        return Selection(DOUBLES[:n], places[:n], nodes[:n])
+
+    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
+        n, which = len(chosen), array("i", chosen)
+        out = [column.buffer_info()[0] for column in (which, *INTS, CODES)]
+        self.native.draft(self.handle, n, *out)
+        tokens, parents, numbers, order = (column[:n].tolist() for column in INTS)
+        draft = Draft(tokens, parents, numbers if any(numbers) else [])
+        return ChosenDraft(draft, order, [*map(self.calibration.named_by, CODES[:n])])

@@ -1,0 +1,169 @@
+"""Python bindings of drafting in C++: the n-gram source, which `specserve_drafters.lookup` defines,
+and tries, which `specserve_drafters.trie` defines.
+"""
+
+from collections.abc import Callable
+from ctypes import (
+    CDLL,
+    POINTER,
+    PYFUNCTYPE,
+    Structure,
+    c_double,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
+from functools import cache
+from typing import Any, NamedTuple
+
+from specserve_kernels.cpu import build
+
+LENGTHS, MAX_LENGTH, MAX_NODES = 4, 16, 63  # as in ngrams.cpp
+NUM_BOUNDS = 10  # as in tries.cpp
+NONE = -1  # as in tries.cpp: no node
+
+
+class NgramSettings(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("max_tokens", "at_once", "least_size", "max_matches")),
+        *((name, c_int64) for name in ("max_visits", "enough", "sum_every")),
+        ("mix", c_int64 * LENGTHS),
+        *((name, c_double) for name in ("prior", "memory")),
+        ("likely", c_double * (MAX_LENGTH + 1)),
+        ("sure", c_double * (MAX_LENGTH + MAX_NODES + 1)),
+    ]
+
+
+class NgramFunctions(NamedTuple):
+    """C functions of the n-gram source. Pointers refer to a source, a text's tokens, and output
+    arrays.
+    """
+
+    new: Callable[..., int]  # settings -> source
+    free: Callable[[int], None]
+    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
+    propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
+    forget: Callable[[int, int], None]  # source, id
+    reset: Callable[[int], None]
+
+
+def ngram_functions() -> NgramFunctions:
+    """Return the functions. BuildError if there is no library."""
+    return ngram_functions_of(build.library())
+
+
+def named(library: CDLL, name: str, result: Any, *args: Any) -> Any:
+    # Calls keep the GIL, because they are shorter than reacquiring it may take.
+    return PYFUNCTYPE(result, *args)((f"specserve_{name}", library))
+
+
+@cache  # for many sources
+def ngram_functions_of(library: CDLL) -> NgramFunctions:
+    text = c_void_p, c_int64, c_void_p, c_int64
+    return NgramFunctions(
+        named(library, "ngram_source", c_void_p, c_void_p),
+        named(library, "free_ngram_source", None, c_void_p),
+        named(library, "follow_text", c_double, *text),
+        named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
+        named(library, "forget_text", None, c_void_p, c_int64),
+        named(library, "reset_ngram_source", None, c_void_p),
+    )
+
+
+class TrieSettings(Structure):
+    _fields_ = [
+        ("bounds", c_double * NUM_BOUNDS),
+        *((name, c_double) for name in ("least", "most", "unscored", "finds")),
+        *((name, c_double) for name in ("prior", "memory", "shift_prior", "shift_memory")),
+        *((name, c_double) for name in ("max_shift", "worth", "worth_rate")),
+    ]
+
+
+class TrieColumns(Structure):
+    """Addresses of a trie's columns, with a value per node until the next change."""
+
+    _fields_ = [
+        *((name, POINTER(c_int32)) for name in ("tokens", "parents", "depths", "expanded")),
+        *((name, POINTER(c_double)) for name in ("p", "values")),
+    ]
+
+
+class Limits(Structure):
+    """A request in `select`: its trie, and the limits of its draft tokens."""
+
+    _fields_ = [("trie", c_void_p), ("limit", c_int64), ("max_depth", c_int64)]
+    _fields_ += [("behind", c_double)]
+
+
+class TrieFunctions(NamedTuple):
+    """C functions of tries and calibrations. A source is its number in its calibration."""
+
+    calibration: Callable[[Any], int]  # settings -> calibration
+    free_calibration: Callable[[int], None]
+    add_source: Callable[[int], int]
+    clear_bins: Callable[[int, int], None]  # calibration, source
+    set_bin: Callable[..., None]  # calibration, source, bin, tries, hits, scores
+    read_bins: Callable[[int, int, int], None]  # calibration, source, [bins, 3] double
+    gain: Callable[[int, int], float]  # calibration, bits of the sources
+    calibrators: Callable[[int], int]  # calibration -> calibrators of a request
+    free_calibrators: Callable[[int], None]
+    drop_shift: Callable[[int, int], None]  # calibrators, source
+    weigh: Callable[[int, int, float, int], float]  # calibrators, source, score, depth
+    trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
+    free_trie: Callable[[int], None]
+    size: Callable[[int], int]
+    columns: Callable[[int, Any], None]
+    add: Callable[..., int]  # trie, parent, token, p, source
+    merge: Callable[..., None]  # trie, source, n, tokens, parents, p, expanded, below, nodes
+    branch: Callable[..., int]  # trie, node, source, n, tokens, p, values before
+    set_number: Callable[[int, int, int], None]  # trie, node, number
+    settle: Callable[[int], None]
+    reaches: Callable[..., None]  # trie, n, nodes, source of children, out
+    ask: Callable[[int, int, int, int], None]  # trie, node, source of children, source
+    observe: Callable[[int, int, int], int]  # trie, n, tokens -> the root's accepted child
+    child: Callable[[int, int, int], int]  # trie, node, token
+    children: Callable[[int, int, int, int], int]  # trie, node, room, out
+    sources: Callable[[int, int, int, int], int]  # trie, node, room, out
+    draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
+    select: Callable[..., int]  # limits, n, most, least value, values, places, nodes
+
+
+def trie_functions() -> TrieFunctions:
+    """Return the functions. BuildError if there is no library."""
+    return trie_functions_of(build.library())
+
+
+@cache
+def trie_functions_of(library: CDLL) -> TrieFunctions:
+    p, n, x = c_void_p, c_int64, c_double
+    return TrieFunctions(
+        named(library, "calibration", p, p),
+        named(library, "free_calibration", None, p),
+        named(library, "add_source", n, p),
+        named(library, "clear_bins", None, p, n),
+        named(library, "set_bin", None, p, n, n, x, x, x),
+        named(library, "read_bins", None, p, n, p),
+        named(library, "gain", x, p, c_uint64),
+        named(library, "calibrators", p, p),
+        named(library, "free_calibrators", None, p),
+        named(library, "drop_shift", None, p, n),
+        named(library, "weigh", x, p, n, x, n),
+        named(library, "trie", p, p, n),
+        named(library, "free_trie", None, p),
+        named(library, "trie_size", n, p),
+        named(library, "trie_columns", None, p, p),
+        named(library, "add_token", n, p, n, n, x, n),
+        named(library, "merge", None, p, n, n, p, p, p, p, n, p),
+        named(library, "branch", n, p, n, n, n, p, p, p),
+        named(library, "number_node", None, p, n, n),
+        named(library, "settle", None, p),
+        named(library, "reaches", None, p, n, p, n, p),
+        named(library, "ask", None, p, n, n, n),
+        named(library, "observe", n, p, n, p),
+        named(library, "child", n, p, n, n),
+        named(library, "children", n, p, n, n, p),
+        named(library, "sources", n, p, n, n, p),
+        named(library, "draft", None, p, n, p, p, p, p, p, p),
+        named(library, "select", n, p, n, n, x, p, p, p),
+    )

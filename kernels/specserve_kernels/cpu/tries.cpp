@@ -1,0 +1,571 @@
+// Trie, scoring and selection of specserve_drafters/trie.py and calibration.py. Those files define
+// and explain the computation. Tests compare their classes with this code, bit by bit.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr int NUM_BOUNDS = 10, DEPTHS = 8, NUM_BINS = (NUM_BOUNDS + 1) * DEPTHS;
+constexpr int ROOT = 0, NONE = -1, DROPPED = -1;
+constexpr int USUAL_SIZE = 64;  // nodes that a trie has room for at first
+constexpr int MASK_BITS = 56;  // further sources share bits
+
+struct Settings {
+  double bounds[NUM_BOUNDS];
+  double least, most, unscored, finds;
+  double prior, memory, shift_prior, shift_memory, max_shift, worth, worth_rate;
+};
+
+// Decayed counts of the draft tokens of one source, bucket of score and depth.
+struct Bin {
+  double tries = 0, hits = 0, scores = 0, factor = 1;
+};
+
+struct Calibration {
+  explicit Calibration(const Settings& settings) : settings(settings) {}
+
+  double bounded(double p) const {
+    return p < settings.least ? settings.least : p > settings.most ? settings.most : p;
+  }
+
+  void settle(Bin& bin) const {
+    double score = bounded(bin.scores / bin.tries);
+    double right = bounded((bin.hits + settings.prior * score) / (bin.tries + settings.prior));
+    bin.factor = right * (1 - score) / ((1 - right) * score);
+  }
+
+  void count(Bin& bin, double score, bool is_right) const {
+    bin.tries = bin.tries * settings.memory + 1;
+    bin.hits = bin.hits * settings.memory + is_right;
+    bin.scores = bin.scores * settings.memory + score;
+    settle(bin);
+  }
+
+  double& gain(uint64_t bits) { return worth.try_emplace(bits, settings.worth).first->second; }
+
+  const Settings settings;
+  std::vector<std::array<Bin, NUM_BINS>> sources;
+  std::unordered_map<uint64_t, double> worth;  // by the bits of the sources that agree
+};
+
+// A source's shift in one request.
+struct Shift {
+  double logit_shift = 0, weight = 0, factor = 1;
+};
+
+struct Score {
+  int32_t source = 0, kind = 0;
+  double score = 0, p = 0;
+};
+
+// The calibrators of one request, by the number of the source.
+struct Calibrators {
+  explicit Calibrators(Calibration& calibration) : calibration(calibration) {}
+
+  Shift& shift(int source) {
+    if (size_t(source) >= shifts.size()) shifts.resize(source + 1);
+    return shifts[source];
+  }
+
+  Score weigh(int source, double score, int depth) {
+    const Settings& s = calibration.settings;
+    if (std::isnan(score)) score = s.unscored;
+    score = calibration.bounded(score);
+    int bucket = int(std::upper_bound(s.bounds, s.bounds + NUM_BOUNDS, score) - s.bounds);
+    int kind = bucket * DEPTHS + std::min(depth, DEPTHS) - 1;
+    double right = calibration.sources[source][kind].factor * shift(source).factor * score;
+    return {source, kind, score, calibration.bounded(right / (right + 1 - score))};
+  }
+
+  void learn(const Score& score, bool is_right) {
+    const Settings& s = calibration.settings;
+    calibration.count(calibration.sources[score.source][score.kind], score.score, is_right);
+    Shift& own = shift(score.source);
+    own.weight += score.p * (1 - score.p);
+    double moved = own.logit_shift + (is_right - score.p) / (own.weight + s.shift_prior);
+    own.logit_shift = std::clamp(moved, -s.max_shift, s.max_shift);
+  }
+
+  void fade() {
+    const Settings& s = calibration.settings;
+    for (Shift& own : shifts) {
+      double left = own.weight * s.shift_memory;
+      own.logit_shift *= s.shift_memory * (own.weight + s.shift_prior) / (left + s.shift_prior);
+      own.weight = left;
+    }
+  }
+
+  void use() {
+    for (Shift& own : shifts) own.factor = std::exp(own.logit_shift);
+  }
+
+  Calibration& calibration;
+  std::vector<Shift> shifts;
+};
+
+// A score in the list of a node.
+struct Listed {
+  Score score;
+  int32_t next = NONE;
+};
+
+// A source that was asked for a node's children, when the trie had `size` nodes.
+struct Asked {
+  int32_t node, size, source;
+  Score score;
+};
+
+struct Links {
+  int32_t first_child = NONE, last_child = NONE, next_sibling = NONE;
+  int32_t first_score = NONE, last_score = NONE;
+};
+
+// Draft tokens of a trie in the order of their rows.
+struct DraftOut {
+  int32_t *tokens, *parents, *expanded, *order;
+  uint64_t* sources;  // the number of the first source, and from bit 8 on a bit for each source
+};
+
+class Trie {
+ public:
+  Trie(Calibrators& calibrators, int num_ids) : own(calibrators), num_ids(num_ids) {
+    for (auto* column : {&tokens, &parents, &depths, &expanded}) column->reserve(USUAL_SIZE);
+    p.reserve(USUAL_SIZE);
+    values.reserve(USUAL_SIZE);
+    links.reserve(USUAL_SIZE);
+    listed.reserve(USUAL_SIZE);
+    push(0, ROOT, 0, 1, 1);
+  }
+
+  int add(int parent, int token, double p, int source) {
+    Score score = own.weigh(source, p, depths[parent] + 1);
+    int node = child(parent, token);
+    if (node == NONE) return put(parent, token, score);
+    agree(node, score);
+    return node;
+  }
+
+  int put(int parent, int token, const Score& score) {
+    int node = push(token, parent, depths[parent] + 1, score.p, values[parent] * score.p);
+    int last = links[parent].last_child;
+    (last == NONE ? links[parent].first_child : links[last].next_sibling) = node;
+    links[parent].last_child = node;
+    list(node, score);
+    return node;
+  }
+
+  void merge(int source, int64_t n, const int32_t* new_tokens, const int32_t* new_parents,
+             const double* scores, const int32_t* numbers, int below, int32_t* nodes) {
+    nodes[0] = below;
+    for (int64_t k = 0; k < n; k++) {
+      int at = nodes[new_parents[k]];
+      bool is_dropped = at == DROPPED || new_tokens[k] >= num_ids;
+      nodes[k + 1] = is_dropped ? DROPPED : add(at, new_tokens[k], scores[k], source);
+      if (!is_dropped && numbers && numbers[k]) expanded[nodes[k + 1]] = numbers[k];
+    }
+  }
+
+  int64_t branch(int node, int source, int64_t n, const int32_t* new_tokens, const double* scores,
+                 double* before) {
+    int64_t num_before = 0;
+    for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling)
+      before[num_before++] = values[c];
+    for (int64_t k = 0; k < n; k++) {
+      Score score = own.weigh(source, scores[k], depths[node] + 1);
+      int found = num_before ? child(node, new_tokens[k]) : NONE;
+      if (found == NONE) put(node, new_tokens[k], score);
+      else agree(found, score);
+    }
+    if (num_before)
+      for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling)
+        values[c] = values[node] * p[c];
+    return num_before;
+  }
+
+  void settle() {
+    if (is_settled) return;
+    for (size_t node = 1; node < tokens.size(); node++)
+      values[node] = values[parents[node]] * p[node];
+    is_settled = true;
+  }
+
+  // `by` is the number of the source as one that finds children.
+  double reach(int node, int by) { return values[node] * children_by(by, node).p; }
+
+  Score children_by(int by, int node) {
+    double missing = 1;
+    if (links[node].first_child != NONE) {
+      double total = 0;
+      for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling) total += p[c];
+      missing = 1 - std::min(total, 1.0);
+    }
+    return own.weigh(by, own.calibration.settings.finds * missing, depths[node] + 1);
+  }
+
+  void ask(int node, int by, int source) {
+    asked.push_back({node, int32_t(tokens.size()), source, children_by(by, node)});
+  }
+
+  int observe(int64_t n, const int32_t* after) {
+    own.fade();
+    int node = ROOT, first = NONE;
+    for (int64_t k = 0; k < n; k++) {
+      int accepted = child(node, after[k]);
+      if (k == 0) first = accepted;
+      learn(node, accepted);
+      if (accepted == NONE) break;
+      node = accepted;
+    }
+    own.use();
+    return first;
+  }
+
+  int child(int node, int token) const {
+    int c = links[node].first_child;
+    while (c != NONE && tokens[c] != token) c = links[c].next_sibling;
+    return c;
+  }
+
+  uint64_t bits(int node) const {
+    uint64_t found = 0;
+    for (int s = links[node].first_score; s != NONE; s = listed[s].next)
+      found |= bit(listed[s].score);
+    return found;
+  }
+
+  void draft(int64_t n, const int32_t* chosen, DraftOut out) {
+    number.resize(tokens.size());
+    int64_t size = 0;
+    int end = ROOT;
+    rest.clear();
+    for (int64_t k = 0; k < n; k++) {
+      int node = chosen[k];
+      if (parents[node] == end) out.order[size++] = end = node;
+      else rest.push_back(node);
+    }
+    for (int node : rest) out.order[size++] = node;
+    number[ROOT] = 0;
+    for (int64_t k = 0; k < size; k++) number[out.order[k]] = int32_t(k + 1);
+    for (int64_t k = 0; k < size; k++) {
+      int node = out.order[k];
+      out.tokens[k] = tokens[node];
+      out.parents[k] = number[parents[node]];
+      out.expanded[k] = expanded[node];
+      out.sources[k] = listed[links[node].first_score].score.source | bits(node) << 8;
+    }
+  }
+
+  std::vector<int32_t> tokens, parents, depths, expanded;
+  std::vector<double> p, values;
+  std::vector<Links> links;
+  std::vector<Listed> listed;
+
+ private:
+  int push(int token, int parent, int depth, double of_token, double of_path) {
+    tokens.push_back(token);
+    parents.push_back(parent);
+    depths.push_back(depth);
+    expanded.push_back(0);
+    p.push_back(of_token);
+    values.push_back(of_path);
+    links.push_back({});
+    return int(tokens.size()) - 1;
+  }
+
+  void list(int node, const Score& score) {
+    int last = links[node].last_score, at = int(listed.size());
+    listed.push_back({score});
+    (last == NONE ? links[node].first_score : listed[last].next) = at;
+    links[node].last_score = at;
+  }
+
+  void agree(int node, const Score& score) {
+    int s = links[node].first_score;
+    while (s != NONE && listed[s].score.source != score.source) s = listed[s].next;
+    if (s == NONE) list(node, score);
+    else if (score.p > listed[s].score.p) listed[s].score = score;
+    const Listed& first = listed[links[node].first_score];
+    p[node] = first.next == NONE ? first.score.p : combined(node);
+    values[node] = values[parents[node]] * p[node];
+    is_settled &= links[node].first_child == NONE;
+  }
+
+  double combined(int node) {
+    double wrong = 1, best = 0;
+    for (int s = links[node].first_score; s != NONE; s = listed[s].next) {
+      wrong *= 1 - listed[s].score.p;
+      best = std::max(best, listed[s].score.p);
+    }
+    const Calibration& all = own.calibration;
+    auto known = all.worth.find(bits(node));
+    double worth = known == all.worth.end() ? all.settings.worth : known->second;
+    return std::min({1 - wrong, best + worth, all.settings.most});
+  }
+
+  static uint64_t bit(const Score& score) { return uint64_t(1) << (score.source % MASK_BITS); }
+
+  void learn(int node, int accepted) {
+    for (const Asked& one : asked)
+      if (one.node == node)
+        own.learn(one.score, accepted >= one.size && has(accepted, one.source));
+    for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling) {
+      bool is_right = c == accepted;
+      double best = 0;
+      for (int s = links[c].first_score; s != NONE; s = listed[s].next) {
+        own.learn(listed[s].score, is_right);
+        best = std::max(best, listed[s].score.p);
+      }
+      if (listed[links[c].first_score].next == NONE) continue;
+      double& worth = own.calibration.gain(bits(c));
+      worth = std::max(0.0, worth + own.calibration.settings.worth_rate * (is_right - best - worth));
+    }
+  }
+
+  bool has(int node, int source) const {
+    for (int s = links[node].first_score; s != NONE; s = listed[s].next)
+      if (listed[s].score.source == source) return true;
+    return false;
+  }
+
+  Calibrators& own;
+  const int num_ids;
+  bool is_settled = true;
+  std::vector<Asked> asked;
+  std::vector<int32_t> number, rest;
+};
+
+// Limits of a request in the selection.
+struct Limits {
+  Trie* trie;
+  int64_t limit, max_depth;
+  double behind;  // tokens beyond the next that it needs in this step
+};
+
+// A draft token, with the probability of its path.
+struct Chosen {
+  double value;
+  int32_t request, node;
+};
+
+bool falls(const Chosen& a, const Chosen& b) { return a.value > b.value; }
+
+void by_value(Limits* requests, int64_t n, double least, std::vector<Chosen>& found) {
+  for (int64_t i = 0; i < n; i++) {
+    Trie& trie = *requests[i].trie;
+    trie.settle();
+    size_t begin = found.size();
+    for (size_t node = 1; node < trie.tokens.size(); node++)
+      if (trie.values[node] >= least && trie.depths[node] <= requests[i].max_depth)
+        found.push_back({trie.values[node], int32_t(i), int32_t(node)});
+    std::stable_sort(found.begin() + begin, found.end(), falls);
+    if (found.size() - begin > size_t(requests[i].limit))
+      found.resize(begin + requests[i].limit);
+  }
+  if (n > 1) std::stable_sort(found.begin(), found.end(), falls);
+}
+
+double urgency(double value, double behind) { return behind > 0 ? value + 1 + behind : value; }
+
+struct Waiting {
+  double key;  // negative, so that the least is first
+  Chosen chosen;
+  bool operator<(const Waiting& other) const {  // the least is on top of the heap
+    if (key != other.key) return key > other.key;
+    if (chosen.request != other.chosen.request) return chosen.request > other.chosen.request;
+    return chosen.node > other.chosen.node;
+  }
+};
+
+void by_urgency(Limits* requests, int64_t n, double least, size_t most,
+                std::vector<Chosen>& found) {
+  std::vector<Waiting> heap;
+  auto add = [&](int32_t i, int node, double above) {
+    const Trie& trie = *requests[i].trie;
+    for (int c = trie.links[node].first_child; c != NONE; c = trie.links[c].next_sibling) {
+      double value = above * trie.p[c];
+      if (node != ROOT && value < least) continue;
+      heap.push_back({-urgency(value, requests[i].behind), {value, i, c}});
+      std::push_heap(heap.begin(), heap.end());
+    }
+  };
+  for (int32_t i = 0; i < n; i++)
+    if (requests[i].limit > 0) add(i, ROOT, 1);
+  while (!heap.empty() && found.size() < most) {
+    Waiting first = heap.front();
+    Limits& own = requests[first.chosen.request];
+    std::pop_heap(heap.begin(), heap.end());
+    heap.pop_back();
+    double value = first.chosen.value;
+    if (value < least || own.limit == 0) continue;
+    if (own.behind <= 0 && first.key < -value) {  // it was behind when this one was added
+      heap.push_back({-value, first.chosen});
+      std::push_heap(heap.begin(), heap.end());
+      continue;
+    }
+    found.push_back(first.chosen);
+    own.limit--;
+    own.behind -= value;
+    if (own.trie->depths[first.chosen.node] != own.max_depth)
+      add(first.chosen.request, first.chosen.node, value);
+  }
+}
+
+struct Columns {
+  const int32_t *tokens, *parents, *depths, *expanded;
+  const double *p, *values;
+};
+
+}  // namespace
+
+extern "C" Calibration* specserve_calibration(const Settings* settings) {
+  return new Calibration(*settings);
+}
+
+extern "C" void specserve_free_calibration(Calibration* calibration) { delete calibration; }
+
+// Return the number of a new source.
+extern "C" int64_t specserve_add_source(Calibration* calibration) {
+  calibration->sources.emplace_back();
+  return int64_t(calibration->sources.size()) - 1;
+}
+
+// Drop a source's bins.
+extern "C" void specserve_clear_bins(Calibration* calibration, int64_t source) {
+  calibration->sources[source] = {};
+}
+
+extern "C" void specserve_set_bin(Calibration* calibration, int64_t source, int64_t kind,
+                                  double tries, double hits, double scores) {
+  Bin& bin = calibration->sources[source][kind] = {tries, hits, scores};
+  calibration->settle(bin);
+}
+
+// Write tries, hits and scores of each bin, [NUM_BINS, 3].
+extern "C" void specserve_read_bins(const Calibration* calibration, int64_t source, double* out) {
+  for (const Bin& bin : calibration->sources[source]) {
+    *out++ = bin.tries;
+    *out++ = bin.hits;
+    *out++ = bin.scores;
+  }
+}
+
+extern "C" double specserve_gain(const Calibration* calibration, uint64_t bits) {
+  auto known = calibration->worth.find(bits);
+  return known == calibration->worth.end() ? calibration->settings.worth : known->second;
+}
+
+extern "C" Calibrators* specserve_calibrators(Calibration* calibration) {
+  return new Calibrators(*calibration);
+}
+
+extern "C" void specserve_free_calibrators(Calibrators* calibrators) { delete calibrators; }
+
+extern "C" void specserve_drop_shift(Calibrators* calibrators, int64_t source) {
+  calibrators->shift(int(source)) = {};
+}
+
+extern "C" double specserve_weigh(Calibrators* calibrators, int64_t source, double score,
+                                  int64_t depth) {
+  return calibrators->weigh(int(source), score, int(depth)).p;
+}
+
+extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
+  return new Trie(*calibrators, int(std::min<int64_t>(num_ids, INT32_MAX)));
+}
+
+extern "C" void specserve_free_trie(Trie* trie) { delete trie; }
+
+extern "C" int64_t specserve_trie_size(const Trie* trie) { return int64_t(trie->tokens.size()); }
+
+// Write the addresses of the columns; each has a value per node until the next change.
+extern "C" void specserve_trie_columns(const Trie* trie, Columns* out) {
+  *out = {trie->tokens.data(),   trie->parents.data(), trie->depths.data(),
+          trie->expanded.data(), trie->p.data(),       trie->values.data()};
+}
+
+extern "C" int64_t specserve_add_token(Trie* trie, int64_t parent, int64_t token, double p,
+                                       int64_t source) {
+  return trie->add(int(parent), int(token), p, int(source));
+}
+
+// `nodes` [n + 1] gets the node of each candidate, after `below`.
+extern "C" void specserve_merge(Trie* trie, int64_t source, int64_t n, const int32_t* tokens,
+                                const int32_t* parents, const double* p, const int32_t* expanded,
+                                int64_t below, int32_t* nodes) {
+  trie->merge(int(source), n, tokens, parents, p, expanded, int(below), nodes);
+}
+
+// Return the number of values in `before`, which has room for every child.
+extern "C" int64_t specserve_branch(Trie* trie, int64_t node, int64_t source, int64_t n,
+                                    const int32_t* tokens, const double* p, double* before) {
+  return trie->branch(int(node), int(source), n, tokens, p, before);
+}
+
+extern "C" void specserve_number_node(Trie* trie, int64_t node, int64_t number) {
+  trie->expanded[node] = int32_t(number);
+}
+
+extern "C" void specserve_settle(Trie* trie) { trie->settle(); }
+
+extern "C" void specserve_reaches(Trie* trie, int64_t n, const int32_t* nodes, int64_t by,
+                                  double* out) {
+  for (int64_t k = 0; k < n; k++) out[k] = trie->reach(nodes[k], int(by));
+}
+
+extern "C" void specserve_ask(Trie* trie, int64_t node, int64_t by, int64_t source) {
+  trie->ask(int(node), int(by), int(source));
+}
+
+// Return the root's child that was accepted, or NONE.
+extern "C" int64_t specserve_observe(Trie* trie, int64_t n, const int32_t* tokens) {
+  return trie->observe(n, tokens);
+}
+
+extern "C" int64_t specserve_child(const Trie* trie, int64_t node, int64_t token) {
+  return trie->child(int(node), int(token));
+}
+
+// Return the number of children; write as many as there is room for.
+extern "C" int64_t specserve_children(const Trie* trie, int64_t node, int64_t room, int32_t* out) {
+  int64_t n = 0;
+  for (int c = trie->links[node].first_child; c != NONE; c = trie->links[c].next_sibling, n++)
+    if (n < room) out[n] = c;
+  return n;
+}
+
+// Write the numbers of a node's sources, in the order of their scores; return how many.
+extern "C" int64_t specserve_sources(const Trie* trie, int64_t node, int64_t room, int32_t* out) {
+  int64_t n = 0;
+  for (int s = trie->links[node].first_score; s != NONE; s = trie->listed[s].next, n++)
+    if (n < room) out[n] = trie->listed[s].score.source;
+  return n;
+}
+
+extern "C" void specserve_draft(Trie* trie, int64_t n, const int32_t* chosen, int32_t* tokens,
+                                int32_t* parents, int32_t* expanded, int32_t* order,
+                                uint64_t* sources) {
+  trie->draft(n, chosen, {tokens, parents, expanded, order, sources});
+}
+
+// Select up to `most` draft tokens, by falling value, or those of late requests first. Return how
+// many; each output has room for `most`.
+extern "C" int64_t specserve_select(Limits* requests, int64_t n, int64_t most, double least,
+                                    double* values, int32_t* places, int32_t* nodes) {
+  static thread_local std::vector<Chosen> found;
+  found.clear();
+  bool is_late = false;
+  for (int64_t i = 0; i < n; i++) is_late |= requests[i].behind > 0;
+  if (is_late) by_urgency(requests, n, least, size_t(most), found);
+  else by_value(requests, n, least, found);
+  int64_t size = std::min<int64_t>(most, int64_t(found.size()));
+  for (int64_t k = 0; k < size; k++) {
+    values[k] = found[k].value;
+    places[k] = found[k].request;
+    nodes[k] = found[k].node;
+  }
+  return size;
+}
