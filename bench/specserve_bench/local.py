@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, StructuredOutputsParams
 from specserve.api.base import Resolved
 from specserve.api.outputs import Generation
 from specserve_bench.results import (
@@ -32,8 +32,9 @@ class Going(NamedTuple):
 class Local:
     """Steps an LLM; tests replace `clock` and `wait`.
 
-    is_warm   a round begins with what sources have learnt in the rounds before, and with the
-              costs that these have shown
+    is_warm     a round begins with what sources have learnt in the rounds before, and with the
+                costs that these have shown
+    is_lasting  a round begins as the one before ended, with a full prefix cache, too
     """
 
     def __init__(
@@ -42,16 +43,19 @@ class Local:
         clock: Callable[[], float] = time.perf_counter,
         wait: Callable[[float], None] = time.sleep,
         is_warm: bool = False,
+        is_lasting: bool = False,
     ) -> None:
-        self.llm, self.clock, self.wait, self.is_warm = llm, clock, wait, is_warm
+        self.llm, self.clock, self.wait = llm, clock, wait
+        self.is_warm, self.is_lasting = is_warm or is_lasting, is_lasting
 
     def run(self, workload: Workload, load: Load) -> Round:
         """Every request once; one that is due starts between two steps.
 
-        The prefix cache is emptied first, and what was learnt is forgotten, so that no round gains
-        from the one before.
+        Usually the prefix cache is emptied first, and what was learnt is forgotten, so that no
+        round gains from the one before.
         """
-        self.llm.reset_cache()
+        if not self.is_lasting:
+            self.llm.reset_cache()
         if not self.is_warm:
             self.llm.engine.reset_learned()
         prompts = [self.check(ask) for ask in workload.asks]
@@ -90,6 +94,9 @@ class Local:
             top_p=1.0,
             prediction=ask.prediction,
             speculation=ask.speculation,
+            structured_outputs=None
+            if ask.schema is None
+            else StructuredOutputsParams(json=ask.schema),
         )
         prompt: Any = ask.prompt
         if not isinstance(prompt, str):

@@ -30,6 +30,7 @@ class Ask(NamedTuple):
 
     prediction    what its text is expected to be
     speculation   settings of its drafting; None: all drafters
+    schema        a JSON schema that its text obeys
     """
 
     prompt: str | Sequence[Message]
@@ -38,6 +39,7 @@ class Ask(NamedTuple):
     seed: int
     prediction: str | None = None
     speculation: SpeculationParams | None = None
+    schema: dict[str, Any] | None = None
 
 
 class Workload(NamedTuple):

@@ -125,6 +125,8 @@ class NativeCalibrators:
 ROOM = 1 << 12  # draft tokens of a step that are selected
 INTS = [array("i", [0] * ROOM) for _ in range(4)]
 DOUBLES, CODES = array("d", [0.0] * ROOM), array("Q", [0] * ROOM)
+ADDRESSES = [*(each.buffer_info()[0] for each in INTS)]
+ADDRESSES += DOUBLES.buffer_info()[0], CODES.buffer_info()[0]
 
 
 COLUMNS = "tokens", "parents", "depths", "expanded", "p", "values"
@@ -167,12 +169,12 @@ class NativeTrie(BaseTrie):
 
     def children_of(self, node: int) -> list[int]:
         out = INTS[0]
-        n = self.native.children(self.handle, node, ROOM, out.buffer_info()[0])
+        n = self.native.children(self.handle, node, ROOM, ADDRESSES[0])
         return out[:n].tolist()
 
     def sources(self, node: int) -> list[str]:
         out = INTS[0]
-        n = self.native.sources(self.handle, node, ROOM, out.buffer_info()[0])
+        n = self.native.sources(self.handle, node, ROOM, ADDRESSES[0])
         return [self.calibration.names[number] for number in out[:n]]
 
     def set_number(self, node: int, number: int) -> None:
@@ -185,11 +187,11 @@ class NativeTrie(BaseTrie):
     def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
         if self.rules is not None or not isinstance(candidates, CandidateColumns):
             return super().merge(candidates, below)
-        own, nodes = candidates, array("i", [0] * (len(candidates) + 1))
-        each = [column.buffer_info()[0] for column in (own.tokens, own.parents, own.p)]
-        number, out = self.calibration.number(own.source), nodes.buffer_info()[0]
-        self.native.merge(self.handle, number, len(own), *each, None, below, out)
-        return nodes[1:].tolist()
+        own, n = candidates, len(candidates)
+        each = own.tokens.buffer_info()[0], own.parents.buffer_info()[0], own.p.buffer_info()[0]
+        number = self.calibration.number(own.source)
+        self.native.merge(self.handle, number, n, *each, None, below, ADDRESSES[0])
+        return INTS[0][1 : n + 1].tolist()
 
     def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> list[float]:
         tokens, p = array("i"), array("d")
@@ -236,15 +238,14 @@ class NativeTrie(BaseTrie):
         each = [Limits(a.trie.handle, a.limit, a.max_depth, a.behind) for a in asks]
         limits = (Limits * len(each))(*each)
         most = min(most, ROOM)
-        places, nodes, _, _ = INTS
-        out = [column.buffer_info()[0] for column in (DOUBLES, places, nodes)]
+        out = ADDRESSES[4], *ADDRESSES[:2]
         n = self.native.select(byref(limits), len(asks), most, trie.LEAST_VALUE, *out)
-        return Selection(DOUBLES[:n], places[:n], nodes[:n])
+        return Selection(DOUBLES[:n], INTS[0][:n], INTS[1][:n])
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which = len(chosen), array("i", chosen)
-        out = [column.buffer_info()[0] for column in (which, *INTS, CODES)]
-        self.native.draft(self.handle, n, *out)
+        ints, codes = ADDRESSES[:4], ADDRESSES[5]
+        self.native.draft(self.handle, n, which.buffer_info()[0], *ints, codes)
         tokens, parents, numbers, order = (column[:n].tolist() for column in INTS)
         draft = Draft(tokens, parents, numbers if any(numbers) else [])
         return ChosenDraft(draft, order, [*map(self.calibration.named_by, CODES[:n])])

@@ -8,6 +8,7 @@ this machine. A plan without draft tokens is compared in the same way.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -344,11 +345,13 @@ def best_of(
 ) -> Size:
     """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
 
-    takes = [step.spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
-    roots, worth = costs.of(step.without_prompts, 0, is_hopeful), 0.0
-    if step.prompt_rows and step.num_roots:
-        worth = prefill_value(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
-    allowed = step.allowed_with_draft(roots)
+    spent, worth, allowed = step.spent, 0.0, inf
+    takes = [spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
+    if step.prompt_rows or step.allowed < inf:
+        roots = costs.of(step.without_prompts, 0, is_hopeful)
+        allowed = step.allowed_with_draft(roots)
+        if step.prompt_rows and step.num_roots:
+            worth = prefill_value(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no draft token, if nothing is allowed

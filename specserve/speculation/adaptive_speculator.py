@@ -29,6 +29,7 @@ from specserve.speculation.verify import (
     AcceptanceStats,
     AcceptedPath,
     DraftSources,
+    SourceGroups,
     SpecDecodeStats,
     StepCounts,
     calibration_state,
@@ -583,34 +584,36 @@ class AdaptiveSpeculator:
         draft, request = root.scheduled.draft, root.scheduled.request
         sources = root.sources[: len(draft)]
         draft_sources = DraftSources(draft, sources, root.proposed)
+        groups = draft_sources.groups(accepted)
         is_tree_asked = request.sampling.return_speculation_details
-        sources_of_step, tree = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
-        self.note_savings(root, sources, accepted)
-        for name, counts in sources_of_step.items():
-            root.acceptance.saved[name] += counts.accepted * self.saved_per_draft_token
+        counts, tree = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
+        self.note_savings(root, groups)
+        for name in root.proposed:
+            right = counts[name].accepted
+            root.acceptance.saved[name] += right * self.saved_per_draft_token
         if draft.tokens:
             for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
-        return sources_of_step, tree
+        return counts, tree
 
-    def note_savings(
-        self, root: RequestDraft, sources: Sequence[Sequence[str]], accepted: Sequence[int]
-    ) -> None:
+    def note_savings(self, root: RequestDraft, groups: SourceGroups) -> None:
         """Note the seconds that the draft's tokens saved, for each model and for other sources.
 
         If only models proposed a token, the first of them gets the credit. If a trial runs together
         with estimating sources, only tokens that estimating sources did not propose count for it.
         """
         is_combined = root.asked.is_estimated and root.asked.benefit is not None
-        each, row, accepted_nodes = self.saved_per_draft_token, self.row_seconds, set(accepted)
         saved = dict.fromkeys(root.asked.level_benefits, 0.0)
         root.saved = 0.0
-        for node, names in enumerate(sources, 1):
-            gain = each * (node in accepted_nodes) - row
-            if saved.keys() >= set(names):
+        for names, (number, right) in groups.items():
+            gain = self.saved_per_draft_token * right - self.row_seconds * number
+            if saved and saved.keys() >= set(names):
                 saved[names[0]] += gain
             elif not is_combined or self.estimating_names.isdisjoint(names):
                 root.saved += gain
+        if not saved:
+            root.saved_by = {}
+            return
         late = [g.name for g in self.model_sources if g.model.is_catching_up(root.scheduled)]
         root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
 

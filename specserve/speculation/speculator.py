@@ -191,7 +191,8 @@ class FixedSpeculator:
         proposed = {self.names[0]: len(draft)}
         draft_sources = DraftSources(draft, [self.names] * len(draft), proposed)
         is_tree_asked = request.sampling.return_speculation_details
-        counts = self.spec_stats.enter(draft_sources, accepted, is_tree_asked)
+        groups = draft_sources.groups(accepted)
+        counts = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
         self.spec_stats.notify(self.source, "observe", request.id, draft, accepted)
         return counts
 

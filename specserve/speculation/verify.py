@@ -162,12 +162,26 @@ def first(logprobs: TokenLogprobs, k: int | None) -> TokenLogprobs:
 StepCounts = tuple[dict[str, SourceCounts], VerifiedTree | None]
 
 
+# Verified and accepted draft tokens, by the sources that proposed them.
+SourceGroups = dict[tuple[str, ...], tuple[int, int]]
+
+
 class DraftSources(NamedTuple):
     """A draft, the sources of each draft token, and the number of tokens each source proposed."""
 
     draft: Draft
-    sources: Sequence[Sequence[str]]
+    sources: Sequence[tuple[str, ...]]
     proposed: dict[str, int]
+
+    def groups(self, accepted: Sequence[int]) -> SourceGroups:
+        found = dict[tuple[str, ...], tuple[int, int]]()
+        for names in self.sources:
+            found[names] = found.get(names, (0, 0))[0] + 1, 0
+        for node in accepted:
+            names = self.sources[node - 1]
+            number, right = found[names]
+            found[names] = number, right + 1
+        return found
 
 
 def count_error(stats: Stats, name: str) -> None:
@@ -180,6 +194,9 @@ def count_error(stats: Stats, name: str) -> None:
     if count & (count - 1) == 0:  # log 1, 2, 4, ...: failures in every step must not fill the log
         message = "drafter %s failed (%s), %d times so far; the text does not change"
         log.error(message, name, sys.exception(), count, exc_info=count == 1)
+
+
+NOTHING = SourceCounts()  # counts of a source that proposed nothing; nobody writes to it
 
 
 class SpecDecodeStats:
@@ -218,37 +235,42 @@ class SpecDecodeStats:
         self.saved_per_draft_token, self.row_seconds = saved_per_draft_token, row_seconds
 
     def enter(
-        self, draft_sources: DraftSources, accepted: Sequence[int], is_tree_asked: bool
+        self,
+        draft_sources: DraftSources,
+        accepted: Sequence[int],
+        groups: SourceGroups,
+        is_tree_asked: bool,
     ) -> StepCounts:
         """Count a request's draft tokens of the step. Several sources of a token share its saved
         seconds.
         """
         draft, sources, proposed = draft_sources
+        sums, saved = self.sums, self.saved_per_draft_token
         verified, num_accepted = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
-        for names in sources:
+        for names, (number, right) in groups.items():
+            gain = (saved * right - self.row_seconds * number) / len(names)
             for name in names:
-                verified[name] += 1
-                self.sums[name].saved_seconds -= self.row_seconds / len(names)
+                verified[name] += number
+                num_accepted[name] += right
+                sums[name].accepted += right
+                sums[name].saved_seconds += gain
         for depth, node in enumerate(accepted):
-            for name in (names := sources[node - 1]):
-                num_accepted[name] += 1
-                self.add_accepted(name, depth, self.saved_per_draft_token / len(names))
+            for name in sources[node - 1]:
+                by_depth = sums[name].accepted_at
+                if depth >= len(by_depth):
+                    by_depth += [0] * (depth + 1 - len(by_depth))
+                by_depth[depth] += 1
         for name, number in proposed.items():
-            self.sums[name].proposed += number
-            self.sums[name].verified += verified[name]
-        each = proposed, verified, num_accepted
-        counts = {name: SourceCounts(*(n.get(name, 0) for n in each)) for name in self.names}
+            of_source = sums[name]
+            of_source.proposed += number
+            of_source.verified += verified[name]
+        counts = {name: NOTHING for name in self.names}
+        for name, number in proposed.items():
+            counts[name] = SourceCounts(number, verified[name], num_accepted[name])
         if not is_tree_asked or not draft.tokens:
             return counts, None
         bits = [sum(self.bits[name] for name in names) for names in sources]
         return counts, VerifiedTree(draft.tokens, draft.parents, bits, [*accepted])
-
-    def add_accepted(self, name: str, depth: int, saved: float) -> None:
-        sums = self.sums[name]
-        sums.accepted += 1
-        sums.accepted_at += [0] * (depth + 1 - len(sums.accepted_at))
-        sums.accepted_at[depth] += 1
-        sums.saved_seconds += saved
 
 
 def cost_state(costs: StepCosts) -> CostState:

@@ -1,160 +1,177 @@
 """The cells of `figures speculation`: how they are measured in parts, kept, and held to bounds."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from specserve.errors import ConfigError
+from specserve_bench import real_prompts
 from specserve_bench.figures import speculation
 from specserve_bench.figures.__main__ import main
-from specserve_bench.figures.demo import SETTINGS
-from specserve_bench.figures.speculation import HOT, Cell, Place
-from specserve_bench.results import Round, Speculation
+from specserve_bench.figures.speculation import MEASURES, Cell, Place
+from specserve_bench.results import MeasuredRequest, Round, Speculation
+from specserve_bench.workloads import Ask
 
 
-def a_cell(name="mixed", concurrency=1, temperature=None, pair="demo", is_same=True, **tpot_ms):
-    tpot_ms = {key.replace("_", ":"): values for key, values in tpot_ms.items()}
-    others = {"requests": 1, "acceptance_length": {}, "draft_tokens": {}, "machine": {}}
-    place = {"pair": pair, "workload": name, "concurrency": concurrency, "temperature": temperature}
-    return Cell(**place, tpot_ms=tpot_ms, is_same=is_same, **others)
-
-
-def test_the_best_setting_is_that_with_the_lowest_median_whatever_a_round_says():
-    cell = a_cell(off=[9, 9, 9], ngram_8=[1, 5, 5], model_8=[4, 4, 4], auto=[2, 2, 2])
-    assert cell.best == "model:8"
-    assert cell.over("model:8").median == 0.5
-
-
-@pytest.mark.parametrize(("high", "is_marked"), [(1.04, False), (1.06, True)])
-def test_an_interval_that_does_not_end_below_the_bound_is_marked(high, is_marked):
-    steady = [high] * 7
-    row = speculation.row(a_cell(off=[10.0] * 7, model_8=[1.0] * 7, auto=steady))
-    assert row[-3] == f"{high:.2f} ({high:.2f}-{high:.2f}) [{high:.2f}-{high:.2f}]" + (
-        " !" if is_marked else ""
+def a_cell(is_warm=True, prompts="chat", is_same=True, machine=None, **ms):
+    rounds = {name.replace("_", ":"): values for name, values in ms.items()}
+    place = {"model": "SmolLM2", "prompts": prompts, "concurrency": 1, "temperature": 0.0}
+    others = {"requests": 1, "draft_tokens": 0.0, "tokens_per_step": 1.0}
+    return Cell(
+        **place,
+        **others,
+        is_warm=is_warm,
+        is_same=is_same,
+        rounds=dict.fromkeys(MEASURES, rounds),
+        machine=machine or {},
     )
-    assert not row[-2].endswith("!")  # over off
-    once = speculation.row(a_cell(off=[10.0], model_8=[1.0], auto=[0.5]))
-    assert once[-3] == "0.50 (0.50-0.50) !", "one round has no interval"
+
+
+def test_the_best_setting_is_chosen_in_every_second_round_and_compared_in_the_others():
+    cell = a_cell(off=[9, 9, 9, 9], ngram_2=[1, 8, 1, 8], ngram_8=[4, 4, 4, 4], auto=[2, 2, 2, 2])
+    assert cell.best == "ngram:2", "what is best in the others does not count"
+    assert cell.over_best.median == 0.25
+    assert cell.over("ngram:8").median == 0.5
+
+
+@pytest.mark.parametrize(("is_warm", "bound"), [(True, 1.05), (False, 1.03)])
+@pytest.mark.parametrize("is_below", [True, False])
+def test_an_interval_that_does_not_end_below_the_bound_is_marked(is_warm, bound, is_below):
+    high = bound - 0.01 if is_below else bound + 0.01
+    row = speculation.row(a_cell(is_warm, off=[10.0] * 6, ngram_2=[9.0] * 6, auto=[10 * high] * 6))
+    assert row[8].endswith(" !") != is_below
+    once = speculation.row(a_cell(off=[10.0], auto=[5.0]))
+    assert once[8].endswith(" !"), "one round has no interval"
 
 
 def test_the_table_counts_losses_and_marks_rows_of_uncommitted_trees():
     known = {"date": "2026-01-02", "cores": 2, "cpu": "AMD EPYC"}
-    won = a_cell(off=[2.0], model_8=[1.5], auto=[1.0])
-    lost = a_cell("agent", off=[1.0], model_8=[1.5], auto=[2.0])
-    without_off = a_cell("agent", temperature=HOT, model_8=[1.0], model_16=[1.0], auto=[1.5])
-    for cell, commit in ((won, "0123456789ab"), (lost, "123456789abc-dirty"), (without_off, "2")):
-        cell.machine = known | {"commit": commit}
-    kept = speculation.Cells([won, lost, without_off])
-    assert "best fixed setting in 2 of 3 cells" in speculation.losses(kept)
-    assert "no drafting in 1 of 2 cells" in speculation.losses(kept)
-    assert [speculation.row(cell)[-1] for cell in kept.cells] == ["0123456", "1234567†", "2"]
+    lost = a_cell(
+        off=[1.0], ngram_2=[1.5], auto=[2.0], machine=known | {"commit": "01234567-dirty"}
+    )
+    won = a_cell(off=[2.0], ngram_2=[1.5], auto=[1.0], machine=known | {"commit": "12345678"})
+    kept = speculation.Cells([won, lost])
+    said = speculation.losses(kept)
+    assert "slower than no drafting in 1 of 2 cells (worst 2.00)" in said
+    assert "best fixed setting in 1 (median 1.33, worst 2.00)" in said
+    assert [speculation.row(cell)[-1] for cell in kept.cells] == ["1234567", "0123456†"]
     assert speculation.caption(kept) == (
         "Measured on 2026-01-02 on 2 cores of an AMD EPYC. Each row names its commit. † marks 1 "
         "rows measured on an uncommitted tree."
     )
+    assert speculation.losses(speculation.Cells()) == "No cell is measured."
 
 
 def test_texts_that_differ_are_said_aloud():
-    row = speculation.row(a_cell(off=[1.0], auto=[1.0], is_same=False))
-    assert row[1] == "mixed (OUTPUTS DIFFER)"
-
-
-def test_an_average_is_taken_over_workloads_within_rounds():
-    guessed = {"model_8": [1.0, 1.0], "model_16": [1.0, 1.0]}
-    cells = [
-        a_cell("mixed", auto=[0.5, 4.0], **guessed),
-        a_cell("random", auto=[2.0, 1.0], **guessed),  # its own temperature: in both averages
-        a_cell("mixed", 1, HOT, auto=[8.0, 8.0], **guessed),
-        a_cell("mixed", 4, auto=[99.0, 99.0], **guessed),
-    ]
-    found = {(a.temperature, a.subject): a.ratio for a in speculation.averages(cells)}
-    assert found.keys() == {(t, f"model:{n}") for t in (0.0, HOT) for n in (8, 16)}
-    cold, hot = found[0.0, "model:8"], found[HOT, "model:8"]
-    assert (cold.low, cold.high) == pytest.approx((1.0, 2.0))
-    assert (hot.low, hot.high) == pytest.approx((8**0.5, 4.0))
-    assert not [*speculation.averages([cells[1], cells[3]])], "no workload of either temperature"
+    assert speculation.row(a_cell(off=[1.0], auto=[1.0], is_same=False))[1].endswith(
+        "(OUTPUTS DIFFER)"
+    )
 
 
 def test_a_cell_takes_the_place_of_the_one_measured_before(tmp_path):
     file = tmp_path / "cells.json"
-    for cell in (a_cell(auto=[1.0]), a_cell("agent", auto=[2.0]), a_cell(auto=[3.0])):
+    for cell in (a_cell(auto=[1.0]), a_cell(prompts="edit", auto=[2.0]), a_cell(auto=[3.0])):
         speculation.keep(cell, file)
-    kept = {c.workload: c.tpot_ms["auto"] for c in speculation.read(file).cells}
-    assert kept == {"mixed": [3.0], "agent": [2.0]}
+    kept = {c.prompts: c.rounds["tpot_ms"]["auto"] for c in speculation.read(file).cells}
+    assert kept == {"chat": [3.0], "edit": [2.0]}
     file.write_text("[]")
     with pytest.raises(ConfigError, match="no cells of `figures speculation`"):
         speculation.read(file)
 
 
-def test_one_at_a_time_is_measured_at_two_temperatures():
-    places = [*speculation.places("demo", ["mixed", "random"], [1, 4])]
-    assert places == [
-        Place("demo", "mixed", 1, None),
-        Place("demo", "mixed", 1, HOT),
-        Place("demo", "random", 1, None),
-        Place("demo", "mixed", 4, None),
-        Place("demo", "random", 4, None),
-    ]
-    assert [*speculation.subjects(places[1])] == ["model:8", "model:16", "auto"]
+def test_each_round_has_prompts_of_its_own(monkeypatch):
+    known = [Ask(f"prompt {n}", 8, 0.0, n) for n in range(20)]
+    monkeypatch.setattr(speculation, "prompts", lambda name: known)
+    rounds = [*speculation.asks_of(Place("SmolLM2", "chat", 4, 0.8, True), 8, 3)]
+    first, second, third = ({a.prompt for a in asks} for asks in rounds)
+    assert not first & second and len(third - first - second) == 4, "then they come again"
+    assert len({a.seed for asks in rounds for a in asks}) == 24
+    assert {a.temperature for asks in rounds for a in asks} == {0.8}
 
 
-def test_a_mixture_is_measured_with_few_draft_tokens_as_well():
-    more = {*speculation.settings("mixture")} - {*speculation.settings("demo")}
-    assert more == {f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3)}
-    assert {*speculation.subjects(Place("mixture", "agent", 4, None))} >= more
+def test_there_are_prompts_of_each_kind(monkeypatch):
+    problem = {"prompt": "def f():\n", "canonical_solution": "    return 1\n"}
+    monkeypatch.setattr(real_prompts, "problems", lambda: [problem] * 164)
+    sizes = {name: len(real_prompts.prompts(name)) for name in real_prompts.PROMPTS}
+    assert sizes == {
+        **{"HumanEval": 164, "chat": 60, "edit": 30, "documents": 20},
+        **{"agent": 48, "JSON": 200},
+    }
+    assert all(ask.prediction for ask in real_prompts.prompts("edit"))
+    assert all(ask.schema for ask in real_prompts.prompts("JSON"))
+    assert len({a.prompt[0]["content"] for a in real_prompts.prompts("chat")}) == 60
+
+
+class Server:
+    """A server that takes as long as its subject's name says."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def close(self):
+        self.log.append((self.name, "closed", 0, 0))
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """The runs that are measured, as (subject, temperature, number of requests): of nothing."""
-    ran = []
+def ran(monkeypatch):
+    """The runs that are measured, as (subject, temperature, requests at a time, requests)."""
+    log, ms = [], {"off": 2.0, "ngram:2": 4.0, "auto": 1.0}
 
-    class Runnable:
-        def __init__(self, label):
-            self.label = label
-
-        def check(self, ask):
-            pass
+    class Local:
+        def __init__(self, server, is_lasting):
+            assert is_lasting
+            self.server = server
 
         def run(self, asked, load):
-            ran.append((self.label, asked.asks[0].temperature, load.concurrency, len(asked.asks)))
-            requests = [SimpleNamespace(tpot_ms=float(len(ran)))] * len(asked.asks)
-            told = Speculation(steps=2, tokens=6, drafted=8, accepted=[])
-            return Round(
-                seconds=1, requests=requests, itl_ms=None, output_hash="x", speculation=told
+            log.append(
+                (self.server.name, asked.asks[0].temperature, load.concurrency, len(asked.asks))
             )
+            seconds = ms[self.server.name]
+            each = MeasuredRequest(
+                number=0, arrived_at=0, first_at=1, last_at=1 + seconds, completion_tokens=3
+            )
+            told = Speculation(steps=2, tokens=6, drafted=8, accepted=[])
+            return Round(seconds=1, requests=[each], itl_ms=None, output_hash="x", speculation=told)
 
-    def load(pair, every, is_warm):
-        return [speculation.suite.Contender(name, None, Runnable(name)) for name in every]
+    class Loader(speculation.Loader):
+        def __init__(self, subjects, sources):
+            self.configs, self.warm = dict.fromkeys([*subjects.fixed, "auto"]), {}
 
-    monkeypatch.setattr(speculation, "load", load)
-    monkeypatch.setitem(speculation.PAIRS, "demo", lambda: None)
-    return ran
+        def started(self, name):
+            return Server(name, log)
+
+    monkeypatch.setattr(speculation, "Local", Local)
+    monkeypatch.setattr(speculation, "Loader", Loader)
+    asks = [Ask(f"prompt {n}", 8, 0.0, n) for n in range(20)]
+    monkeypatch.setattr(speculation, "prompts", lambda name: asks)
+    subjects = speculation.Subjects({}, ["off", "ngram:2"])
+    monkeypatch.setitem(speculation.MODELS, "demo", lambda: subjects)
+    return log
 
 
-def test_the_named_cells_are_measured_and_kept(measured, tmp_path, capsys):
+def test_warm_servers_answer_200_requests_first_and_go_on(ran, tmp_path, capsys):
     file = tmp_path / "cells.json"
-    asked = ["--pairs=demo", "--concurrency=1", "--workloads=mixed", "--rounds=2", "--requests=3"]
-    assert main(["speculation", *asked, f"--out={file}"]) == 0
-    cold, hot = speculation.read(file).cells
-    assert (cold.temperature, hot.temperature) == (None, HOT)
-    assert list(cold.tpot_ms) == [*SETTINGS]
-    assert list(hot.tpot_ms) == ["model:8", "model:16", "auto"]
-    assert all(len(rounds) == 2 for rounds in (*cold.tpot_ms.values(), *hot.tpot_ms.values()))
-    assert (cold.acceptance_length["auto"], cold.draft_tokens["auto"]) == (3.0, 4.0)
-    assert {(t, n) for _, t, _, n in measured if n > 1} == {(0.0, 3), (HOT, 3)}
-    printed = capsys.readouterr().out
-    assert printed.startswith("| pair | workload |") and "| demo | mixed | 1 | 0.8 |" in printed
+    asked = ["--models=demo", "--concurrency=4", "--prompts=chat,edit", "--temperatures=0.8"]
+    assert main(["speculation", *asked, "--rounds=2", f"--out={file}"]) == 0
+    first, second = speculation.read(file).cells
+    assert (first.prompts, second.prompts, first.is_warm) == ("chat", "edit", True)
+    assert first.rounds["end_to_end_ms"] == {
+        "off": [3000.0] * 2,
+        "ngram:2": [5000.0] * 2,
+        "auto": [2000.0] * 2,
+    }
+    assert first.rounds["ttft_ms"]["auto"] == [1000.0] * 2
+    assert (first.tokens_per_step, first.draft_tokens) == (3.0, 4.0)
+    assert [n for name, _, _, n in ran if name == "auto"] == [200, 12, 12, 12, 12]
+    assert {name for name, *_ in ran[:6:2]} == {"off", "ngram:2", "auto"}
+    assert "| demo | chat | warm | 4 | 0.8 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--pairs=small", "'small' is not one of demo, 0.6b, mixture"),
-        ("--rounds=0", "not a whole number"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(flag, words, capsys):
+def test_cold_servers_are_new_in_each_round(ran, tmp_path):
+    asked = ["--models=demo", "--concurrency=1", "--prompts=chat", "--temperatures=0", "--cold"]
+    assert main(["speculation", *asked, "--rounds=2", f"--out={tmp_path / 'cells.json'}"]) == 0
+    assert ran.count(("auto", 0.0, 1, 20)) == ran.count(("auto", "closed", 0, 0)) == 2
+
+
+def test_an_unknown_model_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["speculation", flag])
-    assert words in capsys.readouterr().err
+        main(["speculation", "--models=small"])
+    assert "'small' is not one of SmolLM2, Gemma, demo, 0.6b" in capsys.readouterr().err

@@ -316,7 +316,7 @@ def test_the_runs_above_met_what_is_hard():
         "recycled",
         "proposed by the head",
     ):
-        assert SEEN[what] >= 50, (what, SEEN)
+        assert SEEN[what] >= 20, (what, SEEN)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

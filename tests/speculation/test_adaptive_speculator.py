@@ -118,7 +118,7 @@ def test_sources_are_reported_in_one_order_whoever_proposes_first(target):
     assert [*told] == ["late", "soon"]
     assert all([*counts] == ["proposed", "verified", "accepted"] for counts in told.values())
     soon_alone = DraftSources(Draft(), [], {"soon": 1})
-    assert [*engine.speculator.spec_stats.enter(soon_alone, [], False)[0]] == ["late", "soon"]
+    assert [*engine.speculator.spec_stats.enter(soon_alone, [], {}, False)[0]] == ["late", "soon"]
 
 
 def test_sources_are_reported_in_the_order_of_their_option(target):

@@ -14,8 +14,8 @@ from specserve.scheduling.planner import DraftDepthPolicy, SavedShare
 from specserve.speculation import adaptive_speculator
 from specserve.speculation.adaptive_speculator import AskedSources, in_order
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.verify import LAST_TRIAL, AcceptanceStats
-from specserve_drafters.candidates import ROOT, Candidate
+from specserve.speculation.verify import LAST_TRIAL, AcceptanceStats, DraftSources
+from specserve_drafters.candidates import ROOT, Candidate, Draft
 from specserve_drafters.trie import FINDS, Calibration, Trie
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
@@ -171,12 +171,13 @@ def test_what_both_draft_is_the_merit_of_the_one_that_was_run_first(engine, firs
     trie.agree(both, trie.calibrators[other].weigh(0.9, 1))
     own = trie.put(both, 6, trie.calibrators[other].weigh(0.9, 2))
     wrong = trie.put(own, 7, trie.calibrators[other].weigh(0.9, 3))
-    sources = [trie.sources(node) for node in (both, own, wrong)]
+    sources = [tuple(trie.sources(node)) for node in (both, own, wrong)]
     benefits = {"eagle": SavedShare(), "model": SavedShare()}
     request = SimpleNamespace(id=1)
     root = SimpleNamespace(
         asked=AskedSources(False, None, benefits), scheduled=SimpleNamespace(request=request)
     )
-    guesses.note_savings(root, sources, [1, 2])
+    drafted = DraftSources(Draft(), sources, {})
+    guesses.note_savings(root, drafted.groups([1, 2]))
     assert root.saved_by == {first: 0.75, other: 0.75 - 0.25}
     assert root.saved == 0.0

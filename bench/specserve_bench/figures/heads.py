@@ -16,7 +16,7 @@ import msgspec
 from specserve.config import load_config
 from specserve_bench import suite
 from specserve_bench.arguments import Once, at_least_1, listed
-from specserve_bench.figures.speculation import HOT, KV_BYTES, NAMES, Cell, Place, measured
+from specserve_bench.figures.drafter_cells import HOT, KV_BYTES, NAMES, Cell, Place, measured
 from specserve_bench.local import Local
 from specserve_bench.report import markdown_table, ratio_words, shown
 from specserve_bench.results import Load, Ratio, ratio

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from specserve.config import load_config
 from specserve_bench import suite
 from specserve_bench.arguments import at_least_1
-from specserve_bench.figures.speculation import HOT, KV_BYTES, tokens_a_step, tpot
+from specserve_bench.figures.drafter_cells import HOT, KV_BYTES, tokens_a_step, tpot
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import ratio

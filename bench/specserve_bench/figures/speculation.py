@@ -1,91 +1,102 @@
-"""TPOT of `auto` against fixed settings, for each workload and load.
+"""`auto` against no drafting and against fixed settings, as users run them.
 
-A cell is a pair of models, a workload, and so many requests at a time. It takes the place of the
-same cell measured before, so a measurement can be done in parts. On two cores all takes about ten
-minutes for the demo pair and three hours for the pair at a 0.6B model's cost. One request at a
-time is measured at temperature 0.8 as well, with auto, model:8 and model:16. A round starts without
-learned state unless --warm is given.
+A cell has a model, a kind of prompts, a number of requests at a time and a temperature. Warm cells
+are measured on servers that have answered 200 requests, cold ones with the first 20 requests of a
+new server. Each round has prompts of its own. Every second round chooses the best fixed setting,
+which is compared with `auto` on the others, so that chance does not choose it. A cell takes the
+place of the same cell measured before, so a measurement can be done in parts.
 """
 
 import argparse
+import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice, product
 from pathlib import Path
-from statistics import fmean, geometric_mean, median
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import msgspec
 
+from specserve import LLM
+from specserve.config import load_config
 from specserve.errors import ConfigError
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import Once, at_least_1, listed
-from specserve_bench.figures.demo import SETTINGS
+from specserve_bench.local import Local
 from specserve_bench.machine import DIRTY
 from specserve_bench.pairs import PAIRS
+from specserve_bench.real_models import FOLDER, REMEDY, real_models
+from specserve_bench.real_prompts import PROMPTS, prompts
 from specserve_bench.report import markdown_table, ratio_words, shown
-from specserve_bench.results import Ratio, Result, Round, ratio, spread_of
-from specserve_bench.workloads import EDIT, WORKLOADS, workload
+from specserve_bench.results import Load, Ratio, Round, ratio
+from specserve_bench.workloads import Ask, Workload
 
-NAMES = [name for name in WORKLOADS if name != EDIT]  # fixed settings have no use for predictions
-LIKE_MODEL = ("model:8", "model:16")  # what `auto` is compared with on average over workloads
-REQUESTS = {  # by pair and concurrency
-    "demo": {1: 16, 4: 32, 16: 64},
-    "0.6b": {1: 8, 4: 12, 16: 16},
-    "mixture": {1: 4, 4: 8, 16: 16},
-}
-KV_BYTES = 3 << 29  # of each subject: all of them are in memory at once
-HOT = 0.8
+WARM_REQUESTS, WARM_TOKENS = 200, 24  # before the rounds of a warm cell, and tokens of each
+COLD_REQUESTS = 20
+ROUND_REQUESTS = {1: 6, 4: 12, 16: 32}  # of a warm round, by requests at a time
+TEMPERATURES = 0.0, 0.8
+KV_BYTES = 1 << 30  # of each subject; memory is used as it fills
+FIXED = "off", "ngram:2", "ngram:4", "ngram:8"
+WITH_MODEL = (*FIXED, "model:4", "model:8", "model:16")
+OVER_OFF = {True: 1.05, False: 1.03}  # ends of intervals that are asked for, of warm and cold cells
+OVER_BEST = 1.1
+AUTO_SOURCES = "ngram", "model", "eagle", "grammar", "prediction", "suffix", "recycle"
 MARK = "†"  # of commits of uncommitted trees
-OVER_BEST, OVER_OFF, OVER_MODEL = 1.05, 1.03, 0.9  # ends of intervals that are asked for
+MEASURES = "end_to_end_ms", "tpot_ms", "ttft_ms"
+
+
+class Subjects(NamedTuple):
+    """A model's settings, and the fixed settings of drafters that are compared."""
+
+    settings: Mapping[str, Any]
+    fixed: Sequence[str]
 
 
 class Place(NamedTuple):
-    """The models, workload and load of a cell."""
-
-    pair: str
-    workload: str
+    model: str
+    prompts: str
     concurrency: int
-    temperature: float | None  # None: the workload's
-    is_warm: bool = False  # rounds start with learned costs and acceptance rates
+    temperature: float
+    is_warm: bool
 
 
 class Cell(msgspec.Struct, kw_only=True):
-    """A cell's figures by subject, of each round; rounds are paired."""
+    """Means over the requests of each round, by measure and subject; rounds are paired."""
 
-    pair: str
-    workload: str
+    model: str
+    prompts: str
     concurrency: int
-    temperature: float | None
-    is_warm: bool = False
-    requests: int
-    tpot_ms: dict[str, list[float]]  # means over the requests of a round
-    acceptance_length: dict[str, float]
-    draft_tokens: dict[str, float]  # verified per step
-    is_same: bool  # all texts of all subjects and rounds
+    temperature: float
+    is_warm: bool
+    requests: int  # of a round
+    rounds: dict[str, dict[str, list[float]]]
+    draft_tokens: float  # that `auto` verified per step
+    tokens_per_step: float  # of `auto`
+    is_same: bool  # all texts of all subjects
     machine: dict[str, object]
 
     @property
     def place(self) -> Place:
         return Place(*(getattr(self, name) for name in Place._fields))
 
-    def over(self, subject: str) -> Ratio | None:
-        """TPOT of `auto` over the subject's in the same round."""
-        return ratio(self.tpot_ms["auto"], self.tpot_ms[subject])
+    def over(self, subject: str, measure: str = MEASURES[0]) -> Ratio | None:
+        """`auto` over the subject's in the same round."""
+        rounds = self.rounds[measure]
+        return ratio(rounds["auto"], rounds[subject])
 
     @property
     def best(self) -> str:
-        """The fixed setting with the lowest median over all rounds."""
-        fixed = [name for name in self.tpot_ms if name != "auto"]
-        return min(fixed, key=lambda name: median(self.tpot_ms[name]))
+        """The fixed setting with the lowest time in every second round."""
+        each = self.rounds[MEASURES[0]]
+        return min((name for name in each if name != "auto"), key=lambda n: median(each[n][::2]))
 
-
-class Average(NamedTuple):
-    """TPOT of `auto` over another subject's, over workloads."""
-
-    pair: str
-    temperature: float
-    subject: str
-    ratio: Ratio
+    @property
+    def over_best(self) -> Ratio | None:
+        """`auto` over the best fixed setting, in the rounds that have not chosen it."""
+        each = self.rounds[MEASURES[0]]
+        own, best = each["auto"], each[self.best]
+        return ratio(own[1::2] or own, best[1::2] or best)
 
 
 class Cells(msgspec.Struct):
@@ -95,117 +106,147 @@ class Cells(msgspec.Struct):
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
+    def several(flag: str, kind: Any, default: Sequence[Any], **more: Any) -> None:
+        p.add_argument(flag, action=Once, type=kind, default=default, **more)
+
+    several("--models", listed(str, MODELS), [*MODELS], metavar="M,...", help=", ".join(MODELS))
+    several("--prompts", listed(str, PROMPTS), [*PROMPTS], metavar="P,...", help=", ".join(PROMPTS))
+    several("--concurrency", listed(at_least_1), (1, 4, 16), metavar="N,...")
+    several("--temperatures", listed(float), TEMPERATURES, metavar="T,...")
+    p.add_argument("--cold", action="store_true", help="the first 20 requests of new servers")
+    p.add_argument("--rounds", type=at_least_1, default=6, help="default: 6")
     p.add_argument(
-        "--pairs",
-        action=Once,
-        type=listed(str, PAIRS),
-        default=[*PAIRS],
-        metavar="P,...",
-        help=", ".join(PAIRS),
-    )
-    p.add_argument(
-        "--concurrency", action=Once, type=listed(at_least_1), default=(1, 4, 16), metavar="N,..."
-    )
-    p.add_argument(
-        "--workloads", action=Once, type=listed(str, WORKLOADS), default=NAMES, metavar="W,..."
-    )
-    p.add_argument(
-        "--warm",
-        action="store_true",
-        help="start rounds with learned state, like a server that has run for a while",
-    )
-    p.add_argument("--rounds", type=at_least_1, default=7, help="default: 7")
-    p.add_argument(
-        "--requests",
-        type=at_least_1,
-        metavar="N",
-        help="requests per cell; default: by models and load",
+        "--sources", action=Once, type=listed(str), default=AUTO_SOURCES, metavar="S,..."
     )
 
 
 def measure(args: argparse.Namespace) -> Cells:
     """Each cell is kept as soon as it is measured."""
-    for pair in args.pairs:
-        contenders = load(PAIRS[pair](), settings(pair), args.warm)
-        for place in places(pair, args.workloads, args.concurrency):
-            place = place._replace(is_warm=args.warm)
-            usual = REQUESTS[pair].get(place.concurrency, 2 * place.concurrency)
-            those = subjects(place)
-            chosen = [c for c in contenders if c.label in those]
-            print(
-                f"{pair}, {place.workload}, {place.concurrency} concurrent requests",
-                file=sys.stderr,
-            )
-            keep(measured(place, args.requests or usual, chosen, args.rounds), args.out)
+    for model in args.models:
+        subjects = MODELS[model]()
+        loader = Loader(subjects, args.sources)
+        each = product(args.concurrency, args.temperatures, args.prompts)
+        for concurrency, temperature, name in each:
+            place = Place(model, name, concurrency, temperature, not args.cold)
+            print(*place, file=sys.stderr)
+            keep(measured(place, loader, args.rounds), args.out)
     return read(args.out)
 
 
-def places(pair: str, names: Sequence[str], concurrencies: Sequence[int]) -> Iterator[Place]:
-    """Cells in the order of measurement; what is random has a temperature of its own."""
-    for concurrency in concurrencies:
-        for name in names:
-            yield Place(pair, name, concurrency, None)
-            if concurrency == 1 and name != "random":
-                yield Place(pair, name, 1, HOT)
+def smollm2() -> Subjects:
+    return Subjects({"model.path": str(weights().smollm2)}, FIXED)
 
 
-def settings(pair: str) -> Sequence[str]:
-    """The subjects. A mixture reads more experts for more rows, so it gets small limits too."""
-    few = [f"{name}:{n}" for name in ("ngram", "model") for n in (1, 2, 3)]
-    return (*SETTINGS[:-1], *(few if pair == "mixture" else ()), "auto")
+def gemma() -> Subjects:
+    return Subjects({"model.path": str(weights().gemma_folder)}, FIXED)
 
 
-def subjects(place: Place) -> Sequence[str]:
-    return settings(place.pair) if place.temperature is None else (*LIKE_MODEL, "auto")
+def pair(name: str, **more: Any) -> Subjects:
+    target, draft = map(str, PAIRS[name]())
+    return Subjects({"model.path": target, "drafter.model": draft} | more, WITH_MODEL)
 
 
-def load(pair: tuple[Path, Path], every: Sequence[str], is_warm: bool) -> list[suite.Contender]:
-    target, draft = map(str, pair)
-    shared = {"model.path": target, "drafter.model": draft, "memory.kv_bytes": KV_BYTES}
-    loader, found = suite.Loader(progress=False), []
-    for setting in every:
-        loader.is_warm = is_warm and setting == "auto"  # the others learn nothing of costs
-        found += loader.load_each([setting], shared)
-    return found
+def weights() -> Any:
+    models = real_models()
+    if models is None:
+        raise ConfigError(f"no real weights in {FOLDER}: {REMEDY}")
+    return models
 
 
-def measured(place: Place, size: int, contenders: Sequence[suite.Contender], rounds: int) -> Cell:
-    asked = workload(place.workload, size, 0, place.temperature)
-    command = "python -m specserve_bench.figures speculation"
-    result = suite.measure_drafters(contenders, [asked], rounds, command, place.concurrency)
-    return cell(place, result)
+MODELS: dict[str, Callable[[], Subjects]] = {
+    "SmolLM2": smollm2,
+    "Gemma": gemma,
+    "demo": lambda: pair("demo"),
+    "0.6b": lambda: pair("0.6b"),
+    "0.6b, w4": lambda: pair("0.6b", **{"model.quantize": "w4"}),
+}
 
 
-def cell(place: Place, result: Result) -> Cell:
-    """The cell's figures from a Result of its own."""
-    by_subject = {run.subject: run.rounds for run in result.runs}
-    every = [round for rounds in by_subject.values() for round in rounds]
-    speculation = {
-        name: [r.speculation for r in rounds if r.speculation]
-        for name, rounds in by_subject.items()
-    }
+class Loader:
+    """Servers of each subject; all of a model share its weights."""
+
+    def __init__(self, subjects: Subjects, sources: Sequence[str]) -> None:
+        self.loader, self.warm = suite.Loader(progress=False), dict[str, LLM]()
+        shared = dict(subjects.settings) | {"memory.kv_bytes": KV_BYTES}
+        base = load_config(None, shared)
+        self.configs = {
+            name: load_config(None, {**shared, **suite.drafting(name, base)})
+            for name in subjects.fixed
+        }
+        known = [s for s in sources if s not in ("model", "eagle") or "drafter.model" in shared]
+        known = [s for s in known if s != "eagle"]
+        options = {"drafter.name": "auto", "drafter.options": {"sources": known}}
+        self.configs["auto"] = load_config(None, shared | options)
+
+    def started(self, name: str) -> LLM:
+        """A new server."""
+        return self.loader.llm(self.configs[name])
+
+    def warmed(self, name: str) -> LLM:
+        """A server that has answered 200 requests, of all kinds of prompts."""
+        if name not in self.warm:
+            self.warm[name] = llm = self.started(name)
+            Local(llm, is_lasting=True).run(warming(), Load(concurrency=4))
+        return self.warm[name]
+
+
+def warming() -> Workload:
+    each = [cycle(prompts(name)[::-1]) for name in PROMPTS]
+    asks = islice((next(some) for some in cycle(each)), WARM_REQUESTS)
+    temperatures = cycle(TEMPERATURES)
+    asks_of_all = [a._replace(max_tokens=WARM_TOKENS, temperature=next(temperatures)) for a in asks]
+    return Workload("warm-up", "prompts of all kinds", 0, asks_of_all)
+
+
+def measured(place: Place, loader: Loader, rounds: int) -> Cell:
+    """Interleaved rounds; each begins with another subject."""
+    size = ROUND_REQUESTS[place.concurrency] if place.is_warm else COLD_REQUESTS
+    each, load = [*asks_of(place, size, rounds)], Load(concurrency=place.concurrency)
+    runs: dict[str, list[Round]] = {name: [] for name in loader.configs}
+    for number, asks in enumerate(each):
+        workload = Workload(place.prompts, "", number, asks)
+        for name in suite.in_turn(runs, number, len(runs)):
+            llm = loader.warmed(name) if place.is_warm else loader.started(name)
+            runs[name].append(Local(llm, is_lasting=True).run(workload, load))
+            if not place.is_warm:
+                llm.close()
+    return cell(place, size, runs)
+
+
+def asks_of(place: Place, size: int, rounds: int) -> Iterator[list[Ask]]:
+    """The prompts of each round. If there are too few, they come again with other seeds."""
+    known = prompts(place.prompts)
+    start = random.Random(place.concurrency).randrange(len(known))
+    every = islice(cycle(known), start, None)
+    for number in range(rounds):
+        asks = islice(every, size)
+        yield [
+            a._replace(seed=a.seed + number * 2**20, temperature=place.temperature) for a in asks
+        ]
+
+
+def cell(place: Place, size: int, runs: Mapping[str, Sequence[Round]]) -> Cell:
+    told = [r.speculation for r in runs["auto"] if r.speculation]
+    steps = max(1, sum(s.steps for s in told))
+    hashes = [{r.output_hash for r in each} for each in zip(*runs.values(), strict=True)]
     return Cell(
         **place._asdict(),
-        requests=len(every[0].requests),
-        tpot_ms={name: [tpot(r) for r in rounds] for name, rounds in by_subject.items()},
-        acceptance_length={name: tokens_a_step(rounds) for name, rounds in by_subject.items()},
-        draft_tokens={
-            name: sum(s.drafted for s in told) / max(1, sum(s.steps for s in told))
-            for name, told in speculation.items()
+        requests=size,
+        rounds={
+            measure: {name: [mean(r, measure) for r in each] for name, each in runs.items()}
+            for measure in MEASURES
         },
-        is_same=len({round.output_hash for round in every}) == 1,
-        machine=result.machine,
+        draft_tokens=sum(s.drafted for s in told) / steps,
+        tokens_per_step=sum(s.tokens for s in told) / steps,
+        is_same=all(len(each) == 1 for each in hashes),
+        machine=suite.machine("python -m specserve_bench.figures speculation"),
     )
 
 
-def tpot(round: Round) -> float:
-    found = spread_of(round.requests, "tpot_ms")
-    assert found is not None, "no request of the workload has two tokens"
-    return found.mean
-
-
-def tokens_a_step(rounds: Sequence[Round]) -> float:
-    return fmean(r.speculation.acceptance_length or 1.0 for r in rounds if r.speculation)
+def mean(round: Round, measure: str) -> float:
+    """Of the requests that have the measure: a text of one token has no TPOT."""
+    values = [getattr(request, measure) for request in round.requests]
+    return fmean([value for value in values if value is not None] or [0.0])
 
 
 def keep(cell: Cell, file: Path) -> None:
@@ -224,55 +265,29 @@ def read(file: Path) -> Cells:
         raise ConfigError(f"{file}: no cells of `figures speculation` ({e}): name another") from e
 
 
-def averages(cells: Sequence[Cell]) -> Iterator[Average]:
-    """For each pair, at T = 0 and at 0.8, as far as there are cells."""
-    for pair in PAIRS:
-        for temperature in (None, HOT):
-            those = averaged(cells, pair, temperature)
-            for subject in LIKE_MODEL if those else ():
-                yield Average(pair, temperature or 0.0, subject, mean_ratio(those, subject))
-
-
-def averaged(cells: Sequence[Cell], pair: str, temperature: float | None) -> list[Cell]:
-    """One at a time; `random` has one temperature, and counts at both."""
-    alone = [c for c in cells if (c.pair, c.concurrency, c.is_warm) == (pair, 1, False)]
-    own = [c for c in alone if c.workload != "random" and c.temperature == temperature]
-    return [*own, *(c for c in alone if c.workload == "random")] if own else []
-
-
-def mean_ratio(cells: Sequence[Cell], subject: str) -> Ratio:
-    """TPOT of `auto` over the subject's: the geometric mean over cells, in each round."""
-    both = [zip(c.tpot_ms["auto"], c.tpot_ms[subject], strict=True) for c in cells]
-    means = [geometric_mean(a / b for a, b in rounds) for rounds in zip(*both, strict=False)]
-    found = ratio(means, [1.0] * len(means))
-    assert found is not None, "a cell has at least one round"
-    return found
-
-
 def table(kept: Cells) -> str:
-    head = ["pair", "workload", "concurrent requests", "T", "off", "best fixed", "auto"]
+    head = ["model", "prompts", "state", "requests at a time", "T", "off, ms", "best fixed, ms"]
+    head += ["auto, ms", "auto / off", "TPOT", "TTFT", "auto / best fixed", "commit"]
     rows = map(row, sorted(kept.cells, key=lambda c: order(c.place)))
-    means = (
-        [a.pair, f"{a.temperature:g}", a.subject, checked(a.ratio, OVER_MODEL)]
-        for a in averages(kept.cells)
-    )
     note = (
-        f"TPOT in ms; ! marks intervals that do not end below {OVER_BEST} (auto / best fixed), "
-        f"{OVER_OFF} (auto / off), {OVER_MODEL} (mean)"
+        "Times are end to end, means per request; TPOT and TTFT are those of auto / off. ! marks "
+        f"intervals that do not end below {OVER_OFF[True]} (auto / off, warm), {OVER_OFF[False]} "
+        f"(cold) and {OVER_BEST} (auto / best fixed)."
     )
-    over_models = markdown_table(["pair", "T", "setting", "auto / setting, geometric mean"], means)
-    head += ["auto / best fixed", "auto / off", "commit"]
-    return "\n\n".join([markdown_table(head, rows), over_models, losses(kept), note])
+    return "\n\n".join([markdown_table(head, rows), losses(kept), note])
 
 
 def losses(kept: Cells) -> str:
     """How often `auto` is slower than the best fixed setting and than no drafting."""
-    over_best = [r.median for c in kept.cells if (r := c.over(c.best))]
-    over_off = [r.median for c in kept.cells if "off" in c.tpot_ms and (r := c.over("off"))]
+    over_best = [r.median for c in kept.cells if (r := c.over_best)]
+    over_off = [r.median for c in kept.cells if (r := c.over("off"))]
     slower_best, slower_off = (sum(r > 1 for r in each) for each in (over_best, over_off))
+    if not over_off:
+        return "No cell is measured."
     return (
-        f"`auto` is slower than the best fixed setting in {slower_best} of {len(over_best)} cells, "
-        f"and slower than no drafting in {slower_off} of {len(over_off)} cells."
+        f"`auto` is slower than no drafting in {slower_off} of {len(over_off)} cells (worst "
+        f"{max(over_off):.2f}), and slower than the best fixed setting in {slower_best} (median "
+        f"{median(over_best):.2f}, worst {max(over_best):.2f})."
     )
 
 
@@ -286,27 +301,26 @@ def caption(kept: Cells) -> str:
     return text + (f" {MARK} marks {dirty} rows measured on an uncommitted tree." if dirty else "")
 
 
-def order(place: Place) -> tuple[int, int, float, int, bool]:
-    names = [*PAIRS], [*WORKLOADS]
-    pair, name = names[0].index(place.pair), names[1].index(place.workload)
-    return pair, place.concurrency, place.temperature or 0.0, name, place.is_warm
+def order(place: Place) -> tuple[int, bool, int, float, int]:
+    names = [*MODELS], [*PROMPTS]
+    model, name = names[0].index(place.model), names[1].index(place.prompts)
+    return model, not place.is_warm, place.concurrency, place.temperature, name
 
 
 def row(cell: Cell) -> list[str]:
-    ms = {name: median(rounds) for name, rounds in cell.tpot_ms.items()}
-    has_off = "off" in ms
+    ms = {name: median(rounds) for name, rounds in cell.rounds[MEASURES[0]].items()}
     return [
-        cell.pair,
-        cell.workload
-        + (", warm" if cell.is_warm else "")
-        + ("" if cell.is_same else " (OUTPUTS DIFFER)"),
+        cell.model,
+        cell.prompts + ("" if cell.is_same else " (OUTPUTS DIFFER)"),
+        "warm" if cell.is_warm else "cold",
         str(cell.concurrency),
-        "-" if cell.temperature is None else f"{cell.temperature:g}",
-        shown(ms.get("off")),
+        f"{cell.temperature:g}",
+        shown(ms["off"]),
         f"{shown(ms[cell.best])} ({cell.best})",
         shown(ms["auto"]),
-        checked(cell.over(cell.best), OVER_BEST),
-        checked(cell.over("off"), OVER_OFF) if has_off else "-",
+        checked(cell.over("off"), OVER_OFF[cell.is_warm]),
+        *(ratio_words(cell.over("off", measure)) for measure in MEASURES[1:]),
+        checked(cell.over_best, OVER_BEST),
         short(str(cell.machine.get("commit", "-"))),
     ]
 

@@ -33,7 +33,7 @@ from specserve.text.grammars.structured_outputs import grammar_of
 from specserve.text.tokenizer import Tokenizer
 from specserve_bench import suite
 from specserve_bench.arguments import at_least_1, natural
-from specserve_bench.figures.speculation import KV_BYTES
+from specserve_bench.figures.drafter_cells import KV_BYTES
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import ratio
