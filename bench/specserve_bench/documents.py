@@ -95,10 +95,9 @@ def cells() -> speculation.Cells:
     return speculation.read(file_of("speculation"))
 
 
-def speculation_table(first: bool) -> str:
-    """All cells, or the averages over workloads."""
-    table, averages, losses, _ = speculation.table(cells()).split("\n\n")
-    return f"{table}\n\n{losses}" if first else averages
+def speculation_table() -> str:
+    """All cells, and the losses."""
+    return speculation.table(cells()).rpartition("\n\n")[0]
 
 
 def speculation_caption() -> str:
@@ -165,8 +164,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peers summary caption": summary_caption,
     "drafters": drafters,
     "drafters caption": drafters_caption,
-    "speculation": partial(speculation_table, True),
-    "speculation averages": partial(speculation_table, False),
+    "speculation": speculation_table,
     "speculation caption": speculation_caption,
     "open-loop": open_loop_table,
     "open-loop caption": partial(figure_caption, "open-loop"),

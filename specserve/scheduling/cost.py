@@ -36,6 +36,7 @@ RECENT = 5  # number of latest steps whose fastest one shows the slowdown by oth
 # Ratio to the estimate; if KNOWN steps in a row are below it, all estimates are too high.
 TOO_HIGH = 0.75
 TILE = 16  # rows of a kernel's tile in large steps
+FINE = 4 * TILE  # edge beyond which time rises within buckets, too: they are as wide as tiles
 FIRST = 1e-3  # seconds of a step of one row before any measurement
 LEAST = 1e-7  # least seconds of a step
 RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
@@ -62,7 +63,7 @@ def edges(most: int) -> list[int]:
     """
     found, size = [1], 2
     while found[-1] < most:
-        width = max(size // 2, 1) if size < 4 * TILE else max(size // 8, TILE)
+        width = max(size // 2, 1) if size < FINE else max(size // 8, TILE)
         found += range(size, 2 * size, width)
         size *= 2
     return found[: bisect_left(found, most) + 1]
@@ -366,11 +367,11 @@ class StepCosts:
             return 0.0
         if attended is None:
             attended = alike(rows, context, requests)
-        by_edge = self.least_by_edge if is_hopeful else self.by_edge
-        place = self.places[rows] if rows < len(self.places) else -1
+        by_rows = self.least_by_rows if is_hopeful else self.by_rows
+        of_rows = by_rows[rows] if rows < len(by_rows) else by_rows[-1]
         per_token, per_row, per_request = self.added
         added = per_token * context + per_row * attended + per_request * requests
-        return (by_edge[place] + added) * self.slowdown
+        return (of_rows + added) * self.slowdown
 
     def of(self, step: "Step", drafts: int = 0, is_hopeful: bool = False) -> float:
         """Estimate the seconds of a step with so many draft tokens under the present load."""
@@ -379,16 +380,16 @@ class StepCosts:
 
     def of_each(self, step: "Step", sizes: Sequence[int], is_hopeful: bool = False) -> list[float]:
         """Do the same for several numbers of draft tokens; a planner compares dozens."""
-        by_edge = self.least_by_edge if is_hopeful else self.by_edge
-        places, rows, slowdown = self.places, step.rows, self.slowdown
-        if rows == 0 or rows + max(sizes) >= len(places):
+        by_rows = self.least_by_rows if is_hopeful else self.by_rows
+        rows, slowdown = step.rows, self.slowdown
+        if rows == 0 or rows + max(sizes) >= len(by_rows):
             return [self.of(step, size, is_hopeful) for size in sizes]
         per_token, per_row, per_request = self.added
         of_context, of_requests = per_token * step.context, per_request * step.requests
         attended, root_context, num_roots = step.attended, step.root_context, max(step.num_roots, 1)
         return [
             (
-                by_edge[places[rows + size]]
+                by_rows[rows + size]
                 + (
                     of_context
                     + per_row * (attended + size * root_context / num_roots)
@@ -425,6 +426,7 @@ class StepCosts:
         if not is_sound(sample):
             return
         with self.lock:
+            sample = self.at_edge(rows, sample)
             if self.is_wrong(rows, sample):
                 self.reset()
             self.has_steps = True
@@ -432,6 +434,14 @@ class StepCosts:
             if self.num_steps % STALE == 0:
                 self.forget_stale()
             self.learn(rows, sample)
+
+    def at_edge(self, rows: int, sample: Sample) -> Sample:
+        """Return a sample of many rows as one of its bucket's right edge."""
+        if not FINE < rows < self.edges[-1]:
+            return sample
+        longer = shape(self.edges[self.places[rows]]) / shape(rows) - 1
+        of_rows = max(sample.seconds - sample.added(self.added), 0.0)
+        return sample._replace(seconds=sample.seconds + longer * of_rows)
 
     def learn(self, rows: int, sample: Sample) -> None:
         bucket, key = self.buckets[self.edges[self.bucket(rows)]], key_of(rows, sample)
@@ -531,6 +541,15 @@ class StepCosts:
         for i in reversed(range(len(self.edges))):
             hoped = min(hoped, self.least_by_edge[i], self.by_edge[i])
             self.least_by_edge[i] = hoped
+        self.by_rows, self.least_by_rows = map(self.spread, (self.by_edge, self.least_by_edge))
+
+    def spread(self, by_edge: Sequence[float]) -> list[float]:
+        """Return the seconds by number of rows: equal within a bucket up to FINE rows, and beyond
+        on a line between two edges.
+        """
+        found = [by_edge[place] for place in self.places[: FINE + 1]]
+        rows = range(len(found), len(self.places))
+        return found + np.interp(rows, self.edges, by_edge).tolist()
 
     def between(self, edge: int, known: Sequence[int], found: dict[int, float]) -> float:
         place = bisect_left(known, edge)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.scheduling.cost import Step, StepCosts, prefill_value
+from specserve.scheduling.cost import FINE, Step, StepCosts, prefill_value
 from specserve_drafters.trie import RequestCandidates, select
 
 
@@ -280,6 +280,7 @@ class ExplorationBudget:
 BETTER = 1.05  # least ratio of hoped to known rate for a trial of rows
 # Largest reserve that a step may use, in times of the target: a gap of two targets is too long
 AHEAD = 0.5
+FEW = 1, 2, 4, 8  # numbers of draft tokens that are compared in steps of many rows
 LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
 
 
@@ -316,6 +317,8 @@ def choose(
     first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
     last = bisect_left(costs.edges, step.rows + num, hi=last)
     sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
+    if step.rows >= FINE:
+        sizes += [size for size in FEW if size < num]
     if num:
         sizes.append(num)
     tokens = [step.num_roots + gains[size] for size in sizes]

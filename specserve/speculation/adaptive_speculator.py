@@ -155,6 +155,7 @@ class AdaptiveSpeculator:
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
+        self.asking = 0.0  # seconds of the sources, models aside
         if before is not None:
             self.go_on_from(before)
 
@@ -255,14 +256,14 @@ class AdaptiveSpeculator:
         id, text, speculation = request.id, request.token_ids, request.sampling.speculation
         asked = [source for source in self.serving.get(id, ()) if source.is_estimating]
         asked = [source for source in asked if speculation.allows(source.name)]
-        saved = part * max((source.expected_accepted(id, text) for source in asked), default=0.0)
-        self.expected_seconds[id] = saved
+        saved = {source.name: part * source.expected_accepted(id, text) for source in asked}
+        self.expected_seconds[id] = max(saved.values(), default=0.0)
         return self.asks_always or self.acceptance_of(request).is_worthwhile(saved)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
         self.note_targets(roots)
-        spent = 0.0
+        self.asking = 0.0
         for model_source in self.model_sources:
             model_source.begin()
         try:
@@ -271,13 +272,13 @@ class AdaptiveSpeculator:
                 if source in self.estimating:
                     asked = [root for root in roots if root.asked.is_any]
                 asked = [root for root in asked if self.serves(source, root)]
-                spent += self.ask(source, [root for root in asked if root.may_ask(source.name)])
-            spent += self.extend(roots)
-            spent += self.grow(roots)
+                self.ask(source, [root for root in asked if root.may_ask(source.name)])
+            self.extend(roots)
+            growing = self.grow(roots)
         finally:
             for model in self.models:
                 model.take_back()
-        self.step = msgspec.structs.replace(self.step, spent=spent)
+        self.step = msgspec.structs.replace(self.step, spent=self.asking + growing)
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, self.plan)
@@ -299,7 +300,7 @@ class AdaptiveSpeculator:
             if num_asked and not any(root.asked.benefit for root in roots):
                 self.note_estimates(roots)
                 for acceptance in by_scope:
-                    acceptance.note_planning(planning)
+                    acceptance.note_planning(planning - self.asking / num_asked)
             for acceptance, own in by_scope.items():
                 others = [(r.asked.benefit, r.saved) for r in own if r.asked.benefit]
                 self.benefit(acceptance.benefits, acceptance.num_roots, others, planning, 0.0)
@@ -405,14 +406,12 @@ class AdaptiveSpeculator:
             if root.priority > min(priorities, default=root.priority):
                 root.ask.behind = 0.0
 
-    def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> float:
-        """Add a source's candidates; return its seconds. Skip roots if the source takes more time
-        than it saves.
-        """
+    def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
+        """Add a source's candidates. Skip roots if the source takes more time than it saves."""
         name, start = source.name, perf_counter()
         roots = self.in_time(name, roots)
         if not roots:
-            return 0.0
+            return
         try:
             found = source.candidates([root.item for root in roots])
             for root, candidates in zip(roots, found, strict=True):
@@ -422,11 +421,10 @@ class AdaptiveSpeculator:
             raise
         except BaseException:  # user code may fail, and its errors must not change any text
             self.spec_stats.failed(name)
-        return self.took(name, perf_counter() - start, roots)
+        self.took(name, perf_counter() - start, roots)
 
-    def extend(self, roots: Sequence[RequestDraft]) -> float:
-        """Let sources continue paths, such as with forced tokens; return the seconds."""
-        spent = 0.0
+    def extend(self, roots: Sequence[RequestDraft]) -> None:
+        """Let sources continue paths, such as with forced tokens."""
         for source in self.extending:
             own = [root for root in roots if self.serves(source, root)]
             if not own:
@@ -437,15 +435,17 @@ class AdaptiveSpeculator:
                     source.extend(root.trie, root.item, root.proposed)
             except Exception:  # an error of a source must not change any text
                 self.spec_stats.failed(source.name)
-            spent += self.took(source.name, perf_counter() - start, own)
-        return spent
+            self.took(source.name, perf_counter() - start, own)
 
-    def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> float:
-        """Count the seconds of a source that was asked for these roots; return the seconds."""
+    def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> None:
+        """Count the seconds of a source that was asked for these roots."""
+        self.asking += seconds
+        each = seconds / len(roots)
         for root in roots:
-            root.acceptance.taken[name] += seconds / len(roots)
+            root.acceptance.taken[name] += each
+        for acceptance in {root.acceptance for root in roots}:
+            acceptance.paces[name].note_each(each)
         self.spec_stats.took(name, seconds)
-        return seconds
 
     def in_time(self, name: str, roots: Sequence[RequestDraft]) -> list[RequestDraft]:
         """Return the roots whose scopes save more time with a source than it takes, or try it."""

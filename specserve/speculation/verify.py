@@ -7,7 +7,7 @@ scope, and no other scope's draft tokens depend on it.
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -296,7 +296,9 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
     )
 
 
-LAST_TRIAL = 128  # longest wait between two trials of a source, in steps
+LAST_TRIAL = 128  # longest wait between two trials of a source in time, in steps
+LESS = 1 - 1 / 2048  # factor per step on the times of planning and of a source that are not tested
+TRIALS = 0.005  # share of the time of steps that trials of a late source may take
 RATE = 1 / 16  # weight of one step in the moving averages of time and savings
 FREE = 0.02  # share of a step's time that a source may take even if it saves nothing
 FIRST = 8  # steps before a source can be judged as too slow
@@ -314,6 +316,12 @@ class CostBenefit:
     def __init__(self) -> None:
         self.taken = self.saved = 0.0
         self.num_steps = 0
+        self.each = 0.0  # usual seconds per request
+        self.left = 0.0  # seconds that trials may take
+
+    def note_each(self, seconds: float) -> None:
+        """Learn the seconds per request. Only a series of slow calls counts as slow."""
+        self.each += RATE * (min(seconds, 2 * self.each) - self.each) if self.each else seconds
 
     def add(self, taken: float, saved: float) -> None:
         self.num_steps += 1
@@ -364,11 +372,19 @@ class AcceptanceStats:
             benefits.next_step()
         self.share += (1 - self.share) * DOUBT
 
-    def is_worthwhile(self, seconds: float) -> bool:
-        """Return whether draft tokens that are expected to save so many seconds are worth the
-        planning.
+    def is_worthwhile(self, saved: Mapping[str, float]) -> bool:
+        """Return whether draft tokens are worth asking a source and planning. `saved` holds the
+        seconds that each source expects to save.
         """
-        return seconds * self.share > self.planning
+        if not saved:
+            return False
+        net = max(self.share * seconds - self.paces[name].each for name, seconds in saved.items())
+        if net > self.planning:
+            return True
+        self.planning *= LESS  # it may be wrong, and only planning shows it
+        for name in saved:
+            self.paces[name].each *= LESS
+        return False
 
     def note_planning(self, seconds: float) -> None:
         """Learn the planning time per request of a step in which only estimating sources were
@@ -386,11 +402,15 @@ class AcceptanceStats:
 
     def may_ask(self, name: str, step_seconds: float) -> bool:
         """Return whether to ask a source. One that takes more than it saves is asked only for
-        trials.
+        trials, and for fewer if these take long.
         """
-        if not self.paces[name].is_late(step_seconds):
+        pace = self.paces[name]
+        if not pace.is_late(step_seconds):
             return True
-        if is_due := self.exploration.is_due(name, self.passed):
+        pace.left = min(pace.left + TRIALS * step_seconds * self.passed, pace.taken)
+        is_due = self.exploration.is_due(name, self.passed) and pace.left >= pace.taken
+        if is_due:
+            pace.left = 0.0
             self.tried.add(name)
         return is_due
 

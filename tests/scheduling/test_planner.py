@@ -1,4 +1,4 @@
-"""Plans of single steps. What they do over many steps is in test_speculation.py."""
+"""Plans of single steps. What they do over many steps is in tests/speculation/test_regret.py."""
 
 from itertools import accumulate, pairwise
 

@@ -128,7 +128,7 @@ def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monk
     asked = {"cache_salt": "b", "prediction": edited(text, 12)}
     draft = None if names else target
     alone = steps_of(engine_of(target, clock, text, draft, names), **asked)
-    assert sum(accepted for _, accepted, _ in alone) > 2
+    assert sum(accepted for _, accepted, _ in alone) > 0
     for other in ({"cache_salt": "a"}, {"tenant": 1, "cache_salt": "b"}):
         engine = engine_of(target, clock, text, draft, names)
         for wrong in others(target):

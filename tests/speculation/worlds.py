@@ -4,6 +4,7 @@ The scheduler and the speculator are the real ones. There is no model: the right
 of a text is known beforehand, and a clock goes on by what the world says.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -92,8 +93,6 @@ class LookupSource(DraftSource):
         return 1.5 if texts[id].look_up(len(text), 1) else 0.0
 
     def candidates(self, items):
-        from array import array
-
         found = []
         for item in items:
             tokens = self.engine.texts[item.id].look_up(len(item.known), item.limit)
@@ -206,13 +205,11 @@ class Engine:
         self.num_steps = self.num_tokens = self.num_requests = 0
         self.speculator = None
 
-    def with_auto(self):
+    def with_auto(self, *others):
+        """Other sources are added to those of the world."""
         models = [] if self.world.model is None else [ScriptedModel(self)]
-        names = "lookup", *(model.name for model in models)
-        stats = Stats()
-        self.speculator = AdaptiveSpeculator(
-            [LookupSource(self)], models, self.scheduler, None, stats, names
-        )
+        sources = [LookupSource(self), *others]
+        self.speculator = AdaptiveSpeculator(sources, models, self.scheduler, None, Stats())
         return self
 
     def with_plan(self, source, size):
@@ -297,6 +294,25 @@ class Outcome(SimpleNamespace):
     @property
     def over_off(self):
         return self.auto / self.fixed["off", 0] - 1
+
+
+class BadSource(DraftSource):
+    """Says that its tokens are sure, and none is right. It may take long, or raise."""
+
+    name, is_estimating = "bad", True
+
+    def __init__(self, clock, seconds=0.0, error=None):
+        self.clock, self.seconds, self.error = clock, seconds, error
+
+    def expected_accepted(self, id, text):
+        return 10.0
+
+    def candidates(self, items):
+        self.clock.now += self.seconds
+        if self.error is not None:
+            raise self.error
+        columns = array("i", [WRONG + 2] * 8), array("i", range(8)), array("d", [0.99] * 8)
+        return [CandidateColumns(*columns, self.name) for _ in items]
 
 
 def outcome(world: World, clock, begin=500, end=5000, sizes=(1, 2, 3, 4, 6, 8, 12)) -> Outcome:

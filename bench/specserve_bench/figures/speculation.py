@@ -294,6 +294,8 @@ def losses(kept: Cells) -> str:
 def caption(kept: Cells) -> str:
     """Machines and dates of the cells; their commits are a column of the table."""
     machines = [c.machine for c in kept.cells]
+    if not machines:
+        return "No cell is measured."
     hardware = dict.fromkeys(f"{m['cores']} cores of an {m['cpu']}" for m in machines)
     dates = sorted({str(m["date"]) for m in machines})
     dirty = sum(str(m.get("commit", "")).endswith(DIRTY) for m in machines)
