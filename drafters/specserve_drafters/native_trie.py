@@ -2,6 +2,7 @@
 equal results.
 """
 
+import threading
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
@@ -120,15 +121,21 @@ class NativeCalibrators:
         self.free(self.handle)
 
 
-# Buffers of calls that return at once. An engine has one thread, and each call's results are copied
-# before the next call.
 ROOM = 1 << 12  # draft tokens of a step that are selected
-INTS = [array("i", [0] * ROOM) for _ in range(4)]
-DOUBLES, CODES = array("d", [0.0] * ROOM), array("Q", [0] * ROOM)
-ADDRESSES = [*(each.buffer_info()[0] for each in INTS)]
-ADDRESSES += DOUBLES.buffer_info()[0], CODES.buffer_info()[0]
 
 
+class Buffers(threading.local):
+    """Outputs of calls. A thread copies what a call has written before its next call."""
+
+    def __init__(self) -> None:
+        self.ints = [array("i", [0] * ROOM) for _ in range(4)]
+        self.doubles, self.codes = array("d", [0.0] * ROOM), array("Q", [0] * ROOM)
+        self.of_ints = [column.buffer_info()[0] for column in self.ints]  # addresses
+        self.of_doubles = self.doubles.buffer_info()[0]
+        self.of_codes = self.codes.buffer_info()[0]
+
+
+BUFFERS = Buffers()
 COLUMNS = "tokens", "parents", "depths", "expanded", "p", "values"
 
 
@@ -168,14 +175,14 @@ class NativeTrie(BaseTrie):
         return None if found < 0 else found
 
     def children_of(self, node: int) -> list[int]:
-        out = INTS[0]
-        n = self.native.children(self.handle, node, ROOM, ADDRESSES[0])
-        return out[:n].tolist()
+        out = BUFFERS
+        n = self.native.children(self.handle, node, ROOM, out.of_ints[0])
+        return out.ints[0][:n].tolist()
 
     def sources(self, node: int) -> list[str]:
-        out = INTS[0]
-        n = self.native.sources(self.handle, node, ROOM, ADDRESSES[0])
-        return [self.calibration.names[number] for number in out[:n]]
+        out = BUFFERS
+        n = self.native.sources(self.handle, node, ROOM, out.of_ints[0])
+        return [self.calibration.names[number] for number in out.ints[0][:n]]
 
     def set_number(self, node: int, number: int) -> None:
         self.native.set_number(self.handle, node, number)
@@ -187,35 +194,31 @@ class NativeTrie(BaseTrie):
     def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
         if self.rules is not None or not isinstance(candidates, CandidateColumns):
             return super().merge(candidates, below)
-        own, n = candidates, len(candidates)
+        own, n, out = candidates, len(candidates), BUFFERS
         each = own.tokens.buffer_info()[0], own.parents.buffer_info()[0], own.p.buffer_info()[0]
         number = self.calibration.number(own.source)
-        self.native.merge(self.handle, number, n, *each, None, below, ADDRESSES[0])
-        return INTS[0][1 : n + 1].tolist()
+        self.native.merge(self.handle, number, n, *each, None, below, out.of_ints[0])
+        return out.ints[0][1 : n + 1].tolist()
 
     def branch(self, node: int, scored: Iterable[tuple[int, float]], source: str) -> list[float]:
         tokens, p = array("i"), array("d")
         for token, score in self.allowed(node, scored):
             tokens.append(token)
             p.append(score)
-        number, out = self.calibration.number(source), DOUBLES
-        each = [column.buffer_info()[0] for column in (tokens, p, out)]
+        number, out = self.calibration.number(source), BUFFERS
+        each = tokens.buffer_info()[0], p.buffer_info()[0], out.of_doubles
         n = self.native.branch(self.handle, node, number, len(tokens), *each)
-        return out[:n].tolist()
+        return out.doubles[:n].tolist()
 
     def settle(self) -> list[float]:
         self.native.settle(self.handle)
         return self.values
 
     def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
-        number, which, out = (
-            self.calibration.number(CHILDREN_BY + source),
-            array("i", nodes),
-            DOUBLES,
-        )
-        addresses = which.buffer_info()[0], number, out.buffer_info()[0]
-        self.native.reaches(self.handle, len(which), *addresses)
-        return out[: len(which)].tolist()
+        number, which = self.calibration.number(CHILDREN_BY + source), array("i", nodes)
+        addresses, out = which.buffer_info()[0], BUFFERS
+        self.native.reaches(self.handle, len(which), addresses, number, out.of_doubles)
+        return out.doubles[: len(which)].tolist()
 
     def chances(self, source: str, depth: int) -> list[float]:
         number, weigh = self.calibration.number(CHILDREN_BY + source), self.native.weigh
@@ -238,14 +241,14 @@ class NativeTrie(BaseTrie):
         each = [Limits(a.trie.handle, a.limit, a.max_depth, a.behind) for a in asks]
         limits = (Limits * len(each))(*each)
         most = min(most, ROOM)
-        out = ADDRESSES[4], *ADDRESSES[:2]
-        n = self.native.select(byref(limits), len(asks), most, trie.LEAST_VALUE, *out)
-        return Selection(DOUBLES[:n], INTS[0][:n], INTS[1][:n])
+        out = BUFFERS
+        addresses = out.of_doubles, *out.of_ints[:2]
+        n = self.native.select(byref(limits), len(asks), most, trie.LEAST_VALUE, *addresses)
+        return Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
-        n, which = len(chosen), array("i", chosen)
-        ints, codes = ADDRESSES[:4], ADDRESSES[5]
-        self.native.draft(self.handle, n, which.buffer_info()[0], *ints, codes)
-        tokens, parents, numbers, order = (column[:n].tolist() for column in INTS)
+        n, which, out = len(chosen), array("i", chosen), BUFFERS
+        self.native.draft(self.handle, n, which.buffer_info()[0], *out.of_ints, out.of_codes)
+        tokens, parents, numbers, order = (column[:n].tolist() for column in out.ints)
         draft = Draft(tokens, parents, numbers if any(numbers) else [])
-        return ChosenDraft(draft, order, [*map(self.calibration.named_by, CODES[:n])])
+        return ChosenDraft(draft, order, [*map(self.calibration.named_by, out.codes[:n])])

@@ -7,10 +7,11 @@ accepted, and the best nodes of a step's tries are selected.
 from array import array
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
 from operator import add, itemgetter
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -49,6 +50,14 @@ class BinCounts(NamedTuple):
 
 # Counts by source, with which the bins of new requests' scopes begin.
 AcceptancePrior = Mapping[str, Sequence[BinCounts]]
+# Counts of real models and the demo models on real prompts: `python -m specserve_bench.priors`.
+PRIORS = Path(__file__).with_name("priors.json")
+
+
+@cache
+def shipped_prior() -> AcceptancePrior:
+    """Return the acceptance with which a server begins that `specserve tune` knows nothing of."""
+    return msgspec.json.decode(PRIORS.read_bytes(), type=dict[str, list[BinCounts]])
 
 
 def begun_with(known: BinCounts) -> BinCounts:

@@ -41,7 +41,7 @@ from specserve.text.grammars.compiled import vocabulary_of
 from specserve_drafters import DrafterError, make_drafter
 from specserve_drafters.base import EAGLE, SOURCES, DraftSource, drafter_options, make_source
 from specserve_drafters.model_source import ModelSource
-from specserve_drafters.trie import AcceptancePrior, BinCounts
+from specserve_drafters.trie import AcceptancePrior, BinCounts, shipped_prior
 from specserve_kernels.cpu.kept import kept_file, read_kept
 
 
@@ -90,8 +90,8 @@ def build(
         models = Models(*decoders, weights.draft_head, weights.num_ids)
         engine = assemble(config, models, max_len, known_sources, grammars, is_served, True)
         phases.note("pool", pool_words(config, engine.pool))
-        if isinstance(engine.speculator, AdaptiveSpeculator) and engine.speculator.prior:
-            file = acceptance_file(config, engine.target.decoder)
+        file = acceptance_file(config, engine.target.decoder)
+        if isinstance(engine.speculator, AdaptiveSpeculator) and read_kept(file, Prior) is not None:
             phases.note("acceptance", f"learned by specserve tune: {file}")
     runners = {"target": (target, engine.target, engine.scheduler.costs)}
     if engine.draft_model is not None and draft is not None:
@@ -219,9 +219,11 @@ def acceptance_file(config: Config, target: LoadedModel) -> Path | None:
 
 
 def known_acceptance(config: Config, target: LoadedModel) -> AcceptancePrior:
-    """Return what `specserve tune` has kept for these models; empty if it has kept nothing."""
+    """Return what `specserve tune` has kept for these models. Other sources begin with the shipped
+    acceptance.
+    """
     prior = read_kept(acceptance_file(config, target), Prior)
-    return {} if prior is None else prior.acceptance
+    return shipped_prior() if prior is None else {**shipped_prior(), **prior.acceptance}
 
 
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
@@ -244,7 +246,7 @@ class DrafterParts(NamedTuple):
     draft_model: DraftModel | None
     head: HeadModel | None
     stats: Stats
-    prior: AcceptancePrior = {}  # noqa: RUF012  acceptance in the operator's own texts
+    prior: AcceptancePrior = {}  # noqa: RUF012  acceptance with which new statistics begin
 
     @property
     def num_ids(self) -> int:

@@ -1,5 +1,7 @@
 """Tries, scores and selections in C++, against those in Python: the same bits."""
 
+import sys
+import threading
 from math import nan
 
 import pytest
@@ -156,3 +158,28 @@ def test_many_sources_share_bits(num_sources):
         trie.merge([Candidate(k, 0, 0.5, f"source {k}")])
     names = [names for names in trie.draft(range(1, num_sources + 1)).sources]
     assert [each[0] for each in names] == [f"source {k}" for k in range(num_sources)]
+
+
+def test_threads_share_no_buffers():
+    """Each thread's results are its own, also if another thread runs between call and copy."""
+    errors = []
+
+    def work(token):
+        trie = NativeCalibration().trie(0)
+        nodes = trie.merge([Candidate(token, k, 0.9, "a") for k in range(30)])
+        for _ in range(2000):
+            drafted = trie.draft(nodes).draft
+            if drafted.tokens != [token] * 30:
+                errors.append(drafted.tokens)
+
+    threads = [threading.Thread(target=work, args=(token,)) for token in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
