@@ -24,20 +24,14 @@ class DraftDepthPolicy:
     probability of its path, times the probability that the draft model adds the accepted child.
     """
 
-    def __init__(
-        self, costs: StepCosts, step: Step, values: list[float], is_hopeful: bool = False
-    ) -> None:
-        """`values` holds the values of the existing candidates. If hopeful, a step without draft
-        tokens gets its least possible cost, so a level may not be worth its time.
-        """
+    def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
+        """`values` holds the values of the existing candidates."""
         self.costs, self.step = costs, step
         self.values = sorted(values)
         self.spent = 0.0
         rows, edges = step.rows, costs.edges
         self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
         self.takes: list[float] = []  # seconds of the target by size, if computed
-        if is_hopeful:
-            self.takes.append(costs.of(step, 0, is_hopeful))
         roots = costs.of(step.without_prompts)
         self.allowed = step.allowed_with_draft(roots)
         self.worth = 0.0  # value of the prompts' rows, in tokens
@@ -405,16 +399,12 @@ class Planner:
         self.costs = costs
         # Trials of row counts whose cost is not known, by bit length.
         self.exploration = ExplorationSchedule(first=1, last=64)
-        self.root_trials = ExplorationSchedule()  # trials of steps with roots only, by row bucket
-        self.alone = 0  # rows without draft tokens that this step tries
 
     def choose(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> Plan:
-        plan = choose(asks, step, self.costs, most, self.is_tried)
-        self.alone = 0
-        return plan
+        return choose(asks, step, self.costs, most, self.is_tried)
 
     def is_tried(self, rows: int) -> bool:
-        return rows == self.alone or self.exploration.is_due(rows.bit_length())
+        return self.exploration.is_due(rows.bit_length())
 
     def observe(self, plan: Plan, step: Step, seconds: float) -> None:
         """Learn from a tried plan's step time whether the plan was worth it."""
@@ -426,13 +416,4 @@ class Planner:
         sources.
         """
         values = sorted(select(asks, most).values)
-        self.alone = step.rows if self.tries_roots(step) else 0
-        return DraftDepthPolicy(self.costs, step, values, self.alone > 0)
-
-    def tries_roots(self, step: Step) -> bool:
-        """Return whether to try roots without draft tokens, if their cost is not known, before a
-        model runs. After the run its time is spent, and draft tokens always seem worth theirs.
-        """
-        if step.prompt_rows or self.costs.is_known(step.rows):
-            return False
-        return self.root_trials.is_due(self.costs.bucket(step.rows))
+        return DraftDepthPolicy(self.costs, step, values)

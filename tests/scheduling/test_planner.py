@@ -389,23 +389,3 @@ def test_rows_of_unknown_cost_are_tried_by_powers_of_two():
     planner = Planner(StepCosts(256))
     assert planner.is_tried(130) and not planner.is_tried(150), "the second waits"
     assert planner.is_tried(100), "of another power of two"
-
-
-def test_roots_alone_of_unknown_cost_are_tried_before_a_draft_model_runs():
-    """Afterwards its time is spent, and a step of more rows always looks better."""
-    costs, step = StepCosts(64), Step(1, 0, 1, 1)
-    for _ in range(KNOWN):
-        costs.observe(2, 0, 1, 0.045)
-    planner, asks = Planner(costs), [RequestCandidates(chain(0.3), 5)]
-    assert planner.is_tried(1)  # so the plan's own next trial waits
-
-    def size():
-        return planner.growth(asks, step, 5).size([0.8], 0.7, 1, lambda rows: 0.018)
-
-    for _ in range(15):
-        assert size() == 1
-    assert size() == 0
-    assert planner.choose(asks, step, 5).rows == 1
-    assert size() == 1, "the next trial waits"
-    costs.observe(1, 0, 1, 0.03)
-    assert size() == 0, "one step has shown it"
