@@ -77,6 +77,7 @@ class RequestDraft(msgspec.Struct, eq=False):
     saved: float | None = None
     # Seconds saved by draft tokens that only models proposed, by model.
     saved_by: dict[str, float] = {}
+    saved_of: dict[str, float] = {}  # seconds saved by all draft tokens of a source
 
     @property
     def trie(self) -> BaseTrie:
@@ -151,7 +152,8 @@ class AdaptiveSpeculator:
         # Statistics of the only tenant scope in the step; None if there are several.
         self.alone: AcceptanceStats | None = None
         self.roots: dict[int, RequestDraft] = {}  # by request
-        self.expected_seconds: dict[int, float] = {}  # expected saved seconds, by request
+        # Seconds that estimating sources expect to save, by request and source.
+        self.expected_seconds: dict[int, dict[str, float]] = {}
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -257,7 +259,7 @@ class AdaptiveSpeculator:
         asked = [source for source in self.serving.get(id, ()) if source.is_estimating]
         asked = [source for source in asked if speculation.allows(source.name)]
         saved = {source.name: part * source.expected_accepted(id, text) for source in asked}
-        self.expected_seconds[id] = max(saved.values(), default=0.0)
+        self.expected_seconds[id] = saved
         return self.asks_always or self.acceptance_of(request).is_worthwhile(saved)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
@@ -343,9 +345,10 @@ class AdaptiveSpeculator:
     def note_estimates(self, roots: Sequence[RequestDraft]) -> None:
         """Learn the accuracy of estimates from a step that asked only estimating sources."""
         for root in roots:
-            expected_seconds = self.expected_seconds.get(root.item.id, 0.0)
-            if root.asked.is_estimated and root.saved is not None and expected_seconds > 0:
-                root.acceptance.note_share(root.saved / expected_seconds)
+            expected = self.expected_seconds.get(root.item.id, {})
+            for name, seconds in expected.items() if root.asked.is_estimated else ():
+                if seconds > 0:
+                    root.acceptance.note_share(name, root.saved_of.get(name, 0.0) / seconds)
 
     def benefit(
         self,
@@ -606,9 +609,11 @@ class AdaptiveSpeculator:
         """
         is_combined = root.asked.is_estimated and root.asked.benefit is not None
         saved = dict.fromkeys(root.asked.level_benefits, 0.0)
-        root.saved = 0.0
+        root.saved, root.saved_of = 0.0, {}
         for names, (number, right) in groups.items():
             gain = self.saved_per_draft_token * right - self.row_seconds * number
+            for name in names:
+                root.saved_of[name] = root.saved_of.get(name, 0.0) + gain
             if saved and saved.keys() >= set(names):
                 saved[names[0]] += gain
             elif not is_combined or self.estimating_names.isdisjoint(names):

@@ -349,7 +349,8 @@ class AcceptanceStats:
         # Schedule for trials of models, and of sources that take more time than they save.
         self.exploration = ExplorationSchedule(last=LAST_TRIAL)
         self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
-        self.share = 1.0  # draft tokens' saved seconds per expected saved second, 0 to 1
+        # Saved seconds per expected saved second, 0 to 1, by source.
+        self.shares: dict[str, float] = defaultdict(lambda: 1.0)
         # Usual seconds per request of drafting and planning, without models. The time depends on
         # which sources are asked and on the number of draft tokens, so it is kept per scope.
         self.planning = 0.0
@@ -370,7 +371,8 @@ class AcceptanceStats:
         self.benefits.next_step()
         for benefits in self.level_benefits.values():
             benefits.next_step()
-        self.share += (1 - self.share) * DOUBT
+        for name, share in self.shares.items():
+            self.shares[name] = share + (1 - share) * DOUBT
 
     def is_worthwhile(self, saved: Mapping[str, float]) -> bool:
         """Return whether draft tokens are worth asking a source and planning. `saved` holds the
@@ -378,7 +380,8 @@ class AcceptanceStats:
         """
         if not saved:
             return False
-        net = max(self.share * seconds - self.paces[name].each for name, seconds in saved.items())
+        each = saved.items()
+        net = max(self.shares[name] * seconds - self.paces[name].each for name, seconds in each)
         if net > self.planning:
             return True
         self.planning *= LESS  # it may be wrong, and only planning shows it
@@ -396,9 +399,9 @@ class AcceptanceStats:
             self.planning = seconds
         self.is_warm = True
 
-    def note_share(self, share: float) -> None:
-        """Learn the ratio of saved seconds to expected seconds."""
-        self.share += (min(max(share, 0.0), 1.0) - self.share) * RATE
+    def note_share(self, name: str, share: float) -> None:
+        """Learn a source's ratio of saved seconds to expected seconds."""
+        self.shares[name] += (min(max(share, 0.0), 1.0) - self.shares[name]) * RATE
 
     def may_ask(self, name: str, step_seconds: float) -> bool:
         """Return whether to ask a source. One that takes more than it saves is asked only for

@@ -132,3 +132,12 @@ def test_a_bad_source_costs_little_after_fifty_steps(bad, p, clock):
 
     without = seconds()
     assert seconds(BadSource(clock, **bad)) <= 1.01 * without
+
+
+def test_false_estimates_cost_other_sources_no_trust(clock):
+    world = World(linear, lookup=always(0.7), noise=0.0)
+    engine = Engine(world, clock).with_auto(BadSource(clock))
+    while engine.num_steps < 200:
+        engine.step()
+    [acceptance] = engine.speculator.acceptance.every
+    assert acceptance.shares["bad"] < 0.05 and acceptance.shares["lookup"] > 0.3
