@@ -3,7 +3,7 @@
     python -m specserve_bench.priors
 
 Real models answer real prompts, and the demo models theirs, at two temperatures. Each model counts
-equally. It needs the weights that `make real-models` fetches, and takes about six minutes.
+equally. It needs the weights that `make real-models` fetches, and takes about two minutes.
 """
 
 import sys
@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from specserve import LLM
+from specserve.config import DEMO_DRAFT, DEMO_HEAD, DEMO_TARGET
 from specserve_bench.figures.speculation import TEMPERATURES, weights
 from specserve_bench.local import Local
-from specserve_bench.real_prompts import PROMPTS, prompts
+from specserve_bench.real_prompts import PROMPTS, as_text, prompts
 from specserve_bench.results import Load
 from specserve_bench.workloads import Ask, Workload, workload
 from specserve_drafters.base import AUTO_SOURCES, DEFAULT_SCOPE
@@ -31,10 +32,12 @@ def main() -> int:
     models = weights()
     real = [ask for name in PROMPTS for ask in prompts(name)[:REQUESTS]]
     demo = [ask for name in DEMO_WORKLOADS for ask in workload(name, REQUESTS, 1).asks]
+    pair = {"model.path": str(DEMO_TARGET), "drafter.model": str(DEMO_DRAFT)}
+    pair["drafter.head"] = str(DEMO_HEAD)
     found = [
         learned({"model.path": str(models.smollm2)}, real),
-        learned({"model.path": str(models.gemma_folder)}, real),
-        learned({}, demo),
+        learned({"model.path": str(models.gemma_folder)}, [*map(as_text, real)]),
+        learned(pair, demo),
     ]
     PRIORS.write_bytes(msgspec.json.format(msgspec.json.encode(together(found)), indent=1) + b"\n")
     return 0

@@ -47,6 +47,13 @@ def prompts(name: str) -> list[Ask]:
     return asks
 
 
+def as_text(ask: Ask) -> Ask:
+    """The messages as one text, for a model without a chat template."""
+    if isinstance(ask.prompt, str):
+        return ask
+    return ask._replace(prompt="\n\n".join(message["content"] for message in ask.prompt) + "\n\n")
+
+
 def chat(content: str, seed: int, **more: Any) -> Ask:
     return Ask([says("user", content)], NEW_TOKENS, 0.0, seed)._replace(**more)
 

@@ -46,4 +46,5 @@ def test_a_scope_begins_with_it_and_learns_on(make):
         trie.add(0, 5, 0.9, "ngram")
         trie.observe([6])
     trie = calibration.trie(1)
-    assert trie.p[trie.add(0, 5, 0.9, "ngram")] < 0.2
+    node = trie.add(0, 5, 0.9, "ngram")
+    assert trie.p[node] < 0.2

@@ -134,6 +134,7 @@ def ran(monkeypatch):
     class Loader(speculation.Loader):
         def __init__(self, subjects, sources):
             self.configs, self.warm = dict.fromkeys([*subjects.fixed, "auto"]), {}
+            self.is_chat = subjects.is_chat
 
         def started(self, name):
             return Server(name, log)

@@ -27,7 +27,7 @@ from specserve_bench.local import Local
 from specserve_bench.machine import DIRTY
 from specserve_bench.pairs import PAIRS
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
-from specserve_bench.real_prompts import PROMPTS, prompts
+from specserve_bench.real_prompts import PROMPTS, as_text, prompts
 from specserve_bench.report import markdown_table, ratio_words, shown
 from specserve_bench.results import Load, Ratio, Round, ratio
 from specserve_bench.workloads import Ask, Workload
@@ -51,6 +51,7 @@ class Subjects(NamedTuple):
 
     settings: Mapping[str, Any]
     fixed: Sequence[str]
+    is_chat: bool = True  # the target has a chat template
 
 
 class Place(NamedTuple):
@@ -138,7 +139,7 @@ def smollm2() -> Subjects:
 
 
 def gemma() -> Subjects:
-    return Subjects({"model.path": str(weights().gemma_folder)}, FIXED)
+    return Subjects({"model.path": str(weights().gemma_folder)}, FIXED, is_chat=False)
 
 
 def pair(name: str, **more: Any) -> Subjects:
@@ -167,6 +168,7 @@ class Loader:
 
     def __init__(self, subjects: Subjects, sources: Sequence[str]) -> None:
         self.loader, self.warm = suite.Loader(progress=False), dict[str, LLM]()
+        self.is_chat = subjects.is_chat
         shared = dict(subjects.settings) | {"memory.kv_bytes": KV_BYTES}
         base = load_config(None, shared)
         self.configs = {
@@ -186,8 +188,13 @@ class Loader:
         """A server that has answered 200 requests, of all kinds of prompts."""
         if name not in self.warm:
             self.warm[name] = llm = self.started(name)
-            Local(llm, is_lasting=True).run(warming(), Load(concurrency=4))
+            self.run(llm, warming(), Load(concurrency=4))
         return self.warm[name]
+
+    def run(self, llm: LLM, workload: Workload, load: Load) -> Round:
+        """Nothing is reset before it."""
+        asks = workload.asks if self.is_chat else [*map(as_text, workload.asks)]
+        return Local(llm, is_lasting=True).run(workload._replace(asks=asks), load)
 
 
 def warming() -> Workload:
@@ -207,7 +214,7 @@ def measured(place: Place, loader: Loader, rounds: int) -> Cell:
         workload = Workload(place.prompts, "", number, asks)
         for name in suite.in_turn(runs, number, len(runs)):
             llm = loader.warmed(name) if place.is_warm else loader.started(name)
-            runs[name].append(Local(llm, is_lasting=True).run(workload, load))
+            runs[name].append(loader.run(llm, workload, load))
             if not place.is_warm:
                 llm.close()
     return cell(place, size, runs)
