@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -17,8 +17,7 @@ from specserve_bench.real_models import FOLDER, REMEDY, real_models
 from specserve_bench.workloads import Ask, agent, says
 
 NEW_TOKENS = 64
-EDITS = 30
-DOCUMENTS, DOCUMENT_LENGTH = 20, 6000  # documents, and characters of each
+DOCUMENTS, DOCUMENT_LENGTH = 60, 6000  # documents, and most characters of each
 SCHEMAS = Path(__file__).with_name("schemas.json")
 # Each question of a chat is one of these about one of the topics below.
 QUESTIONS = (
@@ -70,7 +69,7 @@ def questions() -> Iterator[Ask]:
 
 
 def edits() -> Iterator[Ask]:
-    for seed, (problem, task) in enumerate(islice(zip(problems(), cycle(EDIT_TASKS)), EDITS)):
+    for seed, (problem, task) in enumerate(zip(problems(), cycle(EDIT_TASKS), strict=False)):
         code = problem["prompt"] + problem["canonical_solution"]
         yield chat(f"{task}\n\n```python\n{code}```", seed, prediction=f"```python\n{code}```")
 

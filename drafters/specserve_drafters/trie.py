@@ -33,7 +33,7 @@ UNSCORED = 0.5  # score of a draft token whose source gives none
 PRIOR = 4.0  # number of draft tokens that a bin's score counts for
 KNOWN_WEIGHT = 32.0  # most draft tokens of earlier texts that a bin begins with
 MEMORY = 1 - 1 / 256  # factor on a bin's counts per counted draft token
-SHIFT_PRIOR = 3.0  # weight of the zero shift, in units of p (1 - p): twelve draft tokens of p = 1/2
+SHIFT_PRIOR = 1.0  # weight of the zero shift, in units of p (1 - p): four draft tokens of p = 1/2
 SHIFT_MEMORY = 1 - 1 / 32  # factor on a shift's weight per step
 MAX_SHIFT = 4.0  # largest absolute shift of log-odds
 WORTH, WORTH_RATE = 0.05, 1 / 64  # initial gain of agreement in probability, and its rate of change

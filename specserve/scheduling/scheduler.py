@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.memory.blocks import BlockPool
-from specserve.scheduling.cost import Step, StepCosts
+from specserve.scheduling.cost import FINE, Step, StepCosts
 from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.request import Request, ScheduledRequest
 
@@ -378,8 +378,12 @@ class Scheduler:
         self.drafting = max(seconds, FADE * self.drafting)
 
     def timed(self, rows: int, seconds: float) -> None:
-        """Record the seconds of the planned step with so many rows."""
+        """Record the seconds of the planned step with so many rows. Few rows with a prompt's among
+        them show nothing about draft tokens: of a prompt's rows, no logits are read.
+        """
         step = self.step
+        if step.prompt_rows and rows <= FINE:
+            return
         attended = step.attended_with(rows - step.rows)
         self.costs.observe(rows, step.context, step.requests, seconds, attended)
 

@@ -255,12 +255,19 @@ class AdaptiveSpeculator:
 
     def is_worthwhile(self, request: Request, part: float) -> bool:
         """Return whether the expected accepted tokens save more time than planning takes."""
-        id, text, speculation = request.id, request.token_ids, request.sampling.speculation
-        asked = [source for source in self.serving.get(id, ()) if source.is_estimating]
-        asked = [source for source in asked if speculation.allows(source.name)]
-        saved = {source.name: part * source.expected_accepted(id, text) for source in asked}
+        id, text, allows = request.id, request.token_ids, request.sampling.speculation.allows
+        acceptance, saved, before = self.acceptance_of(request), dict[str, float](), 0.0
+        for source in self.serving.get(id, ()):
+            name = source.name
+            if not source.is_estimating or not allows(name):
+                continue
+            if not (self.asks_always or acceptance.may_estimate(name)):
+                continue
+            before = before or perf_counter()
+            saved[name] = part * source.expected_accepted(id, text)
+            acceptance.estimating[name] += -before + (before := perf_counter())
         self.expected_seconds[id] = saved
-        return self.asks_always or self.acceptance_of(request).is_worthwhile(saved)
+        return self.asks_always or acceptance.is_worthwhile(saved)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
@@ -549,8 +556,10 @@ class AdaptiveSpeculator:
             name, start = recycler.source.name, perf_counter()
             try:
                 acceptance = [self.acceptance_of(s.request) for s in sampled]
+                if not recycler.has_time(acceptance, self.verified):
+                    continue
                 rows = accepted_rows(sampled, paths, acceptance)
-                recycler.collect_successors(rows, answers, self.verified)
+                recycler.collect_successors(rows, answers, start)
             except Exception:  # for example, too little memory
                 self.spec_stats.failed(name)
             self.spec_stats.took(name, perf_counter() - start)
@@ -596,6 +605,7 @@ class AdaptiveSpeculator:
         for name in root.proposed:
             right = counts[name].accepted
             root.acceptance.saved[name] += right * self.saved_per_draft_token
+            root.acceptance.net[name] += root.saved_of.get(name, 0.0)
         if draft.tokens:
             for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)

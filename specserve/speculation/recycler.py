@@ -52,23 +52,28 @@ class TokenRecycler:
     def __init__(self, source: DraftSource) -> None:
         self.source = source
 
+    def has_time(self, acceptance: Sequence[AcceptanceStats], seconds: float) -> bool:
+        """Begin a step in which the target took `seconds`; return whether any scope has time for
+        collecting. `acceptance` is by request.
+        """
+        part = seconds / max(len(acceptance), 1)
+        for one in acceptance:
+            one.left = min(one.left + SHARE * part, seconds)
+        return any(one.left > 0 for one in acceptance)
+
     def collect_successors(
-        self, accepted_rows: Sequence[AcceptedRows], answers: TargetTokens, seconds: float
+        self, accepted_rows: Sequence[AcceptedRows], answers: TargetTokens, start: float
     ) -> None:
-        """Learn from a step in which the target took `seconds`."""
-        start, part = perf_counter(), seconds / max(len(accepted_rows), 1)
+        """Learn from a step's rows. All time since `start` is charged to the scopes."""
         wanted = list[tuple[AcceptedRows, Row]]()
         for one in accepted_rows:
-            acceptance = one.acceptance
-            acceptance.left = min(acceptance.left + SHARE * part, part)
             rows = self.wanted(one)
-            wanted += [(one, row) for row in rows[:MOST_ROWS] if acceptance.left > 0]
-        if not wanted or not answers.has_logits:
-            return
-        self.enter(wanted, answers)
-        each = (perf_counter() - start) / len(wanted)
-        for one, _ in wanted:
-            one.acceptance.left = max(one.acceptance.left - each, -part)
+            wanted += [(one, row) for row in rows[:MOST_ROWS] if one.acceptance.left > 0]
+        if wanted and answers.has_logits:
+            self.enter(wanted, answers)
+        each = (perf_counter() - start) / len(accepted_rows)
+        for one in accepted_rows:
+            one.acceptance.left -= each
 
     def wanted(self, one: AcceptedRows) -> list[Row]:
         """Return the rows whose successors are missing or old."""

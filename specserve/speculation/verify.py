@@ -298,6 +298,8 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
 
 LAST_TRIAL = 128  # longest wait between two trials of a source in time, in steps
 LESS = 1 - 1 / 2048  # factor per step on the times of planning and of a source that are not tested
+SELDOM = 8  # steps between two estimates of a source that saves less time than they take
+ESTIMATES = 1 / 256  # weight of one step in the averages that decide this
 TRIALS = 0.005  # share of the time of steps that trials of a late source may take
 RATE = 1 / 16  # weight of one step in the moving averages of time and savings
 FREE = 0.02  # share of a step's time that a source may take even if it saves nothing
@@ -329,7 +331,30 @@ class CostBenefit:
         self.saved += RATE * (saved - self.saved)
 
     def is_late(self, step_seconds: float) -> bool:
-        return self.num_steps > FIRST and self.taken > max(self.saved, FREE * step_seconds)
+        """Return whether it takes more than it saves. A source that stalls for many steps is late
+        at once.
+        """
+        is_judged = self.num_steps > FIRST or self.taken > step_seconds / 2
+        return is_judged and self.taken > max(self.saved, FREE * step_seconds)
+
+
+class EstimateWorth:
+    """Moving averages of the seconds per step that estimates of a source take, and that its draft
+    tokens save beyond the time of their rows.
+    """
+
+    def __init__(self) -> None:
+        self.taken = self.saved = 0.0
+        self.num_steps = 0
+
+    def add(self, taken: float, saved: float) -> None:
+        self.num_steps += 1
+        self.taken += ESTIMATES * (taken - self.taken)
+        self.saved += ESTIMATES * (saved - self.saved)
+
+    @property
+    def is_low(self) -> bool:
+        return self.num_steps > 1 / ESTIMATES / 4 and self.taken > self.saved
 
 
 class AcceptanceStats:
@@ -349,6 +374,9 @@ class AcceptanceStats:
         # Schedule for trials of models, and of sources that take more time than they save.
         self.exploration = ExplorationSchedule(last=LAST_TRIAL)
         self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
+        self.worths: dict[str, EstimateWorth] = defaultdict(EstimateWorth)  # by source
+        self.estimating: dict[str, float] = defaultdict(float)  # seconds of the step, by source
+        self.net: dict[str, float] = defaultdict(float)  # saved seconds less those of rows
         # Saved seconds per expected saved second, 0 to 1, by source.
         self.shares: dict[str, float] = defaultdict(lambda: 1.0)
         # Usual seconds per request of drafting and planning, without models. The time depends on
@@ -369,10 +397,20 @@ class AcceptanceStats:
     def next_step(self) -> None:
         self.num_roots = 0
         self.benefits.next_step()
+        for name, taken in self.estimating.items():
+            self.worths[name].add(taken, self.net[name])
+            self.estimating[name] = self.net[name] = 0.0
         for benefits in self.level_benefits.values():
             benefits.next_step()
         for name, share in self.shares.items():
             self.shares[name] = share + (1 - share) * DOUBT
+
+    def may_estimate(self, name: str) -> bool:
+        """Return whether to ask a source in this step what it expects to save. If that has cost
+        more time than it saved, it is asked seldom.
+        """
+        worth = self.worths.get(name)
+        return worth is None or not worth.is_low or self.benefits.num_steps % SELDOM == 0
 
     def is_worthwhile(self, saved: Mapping[str, float]) -> bool:
         """Return whether draft tokens are worth asking a source and planning. `saved` holds the
@@ -410,8 +448,9 @@ class AcceptanceStats:
         pace = self.paces[name]
         if not pace.is_late(step_seconds):
             return True
-        pace.left = min(pace.left + TRIALS * step_seconds * self.passed, pace.taken)
-        is_due = self.exploration.is_due(name, self.passed) and pace.left >= pace.taken
+        taken = pace.each if pace.each > step_seconds else pace.taken
+        pace.left = min(pace.left + TRIALS * step_seconds * self.passed, taken)
+        is_due = self.exploration.is_due(name, self.passed) and pace.left >= taken
         if is_due:
             pace.left = 0.0
             self.tried.add(name)

@@ -92,7 +92,7 @@ def test_there_are_prompts_of_each_kind(monkeypatch):
     monkeypatch.setattr(real_prompts, "problems", lambda: [problem] * 164)
     sizes = {name: len(real_prompts.prompts(name)) for name in real_prompts.PROMPTS}
     assert sizes == {
-        **{"HumanEval": 164, "chat": 60, "edit": 30, "documents": 20},
+        **{"HumanEval": 164, "chat": 60, "edit": 164, "documents": 60},
         **{"agent": 48, "JSON": 200},
     }
     assert all(ask.prediction for ask in real_prompts.prompts("edit"))

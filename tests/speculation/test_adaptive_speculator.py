@@ -444,7 +444,7 @@ def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(
 
     engine, source = run_paced(target, clock, LATER, 0.1, promises, cls=Foretelling)
     _, *others = source.asked  # how long it takes is only known now
-    assert set(others) <= set(LATER) and min(others) == LATER.start
+    assert set(others) <= set(LATER) and min(others) < LATER.start + verify.SELDOM
     assert engine.stats.num_steps < 150
 
 

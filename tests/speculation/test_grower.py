@@ -152,6 +152,7 @@ def test_what_another_owner_has_shown_changes_nobodys_order(engine, monkeypatch)
 
     monkeypatch.setattr(adaptive_speculator, "in_order", ordered)
     engine.head.first_costs.seconds = engine.head.costs.seconds = lambda *_, **__: 1e-6
+    engine.draft_model.costs.seconds = lambda *_, **__: 1e-3
     mine = Case(PROMPT, sampling(160))
     others = [Case(PROMPT[i:], salted(sampling(60), "others"), arrives=5) for i in (1, 2)]
     Watch(engine).run([mine, *others])
