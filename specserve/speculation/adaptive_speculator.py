@@ -537,11 +537,12 @@ class AdaptiveSpeculator:
         if plan is None:
             return
         self.planner.observe(plan, step, seconds)
-        without = self.planner.costs.of(step)
+        # Other load slows all rows alike.
+        costs, num_draft_tokens = self.planner.costs, plan.rows - step.rows
+        without = seconds * costs.of(step) / costs.of(step, num_draft_tokens)
         # Bound the first estimates: draft tokens took time, but not more per row than other rows.
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
-        num_draft_tokens = plan.rows - step.rows
-        extra = max(0.0, seconds - without)
+        extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         self.saved_per_draft_token = without / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
