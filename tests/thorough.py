@@ -14,11 +14,11 @@ FILES = {  # by folder; each took ten seconds or more of two cores' time
     "equivalence": "matrix",
     "kernels": "coded cuda experts kv triton_sampling",
     "models": "adapters gguf_mistakes mtp_head preflight",
-    "scheduling": "speculation",
     "server": (
         "access_log adapters answers bodies canaries control deadlines ending heads "
         "responses restart tokens tools tracing"
     ),
+    "speculation": "regret",
 }
 PATHS = {
     ROOT / folder / f"test_{name}.py" for folder, names in FILES.items() for name in names.split()

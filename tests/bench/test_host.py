@@ -52,8 +52,8 @@ def test_every_setting_is_measured_in_steps_with_all_of_its_requests(monkeypatch
 def test_what_is_timed_of_auto_is_put_back():
     def named():
         return (
-            host.Trie.merge,
-            host.Trie.draft,
+            host.NativeTrie.merge,
+            host.NativeTrie.draft,
             host.DraftDepthController.first,
             host.DraftDepthController.next,
         )

@@ -127,7 +127,7 @@ def test_drafting_that_is_turned_on_again_begins_with_it(folder, kept):
     given = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
     with LLM(folder, set=given, progress=False) as llm:
         llm.change_speculation(drafter="auto")
-        assert [*llm.engine.speculator.prior] == ["ngram"]
+        assert llm.engine.speculator.prior["ngram"] == [BinCounts(0, 8, 2, 4)]
 
 
 def test_models_of_one_shape_have_files_of_their_own(folder, tmp_path):
