@@ -45,10 +45,7 @@ def main() -> int:
 
 def learned(settings: Mapping[str, Any], asks: Sequence[Ask]) -> dict[str, list[BinCounts]]:
     """The counts of a model that begins with none."""
-    sources = [
-        s for s in AUTO_SOURCES if s not in ("model", "eagle") or "drafter.model" in settings
-    ]
-    options = {"drafter.name": "auto", "drafter.options": {"sources": sources}}
+    options = {"drafter.name": "auto", "drafter.options": {"sources": [*AUTO_SOURCES]}}
     with LLM(set=dict(settings) | options | {"memory.kv_bytes": 1 << 30}, progress=False) as llm:
         llm.engine.speculator.learn_anew()  # type: ignore[union-attr]  # `auto` has it
         local = Local(llm, is_lasting=True)

@@ -275,7 +275,7 @@ EAGLE = "eagle"  # the source that is a head of the target
 USUAL = "ngram", "model", EAGLE, "grammar", "prediction"
 # Sources of `auto` that run no model: a new one needs its file, and a line here.
 SOURCES = {
-    "ngram": "specserve_drafters.native_lookup:ngram_sources",
+    "ngram": "specserve_drafters.native:ngram_sources",
     "grammar": "specserve_drafters.grammar:GrammarSource",
     "prediction": "specserve_drafters.prediction:PredictionSource",
     "suffix": "specserve_drafters.suffix:SuffixSource",

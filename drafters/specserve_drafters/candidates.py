@@ -188,6 +188,43 @@ def checked(candidates: Iterable[object], source: str, vocab_size: int) -> list[
     return valid
 
 
+class ChosenDraft(NamedTuple):
+    """A draft, and the node and the sources of each of its tokens. The source that proposed a token
+    first is the first of its sources.
+    """
+
+    draft: Draft
+    nodes: list[int]
+    sources: list[tuple[str, ...]]
+
+
+class Selection(NamedTuple):
+    """Selected draft tokens of a step, in order: each comes after its parent.
+
+    A draft token's value is the probability of its path.
+    """
+
+    values: "array[float]"
+    places: "array[int]"  # of the requests
+    nodes: "array[int]"
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[float, int, int]]) -> Self:
+        """Create it from rows."""
+        columns = zip(*found, strict=True) if found else ((), (), ())
+        values, places, nodes = map(array, "dii", columns)
+        return cls(values, places, nodes)
+
+    def by_request(self, size: int, num_requests: int) -> list[list[int]]:
+        """Return the first `size` nodes of the selection, by request."""
+        if num_requests == 1:
+            return [self.nodes[:size].tolist()]
+        found: list[list[int]] = [[] for _ in range(num_requests)]
+        for place, node in zip(self.places[:size], self.nodes, strict=False):
+            found[place].append(node)
+        return found
+
+
 class Rules(Protocol):
     """The tokens that may follow a path of draft tokens, which begins at the root."""
 

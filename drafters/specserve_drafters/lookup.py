@@ -1,7 +1,7 @@
 """Prompt lookup with an index that grows with the text: finds earlier places of the last tokens.
 
 It proposes as `NgramDrafter` does, with a faster search, and gives each draft token a score. So a
-match of a single token is useful as well. `native_lookup.py` is the same in C++, bit by bit.
+match of a single token is useful as well. `native.py` is the same in C++, bit by bit.
 """
 
 from array import array

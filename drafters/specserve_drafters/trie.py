@@ -1,10 +1,9 @@
 """A trie merges the candidates of all sources of a request. Scores are calibrated by what was
 accepted, and the best nodes of a step's tries are selected.
 
-`specserve_drafters.native_trie` has the same in C++; this form is slow, and tells what is right.
+`specserve_drafters.native` has the same in C++. This form is slow, and defines the result.
 """
 
-from array import array
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, reduce
@@ -12,12 +11,23 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
 from operator import add, itemgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, Draft, Rules
+from specserve_drafters.candidates import (
+    MAX_NODES,
+    ROOT,
+    Candidate,
+    ChosenDraft,
+    Draft,
+    Rules,
+    Selection,
+)
+
+if TYPE_CHECKING:
+    from specserve_drafters.native import NativeCalibration
 
 DROPPED = -1  # replaces the node of a candidate that the request's rules forbid
 CHILDREN_BY = "children by "  # prefix of a source's name, for the calibration of its children
@@ -243,6 +253,17 @@ class Calibration:
         return table(self.counts())
 
 
+def make_calibration(prior: AcceptancePrior | None = None) -> "Calibration | NativeCalibration":
+    """Return a calibration whose tries are in C++, if the machine can compile them."""
+    from specserve_drafters.native import NativeCalibration
+    from specserve_kernels.cpu import BuildError
+
+    try:
+        return NativeCalibration(prior)
+    except BuildError:
+        return Calibration(prior)
+
+
 class BaseTrie:
     """One request's candidates, merged: equal tokens below equal parents are one node.
 
@@ -258,7 +279,7 @@ class BaseTrie:
     rules: Rules | None
     num_ids: int | None
     num_continued = 0  # nodes, in order, whose forced continuations were added
-    # By node, root included:
+    # Columns with a value per node, also for the root:
     tokens: list[int]
     parents: list[int]
     depths: list[int]
@@ -320,11 +341,14 @@ class BaseTrie:
         """
         raise NotImplementedError
 
-    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> "Selection":
-        """See the function `select`; all tries have the form of this one."""
+    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
+        """Select up to `most` draft tokens of a step's requests, by falling value. Tokens that a
+        late request needs to meet its target come first; the latest request leads. All tries have
+        the form of this one.
+        """
         raise NotImplementedError
 
-    def draft(self, chosen: Sequence[int]) -> "ChosenDraft":
+    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         """Return chosen nodes, most likely first and each after its parent, as a draft. The most
         likely path gets the lowest numbers.
         """
@@ -535,10 +559,10 @@ class Trie(BaseTrie):
             if len(scores) > 1:
                 self.calibration.agreed(scores, child == accepted)
 
-    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> "Selection":
+    def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
         return best(asks, most)
 
-    def draft(self, chosen: Sequence[int]) -> "ChosenDraft":
+    def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         path, rest, end = [ROOT], [], ROOT
         for node in chosen:
             if self.parents[node] == end:
@@ -556,16 +580,6 @@ class Trie(BaseTrie):
         return ChosenDraft(draft, order, [tuple(self.sources(node)) for node in order])
 
 
-class ChosenDraft(NamedTuple):
-    """A draft, and the node and the sources of each of its tokens. The source that proposed a token
-    first is the first of its sources.
-    """
-
-    draft: Draft
-    nodes: list[int]
-    sources: list[tuple[str, ...]]
-
-
 class RequestCandidates(msgspec.Struct, eq=False):
     """A request with a root: its candidates and limits."""
 
@@ -575,47 +589,15 @@ class RequestCandidates(msgspec.Struct, eq=False):
     behind: float = 0.0  # tokens beyond the next that it needs in this step to meet its target
 
 
-class Selection(NamedTuple):
-    """Selected draft tokens of a step, in order: each comes after its parent.
-
-    A draft token's value is the probability of its path.
-    """
-
-    values: "array[float]"
-    places: "array[int]"  # of the requests
-    nodes: "array[int]"
-
-    def by_request(self, size: int, num_requests: int) -> list[list[int]]:
-        """Return the first `size` nodes of the selection, by request."""
-        if num_requests == 1:
-            return [self.nodes[:size].tolist()]
-        found: list[list[int]] = [[] for _ in range(num_requests)]
-        for place, node in zip(self.places[:size], self.nodes, strict=False):
-            found[place].append(node)
-        return found
-
-
-def select(asks: Sequence[RequestCandidates], most: int) -> Selection:
-    """Select up to `most` draft tokens, by falling value. Tokens that a late request needs to meet
-    its target come first; the latest request leads.
-    """
-    return asks[0].trie.select(asks, most) if asks else selection([], most)
-
-
 def best(asks: Sequence[RequestCandidates], most: int) -> Selection:
-    """Do the same for tries in Python."""
+    """See `BaseTrie.select`."""
     if any(ask.behind > 0 for ask in asks):
-        return selection(most_urgent(asks, most), most)
+        return Selection.of(most_urgent(asks, most))
     found = list[tuple[float, int, int]]()
     for i, ask in enumerate(asks):
         values = ask.trie.settle()
         found += [(values[node], i, node) for node in ranked(ask)]
-    return selection(sorted(found, key=itemgetter(0), reverse=True), most)
-
-
-def selection(found: Sequence[tuple[float, int, int]], most: int) -> Selection:
-    values, places, nodes = zip(*found[:most], strict=True) if found and most else ((), (), ())
-    return Selection(array("d", values), array("i", places), array("i", nodes))
+    return Selection.of(sorted(found, key=itemgetter(0), reverse=True)[:most])
 
 
 def ranked(ask: RequestCandidates) -> list[int]:
@@ -632,7 +614,7 @@ def ranked(ask: RequestCandidates) -> list[int]:
 
 
 def most_urgent(asks: Sequence[RequestCandidates], most: int) -> list[tuple[float, int, int]]:
-    """Do the same as `select`, if any request is behind its target."""
+    """Do the same if any request is behind its target."""
     tries, room = [ask.trie for ask in asks], [ask.limit for ask in asks]
     deepest = [ask.max_depth for ask in asks]
     behind = [ask.behind for ask in asks]

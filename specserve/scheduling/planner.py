@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.scheduling.cost import FINE, Step, StepCosts, prefill_value
-from specserve_drafters.trie import RequestCandidates, select
+from specserve_drafters.candidates import Selection
+from specserve_drafters.trie import RequestCandidates
 
 
 class DraftDepthPolicy:
@@ -293,6 +294,11 @@ class Plan(msgspec.Struct):
         return self.tokens / self.seconds
 
 
+def select(asks: Sequence[RequestCandidates], most: int) -> Selection:
+    """Select up to `most` draft tokens, see `BaseTrie.select`."""
+    return asks[0].trie.select(asks, most) if asks else Selection.of([])
+
+
 def choose(
     asks: Sequence[RequestCandidates],
     step: Step,
@@ -341,7 +347,6 @@ def best_of(
     step: Step, sizes: Sequence[int], tokens: Sequence[float], costs: StepCosts, is_hopeful: bool
 ) -> Size:
     """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
-
     spent, worth, allowed = step.spent, 0.0, inf
     takes = [spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
     if step.prompt_rows or step.allowed < inf:

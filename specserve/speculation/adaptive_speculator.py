@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.engine.runner import KVLost, TargetTokens
-from specserve.exchange.messages import SpeculationState, Stats
+from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.cost import Step
 from specserve.scheduling.planner import (
@@ -32,7 +32,6 @@ from specserve.speculation.verify import (
     SourceGroups,
     SpecDecodeStats,
     StepCounts,
-    calibration_state,
     plan_state,
     scope_of,
 )
@@ -662,9 +661,10 @@ class AdaptiveSpeculator:
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         acceptance = self.acceptance.find((state.tenant, "", "")) or AcceptanceStats()
+        table = acceptance.calibration.table()
         return msgspec.structs.replace(
             state,
-            calibration=calibration_state(acceptance.calibration),
+            calibration=msgspec.convert(table, dict[str, list[CalibrationPoint]]),
             plan=None if acceptance.last is None else plan_state(*acceptance.last),
         )
 

@@ -15,7 +15,6 @@ import msgspec
 
 from specserve.engine.runner import AskedLogprobs, Runner, TargetTokens, scored
 from specserve.exchange.messages import (
-    CalibrationPoint,
     CostState,
     PlanState,
     RowCost,
@@ -29,9 +28,8 @@ from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.native_trie import NativeCalibration, make_calibration
 from specserve_drafters.tenants import TenantScope
-from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior, Calibration
+from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior, make_calibration
 from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")
@@ -196,7 +194,7 @@ def count_error(stats: Stats, name: str) -> None:
         log.error(message, name, sys.exception(), count, exc_info=count == 1)
 
 
-NOTHING = SourceCounts()  # counts of a source that proposed nothing; nobody writes to it
+NOTHING = SourceCounts()  # counts of a source that proposed nothing; they are never changed
 
 
 class SpecDecodeStats:
@@ -279,12 +277,6 @@ def cost_state(costs: StepCosts) -> CostState:
     return CostState(steps, per_token, per_row, per_request, costs.slowdown)
 
 
-def calibration_state(
-    calibration: Calibration | NativeCalibration,
-) -> dict[str, list[CalibrationPoint]]:
-    return msgspec.convert(calibration.table(), dict[str, list[CalibrationPoint]])
-
-
 def plan_state(plan: Plan, step: Step) -> PlanState:
     return PlanState(
         roots=step.num_roots,
@@ -297,14 +289,16 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
 
 
 LAST_TRIAL = 128  # longest wait between two trials of a source in time, in steps
-LESS = 1 - 1 / 2048  # factor per step on the times of planning and of a source that are not tested
 SELDOM = 8  # steps between two estimates of a source that saves less time than they take
 ESTIMATES = 1 / 256  # weight of one step in the averages that decide this
+FEW_ESTIMATES = 64  # steps before this is decided
 TRIALS = 0.005  # share of the time of steps that trials of a late source may take
 RATE = 1 / 16  # weight of one step in the moving averages of time and savings
 FREE = 0.02  # share of a step's time that a source may take even if it saves nothing
 FIRST = 8  # steps before a source can be judged as too slow
-DOUBT = 1 / 2048  # rate per step at which a reduced `share` returns to 1
+# Rate per step at which a low share returns to 1, and at which untested times of planning and of
+# sources return to 0.
+DOUBT = 1 / 2048
 
 
 def scope_of(request: Request) -> TenantScope:
@@ -354,7 +348,7 @@ class EstimateWorth:
 
     @property
     def is_low(self) -> bool:
-        return self.num_steps > 1 / ESTIMATES / 4 and self.taken > self.saved
+        return self.num_steps > FEW_ESTIMATES and self.taken > max(self.saved, 0.0)
 
 
 class AcceptanceStats:
@@ -422,9 +416,9 @@ class AcceptanceStats:
         net = max(self.shares[name] * seconds - self.paces[name].each for name, seconds in each)
         if net > self.planning:
             return True
-        self.planning *= LESS  # it may be wrong, and only planning shows it
+        self.planning *= 1 - DOUBT  # it may be wrong, and only planning shows it
         for name in saved:
-            self.paces[name].each *= LESS
+            self.paces[name].each *= 1 - DOUBT
         return False
 
     def note_planning(self, seconds: float) -> None:

@@ -4,12 +4,12 @@ import pytest
 
 from specserve_bench import priors
 from specserve_drafters.base import SOURCES
-from specserve_drafters.native_trie import make_calibration
 from specserve_drafters.trie import (
     KNOWN_WEIGHT,
     NUM_BINS,
     BinCounts,
     Calibration,
+    make_calibration,
     shipped_prior,
 )
 

@@ -176,3 +176,9 @@ def test_an_unknown_model_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["speculation", "--models=small"])
     assert "'small' is not one of SmolLM2, Gemma, demo, 0.6b" in capsys.readouterr().err
+
+
+def test_a_number_at_a_time_that_is_not_usual_has_twice_as_many_requests(ran, tmp_path):
+    asked = ["--models=demo", "--concurrency=3", "--prompts=chat", "--temperatures=0"]
+    assert main(["speculation", *asked, "--rounds=1", f"--out={tmp_path / 'cells.json'}"]) == 0
+    assert ("auto", 0.0, 3, 6) in ran

@@ -13,7 +13,13 @@ from specserve.engine import build
 from specserve.errors import ConfigError
 from specserve_drafters.base import DEFAULT_SCOPE
 from specserve_drafters.candidates import ROOT
-from specserve_drafters.trie import KNOWN_WEIGHT, NUM_BINS, BinCounts, Calibration
+from specserve_drafters.trie import (
+    KNOWN_WEIGHT,
+    NUM_BINS,
+    BinCounts,
+    Calibration,
+    shipped_prior,
+)
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.engines import ask_always
 
@@ -127,7 +133,14 @@ def test_drafting_that_is_turned_on_again_begins_with_it(folder, kept):
     given = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
     with LLM(folder, set=given, progress=False) as llm:
         llm.change_speculation(drafter="auto")
-        assert llm.engine.speculator.prior["ngram"] == [BinCounts(0, 8, 2, 4)]
+        prior = llm.engine.speculator.prior
+        assert prior == {**shipped_prior(), "ngram": [BinCounts(0, 8, 2, 4)]}
+
+
+def test_a_start_without_a_tuned_file_begins_with_the_shipped_acceptance(folder, kept):
+    with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
+        assert llm.engine.speculator.prior == shipped_prior()
+        assert "acceptance" not in llm.loaded.phases
 
 
 def test_models_of_one_shape_have_files_of_their_own(folder, tmp_path):

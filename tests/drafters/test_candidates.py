@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.scheduling.planner import select
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Candidate, checked, of_draft
 from specserve_drafters.trie import (
@@ -16,7 +17,6 @@ from specserve_drafters.trie import (
     RequestCandidates,
     Trie,
     most_urgent,
-    select,
 )
 from tests.drafters.paths import path_value
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specserve_drafters import DraftRequest, lookup
 from specserve_drafters.lookup import NgramSource
-from specserve_drafters.native_lookup import NativeSource, ngram_source
+from specserve_drafters.native import NativeSource, ngram_source
 from specserve_kernels.cpu import BuildError, build
 
 # Those of `lookup` that may bound what a short text needs; FEW is Python's alone.
@@ -103,7 +103,7 @@ MEMORY = """
 from array import array
 from pathlib import Path
 
-from specserve_drafters.native_lookup import NativeSource
+from specserve_drafters.native import NativeSource
 
 
 def resident():

@@ -2,20 +2,21 @@
 
 import sys
 import threading
+from array import array
 from math import nan
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.scheduling.planner import select
 from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, CandidateColumns
-from specserve_drafters.native_trie import NativeCalibration, make_calibration
+from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import (
     DROPPED,
     BinCounts,
     Calibration,
     RequestCandidates,
-    select,
+    make_calibration,
 )
 from specserve_kernels.cpu import BuildError, build
 from tests.drafters.test_grammar import Texts
@@ -121,8 +122,6 @@ def test_both_select_and_learn_the_same_whatever_is_proposed(steps):
 
 
 def test_columns_are_merged_as_their_rows_are():
-    from array import array
-
     found = CandidateColumns(
         array("i", [5, 6, 9, 7]), array("i", [0, 1, 1, 3]), array("d", [0.5, nan, 0.2, 0.9]), "a"
     )
@@ -150,13 +149,11 @@ def test_without_a_library_tries_are_in_python(monkeypatch):
     assert isinstance(make_calibration(PRIOR), Calibration)
 
 
-@pytest.mark.parametrize("num_sources", [60])
-def test_many_sources_share_bits(num_sources):
-    calibration = NativeCalibration()
-    trie = calibration.trie(0)
+def test_many_sources_share_bits():
+    num_sources, trie = 60, NativeCalibration().trie(0)
     for k in range(num_sources):
         trie.merge([Candidate(k, 0, 0.5, f"source {k}")])
-    names = [names for names in trie.draft(range(1, num_sources + 1)).sources]
+    names = trie.draft(range(1, num_sources + 1)).sources
     assert [each[0] for each in names] == [f"source {k}" for k in range(num_sources)]
 
 

@@ -15,7 +15,7 @@ from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.speculator import UserSource
 from specserve.text.tokenizer import load_tokenizer
 from specserve_drafters.base import SourceRequest
-from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.native import ngram_source
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.suffix import SuffixSource
@@ -184,7 +184,7 @@ def test_text_is_the_targets_own_with_a_head_next_to_others(
 
 
 @pytest.mark.parametrize("is_random", [False, True])
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(script=st.sampled_from(SCRIPTS), seed=st.integers(0, 10**6), **scenarios)
 def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     pair, is_random, script, seed, scenario, events, **limits
@@ -316,7 +316,7 @@ def test_the_runs_above_met_what_is_hard():
         "recycled",
         "proposed by the head",
     ):
-        assert SEEN[what] >= 20, (what, SEEN)
+        assert SEEN[what] >= 50, (what, SEEN)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -541,3 +541,17 @@ def test_who_is_due_first_is_admitted_every_other_time():
         line.num_left = 0
     s.plan()
     assert sorted(ids(s.running)) == [0, 4, 5], "the target of request 3 is missed already"
+
+
+def test_few_rows_with_a_prompts_among_them_teach_no_costs():
+    """Of a prompt's rows no logits are read, so they cost less than draft tokens."""
+    s = scheduler(max_batched_tokens=256)
+    s.add(request(s, 0, 40))
+    s.plan()
+    s.timed(40, 1.0)
+    assert s.step.prompt_rows == 40 and not s.costs.has_steps
+    other = scheduler(max_batched_tokens=256)
+    other.add(request(other, 0, 200))
+    other.plan()
+    other.timed(200, 1.0)
+    assert other.costs.has_steps, "rows of a large prompt do"

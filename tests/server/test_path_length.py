@@ -10,7 +10,7 @@ from tests.engine.clock import Clock
 from tests.server.asking import CHAT, chat_body
 from tests.server.in_process import server_threads
 
-MOST = 36
+MOST = 34
 PACKAGES = specserve, specserve_drafters, specserve_kernels
 FOLDERS = tuple(f"{Path(p.__file__).parent}/" for p in PACKAGES)
 

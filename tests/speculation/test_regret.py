@@ -158,3 +158,30 @@ def test_estimates_that_save_nothing_are_soon_rare(clock):
     world = World(linear, lookup=always(0.05), noise=0.0)
     without = seconds(world, clock)
     assert seconds(world, clock, Oracle(clock)) < 1.02 * without, "a tenth in every eighth step"
+
+
+def test_other_load_changes_no_plan(clock):
+    """A neighbor takes half of the machine for a while."""
+    busy = [1.0]
+    world = World(lambda rows, context: busy[0] * stairs(rows, context), lookup=always(0.8))
+    engine, rates = Engine(world, clock).with_auto(), []
+    for load, settles in ((1.0, 300), (2.0, 100), (1.0, 20)):
+        busy[0] = load
+        for _ in range(settles):
+            engine.step()
+        start, tokens = clock.now, engine.num_tokens
+        for _ in range(500):
+            engine.step()
+        rates.append((engine.num_tokens - tokens) / (clock.now - start))
+    quiet, loaded, after = rates
+    assert loaded == pytest.approx(quiet / 2, rel=0.1)
+    assert after == pytest.approx(quiet, rel=0.1)
+
+
+def test_few_draft_tokens_are_verified_where_every_row_reads_more_experts(clock):
+    engine, sizes = Engine(World(experts, lookup=always(0.8)), clock).with_auto(), []
+    for _ in range(600):
+        engine.step()
+        plan = engine.speculator.plan
+        sizes += [plan.rows - 1] if plan is not None and engine.num_steps > 300 else []
+    assert sum(1 <= size <= 3 for size in sizes) > 0.8 * len(sizes) > 0

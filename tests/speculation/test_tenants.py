@@ -10,7 +10,7 @@ from specserve.speculation import verify
 from specserve_bench.figures.merged import RowCosts
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
-from specserve_drafters.native_lookup import ngram_source
+from specserve_drafters.native import ngram_source
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
 from specserve_drafters.tenants import PerTenantSource
@@ -21,7 +21,7 @@ from tests.engine.engines import Case, engine_for, load_small, plain, planned
 PROMPT = [5, 17, 42, 5, 17, 99, 3]
 GREEDY = Sampling(max_tokens=80, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 STEP = 1.0  # seconds, to which each row adds a tenth
-TAKES = {"prediction": 1.5 * STEP, "ngram": 0.2 * STEP, "known": 0.2 * STEP}  # of asking
+TAKES = {"prediction": 1.5 * STEP, "ngram": 0.05 * STEP, "known": 0.2 * STEP}  # of asking
 TAKES["recycle"] = 0.2 * STEP
 
 
@@ -128,7 +128,7 @@ def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monk
     asked = {"cache_salt": "b", "prediction": edited(text, 12)}
     draft = None if names else target
     alone = steps_of(engine_of(target, clock, text, draft, names), **asked)
-    assert sum(accepted for _, accepted, _ in alone) > 0
+    assert sum(accepted for _, accepted, _ in alone) > 2
     for other in ({"cache_salt": "a"}, {"tenant": 1, "cache_salt": "b"}):
         engine = engine_of(target, clock, text, draft, names)
         for wrong in others(target):

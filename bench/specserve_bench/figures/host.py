@@ -25,7 +25,7 @@ from specserve_bench.figures.steps import plain_sampling
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table
 from specserve_bench.workloads import source_tokens
-from specserve_drafters.native_trie import NativeTrie
+from specserve_drafters.native import NativeTrie
 
 SHARED, OWN, NEW_TOKENS = 1000, 24, 150  # tokens of a prompt: the same in all, and its own
 ROUNDS = 3

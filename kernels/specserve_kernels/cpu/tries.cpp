@@ -1,5 +1,5 @@
-// Trie, scoring and selection of specserve_drafters/trie.py and calibration.py. Those files define
-// and explain the computation. Tests compare their classes with this code, bit by bit.
+// Trie, scoring and selection of specserve_drafters/trie.py, which defines and explains the
+// computation. Tests compare its classes with this code, bit by bit.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -170,9 +170,9 @@ class Trie {
   }
 
   int64_t branch(int node, int source, int64_t n, const int32_t* new_tokens, const double* scores,
-                 double* before) {
+                 int64_t room, double* before) {
     int64_t num_before = 0;
-    for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling)
+    for (int c = links[node].first_child; c != NONE && num_before < room; c = links[c].next_sibling)
       before[num_before++] = values[c];
     for (int64_t k = 0; k < n; k++) {
       Score score = own.weigh(source, scores[k], depths[node] + 1);
@@ -453,11 +453,6 @@ extern "C" void specserve_read_bins(const Calibration* calibration, int64_t sour
   }
 }
 
-extern "C" double specserve_gain(const Calibration* calibration, uint64_t bits) {
-  auto known = calibration->worth.find(bits);
-  return known == calibration->worth.end() ? calibration->settings.worth : known->second;
-}
-
 extern "C" Calibrators* specserve_calibrators(Calibration* calibration) {
   return new Calibrators(*calibration);
 }
@@ -499,10 +494,11 @@ extern "C" void specserve_merge(Trie* trie, int64_t source, int64_t n, const int
   trie->merge(int(source), n, tokens, parents, p, expanded, int(below), nodes);
 }
 
-// Return the number of values in `before`, which has room for every child.
+// Return the number of values in `before`, as many as there is room for.
 extern "C" int64_t specserve_branch(Trie* trie, int64_t node, int64_t source, int64_t n,
-                                    const int32_t* tokens, const double* p, double* before) {
-  return trie->branch(int(node), int(source), n, tokens, p, before);
+                                    const int32_t* tokens, const double* p, int64_t room,
+                                    double* before) {
+  return trie->branch(int(node), int(source), n, tokens, p, room, before);
 }
 
 extern "C" void specserve_number_node(Trie* trie, int64_t node, int64_t number) {

@@ -1,5 +1,7 @@
-"""Tries, scores and selections in C++, or in Python if the machine cannot compile them; both give
-equal results.
+"""The n-gram source, tries, scores and selections in C++.
+
+`lookup.py` and `trie.py` have the same in Python. They define the results, and serve machines that
+cannot compile.
 """
 
 import threading
@@ -8,30 +10,92 @@ from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import byref
 from math import nan
-from typing import Any
+from typing import Any, ClassVar
 
-from specserve_drafters import trie
-from specserve_drafters.candidates import ROOT, Candidate, CandidateColumns, Draft, Rules
+from specserve_drafters import lookup, trie
+from specserve_drafters.base import DraftRequest, DraftSource
+from specserve_drafters.candidates import (
+    MAX_NODES,
+    ROOT,
+    Candidate,
+    CandidateColumns,
+    ChosenDraft,
+    Draft,
+    Rules,
+    Selection,
+)
+from specserve_drafters.tenants import PerTenantSource
 from specserve_drafters.trie import (
     CHILDREN_BY,
     NUM_BINS,
     AcceptancePrior,
     BaseTrie,
     BinCounts,
-    Calibration,
-    ChosenDraft,
-    Selection,
 )
 
 
-def make_calibration(prior: AcceptancePrior | None = None) -> "Calibration | NativeCalibration":
-    """Return a calibration whose tries are in C++, if the machine can compile them."""
+def ngram_sources() -> PerTenantSource:
+    """Return the n-gram source of `auto`, whose statistics are kept per tenant scope."""
+    return PerTenantSource(ngram_source, lookup.NgramSource.name)
+
+
+def ngram_source() -> DraftSource:
     from specserve_kernels.cpu import BuildError
 
     try:
-        return NativeCalibration(prior)
+        return NativeSource()
     except BuildError:
-        return Calibration(prior)
+        return lookup.NgramSource()
+
+
+class NativeSource(DraftSource):
+    """`lookup.NgramSource` in C++."""
+
+    name = lookup.NgramSource.name
+    is_estimating: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        # A process that only checks a drafter's name and options needs no kernels.
+        from specserve_kernels.cpu.drafting import NgramSettings, ngram_functions
+
+        settings = NgramSettings(
+            lookup.MAX_TOKENS,
+            lookup.AT_ONCE,
+            lookup.LEAST_SIZE,
+            lookup.MAX_MATCHES,
+            lookup.MAX_VISITS,
+            lookup.ENOUGH,
+            lookup.SUM_EVERY,
+            lookup.MIX,
+            lookup.PRIOR,
+            lookup.MEMORY,
+            tuple(lookup.LIKELY),
+            tuple(lookup.SURE),
+        )
+        self.native = ngram_functions()
+        self.source = self.native.new(byref(settings))
+        weakref.finalize(self, self.native.free, self.source)
+        room = 2 * MAX_NODES
+        self.tokens, self.parents = array("i", [0] * room), array("i", [0] * room)
+        self.scores = array("d", [0.0] * room)
+        self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
+
+    def expected_accepted(self, id: int, text: "array[int]") -> float:
+        return self.native.follow(self.source, id, *text.buffer_info())
+
+    def candidates(self, items: Sequence[DraftRequest]) -> list[CandidateColumns]:
+        return [self.look_up(item.id, item.known, item.limit) for item in items]
+
+    def look_up(self, id: int, text: "array[int]", limit: int) -> CandidateColumns:
+        assert 0 <= limit <= MAX_NODES, "the limit exceeds the buffers"
+        n = self.native.propose(self.source, id, *text.buffer_info(), limit, *self.out)
+        return CandidateColumns(self.tokens[:n], self.parents[:n], self.scores[:n], self.name)
+
+    def forget(self, id: int) -> None:
+        self.native.forget(self.source, id)
+
+    def reset(self) -> None:
+        self.native.reset(self.source)
 
 
 class NativeCalibration:
@@ -195,6 +259,7 @@ class NativeTrie(BaseTrie):
         if self.rules is not None or not isinstance(candidates, CandidateColumns):
             return super().merge(candidates, below)
         own, n, out = candidates, len(candidates), BUFFERS
+        assert n < ROOM, "the candidates exceed the buffers"
         each = own.tokens.buffer_info()[0], own.parents.buffer_info()[0], own.p.buffer_info()[0]
         number = self.calibration.number(own.source)
         self.native.merge(self.handle, number, n, *each, None, below, out.of_ints[0])
@@ -206,7 +271,7 @@ class NativeTrie(BaseTrie):
             tokens.append(token)
             p.append(score)
         number, out = self.calibration.number(source), BUFFERS
-        each = tokens.buffer_info()[0], p.buffer_info()[0], out.of_doubles
+        each = tokens.buffer_info()[0], p.buffer_info()[0], ROOM, out.of_doubles
         n = self.native.branch(self.handle, node, number, len(tokens), *each)
         return out.doubles[:n].tolist()
 
@@ -216,6 +281,7 @@ class NativeTrie(BaseTrie):
 
     def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
         number, which = self.calibration.number(CHILDREN_BY + source), array("i", nodes)
+        assert len(which) <= ROOM, "the nodes exceed the buffers"
         addresses, out = which.buffer_info()[0], BUFFERS
         self.native.reaches(self.handle, len(which), addresses, number, out.of_doubles)
         return out.doubles[: len(which)].tolist()
