@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, field
 
 from specserve_drafters.candidates import MAX_NODES, Candidate, Draft, Rules
-from specserve_drafters.trie import BaseTrie
+from specserve_drafters.trie import AcceptancePrior, BaseTrie, Calibration
 
 if TYPE_CHECKING:  # a process that only checks a drafter's name and options needs no torch
     from torch import Tensor
@@ -289,6 +289,18 @@ def make_source(name: str) -> DraftSource:
     module, _, attribute = SOURCES[name].partition(":")
     source: DraftSource = getattr(importlib.import_module(module), attribute)()
     return source
+
+
+def make_calibration(prior: AcceptancePrior | None = None) -> Calibration:
+    """Return a calibration whose tries are in C++, if the machine can compile them."""
+    from specserve_kernels.cpu import BuildError
+
+    native = importlib.import_module("specserve_drafters.native")
+    try:
+        calibration: Calibration = native.NativeCalibration(prior)
+    except BuildError:
+        return Calibration(prior)
+    return calibration
 
 
 class AutoOptions(Options, frozen=True):

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
 from operator import add, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -25,9 +25,6 @@ from specserve_drafters.candidates import (
     Rules,
     Selection,
 )
-
-if TYPE_CHECKING:
-    from specserve_drafters.native import NativeCalibration
 
 DROPPED = -1  # replaces the node of a candidate that the request's rules forbid
 CHILDREN_BY = "children by "  # prefix of a source's name, for the calibration of its children
@@ -251,17 +248,6 @@ class Calibration:
     def table(self) -> dict[str, list[dict[str, float]]]:
         """See `table`."""
         return table(self.counts())
-
-
-def make_calibration(prior: AcceptancePrior | None = None) -> "Calibration | NativeCalibration":
-    """Return a calibration whose tries are in C++, if the machine can compile them."""
-    from specserve_drafters.native import NativeCalibration
-    from specserve_kernels.cpu import BuildError
-
-    try:
-        return NativeCalibration(prior)
-    except BuildError:
-        return Calibration(prior)
 
 
 class BaseTrie:

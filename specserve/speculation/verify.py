@@ -28,8 +28,9 @@ from specserve.scheduling import Request, ScheduledRequest
 from specserve.scheduling.cost import Step, StepCosts
 from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
 from specserve_drafters import ROOT, Draft
+from specserve_drafters.base import make_calibration
 from specserve_drafters.tenants import TenantScope
-from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior, make_calibration
+from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior
 from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")

@@ -3,13 +3,12 @@
 import pytest
 
 from specserve_bench import priors
-from specserve_drafters.base import SOURCES
+from specserve_drafters.base import SOURCES, make_calibration
 from specserve_drafters.trie import (
     KNOWN_WEIGHT,
     NUM_BINS,
     BinCounts,
     Calibration,
-    make_calibration,
     shipped_prior,
 )
 

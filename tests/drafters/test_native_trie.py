@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.scheduling.planner import select
+from specserve_drafters.base import make_calibration
 from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, CandidateColumns
 from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import (
@@ -16,7 +17,6 @@ from specserve_drafters.trie import (
     BinCounts,
     Calibration,
     RequestCandidates,
-    make_calibration,
 )
 from specserve_kernels.cpu import BuildError, build
 from tests.drafters.test_grammar import Texts

@@ -93,7 +93,6 @@ OTHERS = {
         stairs, lookup=always(0.2), model=drifting(0.2, 0.85), level=level(0.1)
     ),
     "a noisy machine": World(linear, lookup=always(0.3), noise=0.2),
-    "a noisy machine, nothing right": World(flat, lookup=always(0.05), noise=0.2),
 }
 WORLDS = [
     *(pytest.param(world, id=name) for name, world in EVERY_DAY.items()),
