@@ -140,6 +140,7 @@ def measure(runner: Runner, pool: BlockPool, costs: StepCosts, config: Config, m
                 costs.observe(*columns, one)
             if seconds:
                 found[step.context].append(f"{step.words} {1e3 * median(seconds):.3g} ms")
+    costs.doubt()  # other load may have slowed these steps
     words = (f"after {context} tokens: {', '.join(some)}" for context, some in found.items())
     return "; ".join(words) or "not measured"
 

@@ -52,7 +52,8 @@ LEAST_SHARE = 0.05  # least share of a step's time due to its rows
 CHANGED = 0.02  # least relative change of an edge's estimate that recomputes all estimates
 STALE = 1024  # steps; an edge's few steps are dropped if none was measured for so long
 LATEST = 16  # number of plain steps of similar context whose median is reported
-# Ratio to stored costs, or its inverse; if all first steps exceed it, stored costs are dropped
+# Ratio to costs of an earlier start or of start-up, or its inverse; if all first steps exceed it,
+# these costs are dropped
 WRONG = 3.0
 
 
@@ -146,7 +147,7 @@ class RowBucket:
         self.latest: Cell | None = None  # the known cell with the latest step
         self.estimate = 0.0  # seconds of the rows only; 0 until it is known
         self.last = 0  # number of the step that was last added to `latest`
-        self.kept = 0.0  # the estimate that was stored by an earlier start
+        self.kept = 0.0  # the estimate of an earlier start, or of start-up
         self.unproven = 0  # number of further steps that must contradict `kept`
         self.fastest: float | None = None  # the result of `least`; None after a change
 
@@ -600,6 +601,10 @@ class StepCosts:
                     self.buckets[edge].begin_with(key_of(edge, sample), sample)
         self.fit()
         self.fill()
+        self.doubt()
+
+    def doubt(self) -> None:
+        """From now on, first steps that contradict the present estimates drop them."""
         for bucket in self.buckets.values():
             if bucket.estimate:
                 bucket.kept, bucket.unproven = bucket.estimate, KNOWN

@@ -9,7 +9,7 @@ from specserve.engine import build as build_module
 from specserve.engine import tuning
 from specserve.engine.build import build
 from specserve.engine.tuning import MeasuredStep
-from specserve.scheduling.cost import StepCosts
+from specserve.scheduling.cost import KNOWN, StepCosts
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 
@@ -72,6 +72,18 @@ def test_measured_steps_show_the_cost_of_rows_requests_and_context(started, monk
     ):
         found = costs.seconds(step.rows, step.context * step.requests, step.requests)
         assert found == pytest.approx(true_seconds(step), rel=0.1), step
+
+
+@pytest.mark.parametrize(("slower", "is_kept"), [(16.0, False), (1 / 16, False), (2.0, True)])
+def test_first_steps_that_contradict_the_measured_ones_drop_them(
+    started, monkeypatch, slower, is_kept
+):
+    """Other load may have slowed the measured steps, or slow the first steps of requests."""
+    monkeypatch.setattr(tuning, "measured", lambda step, *_: [1e-3 * (1 + step.rows / 8)] * 3)
+    costs = started("ngram").engine.scheduler.costs
+    for _ in range(KNOWN):
+        costs.observe(1, 128, 1, slower * costs.seconds(1, 128, 1))
+    assert costs.is_known(64) == is_kept
 
 
 def test_nothing_is_measured_without_drafting_and_after_the_time_limit(started, monkeypatch):
