@@ -15,7 +15,7 @@ from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.runner import Runner
-from specserve.engine.tuning import measure, model_key, tune
+from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
 from specserve.exchange.messages import SourceStats, Stats
 from specserve.exchange.phases import Phases
@@ -26,9 +26,9 @@ from specserve.models.end_tokens import find_end_tokens
 from specserve.models.selection import Drafters, check_drafter, context_length, resolve_model
 from specserve.models.source import open_source
 from specserve.scheduling import Scheduler
-from specserve.scheduling.cost import KeptCosts, StepCosts, costs_file
 from specserve.scheduling.scheduler import StepBudget, seconds
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource
 from specserve.speculation.head_model import HeadModel

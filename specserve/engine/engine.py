@@ -11,6 +11,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
+from specserve.engine.tuning import KeptCosts, PlainSteps
 from specserve.exchange.messages import (
     NOT_RESUMED,
     AdapterRef,
@@ -23,7 +24,6 @@ from specserve.exchange.messages import (
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import KeptCosts, PlainSteps
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
 from specserve.speculation.draft_model import DraftModel

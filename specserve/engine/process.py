@@ -22,7 +22,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
-from specserve.engine.tuning import tune
+from specserve.engine.tuning import KeptCosts, tune
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.messages import (
     AdapterLoaded,
@@ -46,7 +46,6 @@ from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
 from specserve.models.selection import check_drafter, resolve_drafters
 from specserve.process import keep_objects
-from specserve.scheduling.cost import KeptCosts
 from specserve.speculation.draft_model import DraftModel
 from specserve_drafters.base import EAGLE
 from specserve_kernels import is_out_of_memory

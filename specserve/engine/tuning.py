@@ -1,8 +1,11 @@
-"""At start-up: chooses the number of threads, runs all kernels once, and measures steps."""
+"""Choose the number of threads at start-up, run all kernels once, measure steps, and keep their
+costs.
+"""
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 import torch
@@ -13,12 +16,16 @@ from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.pool_plan import rows_of_steps
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
+from specserve.exchange.messages import PlainStep
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.draft_head import DraftHead
-from specserve.scheduling.cost import KNOWN, StepCosts
+from specserve.speculation.costs import KNOWN, KnownCosts, Step, StepCosts
 from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, SampleParams, Threads
+from specserve_kernels.cpu.compiler import cpu_name, source_hash
+from specserve_kernels.cpu.kept import keep, kept_file, read_kept
+from specserve_kernels.threads import topology
 
 CONTEXT = 256  # tokens before the rows of a step that runs at start-up
 MEASURING = 1.5  # most seconds of measuring a model's steps
@@ -172,3 +179,80 @@ def model_key(runner: Runner) -> str:
     """Return all values that the time of a step depends on, except the machine."""
     decoder, kv_dtype = runner.decoder, runner.kv.layers[0].k.dtype
     return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.forms} {decoder.config}"
+
+
+LATEST = 16  # number of plain steps of similar context whose median is reported
+
+
+class PlainSteps:
+    """Measured whole steps without drafting, grouped by context up to the next power of two."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, deque[tuple[int, float]]] = {}
+
+    def observe(self, step: Step, rows: int, seconds: float) -> None:
+        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
+        root.
+        """
+        if rows != 1 or step.num_roots != 1:
+            return
+        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
+        latest.append((step.context, seconds))
+
+    def reset(self) -> None:
+        self.steps = {}
+
+    @property
+    def state(self) -> list[PlainStep]:
+        """Return the medians by rising context."""
+        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
+        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
+
+
+EVERY = 60.0  # least seconds between two writes of the file while the engine runs
+FORMAT = "3"  # version of the file's format: change it with the meaning of its numbers
+
+
+class KeptCosts:
+    """The costs of a model's steps, and their file."""
+
+    def __init__(self, costs: StepCosts, file: Path | None) -> None:
+        """Start with the file's costs."""
+        self.costs, self.file, self.written_at = costs, file, float("-inf")
+        known = read_costs(file)
+        if known is not None:
+            costs.begin_with(known)
+
+    def keep(self) -> None:
+        """Write the file if the last write is at least EVERY seconds old. Do not call it within a
+        step.
+        """
+        if monotonic() - self.written_at > EVERY:
+            self.write()
+
+    def write(self) -> None:
+        keep_costs(self.file, self.costs)
+        self.written_at = monotonic()
+
+
+def costs_file(model: str, device: str, threads: str) -> Path | None:
+    """Return the file for a model's steps on this kind of machine. `model` identifies everything
+    that affects step times, `device` names the GPU.
+    """
+    cpu = cpu_name().decode(errors="replace")
+    build = VERSION, FORMAT, source_hash()
+    return kept_file("costs", *build, model, device, threads, str(topology()), cpu)
+
+
+def read_costs(file: Path | None) -> KnownCosts | None:
+    """Return the stored costs. None, with one warning, if the file is invalid; None if it is
+    absent.
+    """
+    return read_kept(file, KnownCosts)
+
+
+def keep_costs(file: Path | None, costs: StepCosts) -> None:
+    """Replace the file if any step was timed. It is slow: do not call it in every step."""
+    known = costs.known()
+    if file is not None and known.buckets:
+        keep(file, known)

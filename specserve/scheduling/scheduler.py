@@ -11,9 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.memory.blocks import BlockPool
-from specserve.scheduling.cost import FINE, Step, StepCosts
-from specserve.scheduling.planner import allowed_seconds, prompt_rows
 from specserve.scheduling.request import Request, ScheduledRequest
+from specserve.speculation.costs import FINE, Step, StepCosts
 
 
 class RunningCounts:
@@ -616,3 +615,36 @@ def step_of(scheduled: Sequence[ScheduledRequest]) -> Step:
         attended=sum(size * s.end for size, s in zip(sizes, scheduled, strict=True)),
         root_context=sum(roots),
     )
+
+
+# Largest reserve that a step may use, in times of the target: a gap of two targets is too long
+AHEAD = 0.5
+LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
+
+
+def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int, context: int = 0) -> int:
+    """Return the rows for waiting prompts next to the step's roots: the most that fit `allowed`.
+
+    `most` always limits the rows; without a root, nothing else does. `context` counts the tokens
+    before a prompt's rows.
+    """
+    most = min(waiting, most)
+    if not step.num_roots or most <= LEAST_CHUNK:
+        return most
+    found = min(LEAST_CHUNK, most)
+    ends = [edge - step.rows for edge in costs.edges if found < edge - step.rows < most]
+    for rows in (*ends, most):
+        if step.spent + costs.of(step.with_prompt(rows, context + rows)) > step.allowed:
+            break
+        found = rows
+    return found
+
+
+def allowed_seconds(target: float, since_first: float, num_output: int) -> float:
+    """Return how long a step may take so that a request's tokens stay `target` apart on average.
+
+    The request's lead may be spent, up to AHEAD of a target's time. A step may always take one
+    target.
+    """
+    ahead = target * num_output - since_first
+    return target + min(max(ahead, 0.0), AHEAD * target)

@@ -12,21 +12,14 @@ import msgspec
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import (
-    DraftDepthPolicy,
-    ExplorationBudget,
-    Plan,
-    Planner,
-    SavedShare,
-    tokens_behind,
-)
+from specserve.speculation.accounts import AcceptanceStats, SavedShare, SourceAccount
+from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
+from specserve.speculation.planner import DraftDepthPolicy, Plan, Planner, tokens_behind
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
 from specserve.speculation.verify import (
-    AcceptanceStats,
     AcceptedPath,
     DraftSources,
     SourceGroups,
@@ -37,7 +30,7 @@ from specserve.speculation.verify import (
 )
 from specserve_drafters import DraftRequest
 from specserve_drafters.base import DraftSource, SourceRequest
-from specserve_drafters.candidates import MAX_NODES
+from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
 from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates
@@ -47,17 +40,36 @@ COLD = 0.6  # time of drafting in every step, relative to drafting after a pause
 LATELY = 1 / 8  # weight of one step in the average number of a request's verified draft tokens
 
 
-class AskedSources(NamedTuple):
-    """Sources that are asked for a request in a step."""
+class AskedSource(NamedTuple):
+    """A source, or a model, that is asked for a request in a step."""
 
-    is_estimated: bool  # estimating sources are asked
-    benefit: SavedShare | None  # savings of the other sources; None: they are not asked
-    level_benefits: dict[str, SavedShare]  # savings of the models that are asked, by source
+    share: SavedShare
+    is_trial: bool
+    promised: float = 0.0  # seconds that it expects to save, if it estimates
 
-    @property
-    def is_any(self) -> bool:
-        """Return whether any source is asked, models aside."""
-        return self.is_estimated or self.benefit is not None
+
+class ServedRequest:
+    """A running request: the sources that serve it, each with the account of its scope."""
+
+    def __init__(self, request: Request, acceptance: AcceptanceStats) -> None:
+        self.request = request
+        self.begun: list[DraftSource] = []  # sources that know the request
+        self.asked: list[DraftSource] = []  # those that it allows
+        self.models: list[str] = []  # models that it allows
+        self.lately = 0.0  # draft tokens verified per step
+        self.bind(acceptance)
+
+    def add(self, source: DraftSource) -> None:
+        self.begun.append(source)
+        if self.request.sampling.speculation.allows(source.name):
+            self.asked.append(source)
+        self.bind(self.acceptance)
+
+    def bind(self, acceptance: AcceptanceStats) -> None:
+        """Use these statistics of its scope."""
+        self.acceptance, account = acceptance, acceptance.account
+        self.sources = [(source, source.name, account(source.name)) for source in self.asked]
+        self.model_accounts = [(name, account(name)) for name in self.models]
 
 
 class RequestDraft(msgspec.Struct, eq=False):
@@ -66,28 +78,35 @@ class RequestDraft(msgspec.Struct, eq=False):
     scheduled: ScheduledRequest
     item: DraftRequest
     ask: RequestCandidates
-    acceptance: AcceptanceStats  # statistics of the request's tenant scope
-    proposed: dict[str, int]  # number of candidates by source
-    asked: AskedSources
+    served: ServedRequest
+    asked: dict[str, AskedSource]
+    proposed: dict[str, int] = {}  # number of candidates by source
     nodes: list[int] = []
     sources: list[tuple[str, ...]] = []  # of the nodes
     tried: set[str] = set()  # models that were run for it as a trial
-    # Seconds saved by draft tokens; tokens that only models proposed are left out.
-    saved: float | None = None
-    # Seconds saved by draft tokens that only models proposed, by model.
-    saved_by: dict[str, float] = {}
+    taken: dict[str, float] = {}  # seconds of asking, by source
+    # Seconds saved by draft tokens, less those of their rows, by the source that proposed first.
+    credit: dict[str, float] = {}
     saved_of: dict[str, float] = {}  # seconds saved by all draft tokens of a source
+    # Seconds that a verified first token saves, by source on trial that had it.
+    might_save: dict[str, float] = {}
 
     @property
     def trie(self) -> BaseTrie:
         return self.ask.trie
 
     @property
+    def acceptance(self) -> AcceptanceStats:
+        return self.served.acceptance
+
+    @property
     def priority(self) -> int:
         return self.scheduled.request.sampling.priority
 
-    def may_ask(self, source: str) -> bool:
-        return self.scheduled.request.sampling.speculation.allows(source)
+    def saved_by(self, name: str) -> float:
+        """Return the seconds that a source has saved, or might have saved in a trial."""
+        credit = self.credit.get(name, 0.0)
+        return max(credit, self.might_save.get(name, credit))
 
 
 class ModelDraft(NamedTuple):
@@ -108,7 +127,9 @@ class ModelDraft(NamedTuple):
 
 
 class AdaptiveSpeculator:
-    """Asks all sources, and lets the planner choose the nodes to verify."""
+    """Asks the sources that pay, and lets the planner choose the nodes to verify."""
+
+    asks_always = False  # see `learn_anew`
 
     def __init__(
         self,
@@ -133,27 +154,25 @@ class AdaptiveSpeculator:
             self.models.append(draft_model)
         self.spec_stats = SpecDecodeStats(self.names, stats)
         self.planner = Planner(scheduler.costs)
-        self.prior = prior or {}
-        self.acceptance = PerTenant(partial(AcceptanceStats, self.prior))
-        self.asks_always = False  # see `learn_anew`
-        self.lately: dict[int, float] = {}  # draft tokens verified per step, by request
-        self.estimating = [source for source in sources if source.is_estimating]
         self.constrained = [source for source in sources if source.needs_rules]
         self.extending = [source for source in sources if source.extends_paths]
         self.observing = [source for source in sources if source.learns_drafts]
-        self.serving: dict[int, list[DraftSource]] = {}  # the sources that serve a request
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
-        self.estimating_names = {source.name for source in self.estimating}
-        self.has_other_sources = len(self.estimating) < len(sources)
+        self.estimating_names = {source.name for source in sources if source.is_estimating}
+        self.model_names = {source.name for source in model_sources}
+        self.make_stats = partial(
+            AcceptanceStats, num_sources=len(self.names), estimating=self.estimating_names
+        )
+        self.acceptance = PerTenant(partial(self.make_stats, prior))
+        self.served: dict[int, ServedRequest] = {}  # by request
         # State of the current step:
+        self.number = 0
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
-        # Statistics of the only tenant scope in the step; None if there are several.
-        self.alone: AcceptanceStats | None = None
+        self.scopes: list[AcceptanceStats] = []  # of its roots
         self.roots: dict[int, RequestDraft] = {}  # by request
-        # Seconds that estimating sources expect to save, by request and source.
-        self.expected_seconds: dict[int, dict[str, float]] = {}
-        self.saved_per_draft_token = self.row_seconds = 0.0  # seconds
+        self.part = 0.0  # seconds that an accepted draft token saves, expected
+        self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
         self.asking = 0.0  # seconds of the sources, models aside
@@ -165,108 +184,100 @@ class AdaptiveSpeculator:
         model's.
         """
         before.settle()
-        self.planner, self.acceptance, self.lately = (
-            before.planner,
-            before.acceptance,
-            before.lately,
-        )
-        self.acceptance.make = partial(AcceptanceStats, self.prior)
-        # Running requests begin again, but their grammars do not.
-        self.serving = {
-            id: [source for source in serving if source in self.sources]
-            for id, serving in before.serving.items()
-        }
+        make = self.acceptance.make
+        self.planner, self.acceptance = before.planner, before.acceptance
+        self.acceptance.make = make
+        self.served = before.served  # running requests begin again, but their grammars do not
         if self.draft_model is not before.draft_model:
             for acceptance in self.acceptance.every:
                 acceptance.forget_model("model")
 
+    @property
+    def alone(self) -> AcceptanceStats | None:
+        """Return the statistics of the only tenant scope in the step; None if there are several."""
+        return self.scopes[0] if len(self.scopes) == 1 else None
+
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         asked_before = bool(self.roots)
-        if asked_before:
-            self.settle()
-        self.plan = None
-        self.next_step(scheduled)
-        for source in self.constrained:
-            self.constrain(source, scheduled)
-        part, self.expected_seconds = self.part(self.scheduler.step), {}
-        due = [(s, self.asked(s.request, part)) for s in scheduled if s.draft_limit]
-        due = [(s, asked) for s, asked in due if any(asked)]
+        self.settle()
+        self.plan, self.step = None, self.scheduler.step
+        due = self.due([s for s in scheduled if s.is_root])
         for model in self.models if due or asked_before else ():
-            model.lend([s.request for s, _ in due])
+            model.lend([item.request for item, _, _ in due])
         if not due:
             return
         start = perf_counter()
-        self.step = self.scheduler.step
-        self.roots = {s.request.id: self.root(s, asked, len(due)) for s, asked in due}
-        for acceptance in {root.acceptance for root in self.roots.values()}:
-            acceptance.passed = acceptance.benefits.passed()
+        self.roots = {each[0].request.id: self.root(*each, len(due)) for each in due}
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - sum(g.catching_up for g in self.model_sources)
 
-    def next_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        each = [(self.acceptance_of(s.request), s.is_root) for s in scheduled]
-        scopes = {acceptance for acceptance, _ in each}
-        self.alone = next(iter(scopes)) if len(scopes) == 1 else None
-        for acceptance in scopes:
-            acceptance.next_step()
-        for acceptance, is_root in each:
-            acceptance.num_roots += is_root
-
-    def constrain(self, source: DraftSource, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Give a source the grammars of the requests that allow it; it serves these requests."""
-        for request in (item.request for item in scheduled):
-            grammar = request.grammar
-            if grammar is not None and request.sampling.speculation.allows(source.name):
-                source.constrain(request.id, grammar)
-                serving = self.serving.setdefault(request.id, [])
-                if source not in serving:
-                    serving.append(source)
-
-    def serves(self, source: DraftSource, root: "RequestDraft") -> bool:
-        return source in self.serving.get(root.item.id, ())
-
-    def acceptance_of(self, request: Request) -> AcceptanceStats:
-        if request.id not in self.acceptance.requests:
-            self.acceptance.begin(request.id, scope_of(request))
-        return self.acceptance.of(request.id)
-
-    def part(self, step: Step) -> float:
-        """Return a request's part of a step's seconds: the time that an accepted draft token
-        saves.
+    def due(
+        self, roots: Sequence[ScheduledRequest]
+    ) -> list[tuple[ScheduledRequest, ServedRequest, dict[str, AskedSource]]]:
+        """Begin a step of the roots' scopes; return the roots for which sources are asked, with
+        these sources.
         """
-        return self.planner.costs.of(step) / max(step.num_roots, 1)
+        self.number, self.scopes, found = self.number + 1, [], []
+        self.part = self.planner.costs.of(self.step.without_prompts) / max(self.step.num_roots, 1)
+        for item in roots:
+            served = self.served[item.request.id]
+            acceptance = served.acceptance
+            if acceptance.number != self.number:
+                acceptance.next_step(self.number)
+                self.scopes.append(acceptance)
+            acceptance.num_roots += 1
+            if item.request.grammar is not None:
+                self.constrain(served, item.request.grammar)
+            if item.draft_limit and (asked := self.asked(served)):
+                found.append((item, served, asked))
+        return found
 
-    def asked(self, request: Request, part: float) -> AskedSources:
-        """Choose the sources to ask. `part` is the time in seconds that an accepted draft token
-        saves.
+    def constrain(self, served: ServedRequest, grammar: Rules) -> None:
+        """Give sources the grammar of a request; they serve it from now on."""
+        for source in self.constrained:
+            source.constrain(served.request.id, grammar)
+            if source not in served.begun:
+                served.add(source)
+
+    def asked(self, served: ServedRequest) -> dict[str, AskedSource]:
+        """Choose the sources and models to ask for a request.
+
+        A source that estimates is asked if it promises to save more than it takes, and if one of
+        them promises more than planning takes. Others are asked if they have saved time. All are
+        asked as a trial if that is due.
         """
-        id, allows = request.id, request.sampling.speculation.allows
-        is_estimated, acceptance = self.is_worthwhile(request, part), self.acceptance_of(request)
-        is_asked = self.has_other_sources and acceptance.benefits.is_due(id)
-        benefit = acceptance.benefits.of(id) if is_asked else None
-        growing = self.model_sources if request.num_output > 0 else ()
-        benefits = {g.name: acceptance.level_benefits[g.name] for g in growing if allows(g.name)}
-        return AskedSources(
-            is_estimated,
-            benefit,
-            {name: each.of(id) for name, each in benefits.items() if each.is_due(id)},
-        )
+        id, text = served.request.id, served.request.token_ids
+        asked, unsure, best = dict[str, AskedSource](), dict[str, AskedSource](), 0.0
+        for source, name, account in served.sources:
+            if name not in self.estimating_names:
+                self.ask_by_share(asked, id, name, account)
+            elif account.is_due or self.asks_always:
+                start = perf_counter()
+                promised = self.part * source.expected_accepted(id, text)
+                account.is_estimated = True
+                account.spent += perf_counter() - start
+                net = account.trust.value * promised - account.seconds
+                if net > 0:
+                    best = max(best, net)
+                    unsure[name] = AskedSource(account.all, False, promised)
+                elif self.asks_always or (promised > 0 and account.is_exploring):
+                    asked[name] = AskedSource(account.all, True, promised)
+        if asked or self.asks_always or best > served.acceptance.planning:
+            asked |= unsure
+        else:  # planning would take more time than it saves, but only planning shows that
+            accounts = served.acceptance.accounts
+            due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
+            asked |= {name: one._replace(is_trial=True) for name, one in due.items()}
+        for name, account in served.model_accounts if served.request.num_output > 0 else ():
+            self.ask_by_share(asked, id, name, account)
+        return asked
 
-    def is_worthwhile(self, request: Request, part: float) -> bool:
-        """Return whether the expected accepted tokens save more time than planning takes."""
-        id, text, allows = request.id, request.token_ids, request.sampling.speculation.allows
-        acceptance, saved, before = self.acceptance_of(request), dict[str, float](), 0.0
-        for source in self.serving.get(id, ()):
-            name = source.name
-            if not source.is_estimating or not allows(name):
-                continue
-            if not (self.asks_always or acceptance.may_estimate(name)):
-                continue
-            before = before or perf_counter()
-            saved[name] = part * source.expected_accepted(id, text)
-            acceptance.estimating[name] += -before + (before := perf_counter())
-        self.expected_seconds[id] = saved
-        return self.asks_always or acceptance.is_worthwhile(saved)
+    def ask_by_share(
+        self, asked: dict[str, AskedSource], id: int, name: str, account: SourceAccount
+    ) -> None:
+        share = account.of(id)
+        if share.pays or account.is_exploring:
+            asked[name] = AskedSource(share, not share.pays)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
@@ -276,11 +287,7 @@ class AdaptiveSpeculator:
             model_source.begin()
         try:
             for source in self.sources:
-                asked = [root for root in roots if root.asked.benefit is not None]
-                if source in self.estimating:
-                    asked = [root for root in roots if root.asked.is_any]
-                asked = [root for root in asked if self.serves(source, root)]
-                self.ask(source, [root for root in asked if root.may_ask(source.name)])
+                self.ask(source, [root for root in roots if source.name in root.asked])
             self.extend(roots)
             growing = self.grow(roots)
         finally:
@@ -294,110 +301,101 @@ class AdaptiveSpeculator:
             self.alone.last = self.plan, self.step
 
     def settle(self) -> None:
-        """Update the statistics of sources and planning after a step with drafts."""
-        roots = [*self.roots.values()]
-        by_scope = dict[AcceptanceStats, list[RequestDraft]]()
-        for root in roots:
-            by_scope.setdefault(root.acceptance, []).append(root)
-        for acceptance in by_scope:
-            acceptance.settle()
-        if self.plan is not None and self.saved_per_draft_token:
-            num_asked = sum(root.asked.is_any for root in roots)
+        """Update the accounts of sources after a step."""
+        roots, self.roots = [*self.roots.values()], {}
+        if roots and self.plan is not None and self.saved_per_draft_token:
+            self.part = self.saved_per_draft_token
             growing = sum(model_source.seconds for model_source in self.model_sources)
-            planning = (self.making - growing) / max(num_asked, 1)
-            if num_asked and not any(root.asked.benefit for root in roots):
-                self.note_estimates(roots)
-                for acceptance in by_scope:
-                    acceptance.note_planning(planning - self.asking / num_asked)
-            for acceptance, own in by_scope.items():
-                others = [(r.asked.benefit, r.saved) for r in own if r.asked.benefit]
-                self.benefit(acceptance.benefits, acceptance.num_roots, others, planning, 0.0)
-            # Seconds that only levels have caused.
-            extra_seconds = 0.0 if num_asked else self.making - growing
-            asked = [
-                g
-                for g in self.model_sources
-                if any(g.name in r.asked.level_benefits for r in roots)
-            ]
-            for model_source in asked:
-                self.turn_levels(model_source, roots, extra_seconds / len(asked))
-        self.roots = {}
+            planning = (self.making - growing - self.asking) / len(roots)
+            for acceptance in self.scopes:
+                own = [root for root in roots if root.acceptance is acceptance]
+                if own:
+                    self.settle_scope(acceptance, own, planning)
+            for model_source in self.model_sources:
+                self.settle_model(model_source, roots, planning)
+        for acceptance in self.scopes:
+            for account in acceptance.accounts.values():
+                account.settle(self.part * acceptance.num_roots)
 
-    def turn_levels(
-        self, model_source: DraftModelSource, roots: Sequence[RequestDraft], extra_seconds: float
+    def settle_scope(
+        self, acceptance: AcceptanceStats, roots: Sequence[RequestDraft], planning: float
     ) -> None:
-        """Note the share of the step's time that a model's levels have saved. `extra_seconds` is
-        overhead that only levels have caused.
+        """Count what sources took and saved of a scope's roots. The sources that are asked share
+        the seconds of planning.
         """
-        name = model_source.name
-        # Levels for a single request, as a trial, take about as long as levels for all requests.
-        # They show nothing about the others, so the request is charged its part of a run for all.
-        request_tries = [root for root in roots if name in root.asked.level_benefits]
-        run = (
-            [root for root in request_tries if name in root.tried]
-            if model_source.is_trial_alone
-            else request_tries
-        )
-        seconds = model_source.seconds + extra_seconds
-        level = seconds / len(request_tries)
-        lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1)
-        by_scope = dict[AcceptanceStats, list[tuple[SavedShare | None, float | None]]]()
-        for root in run:
-            outcome = root.asked.level_benefits[name], root.saved_by.get(name)
-            by_scope.setdefault(root.acceptance, []).append(outcome)
-        for acceptance, own in by_scope.items():
-            self.benefit(acceptance.level_benefits[name], acceptance.num_roots, own, level, lost)
-
-    def note_estimates(self, roots: Sequence[RequestDraft]) -> None:
-        """Learn the accuracy of estimates from a step that asked only estimating sources."""
+        outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
         for root in roots:
-            expected = self.expected_seconds.get(root.item.id, {})
-            for name, seconds in expected.items() if root.asked.is_estimated else ():
-                if seconds > 0:
-                    root.acceptance.note_share(name, root.saved_of.get(name, 0.0) / seconds)
+            each = planning / len(root.asked)
+            for name in {*root.asked, *root.taken} - self.model_names:
+                account, asked = acceptance.account(name), root.asked.get(name)
+                taken = root.taken.get(name, 0.0) + (0.0 if asked is None else each)
+                is_trial = asked is not None and asked.is_trial
+                if name in self.estimating_names:
+                    account.spent += taken
+                    account.saved += root.saved_by(name)
+                    account.is_tried |= is_trial
+                    if asked is not None and asked.promised:
+                        account.promised += asked.promised
+                        account.kept += root.saved_of.get(name, 0.0)
+                elif asked is not None:
+                    net = (root.saved_by(name) - taken * (COLD if is_trial else 1.0)) / self.part
+                    outcomes.setdefault(name, []).append((asked.share, net, is_trial))
+            if self.model_names.isdisjoint(root.asked):
+                acceptance.note_planning(planning)
+        for name, own in outcomes.items():
+            acceptance.account(name).add(own, acceptance.num_roots)
 
-    def benefit(
-        self,
-        benefits: ExplorationBudget,
-        num_roots: int,
-        asked: Sequence[tuple[SavedShare | None, float | None]],
-        taken: float,
-        lost: float,
+    def settle_model(
+        self, model_source: DraftModelSource, roots: Sequence[RequestDraft], planning: float
     ) -> None:
-        """Note the share that draft tokens have saved of each request's part of the step's time.
-        `num_roots` counts the scope's roots. Drafting took `taken` seconds per request, and the
-        step lost further `lost` seconds per request.
-        """
+        """Note the share of the step's time that a model's levels have saved."""
+        name, part = model_source.name, self.part
+        asked = [root for root in roots if name in root.asked]
         if not asked:
             return
-        part = self.saved_per_draft_token
-        saved, more = list[tuple[SavedShare, float]](), lost * len(asked) / part
-        for benefit, gained in asked:
-            assert benefit is not None, "a request that was asked has a turn"
-            usual = taken if benefit.pays else COLD * taken
-            more += (taken - usual) / part
-            if gained is None:
-                more += usual / part
-            else:
-                saved.append((benefit, (gained - usual) / part))
-        benefits.add(saved, num_roots, more)
+        # Levels for a single request, as a trial, take about as long as levels for all requests.
+        # They show nothing about the others, so the request is charged its part of a run for all.
+        run = asked
+        if model_source.is_trial_alone:
+            run = [root for root in asked if name in root.tried]
+        seconds = model_source.seconds + sum(planning / len(root.asked) for root in asked)
+        level = seconds / len(asked)
+        lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1)
+        for acceptance in self.scopes:
+            own = [root for root in run if root.acceptance is acceptance]
+            outcomes, more = list[tuple[SavedShare, float, bool]](), lost * len(own) / part
+            account = acceptance.account(name)
+            for root in own:
+                share, is_trial, _ = root.asked[name]
+                usual = COLD * level if is_trial else level
+                more += (level - usual) / part
+                if model_source.model.is_catching_up(root.scheduled):
+                    more += usual / part
+                    continue
+                is_tried = is_trial or name in root.tried
+                outcomes.append((share, (root.saved_by(name) - usual) / part, is_tried))
+            if own:
+                account.add(outcomes, acceptance.num_roots, more)
 
     def root(
-        self, scheduled: ScheduledRequest, asked: AskedSources, num_roots: int
+        self,
+        scheduled: ScheduledRequest,
+        served: ServedRequest,
+        asked: dict[str, AskedSource],
+        num_roots: int,
     ) -> RequestDraft:
         """Create the draft of a root. Sources are asked for about twice the draft tokens that were
         lately verified, or for the request's share of LEAST_ASKED if that is more.
         """
         request = scheduled.request
-        lately = 2 + 2 * int(self.lately.get(request.id, 0.0))
+        lately = 2 + 2 * int(served.lately)
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
-        acceptance = self.acceptance_of(request)
         num_ids = None if self.draft_model is None else self.draft_model.num_ids
-        trie = acceptance.calibration.trie(request.id, request.grammar, num_ids)
+        trie = served.acceptance.calibration.trie(request.id, request.grammar, num_ids)
         ask = RequestCandidates(trie, scheduled.draft_limit, max_depth=depth)
         item = scheduled.draft_item(limit)
-        return RequestDraft(scheduled, item, ask, acceptance, {}, asked)
+        return RequestDraft(scheduled, item, ask, served, asked)
 
     def note_targets(self, roots: Sequence[RequestDraft]) -> None:
         """Set how far requests are behind their targets. Only the most urgent priority with late
@@ -416,11 +414,10 @@ class AdaptiveSpeculator:
                 root.ask.behind = 0.0
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
-        """Add a source's candidates. Skip roots if the source takes more time than it saves."""
-        name, start = source.name, perf_counter()
-        roots = self.in_time(name, roots)
+        """Add a source's candidates."""
         if not roots:
             return
+        name, start = source.name, perf_counter()
         try:
             found = source.candidates([root.item for root in roots])
             for root, candidates in zip(roots, found, strict=True):
@@ -430,12 +427,14 @@ class AdaptiveSpeculator:
             raise
         except BaseException:  # user code may fail, and its errors must not change any text
             self.spec_stats.failed(name)
-        self.took(name, perf_counter() - start, roots)
+        each = self.took(name, perf_counter() - start, roots)
+        for acceptance in {root.acceptance for root in roots}:
+            acceptance.account(name).took(each)
 
     def extend(self, roots: Sequence[RequestDraft]) -> None:
         """Let sources continue paths, such as with forced tokens."""
         for source in self.extending:
-            own = [root for root in roots if self.serves(source, root)]
+            own = [root for root in roots if source in root.served.asked]
             if not own:
                 continue
             start = perf_counter()
@@ -446,41 +445,26 @@ class AdaptiveSpeculator:
                 self.spec_stats.failed(source.name)
             self.took(source.name, perf_counter() - start, own)
 
-    def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> None:
-        """Count the seconds of a source that was asked for these roots."""
+    def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> float:
+        """Count the seconds of a source for these roots; return those of each."""
         self.asking += seconds
         each = seconds / len(roots)
         for root in roots:
-            root.acceptance.taken[name] += each
-        for acceptance in {root.acceptance for root in roots}:
-            acceptance.paces[name].note_each(each)
+            root.taken[name] = root.taken.get(name, 0.0) + each
         self.spec_stats.took(name, seconds)
-
-    def in_time(self, name: str, roots: Sequence[RequestDraft]) -> list[RequestDraft]:
-        """Return the roots whose scopes save more time with a source than it takes, or try it."""
-        if self.asks_always:
-            return [*roots]
-        step = self.step
-        part = self.part(step)
-        scopes = {root.acceptance for root in roots}
-        asked = {
-            acceptance
-            for acceptance in scopes
-            if acceptance.may_ask(name, part * acceptance.num_roots)
-        }
-        return [root for root in roots if root.acceptance in asked]
+        return each
 
     def grow(self, roots: Sequence[RequestDraft]) -> float:
         """Run models one after the other while their levels are worth the time; return the seconds
         to charge to the step.
         """
-        asked = {name for root in roots for name in root.asked.level_benefits}
+        asked = {name for root in roots for name in self.model_names.intersection(root.asked)}
         if not asked:
             return 0.0
         asks = [root.ask for root in self.roots.values()]
         growth = self.planner.growth(asks, self.step, self.scheduler.draft_rows)
         growing = [self.growing(g, roots, growth) for g in self.model_sources if g.name in asked]
-        for one in in_order(growing, self.alone):
+        for one in in_order(growing, self.alone is not None):
             self.grow_by(*one)
         return growth.spent
 
@@ -491,7 +475,7 @@ class AdaptiveSpeculator:
         growth: DraftDepthPolicy,
     ) -> ModelDraft:
         name = model_source.name
-        own = [root for root in roots if name in root.asked.level_benefits]
+        own = [root for root in roots if name in root.asked]
         requests = [root.scheduled.request for root in own]
         acceptance = [root.acceptance for root in own]
         levels = DraftDepthController(
@@ -555,7 +539,7 @@ class AdaptiveSpeculator:
         for recycler in self.recyclers:
             name, start = recycler.source.name, perf_counter()
             try:
-                acceptance = [self.acceptance_of(s.request) for s in sampled]
+                acceptance = [self.acceptance.of(s.request.id) for s in sampled]
                 if not recycler.has_time(acceptance, self.verified):
                     continue
                 rows = accepted_rows(sampled, paths, acceptance)
@@ -577,21 +561,16 @@ class AdaptiveSpeculator:
         return counts
 
     def note_use(self, root: RequestDraft, accepted: int | None) -> None:
-        """Update the request's average draft size, and end trials of sources whose first token was
-        right: `accepted` is its node.
+        """Update the request's average draft size, and note the sources on trial whose first token
+        was right: `accepted` is its node.
         """
-        id, size = root.item.id, len(root.scheduled.draft)
-        self.lately[id] = lately = self.lately.get(id, 0.0)
-        self.lately[id] += LATELY * (size - lately)
-        acceptance = root.acceptance
-        if accepted is None or not (acceptance.tried or root.tried):
-            return
-        names = root.trie.sources(accepted)
-        if acceptance.tried:
-            for name in names:
-                acceptance.might_save[name] += self.saved_per_draft_token
-        for name in root.tried.intersection(names):
-            acceptance.exploration.worked(name)
+        served, size = root.served, len(root.scheduled.draft)
+        served.lately += LATELY * (size - served.lately)
+        tried = {name for name, asked in root.asked.items() if asked.is_trial}
+        tried -= self.estimating_names
+        if tried and accepted is not None:
+            names = tried.intersection(root.trie.sources(accepted))
+            root.might_save = dict.fromkeys(names, self.saved_per_draft_token)
 
     def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
         """Count the draft's tokens by source, and notify the sources."""
@@ -602,37 +581,21 @@ class AdaptiveSpeculator:
         is_tree_asked = request.sampling.return_speculation_details
         counts, tree = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
         self.note_savings(root, groups)
-        for name in root.proposed:
-            right = counts[name].accepted
-            root.acceptance.saved[name] += right * self.saved_per_draft_token
-            root.acceptance.net[name] += root.saved_of.get(name, 0.0)
         if draft.tokens:
             for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
         return counts, tree
 
     def note_savings(self, root: RequestDraft, groups: SourceGroups) -> None:
-        """Note the seconds that the draft's tokens saved, for each model and for other sources.
-
-        If only models proposed a token, the first of them gets the credit. If a trial runs together
-        with estimating sources, only tokens that estimating sources did not propose count for it.
+        """Note the seconds that the draft's tokens saved. The source that was first to propose a
+        token gets the credit, because sources that take little time are asked first.
         """
-        is_combined = root.asked.is_estimated and root.asked.benefit is not None
-        saved = dict.fromkeys(root.asked.level_benefits, 0.0)
-        root.saved, root.saved_of = 0.0, {}
+        root.credit, root.saved_of = {}, {}
         for names, (number, right) in groups.items():
             gain = self.saved_per_draft_token * right - self.row_seconds * number
+            root.credit[names[0]] = root.credit.get(names[0], 0.0) + gain
             for name in names:
                 root.saved_of[name] = root.saved_of.get(name, 0.0) + gain
-            if saved and saved.keys() >= set(names):
-                saved[names[0]] += gain
-            elif not is_combined or self.estimating_names.isdisjoint(names):
-                root.saved += gain
-        if not saved:
-            root.saved_by = {}
-            return
-        late = [g.name for g in self.model_sources if g.model.is_catching_up(root.scheduled)]
-        root.saved_by = {name: gain for name, gain in saved.items() if name not in late}
 
     def begin(self, request: Request) -> None:
         begun = SourceRequest(
@@ -643,21 +606,27 @@ class AdaptiveSpeculator:
             request.sampling.prediction,
             request.sampling.speculation.learn,
         )
-        kept = [source for source in self.serving.get(request.id, ()) if source.needs_rules]
-        serving = [source for source in self.sources if not source.needs_rules]
-        if not begun.prediction:
-            serving = [source for source in serving if not source.needs_prediction]
-        for source in serving:
-            source.begin(begun)
-        self.serving[request.id] = kept + serving
+        before = self.served.pop(request.id, None)
+        acceptance = self.acceptance.begin(request.id, begun.scope)
+        self.served[request.id] = served = ServedRequest(request, acceptance)
+        allows = request.sampling.speculation.allows
+        served.models = [source.name for source in self.model_sources if allows(source.name)]
+        for source in self.sources:
+            if source.needs_rules:
+                if before is not None and source in before.begun:
+                    served.add(source)
+            elif begun.prediction or not source.needs_prediction:
+                source.begin(begun)
+                served.add(source)
+        served.bind(acceptance)
 
     def forget(self, id: int) -> None:
-        if id in self.acceptance.requests:
-            self.acceptance.of(id).forget(id)
+        served = self.served.pop(id, None)
+        if served is not None:
+            served.acceptance.forget(id)
             self.acceptance.forget(id)
-        self.lately.pop(id, None)
-        for source in self.serving.pop(id, ()):
-            self.spec_stats.notify(source, "forget", id)
+            for source in served.begun:
+                self.spec_stats.notify(source, "forget", id)
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         acceptance = self.acceptance.find((state.tenant, "", "")) or AcceptanceStats()
@@ -672,33 +641,26 @@ class AdaptiveSpeculator:
         """Drop all statistics, also those of an earlier start. From now on, ask estimating sources
         in every step, whether or not their draft tokens are worth the planning.
         """
-        self.acceptance, self.asks_always = PerTenant(AcceptanceStats), True
+        self.acceptance, self.asks_always = PerTenant(self.make_stats), True
         self.reset()
 
     def reset(self) -> None:
         self.planner = Planner(self.scheduler.costs)
         self.acceptance.reset()
-        self.roots, self.alone = {}, None
+        self.roots, self.scopes = {}, []
+        for served in self.served.values():
+            served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
         for source in self.sources:
             source.reset()
-        self.lately = {}
 
 
-def in_order(growing: Sequence[ModelDraft], alone: AcceptanceStats | None) -> list[ModelDraft]:
-    """Sort models by expected rate, best first: later models add only levels that still pay.
-
-    As a trial, another model runs first from time to time, so that its statistics stay current. If
+def in_order(growing: Sequence[ModelDraft], is_alone: bool) -> list[ModelDraft]:
+    """Sort models by expected rate, best first: later models add only levels that still pay. If
     several scopes share the step, statistics do not decide: they would leak between tenants.
     """
     if len(growing) < 2:
         return [*growing]
-    is_alone = alone is not None
-    best, *others = sorted(growing, key=lambda one: one.rate(is_alone), reverse=True)
-    tried = list[ModelDraft]()
-    if alone is not None:
-        due, passed = alone.exploration.is_due, alone.passed
-        tried = [one for one in others if due((one.model_source.name, "first"), passed)]
-    return [*tried, best, *(one for one in others if one not in tried)]
+    return sorted(growing, key=lambda one: one.rate(is_alone), reverse=True)
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -6,10 +6,10 @@ from operator import mul
 from time import perf_counter
 
 from specserve.scheduling import Request
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import DraftDepthPolicy
+from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.costs import StepCosts
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.verify import AcceptanceStats
+from specserve.speculation.planner import DraftDepthPolicy
 
 HOLD = 0.7  # expected gain of a level's nodes, relative to the previous level, 0 to 1
 # Least number of tokens of a request over which the time of catching up is spread.
@@ -77,11 +77,7 @@ class DraftDepthController:
             first.setdefault(self.acceptance[place], place)
         # One request per scope: its result also counts for the others.
         each = first.items()
-        return [
-            i
-            for acceptance, i in each
-            if acceptance.exploration.is_due(self.name, acceptance.passed)
-        ]
+        return [i for scope, i in each if scope.account(self.name).is_exploring]
 
     def catching_up(self, request: Request) -> float:
         """Return the seconds of a request's missing rows, spread over the tokens that benefit."""

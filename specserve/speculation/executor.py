@@ -9,8 +9,8 @@ from torch import Tensor
 from specserve.engine.runner import Runner
 from specserve.memory.blocks import BlockTable
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import StepCosts
 from specserve.scheduling.grammar_state import GrammarState
+from specserve.speculation.costs import StepCosts
 from specserve_drafters import ROOT, Nodes
 from specserve_drafters.candidates import MAX_NODES, TREE_SLOTS
 from specserve_drafters.model_source import ModelSource

@@ -18,7 +18,7 @@ from specserve.exchange.messages import SourceStats, Stats
 from specserve.memory.blocks import BlockTable
 from specserve.models.draft_head import DraftHead
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.scheduling.cost import StepCosts
+from specserve.speculation.costs import StepCosts
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.verify import AcceptedPath, count_error
 from specserve_drafters import ROOT, DraftRequest, Nodes

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from specserve.engine.runner import TargetTokens
 from specserve.scheduling import ScheduledRequest
-from specserve.speculation.verify import AcceptanceStats, AcceptedPath
+from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters.base import DraftSource
 
 SHARE = 0.005  # share of the target's time that collecting may take, 0 to 1

@@ -6,8 +6,7 @@ scope, and no other scope's draft tokens depend on it.
 
 import logging
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -25,12 +24,10 @@ from specserve.exchange.messages import (
     VerifiedTree,
 )
 from specserve.scheduling import Request, ScheduledRequest
-from specserve.scheduling.cost import Step, StepCosts
-from specserve.scheduling.planner import ExplorationBudget, ExplorationSchedule, Plan
+from specserve.speculation.costs import Step, StepCosts
+from specserve.speculation.planner import Plan
 from specserve_drafters import ROOT, Draft
-from specserve_drafters.base import make_calibration
 from specserve_drafters.tenants import TenantScope
-from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior
 from specserve_kernels import Logprobs
 
 log = logging.getLogger("specserve")
@@ -289,189 +286,6 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
     )
 
 
-LAST_TRIAL = 128  # longest wait between two trials of a source in time, in steps
-SELDOM = 8  # steps between two estimates of a source that saves less time than they take
-ESTIMATES = 1 / 256  # weight of one step in the averages that decide this
-FEW_ESTIMATES = 64  # steps before this is decided
-TRIALS = 0.005  # share of the time of steps that trials of a late source may take
-RATE = 1 / 16  # weight of one step in the moving averages of time and savings
-FREE = 0.02  # share of a step's time that a source may take even if it saves nothing
-FIRST = 8  # steps before a source can be judged as too slow
-# Rate per step at which a low share returns to 1, and at which untested times of planning and of
-# sources return to 0.
-DOUBT = 1 / 2048
-
-
 def scope_of(request: Request) -> TenantScope:
     digest = "" if request.adapter is None else request.adapter.digest
     return request.caller.tenant, request.sampling.cache_salt, digest
-
-
-class CostBenefit:
-    """Moving averages of the seconds per step that a source takes and saves."""
-
-    def __init__(self) -> None:
-        self.taken = self.saved = 0.0
-        self.num_steps = 0
-        self.each = 0.0  # usual seconds per request
-        self.left = 0.0  # seconds that trials may take
-
-    def note_each(self, seconds: float) -> None:
-        """Learn the seconds per request. Only a series of slow calls counts as slow."""
-        self.each += RATE * (min(seconds, 2 * self.each) - self.each) if self.each else seconds
-
-    def add(self, taken: float, saved: float) -> None:
-        self.num_steps += 1
-        self.taken += RATE * (taken - self.taken)
-        self.saved += RATE * (saved - self.saved)
-
-    def is_late(self, step_seconds: float) -> bool:
-        """Return whether it takes more than it saves. A source that stalls for many steps is late
-        at once.
-        """
-        is_judged = self.num_steps > FIRST or self.taken > step_seconds / 2
-        return is_judged and self.taken > max(self.saved, FREE * step_seconds)
-
-
-class EstimateWorth:
-    """Moving averages of the seconds per step that estimates of a source take, and that its draft
-    tokens save beyond the time of their rows.
-    """
-
-    def __init__(self) -> None:
-        self.taken = self.saved = 0.0
-        self.num_steps = 0
-
-    def add(self, taken: float, saved: float) -> None:
-        self.num_steps += 1
-        self.taken += ESTIMATES * (taken - self.taken)
-        self.saved += ESTIMATES * (saved - self.saved)
-
-    @property
-    def is_low(self) -> bool:
-        return self.num_steps > FEW_ESTIMATES and self.taken > max(self.saved, 0.0)
-
-
-class AcceptanceStats:
-    """Acceptance statistics of one tenant scope's requests, by source.
-
-    Machine-wide values, such as step costs, are kept elsewhere. Seconds are the scope's part of a
-    step.
-    """
-
-    def __init__(self, prior: AcceptancePrior | None = None) -> None:
-        """`prior` has counts of earlier texts, see `specserve tune`."""
-        self.calibration = make_calibration(prior)
-        # Budget for asking sources and planning their draft tokens
-        self.benefits = ExplorationBudget()
-        # Budgets for running levels, by the model's source.
-        self.level_benefits: dict[str, ExplorationBudget] = defaultdict(ExplorationBudget)
-        # Schedule for trials of models, and of sources that take more time than they save.
-        self.exploration = ExplorationSchedule(last=LAST_TRIAL)
-        self.paces: dict[str, CostBenefit] = defaultdict(CostBenefit)  # by source
-        self.worths: dict[str, EstimateWorth] = defaultdict(EstimateWorth)  # by source
-        self.estimating: dict[str, float] = defaultdict(float)  # seconds of the step, by source
-        self.net: dict[str, float] = defaultdict(float)  # saved seconds less those of rows
-        # Saved seconds per expected saved second, 0 to 1, by source.
-        self.shares: dict[str, float] = defaultdict(lambda: 1.0)
-        # Usual seconds per request of drafting and planning, without models. The time depends on
-        # which sources are asked and on the number of draft tokens, so it is kept per scope.
-        self.planning = 0.0
-        self.is_warm = False  # False until the first planning, which takes far longer
-        self.left = 0.0  # seconds that collecting successors from logits may still take
-        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
-        # State of the current step:
-        self.num_roots = 0
-        self.passed = 1  # steps since the previous one in which a request was asked
-        self.taken: dict[str, float] = defaultdict(float)  # seconds by source that was asked
-        self.saved: dict[str, float] = defaultdict(float)  # seconds saved, by source
-        # Seconds saved if first tokens had been verified
-        self.might_save: dict[str, float] = defaultdict(float)
-        self.tried: set[str] = set()  # sources that were asked for a trial
-
-    def next_step(self) -> None:
-        self.num_roots = 0
-        self.benefits.next_step()
-        for name, taken in self.estimating.items():
-            self.worths[name].add(taken, self.net[name])
-            self.estimating[name] = self.net[name] = 0.0
-        for benefits in self.level_benefits.values():
-            benefits.next_step()
-        for name, share in self.shares.items():
-            self.shares[name] = share + (1 - share) * DOUBT
-
-    def may_estimate(self, name: str) -> bool:
-        """Return whether to ask a source in this step what it expects to save. If that has cost
-        more time than it saved, it is asked seldom.
-        """
-        worth = self.worths.get(name)
-        return worth is None or not worth.is_low or self.benefits.num_steps % SELDOM == 0
-
-    def is_worthwhile(self, saved: Mapping[str, float]) -> bool:
-        """Return whether draft tokens are worth asking a source and planning. `saved` holds the
-        seconds that each source expects to save.
-        """
-        if not saved:
-            return False
-        each = saved.items()
-        net = max(self.shares[name] * seconds - self.paces[name].each for name, seconds in each)
-        if net > self.planning:
-            return True
-        self.planning *= 1 - DOUBT  # it may be wrong, and only planning shows it
-        for name in saved:
-            self.paces[name].each *= 1 - DOUBT
-        return False
-
-    def note_planning(self, seconds: float) -> None:
-        """Learn the planning time per request of a step in which only estimating sources were
-        asked.
-        """
-        if self.planning:
-            self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
-        elif self.is_warm:
-            self.planning = seconds
-        self.is_warm = True
-
-    def note_share(self, name: str, share: float) -> None:
-        """Learn a source's ratio of saved seconds to expected seconds."""
-        self.shares[name] += (min(max(share, 0.0), 1.0) - self.shares[name]) * RATE
-
-    def may_ask(self, name: str, step_seconds: float) -> bool:
-        """Return whether to ask a source. One that takes more than it saves is asked only for
-        trials, and for fewer if these take long.
-        """
-        pace = self.paces[name]
-        if not pace.is_late(step_seconds):
-            return True
-        taken = pace.each if pace.each > step_seconds else pace.taken
-        pace.left = min(pace.left + TRIALS * step_seconds * self.passed, taken)
-        is_due = self.exploration.is_due(name, self.passed) and pace.left >= taken
-        if is_due:
-            pace.left = 0.0
-            self.tried.add(name)
-        return is_due
-
-    def settle(self) -> None:
-        """Update each source's average time and savings with the step's values."""
-        for name, taken in self.taken.items():
-            self.paces[name].add(taken, self.saved[name])
-            if name in self.tried and self.might_save[name] > taken:
-                self.exploration.worked(name)
-                self.paces[name] = CostBenefit()
-        for each in (self.taken, self.saved, self.might_save, self.tried):
-            each.clear()
-
-    def forget_model(self, name: str) -> None:
-        """Drop statistics of a model that is replaced by another one."""
-        self.level_benefits.pop(name, None)
-        for trial in (name, (name, "first")):
-            self.exploration.worked(trial)
-        for judged in (name, CHILDREN_BY + name):
-            self.calibration.drop(judged)
-
-    def forget(self, id: int) -> None:
-        """Drop the statistics of one request."""
-        self.calibration.forget(id)
-        self.benefits.forget(id)
-        for benefits in self.level_benefits.values():
-            benefits.forget(id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.planner import select
+from specserve.speculation.planner import select
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.candidates import Candidate, checked, of_draft
 from specserve_drafters.trie import (

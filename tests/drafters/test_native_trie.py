@@ -8,7 +8,7 @@ from math import nan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.planner import select
+from specserve.speculation.planner import select
 from specserve_drafters.base import make_calibration
 from specserve_drafters.candidates import MAX_NODES, ROOT, Candidate, CandidateColumns
 from specserve_drafters.native import NativeCalibration

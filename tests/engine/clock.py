@@ -2,9 +2,9 @@
 
 from time import perf_counter
 
-from specserve.engine import admission, engine
+from specserve.engine import admission, engine, tuning
 from specserve.engine.runner import Runner
-from specserve.scheduling import cost, scheduler
+from specserve.scheduling import scheduler
 from specserve.speculation import (
     adaptive_speculator,
     draft_depth,
@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, patch, target=lambda rows: 0.01, draft=lambda rows: 0.001):
         self.now, self.target, self.draft = perf_counter(), target, draft
         launch = Runner.launch
-        patch.setattr(cost, "kept_file", lambda *key: None)
+        patch.setattr(tuning, "kept_file", lambda *key: None)
 
         def timed(runner, step, residual=None):
             seconds = self.draft if step.draws is None else self.target

@@ -16,10 +16,11 @@ from specserve.engine.runner import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import ExplorationBudget, Plan
+from specserve.speculation.accounts import SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
+from specserve.speculation.planner import Plan
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
@@ -95,15 +96,13 @@ def draft_of(draft, drafter):
 
 def ask_always(engine):
     """Ask sources in every step, however little they are expected to save."""
-    speculator = engine.speculator
-    is_worthwhile = speculator.is_worthwhile
-    speculator.is_worthwhile = lambda request, part: is_worthwhile(request, part) or True
+    engine.speculator.asks_always = True
 
 
 def let_all_guess(patch):
     """Ask sources in every step, as if drafting took no time: no clock decides about them."""
-    patch.setattr(AdaptiveSpeculator, "is_worthwhile", lambda *_: True)
-    patch.setattr(ExplorationBudget, "is_due", lambda *_: True)
+    patch.setattr(AdaptiveSpeculator, "asks_always", True)
+    patch.setattr(SourceAccount, "is_exploring", True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
     patch.setattr(DraftDepthController, "level_seconds", lambda *_: 0.0)
 

@@ -413,4 +413,4 @@ def test_a_grammar_of_a_request_that_ends_after_a_change_is_forgotten(folders):
         llm.change_speculation(sources=["grammar", "ngram"])
         assert grammar in llm.engine.speculator.sources and grammar.rules
         stream.close()
-        assert llm.engine.is_idle and not grammar.rules and not llm.engine.speculator.serving
+        assert llm.engine.is_idle and not grammar.rules and not llm.engine.speculator.served

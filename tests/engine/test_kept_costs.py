@@ -5,15 +5,9 @@ import logging
 import pytest
 
 from specserve import LLM, SamplingParams
-from specserve.scheduling import cost
-from specserve.scheduling.cost import (
-    KNOWN,
-    KeptCosts,
-    StepCosts,
-    costs_file,
-    keep_costs,
-    read_costs,
-)
+from specserve.engine import tuning
+from specserve.engine.tuning import KeptCosts, costs_file, keep_costs, read_costs
+from specserve.speculation.costs import KNOWN, StepCosts
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -83,7 +77,7 @@ def test_without_a_place_nothing_is_kept(monkeypatch):
 
 def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
     file, now = costs_file("model", "cpu", "2"), [0.0]
-    monkeypatch.setattr(cost, "monotonic", lambda: now[0])
+    monkeypatch.setattr(tuning, "monotonic", lambda: now[0])
     first = KeptCosts(costs(), file)
     first.keep()
     written = file.read_text()
@@ -91,7 +85,7 @@ def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
         first.costs.observe(16, 0, 1, 0.04)
     first.keep()
     assert file.read_text() == written, "a moment ago it was written"
-    now[0] += cost.EVERY + 1
+    now[0] += tuning.EVERY + 1
     first.keep()
     assert file.read_text() != written
     second = KeptCosts(StepCosts(64), file)
@@ -101,13 +95,13 @@ def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
 
 def test_costs_of_another_format_are_not_read(cache, monkeypatch):
     keep_costs(costs_file("model", "cpu", "2"), costs())
-    monkeypatch.setattr(cost, "FORMAT", "0")
+    monkeypatch.setattr(tuning, "FORMAT", "0")
     assert read_costs(costs_file("model", "cpu", "2")) is None
 
 
 def test_an_llm_that_is_closed_keeps_its_last_costs(tmp_path, monkeypatch):
     file = tmp_path / "costs.json"
-    monkeypatch.setattr(cost, "kept_file", lambda *key: file)
+    monkeypatch.setattr(tuning, "kept_file", lambda *key: file)
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 24}
     with LLM(tiny_checkpoint(tmp_path / "model"), set=settings, progress=False) as llm:
         for _ in range(2):  # the second within a minute of the first

@@ -5,7 +5,7 @@ import torch
 
 from specserve.models.loader import load_decoder
 from specserve.models.weight import Rounding
-from specserve.scheduling.planner import ExplorationBudget
+from specserve.speculation.accounts import SourceAccount
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import MAX_LEN, OPS, Scripted, Watch, bush, draft_of, engine_for, plain
@@ -40,9 +40,7 @@ def texts(folder):
 def test_a_drafter_changes_no_text(folder, texts, rounding, of_draft, drafter, monkeypatch):
     """Beside other requests, in chunks, after prefix hits and preemption."""
     Clock(monkeypatch)
-    monkeypatch.setattr(
-        ExplorationBudget, "is_due", lambda benefits, id: True
-    )  # so that auto is sure to guess
+    monkeypatch.setattr(SourceAccount, "is_exploring", True)  # so that auto is sure to guess
     target, want = load_rounded(folder, rounding), texts[rounding]
     engine = engine_for(
         target,

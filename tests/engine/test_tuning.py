@@ -9,7 +9,7 @@ from specserve.engine import build as build_module
 from specserve.engine import tuning
 from specserve.engine.build import build
 from specserve.engine.tuning import MeasuredStep
-from specserve.scheduling.cost import KNOWN, StepCosts
+from specserve.speculation.costs import KNOWN, StepCosts
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 

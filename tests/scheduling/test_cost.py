@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.cost import (
+from specserve.speculation.costs import (
     KNOWN,
     STALE,
     WINDOW,

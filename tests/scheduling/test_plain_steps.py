@@ -2,8 +2,9 @@
 
 import pytest
 
+from specserve.engine.tuning import LATEST, PlainSteps
 from specserve.exchange.messages import PlainStep
-from specserve.scheduling.cost import LATEST, PlainSteps, Step
+from specserve.speculation.costs import Step
 
 
 def plain(context):

@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.scheduling.cost import KNOWN, Step, StepCosts
-from specserve.scheduling.planner import (
-    LEAST_CHUNK,
+from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_rows
+from specserve.speculation.costs import KNOWN, Step, StepCosts
+from specserve.speculation.planner import (
     DraftDepthPolicy,
     ExplorationSchedule,
     Planner,
-    allowed_seconds,
     choose,
-    prompt_rows,
     tokens_behind,
 )
 from specserve_drafters import ROOT

@@ -7,8 +7,7 @@ import pytest
 
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
-from specserve.scheduling import planner
-from specserve.speculation import verify
+from specserve.speculation import accounts
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
@@ -178,7 +177,7 @@ def test_levels_that_do_not_pay_stop_no_other_source(target, other, clock):
     )
 
 
-def test_a_source_that_takes_long_to_raise_is_dropped(target, clock, every_turn):
+def test_a_source_that_takes_long_to_raise_is_dropped(target, clock):
     class SlowToRaise(Raising):
         def candidates(self, items):
             clock.now += 100 * STEP
@@ -248,19 +247,8 @@ def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
 NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
 
 
-@pytest.fixture
-def every_turn(monkeypatch):
-    """All requests have their turn in every step, whatever it costs."""
-    monkeypatch.setattr(planner, "FREE", 1e6)
-
-
-@pytest.fixture
-def no_source_is_late(monkeypatch):
-    monkeypatch.setattr(verify, "FREE", 1e6)
-
-
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
-    target, clock, every_turn
+    target, clock
 ):
     engine, source = run_paced(target, clock, NEVER, 100)
     assert engine.stats.num_steps == 270 and len(source.asked) < 14
@@ -269,7 +257,7 @@ def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked
 
 
 def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_its_worth(
-    target, clock, every_turn
+    target, clock
 ):
     _, source = run_paced(target, clock, LATER, 0.8, max_nodes=1)
     asked = [known in LATER for known in source.asked]
@@ -277,9 +265,7 @@ def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_
     assert asked.count(True) > 50
 
 
-def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
-    target, clock, every_turn
-):
+def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(target, clock):
     _, source = run_paced(target, clock, range(100, 160), 0.8, max_nodes=1)
     last = [known for known in source.asked if known > 180]
     assert 1 <= len(last) < 5
@@ -287,7 +273,7 @@ def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
 
 @pytest.mark.parametrize(("after_pause", "is_back"), [(1.3, True), (1.8, False)])
 def test_a_turn_after_a_pause_takes_longer_than_one_in_every_step_will(
-    target, clock, no_source_is_late, after_pause, is_back
+    target, clock, after_pause, is_back
 ):
     """A right guess saves one step's time: to make it takes more than that after a pause, and less
     in every step. What it takes in every step is not known after a pause, so it may be too much.
@@ -418,27 +404,21 @@ def test_requests_behind_their_targets_say_so_of_the_most_urgent_priority_only(t
     assert allowed == pytest.approx(1e-6)
 
 
-def test_where_draft_tokens_save_no_time_nothing_is_asked_or_planned_in_most_steps(
-    target, clock, no_source_is_late
-):
+def test_where_draft_tokens_save_no_time_nothing_is_asked_or_planned_in_most_steps(target, clock):
     engine, source = run_paced(target, clock, NEVER, 0.1)
     assert engine.stats.num_steps == 270
-    assert 0.1 * len(source.asked) <= planner.AT_FIRST + planner.EXPLORATION * 270
+    assert 0.1 * len(source.asked) <= accounts.AT_FIRST + accounts.EXPLORATION * 270
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
-def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(
-    target, clock, no_source_is_late, takes
-):
+def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(target, clock, takes):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
-    assert takes * len(early) <= planner.AT_FIRST + planner.EXPLORATION * LATER.start
+    assert takes * len(early) <= accounts.AT_FIRST + accounts.EXPLORATION * LATER.start
     assert engine.stats.num_steps < 200
 
 
-def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(
-    target, clock, no_source_is_late
-):
+def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(target, clock):
     def promises(length):
         return 3.0 if length in LATER else 0.05
 
@@ -448,9 +428,7 @@ def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(
     assert engine.stats.num_steps < 150
 
 
-def test_a_slow_drafter_next_to_one_that_foresees_is_asked_in_trials_only(
-    target, clock, no_source_is_late
-):
+def test_a_slow_drafter_next_to_one_that_foresees_is_asked_in_trials_only(target, clock):
     case = Case(PROMPT, greedy(270))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=4)
@@ -468,7 +446,7 @@ def was_planned(guesses):
     return any(acceptance.last is not None for acceptance in guesses.acceptance.every)
 
 
-def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_source_is_late):
+def test_what_a_request_does_not_allow_promises_it_nothing(target, clock):
     case = Case(PROMPT, greedy(60, speculation=SpeculationParams(sources=["other"])))
     (truth,) = plain(target, [case])
     engine = engine_for(target, None, "auto", max_nodes=4)
@@ -477,14 +455,12 @@ def test_what_a_request_does_not_allow_promises_it_nothing(target, clock, no_sou
     assert not was_planned(engine.speculator)
 
 
-def test_promises_that_are_not_kept_are_believed_ever_less(target, clock, no_source_is_late):
+def test_promises_that_are_not_kept_are_believed_ever_less(target, clock):
     _, source = run_paced(target, clock, NEVER, 0.3, lambda length: 2.0, cls=Foretelling)
     assert len([known for known in source.asked if known > 100]) < 10
 
 
-def test_promises_are_believed_again_some_time_after_they_were_not_kept(
-    target, clock, no_source_is_late
-):
+def test_promises_are_believed_again_some_time_after_they_were_not_kept(target, clock):
     engine, _ = run_paced(target, clock, LATER, 0.3, lambda length: 2.0, cls=Foretelling)
     assert engine.stats.num_steps < 200
 
@@ -535,7 +511,7 @@ def test_the_first_run_of_a_draft_model_is_free_as_nothing_else_shows_what_it_ta
 
 
 def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_them(
-    target, other, clock, every_turn
+    target, other, clock
 ):
     clock.draft = lambda rows: 10 * STEP
     for num_requests in (1, 8):
@@ -546,18 +522,14 @@ def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_the
         assert {*right.values()} == {num_requests, 1}
 
 
-def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(
-    target, clock, every_turn
-):
+def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(target, clock):
     clock.draft = lambda rows: 10 * STEP
     first, *exploration = run_draft(target, target, tell=len).values()
     assert first == 1 and len(exploration) > 5
     assert {*exploration[:-1]} == {3}
 
 
-def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(
-    target, clock, every_turn
-):
+def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(target, clock):
     """Levels for four requests take as long as those for one, and would pay for all together."""
     clock.draft = lambda rows: 10 * STEP
     engine = engine_for(target, target, "auto", max_nodes=4)

@@ -142,7 +142,8 @@ def test_false_estimates_cost_other_sources_no_trust(clock):
     while engine.num_steps < 200:
         engine.step()
     [acceptance] = engine.speculator.acceptance.every
-    assert acceptance.shares["bad"] < 0.05 and acceptance.shares["lookup"] > 0.3
+    trust = {name: account.trust.value for name, account in acceptance.accounts.items()}
+    assert trust["bad"] < 0.05 and trust["lookup"] > 0.3
 
 
 class Oracle(BadSource):

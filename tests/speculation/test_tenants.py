@@ -5,8 +5,6 @@ from msgspec.structs import replace
 
 from specserve.exchange.messages import Caller, SpeculationState
 from specserve.exchange.sampling_params import Sampling
-from specserve.scheduling import planner
-from specserve.speculation import verify
 from specserve_bench.figures.merged import RowCosts
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
@@ -124,7 +122,6 @@ SOURCES = ("prediction",), ("ngram",), ("known",), ("recycle",), tuple(TAKES), (
 
 @pytest.mark.parametrize("names", SOURCES, ids=lambda names: ", ".join(names) or "draft model")
 def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monkeypatch, names):
-    monkeypatch.setattr(verify, "FREE", 0.0)
     asked = {"cache_salt": "b", "prediction": edited(text, 12)}
     draft = None if names else target
     alone = steps_of(engine_of(target, clock, text, draft, names), **asked)
@@ -160,8 +157,6 @@ class Liar(TenantSuccessors):
 def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
     target, clock, text, monkeypatch, salt, is_shared
 ):
-    monkeypatch.setattr(planner, "FREE", 1e6)
-    monkeypatch.setattr(verify, "FREE", 0.0)
     engine = engine_of(target, clock, text)
     engine.speculator = planned(engine, source := Liar(clock, text, 0))
     for salt_of in (salt, "b"):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from specserve.exchange.messages import Stats
-from specserve.scheduling.cost import StepCosts
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.costs import StepCosts
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import CandidateColumns

@@ -1,6 +1,5 @@
 """One tree of all draft sources against a single drafter: tokens per step, equal draft tokens."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,10 +7,9 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
-from specserve.scheduling.cost import StepCosts
-from specserve.scheduling.planner import ExplorationBudget
+from specserve.speculation.accounts import AcceptanceStats, SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.verify import AcceptanceStats
+from specserve.speculation.costs import StepCosts
 from specserve_bench.local import Local
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
@@ -67,11 +65,17 @@ class RowCosts(StepCosts):
         pass
 
 
-class EveryTurn(ExplorationBudget):
+class EveryTurn(SourceAccount):
     """A rule that drafts in every step, whatever it costs."""
 
-    def is_due(self, id: int) -> bool:
+    @property
+    def is_exploring(self) -> bool:
         return True
+
+
+class AskedAlways(AcceptanceStats):
+    def account(self, name: str) -> SourceAccount:
+        return self.accounts.setdefault(name, EveryTurn())
 
 
 def measure() -> dict[str, Any]:
@@ -131,16 +135,10 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
         speculator.planner.costs, model = RowCosts(price), speculator.draft_model
         # Levels of the draft model cost nothing here, so all of them run.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
-        speculator.acceptance = PerTenant(asked_always)
+        speculator.acceptance = PerTenant(AskedAlways)
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)
-
-
-def asked_always() -> AcceptanceStats:
-    acceptance = AcceptanceStats()
-    acceptance.benefits, acceptance.level_benefits = EveryTurn(), defaultdict(EveryTurn)
-    return acceptance
 
 
 def at(draft_tokens: float, trees: Sequence[TreeMeans]) -> float:

@@ -13,9 +13,9 @@ from specserve import LLM, SamplingParams
 from specserve.api.outputs import Generation
 from specserve.engine.engine import Engine
 from specserve.exchange.sampling_params import Slo
-from specserve.scheduling.cost import Step
-from specserve.scheduling.planner import prompt_rows
+from specserve.scheduling.scheduler import prompt_rows
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.costs import Step
 from specserve_bench.figures.steps import elapsed
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words

@@ -13,20 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from pathlib import Path
-from statistics import median
 from threading import Lock
-from time import monotonic
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-
-from specserve.exchange.messages import PlainStep
-from specserve.version import VERSION
-from specserve_kernels.cpu.compiler import cpu_name, source_hash
-from specserve_kernels.cpu.kept import keep, kept_file, read_kept
-from specserve_kernels.threads import topology
 
 # Number of remembered steps per edge, and the rank of the step that is the estimate. First steps
 # are often slow. The rank is lower if there are fewer steps.
@@ -51,7 +42,6 @@ PRIOR = 1e-3
 LEAST_SHARE = 0.05  # least share of a step's time due to its rows
 CHANGED = 0.02  # least relative change of an edge's estimate that recomputes all estimates
 STALE = 1024  # steps; an edge's few steps are dropped if none was measured for so long
-LATEST = 16  # number of plain steps of similar context whose median is reported
 # Ratio to costs of an earlier start or of start-up, or its inverse; if all first steps exceed it,
 # these costs are dropped
 WRONG = 3.0
@@ -618,31 +608,6 @@ class StepCosts:
         return dict(zip(self.edges, self.by_edge, strict=True))
 
 
-class PlainSteps:
-    """Measured whole steps without drafting, grouped by context up to the next power of two."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, deque[tuple[int, float]]] = {}
-
-    def observe(self, step: Step, rows: int, seconds: float) -> None:
-        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
-        root.
-        """
-        if rows != 1 or step.num_roots != 1:
-            return
-        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
-        latest.append((step.context, seconds))
-
-    def reset(self) -> None:
-        self.steps = {}
-
-    @property
-    def state(self) -> list[PlainStep]:
-        """Return the medians by rising context."""
-        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
-        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
-
-
 def shape(rows: int) -> float:
     """Return the relative step time by rows that is assumed until steps show it."""
     return 1 + rows / RIDGE
@@ -676,52 +641,3 @@ def in_order(
         edges.insert(place, edge)
     bounded = accumulate((max(right[edge], lowest[edge]) for edge in edges), max)
     return dict(zip(edges, bounded, strict=True))
-
-
-EVERY = 60.0  # least seconds between two writes of the file while the engine runs
-FORMAT = "3"  # version of the file's format: change it with the meaning of its numbers
-
-
-class KeptCosts:
-    """The costs of a model's steps, and their file."""
-
-    def __init__(self, costs: StepCosts, file: Path | None) -> None:
-        """Start with the file's costs."""
-        self.costs, self.file, self.written_at = costs, file, float("-inf")
-        known = read_costs(file)
-        if known is not None:
-            costs.begin_with(known)
-
-    def keep(self) -> None:
-        """Write the file if the last write is at least EVERY seconds old. Do not call it within a
-        step.
-        """
-        if monotonic() - self.written_at > EVERY:
-            self.write()
-
-    def write(self) -> None:
-        keep_costs(self.file, self.costs)
-        self.written_at = monotonic()
-
-
-def costs_file(model: str, device: str, threads: str) -> Path | None:
-    """Return the file for a model's steps on this kind of machine. `model` identifies everything
-    that affects step times, `device` names the GPU.
-    """
-    cpu = cpu_name().decode(errors="replace")
-    build = VERSION, FORMAT, source_hash()
-    return kept_file("costs", *build, model, device, threads, str(topology()), cpu)
-
-
-def read_costs(file: Path | None) -> KnownCosts | None:
-    """Return the stored costs. None, with one warning, if the file is invalid; None if it is
-    absent.
-    """
-    return read_kept(file, KnownCosts)
-
-
-def keep_costs(file: Path | None, costs: StepCosts) -> None:
-    """Replace the file if any step was timed. It is slow: do not call it in every step."""
-    known = costs.known()
-    if file is not None and known.buckets:
-        keep(file, known)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.scheduling.cost import FINE, Step, StepCosts, prefill_value
+from specserve.speculation.costs import FINE, Step, StepCosts, prefill_value
 from specserve_drafters.candidates import Selection
 from specserve_drafters.trie import RequestCandidates
 
@@ -161,13 +161,6 @@ class DraftDepthPolicy:
         self.look()
 
 
-FREE = 0.02  # share of a step's time that drafting may lose
-RATE = 1 / 16  # weight of one step in the moving average of savings
-EXPLORATION = 0.01  # share of all steps' time that trials may lose
-FADE = 0.99  # factor per step on the expected loss of a trial
-AT_FIRST = 3.0  # initial and largest loss budget, in steps' time
-
-
 class ExplorationSchedule:
     """Schedules trials of several things: each failed trial doubles the wait until the next one."""
 
@@ -191,92 +184,8 @@ class ExplorationSchedule:
         self.waits.pop(key, None)
 
 
-class SavedShare:
-    """Average share of a request's step time that draft tokens save."""
-
-    __slots__ = ("num_steps", "saved")
-
-    def __init__(self, saved: float = 0.0, num_steps: int = 0) -> None:
-        self.saved, self.num_steps = saved, num_steps
-
-    def add(self, saved: float) -> None:
-        self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
-        self.saved += max(1 / self.num_steps, RATE) * (saved - self.saved)
-
-    @property
-    def pays(self) -> bool:
-        return self.num_steps > 0 and self.saved >= -FREE
-
-
-class ExplorationBudget:
-    """Savings of all requests, and the loss budget of trials. A step tries all requests that do not
-    pay, because asking for one takes most of the time of asking for all.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps = self.last = 0
-        self.by_request: dict[int, SavedShare] = {}
-        self.all = SavedShare()
-        self.left = AT_FIRST  # steps' time that trials may lose
-        self.loss = 0.0  # recent average loss of a trial
-        # False until the first result, which takes far more time than later ones
-        self.is_warm = False
-
-    def next_step(self) -> None:
-        self.num_steps += 1
-        self.left = min(self.left + EXPLORATION, AT_FIRST)
-        self.loss *= FADE
-
-    @property
-    def is_exploring(self) -> bool:
-        """Return whether this step tries requests that do not pay."""
-        return self.left >= min(self.loss, AT_FIRST)
-
-    def is_due(self, id: int) -> bool:
-        return self.is_exploring or self.of(id).pays
-
-    def of(self, id: int) -> SavedShare:
-        """Return a request's savings. A new request starts with the average of all."""
-        benefit = self.by_request.get(id)
-        if benefit is None:
-            benefit = self.by_request[id] = SavedShare(self.all.saved, min(self.all.num_steps, 1))
-        return benefit
-
-    def passed(self) -> int:
-        """Return the number of steps since the last call."""
-        passed, self.last = self.num_steps - self.last, self.num_steps
-        return passed
-
-    def add(
-        self, saved: Sequence[tuple[SavedShare, float]], num_roots: int = 1, more: float = 0.0
-    ) -> None:
-        """Record savings in a step with `num_roots` roots, as shares of each request's part of the
-        step's time. `more` counts further parts that the step lost.
-        """
-        if not self.is_warm:
-            self.is_warm = True
-            return
-        tried = [share for benefit, share in saved if not benefit.pays]
-        lost = more - sum(tried)
-        for benefit, share in saved:
-            did_pay = benefit.pays
-            self.all.add(share)
-            benefit.add(share)
-            if did_pay and not benefit.pays:  # it only seemed to pay: count it as a trial
-                lost -= benefit.saved * min(benefit.num_steps, 1 / RATE)
-        if tried:
-            self.loss += (max(lost / num_roots, 0.0) - self.loss) / 2
-        self.left -= min(lost / num_roots, AT_FIRST)
-
-    def forget(self, id: int) -> None:
-        self.by_request.pop(id, None)
-
-
 BETTER = 1.05  # least ratio of hoped to known rate for a trial of rows
-# Largest reserve that a step may use, in times of the target: a gap of two targets is too long
-AHEAD = 0.5
 FEW = 1, 2, 4, 8  # numbers of draft tokens that are compared in steps of many rows
-LEAST_CHUNK = 16  # rows that waiting prompts get whatever the targets are: they must not starve
 
 
 class Plan(msgspec.Struct):
@@ -358,34 +267,6 @@ def best_of(
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no draft token, if nothing is allowed
     return Size(sizes[best], takes[best], tokens[best] / takes[best])
-
-
-def prompt_rows(step: Step, costs: StepCosts, waiting: int, most: int, context: int = 0) -> int:
-    """Return the rows for waiting prompts next to the step's roots: the most that fit `allowed`.
-
-    `most` always limits the rows; without a root, nothing else does. `context` counts the tokens
-    before a prompt's rows.
-    """
-    most = min(waiting, most)
-    if not step.num_roots or most <= LEAST_CHUNK:
-        return most
-    found = min(LEAST_CHUNK, most)
-    ends = [edge - step.rows for edge in costs.edges if found < edge - step.rows < most]
-    for rows in (*ends, most):
-        if step.spent + costs.of(step.with_prompt(rows, context + rows)) > step.allowed:
-            break
-        found = rows
-    return found
-
-
-def allowed_seconds(target: float, since_first: float, num_output: int) -> float:
-    """Return how long a step may take so that a request's tokens stay `target` apart on average.
-
-    The request's lead may be spent, up to AHEAD of a target's time. A step may always take one
-    target.
-    """
-    ahead = target * num_output - since_first
-    return target + min(max(ahead, 0.0), AHEAD * target)
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:

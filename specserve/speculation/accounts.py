@@ -1,0 +1,216 @@
+"""What draft sources take and save, by tenant scope, and when those that save nothing are tried.
+
+A source has an account in each scope. What it saves is a share of a request's part of a step's
+time. Trials of sources that do not pay have a budget.
+"""
+
+from collections.abc import Collection, Sequence
+
+from specserve.speculation.costs import Step
+from specserve.speculation.planner import Plan
+from specserve_drafters.base import make_calibration
+from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior
+
+FREE = 0.02  # share of a step's time that a source may lose
+FREE_ESTIMATES = 0.002  # the same of a source that estimates
+RATE = 1 / 16  # weight of one step in moving averages of requests and of times
+SCOPE_RATE = 1 / 128  # weight of one step in the average of a source that estimates
+EXPLORATION = 0.01  # share of all steps' time that trials may lose, of all sources together
+FADE = 0.99  # factor per step on the expected loss of a trial
+AT_FIRST = 3.0  # initial and largest loss budget of a source, in steps' time
+MOST_LOST = 16.0  # largest loss of a step that is charged, in steps' time: it may be an accident
+
+
+class SavedShare:
+    """Average share of a request's step time that draft tokens of a source save."""
+
+    __slots__ = ("free", "num_steps", "rate", "saved")
+
+    def __init__(
+        self, saved: float = 0.0, num_steps: int = 0, rate: float = RATE, free: float = FREE
+    ) -> None:
+        """`rate`: weight of a step. `free`: share that may be lost."""
+        self.saved, self.num_steps, self.rate, self.free = saved, num_steps, rate, free
+
+    def add(self, saved: float) -> None:
+        self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
+        self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
+
+    @property
+    def pays(self) -> bool:
+        return self.num_steps > 0 and self.saved >= -self.free
+
+
+class Trust:
+    """Ratio of the seconds that a source saves to those that its estimates promise."""
+
+    __slots__ = ("num_steps", "promised", "saved")
+
+    def __init__(self) -> None:
+        self.saved = self.promised = 0.0
+        self.num_steps = 0
+
+    @property
+    def value(self) -> float:
+        """Return the ratio, 0 to 1; 1 before the first step."""
+        return 1.0 if self.num_steps == 0 else min(max(self.saved / self.promised, 0.0), 1.0)
+
+    def add(self, saved: float, promised: float, is_trial: bool) -> None:
+        """Count a step; that of a trial replaces the earlier ones."""
+        self.num_steps = 1 if is_trial else self.num_steps + 1
+        rate = max(1 / self.num_steps, RATE)
+        self.saved += rate * (saved - self.saved)
+        self.promised += rate * (promised - self.promised)
+
+
+class SourceAccount:
+    """A source's savings in a scope, and the loss budget of its trials.
+
+    A source that estimates has one average for all requests, because its estimates tell them apart.
+    Others have an average for each request.
+    """
+
+    def __init__(self, share: float = 1.0, is_estimating: bool = False) -> None:
+        """`share` of the budget of trials is this source's."""
+        self.budget = EXPLORATION * share  # steps' time per step
+        self.all = SavedShare(0.0, 0, SCOPE_RATE, FREE_ESTIMATES) if is_estimating else SavedShare()
+        self.by_request: dict[int, SavedShare] = {}
+        self.trust = Trust()
+        self.seconds = 0.0  # usual seconds of asking for a request
+        self.left = AT_FIRST  # steps' time that trials may lose
+        self.loss = 0.0  # recent average loss of a trial
+        # False until the first result, which takes far more time than later ones
+        self.is_warm = False
+        # State of the step:
+        self.is_due = True  # estimates are asked for
+        self.is_estimated = self.is_tried = False
+        self.spent = self.saved = 0.0  # seconds of a source that estimates
+        self.promised = self.kept = 0.0  # seconds that it promised and saved, if it was asked
+
+    def next_step(self) -> None:
+        self.left = min(self.left + self.budget, AT_FIRST)
+        self.loss *= FADE
+        self.is_due = self.all.pays or self.is_exploring
+
+    @property
+    def is_exploring(self) -> bool:
+        """Return whether this step tries requests that do not pay."""
+        return self.left >= min(self.loss, AT_FIRST)
+
+    def of(self, id: int) -> SavedShare:
+        """Return a request's savings. A new request starts with the average of all."""
+        share = self.by_request.get(id)
+        if share is None:
+            share = self.by_request[id] = SavedShare(self.all.saved, min(self.all.num_steps, 1))
+        return share
+
+    def took(self, seconds: float) -> None:
+        """Learn the seconds of asking for a request. Only a series of slow calls counts as slow."""
+        self.seconds += (
+            RATE * (min(seconds, 2 * self.seconds) - self.seconds) if self.seconds else seconds
+        )
+
+    def add(
+        self,
+        outcomes: Sequence[tuple[SavedShare, float, bool]],
+        num_roots: int = 1,
+        more: float = 0.0,
+    ) -> None:
+        """Count a step with `num_roots` roots: the shares that were saved, and whether each is of a
+        trial. `more` counts further parts of the step's time that were lost.
+        """
+        if not self.is_warm or not outcomes:
+            self.is_warm |= len(outcomes) > 0
+            self.left -= min(more / num_roots, MOST_LOST)
+            return
+        tried = [saved for _, saved, is_trial in outcomes if is_trial]
+        lost = more - sum(tried)
+        for share, saved, _ in outcomes:
+            did_pay = share.pays
+            share.add(saved)
+            if share is not self.all:
+                self.all.add(saved)
+            if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
+                lost -= share.saved * min(share.num_steps, 1 / RATE)
+        self.lose(lost / num_roots, is_trial=len(tried) > 0)
+
+    def lose(self, lost: float, is_trial: bool) -> None:
+        """Charge the budget."""
+        if is_trial:
+            self.loss += (max(lost, 0.0) - self.loss) / 2
+        self.left -= min(lost, MOST_LOST)
+
+    def settle(self, part: float) -> None:
+        """Count the step of a source that estimates; `part` is the scope's part of the step, in
+        seconds.
+        """
+        if not self.is_estimated:
+            return
+        saved = (self.saved - self.spent) / part
+        is_trial = self.is_tried or not self.all.pays
+        if self.is_warm:
+            self.all.add(saved)
+            if is_trial:
+                self.lose(-saved, is_trial)
+        if self.promised:
+            self.trust.add(self.kept, self.promised, self.is_tried)
+        self.is_warm, self.is_estimated, self.is_tried = True, False, False
+        self.spent = self.saved = self.promised = self.kept = 0.0
+
+
+class AcceptanceStats:
+    """Statistics of one tenant scope's requests: acceptance, and the accounts of sources.
+
+    Machine-wide values, such as step costs, are kept elsewhere.
+    """
+
+    def __init__(
+        self,
+        prior: AcceptancePrior | None = None,
+        num_sources: int = 1,
+        estimating: Collection[str] = (),
+    ) -> None:
+        """`prior` has counts of earlier texts, see `specserve tune`. `estimating` lists the sources
+        that estimate what they save.
+        """
+        self.calibration = make_calibration(prior)
+        self.num_sources, self.estimating = num_sources, estimating
+        self.accounts: dict[str, SourceAccount] = {}  # by source
+        # Usual seconds per request of planning. The time depends on which sources are asked and on
+        # the number of draft tokens, so it is kept per scope.
+        self.planning = 0.0
+        self.is_warm = False  # False until the first planning, which takes far longer
+        self.left = 0.0  # seconds that collecting successors from logits may still take
+        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
+        self.number, self.num_roots = 0, 0  # number of the current step, and its roots
+
+    def account(self, name: str) -> SourceAccount:
+        if name not in self.accounts:
+            self.accounts[name] = SourceAccount(1 / self.num_sources, name in self.estimating)
+        return self.accounts[name]
+
+    def next_step(self, number: int) -> None:
+        self.number, self.num_roots = number, 0
+        for account in self.accounts.values():
+            account.next_step()
+
+    def note_planning(self, seconds: float) -> None:
+        """Learn the planning time per request."""
+        if self.planning:
+            self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
+        elif self.is_warm:
+            self.planning = seconds
+        self.is_warm = True
+
+    def forget_model(self, name: str) -> None:
+        """Drop statistics of a model that is replaced by another one."""
+        if name in self.accounts:
+            self.accounts[name] = SourceAccount(1 / self.num_sources)  # models do not estimate
+        for judged in (name, CHILDREN_BY + name):
+            self.calibration.drop(judged)
+
+    def forget(self, id: int) -> None:
+        """Drop the statistics of one request."""
+        self.calibration.forget(id)
+        for account in self.accounts.values():
+            account.by_request.pop(id, None)
