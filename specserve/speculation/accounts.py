@@ -15,10 +15,12 @@ FREE = 0.02  # share of a step's time that a source may lose
 FREE_ESTIMATES = 0.002  # the same of a source that estimates
 RATE = 1 / 16  # weight of one step in moving averages of requests and of times
 SCOPE_RATE = 1 / 128  # weight of one step in the average of a source that estimates
-EXPLORATION = 0.01  # share of all steps' time that trials may lose, of all sources together
+EXPLORATION = 0.005  # share of all steps' time that trials may lose, of all sources together
 FADE = 0.99  # factor per step on the expected loss of a trial
 AT_FIRST = 3.0  # initial and largest loss budget of a source, in steps' time
-MOST_LOST = 16.0  # largest loss of a step that is charged, in steps' time: it may be an accident
+PATIENCE = 8  # steps for which a source's first promises count as kept
+PAUSE = 8  # steps until sources are considered again if none of them pays
+MOST_LOST = 16.0  # largest debt of a budget, in steps' time: a large loss may be an accident
 
 
 class SavedShare:
@@ -57,6 +59,8 @@ class Trust:
 
     def add(self, saved: float, promised: float, is_trial: bool) -> None:
         """Count a step; that of a trial replaces the earlier ones."""
+        if self.num_steps == 0:
+            self.saved, self.promised, self.num_steps = promised, promised, PATIENCE
         self.num_steps = 1 if is_trial else self.num_steps + 1
         rate = max(1 / self.num_steps, RATE)
         self.saved += rate * (saved - self.saved)
@@ -87,9 +91,16 @@ class SourceAccount:
         self.spent = self.saved = 0.0  # seconds of a source that estimates
         self.promised = self.kept = 0.0  # seconds that it promised and saved, if it was asked
 
-    def next_step(self) -> None:
-        self.left = min(self.left + self.budget, AT_FIRST)
-        self.loss *= FADE
+    @property
+    def may_pay(self) -> bool:
+        """Return whether it saves time of any request, or has a large budget to find that out."""
+        shares = self.all, *self.by_request.values()
+        return self.left > AT_FIRST / 2 or any(share.saved > 0 for share in shares)
+
+    def next_step(self, num_steps: int) -> None:
+        """Begin a step, the last of so many."""
+        self.left = min(self.left + num_steps * self.budget, AT_FIRST)
+        self.loss *= FADE**num_steps
         self.is_due = self.all.pays or self.is_exploring
 
     @property
@@ -121,7 +132,7 @@ class SourceAccount:
         """
         if not self.is_warm or not outcomes:
             self.is_warm |= len(outcomes) > 0
-            self.left -= min(more / num_roots, MOST_LOST)
+            self.lose(more / num_roots, is_trial=False)
             return
         tried = [saved for _, saved, is_trial in outcomes if is_trial]
         lost = more - sum(tried)
@@ -138,7 +149,7 @@ class SourceAccount:
         """Charge the budget."""
         if is_trial:
             self.loss += (max(lost, 0.0) - self.loss) / 2
-        self.left -= min(lost, MOST_LOST)
+        self.left = max(self.left - lost, -MOST_LOST)
 
     def settle(self, part: float) -> None:
         """Count the step of a source that estimates; `part` is the scope's part of the step, in
@@ -183,6 +194,9 @@ class AcceptanceStats:
         self.left = 0.0  # seconds that collecting successors from logits may still take
         self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
         self.number, self.num_roots = 0, 0  # number of the current step, and its roots
+        # If no source may pay, sources are considered only in every PAUSE-th step.
+        self.may_pay, self.is_paused = True, False
+        self.considered = 0  # number of the step in which they were considered last
 
     def account(self, name: str) -> SourceAccount:
         if name not in self.accounts:
@@ -190,9 +204,12 @@ class AcceptanceStats:
         return self.accounts[name]
 
     def next_step(self, number: int) -> None:
-        self.number, self.num_roots = number, 0
-        for account in self.accounts.values():
-            account.next_step()
+        self.number, self.num_roots, passed = number, 0, number - self.considered
+        self.is_paused = passed < PAUSE and not self.may_pay
+        if not self.is_paused:
+            self.considered, self.may_pay = number, False
+            for account in self.accounts.values():
+                account.next_step(passed)
 
     def note_planning(self, seconds: float) -> None:
         """Learn the planning time per request."""

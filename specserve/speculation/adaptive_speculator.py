@@ -65,11 +65,17 @@ class ServedRequest:
             self.asked.append(source)
         self.bind(self.acceptance)
 
+    @property
+    def may_pay(self) -> bool:
+        """Return whether any of its sources pays, or whether that is not known so far."""
+        accounts = [*(account for _, _, account in self.sources), *self.model_accounts.values()]
+        return any(account.may_pay for account in accounts)
+
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
         self.sources = [(source, source.name, account(source.name)) for source in self.asked]
-        self.model_accounts = [(name, account(name)) for name in self.models]
+        self.model_accounts = {name: account(name) for name in self.models}
 
 
 class RequestDraft(msgspec.Struct, eq=False):
@@ -201,6 +207,7 @@ class AdaptiveSpeculator:
         asked_before = bool(self.roots)
         self.settle()
         self.plan, self.step = None, self.scheduler.step
+        self.number += 1
         due = self.due([s for s in scheduled if s.is_root])
         for model in self.models if due or asked_before else ():
             model.lend([item.request for item, _, _ in due])
@@ -217,8 +224,7 @@ class AdaptiveSpeculator:
         """Begin a step of the roots' scopes; return the roots for which sources are asked, with
         these sources.
         """
-        self.number, self.scopes, found = self.number + 1, [], []
-        self.part = self.planner.costs.of(self.step.without_prompts) / max(self.step.num_roots, 1)
+        found, self.scopes, self.part = [], [], 0.0
         for item in roots:
             served = self.served[item.request.id]
             acceptance = served.acceptance
@@ -226,11 +232,20 @@ class AdaptiveSpeculator:
                 acceptance.next_step(self.number)
                 self.scopes.append(acceptance)
             acceptance.num_roots += 1
+            if acceptance.is_paused:
+                continue
             if item.request.grammar is not None:
                 self.constrain(served, item.request.grammar)
+            self.part = self.part or self.seconds_per_root()
             if item.draft_limit and (asked := self.asked(served)):
                 found.append((item, served, asked))
+            acceptance.may_pay = acceptance.may_pay or served.may_pay or self.asks_always
         return found
+
+    def seconds_per_root(self) -> float:
+        """Return the seconds of the step per root: what an accepted draft token saves."""
+        step = self.step.without_prompts
+        return self.planner.costs.of(step) / max(step.num_roots, 1)
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
         """Give sources the grammar of a request; they serve it from now on."""
@@ -248,19 +263,19 @@ class AdaptiveSpeculator:
         """
         id, text = served.request.id, served.request.token_ids
         asked, unsure, best = dict[str, AskedSource](), dict[str, AskedSource](), 0.0
+        start = perf_counter()
         for source, name, account in served.sources:
             if name not in self.estimating_names:
                 self.ask_by_share(asked, id, name, account)
             elif account.is_due or self.asks_always:
-                start = perf_counter()
                 promised = self.part * source.expected_accepted(id, text)
                 account.is_estimated = True
-                account.spent += perf_counter() - start
+                account.spent += -start + (start := perf_counter())
                 net = account.trust.value * promised - account.seconds
                 if net > 0:
                     best = max(best, net)
                     unsure[name] = AskedSource(account.all, False, promised)
-                elif self.asks_always or (promised > 0 and account.is_exploring):
+                elif self.asks_always or (promised > account.seconds and account.is_exploring):
                     asked[name] = AskedSource(account.all, True, promised)
         if asked or self.asks_always or best > served.acceptance.planning:
             asked |= unsure
@@ -268,7 +283,7 @@ class AdaptiveSpeculator:
             accounts = served.acceptance.accounts
             due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
             asked |= {name: one._replace(is_trial=True) for name, one in due.items()}
-        for name, account in served.model_accounts if served.request.num_output > 0 else ():
+        for name, account in served.model_accounts.items() if served.request.num_output else ():
             self.ask_by_share(asked, id, name, account)
         return asked
 
@@ -314,8 +329,9 @@ class AdaptiveSpeculator:
             for model_source in self.model_sources:
                 self.settle_model(model_source, roots, planning)
         for acceptance in self.scopes:
-            for account in acceptance.accounts.values():
+            for account in acceptance.accounts.values() if not acceptance.is_paused else ():
                 account.settle(self.part * acceptance.num_roots)
+        self.scopes = []
 
     def settle_scope(
         self, acceptance: AcceptanceStats, roots: Sequence[RequestDraft], planning: float
@@ -324,6 +340,7 @@ class AdaptiveSpeculator:
         the seconds of planning.
         """
         outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
+        more = dict[str, float]()  # parts of the step that only trials lose, by source
         for root in roots:
             each = planning / len(root.asked)
             for name in {*root.asked, *root.taken} - self.model_names:
@@ -338,12 +355,14 @@ class AdaptiveSpeculator:
                         account.promised += asked.promised
                         account.kept += root.saved_of.get(name, 0.0)
                 elif asked is not None:
-                    net = (root.saved_by(name) - taken * (COLD if is_trial else 1.0)) / self.part
+                    usual = COLD * taken if is_trial else taken
+                    net = (root.saved_by(name) - usual) / self.part
                     outcomes.setdefault(name, []).append((asked.share, net, is_trial))
+                    more[name] = more.get(name, 0.0) + (taken - usual) / self.part
             if self.model_names.isdisjoint(root.asked):
                 acceptance.note_planning(planning)
         for name, own in outcomes.items():
-            acceptance.account(name).add(own, acceptance.num_roots)
+            acceptance.account(name).add(own, acceptance.num_roots, more[name])
 
     def settle_model(
         self, model_source: DraftModelSource, roots: Sequence[RequestDraft], planning: float
@@ -536,7 +555,8 @@ class AdaptiveSpeculator:
         paths: Sequence[AcceptedPath],
         answers: TargetTokens,
     ) -> None:
-        for recycler in self.recyclers:
+        is_paused = self.scopes and all(acceptance.is_paused for acceptance in self.scopes)
+        for recycler in () if is_paused else self.recyclers:
             name, start = recycler.source.name, perf_counter()
             try:
                 acceptance = [self.acceptance.of(s.request.id) for s in sampled]
@@ -608,6 +628,7 @@ class AdaptiveSpeculator:
         )
         before = self.served.pop(request.id, None)
         acceptance = self.acceptance.begin(request.id, begun.scope)
+        acceptance.may_pay = True  # the request may differ from earlier ones
         self.served[request.id] = served = ServedRequest(request, acceptance)
         allows = request.sampling.speculation.allows
         served.models = [source.name for source in self.model_sources if allows(source.name)]

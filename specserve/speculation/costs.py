@@ -36,9 +36,10 @@ HOPE = 2  # largest hoped rows, as a multiple of the most known rows
 BAND = 256  # tokens of context per row; steps are alike up to the next power of two
 LONG_AGO = 256  # steps; an older measurement does not show how busy the machine is
 FIT_EVERY = 8  # least steps between two fits of the cost of context and requests
-# Relative weight of the prior in a fit. The prior: attention of RIDGE rows takes as long as reading
-# the KV.
-PRIOR = 1e-3
+# Steps whose relative error of 1 weighs as much in a fit as the prior. The prior: context and
+# requests take no time, and attention of RIDGE rows takes as long as reading the KV. So small
+# differences of context, with the noise of a few steps, show little.
+PRIOR = 0.1
 LEAST_SHARE = 0.05  # least share of a step's time due to its rows
 CHANGED = 0.02  # least relative change of an edge's estimate that recomputes all estimates
 STALE = 1024  # steps; an edge's few steps are dropped if none was measured for so long
@@ -205,16 +206,16 @@ def fitted(buckets: Iterable[RowBucket], before: Sequence[float]) -> list[float]
     compared, so the cost of rows has no effect. Values that no bucket shows are taken from
     `before`.
     """
-    sums = [[0.0] * 4 for _ in range(3)]
+    sums, sizes = [[0.0] * 4 for _ in range(3)], [0.0] * 3
     for bucket in buckets:
         known = [(len(c.samples), c.point) for c in bucket.cells.values() if c.point is not None]
         if len(known) > 1:
-            add_differences(sums, known)
-    reading, attending, asking = (sums[i][i] for i in range(3))
+            add_differences(sums, sizes, known)
+    shown = [i for i in range(3) if sums[i][i] > 0]
+    reading, attending, asking = sizes
     prior = PRIOR * (reading + attending / RIDGE**2)
     for i, more in enumerate((prior, prior * RIDGE**2, PRIOR * asking)):
         sums[i][i] += more
-    shown = [i for i in range(3) if sums[i][i] > 0]
     found = [0.0 if i in shown else before[i] for i in range(3)]
     for i, value in solved(sums, shown).items():
         found[i] = value
@@ -233,11 +234,17 @@ def solved(sums: list[list[float]], kept: list[int]) -> dict[int, float]:
     return {}
 
 
-def add_differences(sums: list[list[float]], known: Sequence[tuple[int, Sample]]) -> None:
-    """Add a bucket's part of the normal equations; each sample has a number of steps as weight."""
+def add_differences(
+    sums: list[list[float]], sizes: list[float], known: Sequence[tuple[int, Sample]]
+) -> None:
+    """Add a bucket's part of the normal equations, and squares of the unknowns' sizes relative to
+    the step's time. Each sample has a number of steps as weight.
+    """
     each = [(number / point.seconds**2, point) for number, point in known]
     whole = sum(weight for weight, _ in each)
     usual = [sum(w * point[i] for w, point in each) / whole for i in range(4)]
+    for i in range(3):
+        sizes[i] += (usual[i] / usual[3]) ** 2
     for weight, point in each:
         more = [point[i] - usual[i] for i in range(4)]
         for i in range(3):

@@ -11,7 +11,7 @@ from specserve.speculation.accounts import AcceptanceStats
 from specserve.speculation.verify import AcceptedPath
 from specserve_drafters.base import DraftSource
 
-SHARE = 0.005  # share of the target's time that collecting may take, 0 to 1
+SHARE = 0.003  # share of the target's time that collecting may take, 0 to 1
 MOST_ROWS = 4  # most rows collected per request and step
 
 

@@ -474,3 +474,13 @@ def test_the_fastest_step_of_a_bucket_is_that_of_all_its_samples():
             samples = [s for cell in bucket.cells.values() for s in cell.samples]
             want = min((s.of_rows(costs.added) for s in samples), default=0.0)
             assert bucket.least(costs.added) == want
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_noise_of_similar_contexts_takes_no_time_from_rows(seed):
+    """Most of a step's time would be due to context if a small difference had to explain noise."""
+    costs, random = StepCosts(64), Random(seed)
+    for number in range(400):
+        context = 240 + number % 32  # on both sides of a boundary between cells
+        costs.observe(1, context, 1, 0.01 * random.lognormvariate(0, 0.03))
+    assert 0.008 < costs.table()[1] <= 0.0105

@@ -247,6 +247,12 @@ def run_paced(target, clock, right, *takes, max_nodes=4, cls=Paced):
 NEVER, LATER = range(0), range(100, 300)  # lengths at which guesses are right
 
 
+@pytest.fixture
+def often(monkeypatch):
+    """Trials may take so much time that a short text shows them."""
+    monkeypatch.setattr(accounts, "EXPLORATION", 0.04)
+
+
 def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked_again(
     target, clock
 ):
@@ -257,7 +263,7 @@ def test_a_source_that_takes_more_time_than_it_saves_is_dropped_and_rarely_asked
 
 
 def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_its_worth(
-    target, clock
+    target, clock, often
 ):
     _, source = run_paced(target, clock, LATER, 0.8, max_nodes=1)
     asked = [known in LATER for known in source.asked]
@@ -265,7 +271,9 @@ def test_a_source_that_was_late_is_asked_in_every_step_again_once_a_trial_shows_
     assert asked.count(True) > 50
 
 
-def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(target, clock):
+def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
+    target, clock, often
+):
     _, source = run_paced(target, clock, range(100, 160), 0.8, max_nodes=1)
     last = [known for known in source.asked if known > 180]
     assert 1 <= len(last) < 5
@@ -273,7 +281,7 @@ def test_a_source_that_was_of_use_is_soon_tried_again_when_it_is_late_once_more(
 
 @pytest.mark.parametrize(("after_pause", "is_back"), [(1.3, True), (1.8, False)])
 def test_a_turn_after_a_pause_takes_longer_than_one_in_every_step_will(
-    target, clock, after_pause, is_back
+    target, clock, after_pause, is_back, often
 ):
     """A right guess saves one step's time: to make it takes more than that after a pause, and less
     in every step. What it takes in every step is not known after a pause, so it may be too much.
@@ -411,7 +419,9 @@ def test_where_draft_tokens_save_no_time_nothing_is_asked_or_planned_in_most_ste
 
 
 @pytest.mark.parametrize("takes", [0.1, 0.3])
-def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(target, clock, takes):
+def test_a_request_is_asked_in_every_step_again_once_draft_tokens_are_right(
+    target, clock, takes, often
+):
     engine, source = run_paced(target, clock, LATER, takes)
     _, *early = [known for known in source.asked if known not in LATER]
     assert takes * len(early) <= accounts.AT_FIRST + accounts.EXPLORATION * LATER.start
@@ -423,8 +433,9 @@ def test_a_source_is_asked_if_it_expects_to_save_more_than_planning_takes(target
         return 3.0 if length in LATER else 0.05
 
     engine, source = run_paced(target, clock, LATER, 0.1, promises, cls=Foretelling)
-    _, *others = source.asked  # how long it takes is only known now
-    assert set(others) <= set(LATER) and min(others) == LATER.start
+    early = [known for known in source.asked if known not in LATER]
+    assert 0.1 * len(early) <= accounts.AT_FIRST + accounts.EXPLORATION * LATER.start, "trials"
+    assert LATER.start in source.asked
     assert engine.stats.num_steps < 150
 
 
@@ -510,39 +521,46 @@ def test_the_first_run_of_a_draft_model_is_free_as_nothing_else_shows_what_it_ta
     assert [*run_draft(target, target, max_tokens=16)] == [2]
 
 
+def time_of_levels(steps):
+    return 0.5 * sum(steps.values())
+
+
 def test_a_draft_model_that_is_left_out_is_tried_with_one_request_for_all_of_them(
     target, other, clock
 ):
-    clock.draft = lambda rows: 10 * STEP
+    clock.draft = lambda rows: 0.5 * STEP
     for num_requests in (1, 8):
-        wrong = run_draft(target, other, num_requests=num_requests)
-        assert wrong == {2: num_requests, 18: 1, 50: 1, 114: 1, 242: 1}, "ever more rarely"
+        first, *others = run_draft(target, other, num_requests=num_requests).values()
+        assert first == num_requests and {*others} == {1}
+        levels = run_draft(target, other, num_requests=num_requests, tell=len)
+        most = accounts.AT_FIRST + accounts.EXPLORATION * 250
+        assert 2 < time_of_levels(levels) < most + 1.5, "a trial of three levels may exceed it"
+        assert [*levels][-1] > 100, "ever more rarely"
         right = run_draft(target, target, num_requests=num_requests)
-        assert [*right][:14] == [*range(2, 226, 16)], "soon again, as it was right"
-        assert {*right.values()} == {num_requests, 1}
+        assert [*right] == [*range(2, len(right) + 2)] and right[30] == num_requests
 
 
-def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(target, clock):
-    clock.draft = lambda rows: 10 * STEP
-    first, *exploration = run_draft(target, target, tell=len).values()
-    assert first == 1 and len(exploration) > 5
-    assert {*exploration[:-1]} == {3}
+def test_a_trial_runs_three_levels_as_one_alone_is_slower_than_those_after_it(target, other, clock):
+    clock.draft = lambda rows: 0.5 * STEP
+    first, *trials = run_draft(target, other, tell=len).values()
+    assert first == 1 and max(trials) == 3
 
 
 def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(target, clock):
-    """Levels for four requests take as long as those for one, and would pay for all together."""
-    clock.draft = lambda rows: 10 * STEP
+    """Levels for four requests take as long as those for one, and do not pay for all together."""
+    clock.draft = lambda rows: 1.5 * STEP
     engine = engine_for(target, target, "auto", max_nodes=4)
-    guesses = engine.speculator = planned(engine, model_sources=engine.speculator.model_sources)
+    speculator = planned(engine, model_sources=engine.speculator.model_sources)
+    engine.speculator = speculator
     requests = [engine.add([id + 1, *PROMPT], greedy(120)) for id in range(4)]
-    benefits, seen = guesses.acceptance.begin(99, DEFAULT_SCOPE).level_benefits["model"], []
+    account, seen = speculator.acceptance.of(requests[0].id).account("model"), []
     while not engine.is_idle:
-        before = {r.id: benefits.of(r.id).saved for r in requests}
-        is_alone = guesses.model_sources[0].is_trial_alone and len(guesses.roots) == 4
-        tried = [id for id, root in guesses.roots.items() if root.tried]
+        before = {r.id: account.of(r.id).saved for r in requests}
+        is_alone = speculator.model_sources[0].is_trial_alone and len(speculator.roots) == 4
+        tried = [id for id, root in speculator.roots.items() if root.tried]
         engine.step()
-        changed = [id for id, saved in before.items() if benefits.of(id).saved != saved]
+        changed = [id for id, saved in before.items() if account.of(id).saved != saved]
         if is_alone and all(r.id in engine.requests for r in requests):
             assert changed == tried and len(tried) == 1
-            seen.append(benefits.of(tried[0]).saved)
-    assert seen and min(seen) > -20, "not all of three levels, which are 72 parts of a step"
+            seen.append(account.of(tried[0]).saved)
+    assert seen and min(seen) > -5, "not all of three levels, which are 18 parts of a step"

@@ -128,7 +128,7 @@ def test_an_engine_soon_runs_the_better_one_first_and_the_other_seldom(engine, m
 
     monkeypatch.setattr(adaptive_speculator, "in_order", ordered)
     Watch(engine).run([Case(PROMPT[i:], sampling(160, seed=i)) for i in range(3)])
-    assert len(firsts) > 20
+    assert len(firsts) > 8, "until the head is left out"
     assert Counter(firsts[8:])["eagle"] <= 3, firsts
     counts = {name: sums.verified for name, sums in engine.stats.sources.items()}
     assert counts["model"] > 9 * counts["eagle"], counts

@@ -153,9 +153,9 @@ class Liar(TenantSuccessors):
         ]
 
 
-@pytest.mark.parametrize(("salt", "is_shared"), [("a", False), ("b", True)])
-def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
-    target, clock, text, monkeypatch, salt, is_shared
+@pytest.mark.parametrize("salt", ["a", "b"])
+def test_a_source_is_left_out_for_the_requests_alone_whose_time_it_does_not_save(
+    target, clock, text, salt
 ):
     engine = engine_of(target, clock, text)
     engine.speculator = planned(engine, source := Liar(clock, text, 0))
@@ -163,9 +163,8 @@ def test_a_source_is_late_for_those_alone_whose_time_it_does_not_save(
         engine.add(PROMPT, replace(GREEDY, cache_salt=salt_of))
     while not engine.is_idle:
         engine.step()
-    asked = [source.asked.count(id) for id in (0, 1)]
-    assert asked[1] > 15
-    assert (asked[0] > 15) == is_shared, "for all of an owner's requests what it saves pays"
+    lied_to, other = (source.asked.count(id) for id in (0, 1))
+    assert lied_to < 13 < 15 < other
 
 
 def test_a_key_is_reported_what_its_own_requests_have_shown(target, clock, text):
