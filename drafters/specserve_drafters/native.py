@@ -203,6 +203,17 @@ BUFFERS = Buffers()
 COLUMNS = "tokens", "parents", "depths", "expanded", "p", "values"
 
 
+def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
+    """Return candidates by column; None if there are none, or if columns do not hold all of it."""
+    if not candidates:
+        return None
+    tokens, parents, p, sources, expanded = zip(*candidates, strict=True)
+    if any(expanded) or len(set(sources)) > 1:
+        return None
+    scores = array("d", [nan if x is None else x for x in p])
+    return CandidateColumns(array("i", tokens), array("i", parents), scores, sources[0])
+
+
 class NativeTrie(BaseTrie):
     """`trie.Trie` in C++."""
 
@@ -256,9 +267,16 @@ class NativeTrie(BaseTrie):
         return self.native.add(self.handle, parent, token, nan if p is None else p, number)
 
     def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
-        if self.rules is not None or not isinstance(candidates, CandidateColumns):
+        if self.rules is not None:
             return super().merge(candidates, below)
-        own, n, out = candidates, len(candidates), BUFFERS
+        if not isinstance(candidates, CandidateColumns):
+            candidates = [*candidates]
+            own = columns_of(candidates)
+            if own is None:
+                return super().merge(candidates, below)
+        else:
+            own = candidates
+        n, out = len(own), BUFFERS
         assert n < ROOM, "the candidates exceed the buffers"
         each = own.tokens.buffer_info()[0], own.parents.buffer_info()[0], own.p.buffer_info()[0]
         number = self.calibration.number(own.source)

@@ -11,6 +11,7 @@ from specserve.speculation.accounts import AcceptanceStats
 from specserve.speculation.verify import AcceptedPath
 from specserve_drafters.base import DraftSource
 
+SELDOM = 0.25  # part of SHARE of a source that saves no time
 SHARE = 0.003  # share of the target's time that collecting may take, 0 to 1
 MOST_ROWS = 4  # most rows collected per request and step
 
@@ -57,9 +58,10 @@ class TokenRecycler:
         """Begin a step in which the target took `seconds`; return whether any scope has time for
         collecting. `acceptance` is by request.
         """
-        part = seconds / max(len(acceptance), 1)
+        part, name = SHARE * seconds / max(len(acceptance), 1), self.source.name
         for one in acceptance:
-            one.left = min(one.left + SHARE * part, seconds)
+            share = part if one.account(name).may_pay else SELDOM * part
+            one.left = min(one.left + share, seconds)
         return any(one.left > 0 for one in acceptance)
 
     def collect_successors(
