@@ -21,6 +21,7 @@ LAYERS = [  # ground floor first
     ("specserve.text",),
     ("specserve.models",),
     ("specserve.exchange",),
+    ("specserve.speculation.constants",),
     ("specserve.speculation.costs",),
     ("specserve.scheduling",),
     ("specserve.engine.runner",),

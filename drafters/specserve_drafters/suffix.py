@@ -10,6 +10,8 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import islice
+from operator import mul
 from typing import ClassVar
 
 import numpy as np
@@ -101,21 +103,26 @@ class OutputIndex:
             self.parts = [SuffixPart(size), self.parts[0]]
         self.parts[0].add(text, num_context)
 
-    def matches(self, text: "array[int]") -> tuple[int, list[SuffixPlace]]:
-        """Return the length of the longest n-grams that match the text's end, and their places."""
-        end = text[-LENGTHS[-1] :]
-        found = 0, list[SuffixPlace]()
+    def matches(self, text: "array[int]", most: int) -> tuple[int, list[SuffixPlace]]:
+        """Return the length of the longest n-grams that match the text's end, and at most `most`
+        of their places.
+        """
+        end, length, found = text[-LENGTHS[-1] :], 0, list[SuffixPlace]()
+        backwards, others = end[::-1], iter(found)
         mixed = done = 0
         for k, n in enumerate(LENGTHS):
             if n > len(end):
                 break
-            mixed += sum(end[-1 - j] * MIX[j] for j in range(done, n))
-            done = n
-            places = [(part, at) for part in self.parts for at in part.matches(end, k, mixed)]
-            if not places:
+            mixed += sum(map(mul, backwards[done:n], MIX[done:n]))
+            places, done = self.places(end, k, mixed), n
+            first = next(places, None)
+            if first is None:
                 break
-            found = n, places[:MAX_MATCHES]
-        return found
+            length, found, others = n, [first], places
+        return length, [*found, *islice(others, most - 1)]
+
+    def places(self, end: "array[int]", k: int, mixed: int) -> Iterator[SuffixPlace]:
+        return ((part, at) for part in self.parts for at in part.matches(end, k, mixed))
 
 
 class FollowedOutput:
@@ -178,7 +185,7 @@ class SuffixSource(DraftSource):
             goes_on = is_right and part.tokens[place + 1] != END
             followed.match = (part, place + 1) if goes_on else None
         if followed.match is None:
-            followed.length, places = scope.matches(text)
+            followed.length, places = scope.matches(text, 1)
             followed.match = places[0] if places else None
         followed.size = len(text)
 
@@ -187,7 +194,7 @@ class SuffixSource(DraftSource):
 
     def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
         scope = self.scopes.get(self.requests[id].scope)
-        length, places = (0, []) if scope is None else scope.matches(text)
+        length, places = (0, []) if scope is None else scope.matches(text, MAX_MATCHES)
         return best(places, length, limit, self.name)
 
     def forget(self, id: int) -> None:

@@ -19,7 +19,8 @@ from specserve.errors import ConfigError
 from specserve.exchange.messages import PlainStep
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.draft_head import DraftHead
-from specserve.speculation.costs import KNOWN, KnownCosts, Step, StepCosts
+from specserve.speculation.constants import KNOWN
+from specserve.speculation.costs import KnownCosts, Step, StepCosts
 from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, SampleParams, Threads

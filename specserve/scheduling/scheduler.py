@@ -12,7 +12,8 @@ import msgspec
 
 from specserve.memory.blocks import BlockPool
 from specserve.scheduling.request import Request, ScheduledRequest
-from specserve.speculation.costs import FINE, Step, StepCosts
+from specserve.speculation.constants import FINE
+from specserve.speculation.costs import Step, StepCosts
 
 
 class RunningCounts:

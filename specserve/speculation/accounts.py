@@ -6,21 +6,22 @@ time. Trials of sources that do not pay have a budget.
 
 from collections.abc import Collection, Sequence
 
+from specserve.speculation.constants import (
+    AT_FIRST,
+    EXPLORATION,
+    FADE,
+    FREE,
+    FREE_ESTIMATES,
+    MOST_LOST,
+    PATIENCE,
+    PAUSE,
+    RATE,
+    SCOPE_RATE,
+)
 from specserve.speculation.costs import Step
 from specserve.speculation.planner import Plan
 from specserve_drafters.base import make_calibration
 from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior
-
-FREE = 0.02  # share of a step's time that a source may lose
-FREE_ESTIMATES = 0.002  # the same of a source that estimates
-RATE = 1 / 16  # weight of one step in moving averages of requests and of times
-SCOPE_RATE = 1 / 128  # weight of one step in the average of a source that estimates
-EXPLORATION = 0.005  # share of all steps' time that trials may lose, of all sources together
-FADE = 0.99  # factor per step on the expected loss of a trial
-AT_FIRST = 3.0  # initial and largest loss budget of a source, in steps' time
-PATIENCE = 8  # steps for which a source's first promises count as kept
-PAUSE = 8  # steps until sources are considered again if none of them pays
-MOST_LOST = 16.0  # largest debt of a budget, in steps' time: a large loss may be an accident
 
 
 class SavedShare:

@@ -13,6 +13,7 @@ from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.accounts import AcceptanceStats, SavedShare, SourceAccount
+from specserve.speculation.constants import COLD, LATELY, LEAST_ASKED
 from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
@@ -34,10 +35,6 @@ from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
 from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates
-
-LEAST_ASKED = 32  # draft tokens per step that sources are asked for, shared by its requests
-COLD = 0.6  # time of drafting in every step, relative to drafting after a pause, 0 to 1
-LATELY = 1 / 8  # weight of one step in the average number of a request's verified draft tokens
 
 
 class AskedSource(NamedTuple):

@@ -19,33 +19,28 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-# Number of remembered steps per edge, and the rank of the step that is the estimate. First steps
-# are often slow. The rank is lower if there are fewer steps.
-WINDOW, RANK = 16, 2
-KNOWN = 3  # number of steps after which an edge is known
-RECENT = 5  # number of latest steps whose fastest one shows the slowdown by other load
-# Ratio to the estimate; if KNOWN steps in a row are below it, all estimates are too high.
-TOO_HIGH = 0.75
-TILE = 16  # rows of a kernel's tile in large steps
-FINE = 4 * TILE  # edge beyond which time rises within buckets, too: they are as wide as tiles
-FIRST = 1e-3  # seconds of a step of one row before any measurement
-LEAST = 1e-7  # least seconds of a step
-RIDGE = 16  # rows whose work takes as long as reading the weights, until steps show it
-HOPED = 0.8  # hoped seconds of an edge with few steps, relative to its fastest one
-HOPE = 2  # largest hoped rows, as a multiple of the most known rows
-BAND = 256  # tokens of context per row; steps are alike up to the next power of two
-LONG_AGO = 256  # steps; an older measurement does not show how busy the machine is
-FIT_EVERY = 8  # least steps between two fits of the cost of context and requests
-# Steps whose relative error of 1 weighs as much in a fit as the prior. The prior: context and
-# requests take no time, and attention of RIDGE rows takes as long as reading the KV. So small
-# differences of context, with the noise of a few steps, show little.
-PRIOR = 0.1
-LEAST_SHARE = 0.05  # least share of a step's time due to its rows
-CHANGED = 0.02  # least relative change of an edge's estimate that recomputes all estimates
-STALE = 1024  # steps; an edge's few steps are dropped if none was measured for so long
-# Ratio to costs of an earlier start or of start-up, or its inverse; if all first steps exceed it,
-# these costs are dropped
-WRONG = 3.0
+from specserve.speculation.constants import (
+    BAND,
+    CHANGED,
+    FINE,
+    FIRST_SECONDS,
+    FIT_EVERY,
+    HOPE,
+    HOPED,
+    KNOWN,
+    LEAST_SECONDS,
+    LEAST_SHARE,
+    LONG_AGO,
+    PRIOR,
+    RANK,
+    RECENT,
+    RIDGE,
+    STALE,
+    TILE,
+    TOO_HIGH,
+    WINDOW,
+    WRONG,
+)
 
 
 def edges(most: int) -> list[int]:
@@ -70,7 +65,7 @@ class Sample(NamedTuple):
     seconds: float
 
     def scaled(self, factor: float) -> "Sample":
-        return self._replace(seconds=max(LEAST, self.seconds * factor))
+        return self._replace(seconds=max(LEAST_SECONDS, self.seconds * factor))
 
     def added(self, by: Sequence[float]) -> float:
         """Return the seconds that context, attention and requests added."""
@@ -532,7 +527,7 @@ class StepCosts:
         found = in_order(found, lowest, last)
         known = [*found]
         if not known:
-            found, known = {1: FIRST}, [1]
+            found, known = {1: FIRST_SECONDS}, [1]
         self.by_edge = [self.between(edge, known, found) for edge in self.edges]
         self.least_by_edge = [self.least(edge, known, found) for edge in self.edges]
         hoped = float("inf")
@@ -627,7 +622,7 @@ def alike(rows: int, context: float, requests: int) -> float:
 
 def is_sound(sample: Sample) -> bool:
     """Return whether a sample is a plausible measurement; NaN is not."""
-    return all(0 <= value < 1e15 for value in sample) and LEAST <= sample.seconds < 1e6
+    return all(0 <= value < 1e15 for value in sample) and LEAST_SECONDS <= sample.seconds < 1e6
 
 
 def in_order(

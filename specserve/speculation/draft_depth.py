@@ -7,15 +7,10 @@ from time import perf_counter
 
 from specserve.scheduling import Request
 from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.constants import HOLD, LEAST_USE, TRIED
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.planner import DraftDepthPolicy
-
-HOLD = 0.7  # expected gain of a level's nodes, relative to the previous level, 0 to 1
-# Least number of tokens of a request over which the time of catching up is spread.
-LEAST_USE = 8
-# Levels of a trial. A single level after a pause takes up to three times as long as later ones.
-TRIED = 3
 
 
 class DraftDepthController:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.speculation.costs import FINE, Step, StepCosts, prefill_value
+from specserve.speculation.constants import BETTER, FEW, FINE
+from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.candidates import Selection
 from specserve_drafters.trie import RequestCandidates
 
@@ -182,10 +183,6 @@ class ExplorationSchedule:
     def worked(self, key: Hashable) -> None:
         """Record a success: if `key` stops paying, its next trial is soon."""
         self.waits.pop(key, None)
-
-
-BETTER = 1.05  # least ratio of hoped to known rate for a trial of rows
-FEW = 1, 2, 4, 8  # numbers of draft tokens that are compared in steps of many rows
 
 
 class Plan(msgspec.Struct):

@@ -8,12 +8,9 @@ from typing import NamedTuple
 from specserve.engine.runner import TargetTokens
 from specserve.scheduling import ScheduledRequest
 from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.constants import COLLECTING, MOST_ROWS, SELDOM
 from specserve.speculation.verify import AcceptedPath
 from specserve_drafters.base import DraftSource
-
-SELDOM = 0.25  # part of SHARE of a source that saves no time
-SHARE = 0.003  # share of the target's time that collecting may take, 0 to 1
-MOST_ROWS = 4  # most rows collected per request and step
 
 
 class Row(NamedTuple):
@@ -58,7 +55,7 @@ class TokenRecycler:
         """Begin a step in which the target took `seconds`; return whether any scope has time for
         collecting. `acceptance` is by request.
         """
-        part, name = SHARE * seconds / max(len(acceptance), 1), self.source.name
+        part, name = COLLECTING * seconds / max(len(acceptance), 1), self.source.name
         for one in acceptance:
             share = part if one.account(name).may_pay else SELDOM * part
             one.left = min(one.left + share, seconds)

@@ -54,7 +54,7 @@ def test_places_are_those_that_a_search_finds(texts, end):
     for text, num_context in texts:
         scope.add(array("i", text), num_context)
     n, follows = searched(texts, end)
-    length, places = scope.matches(array("i", end))
+    length, places = scope.matches(array("i", end), 16)
     assert (length, len(places)) == (n, min(follows.total(), suffix.MAX_MATCHES))
     found = Counter(part.tokens[place] for part, place in places)
     assert found <= follows
@@ -168,7 +168,7 @@ def test_an_output_longer_than_a_part_is_cut_to_its_end():
     scope = OutputIndex()
     scope.add(array("i", [i % 5000 for i in range(suffix.LARGE)]))
     assert scope.parts[0].size <= suffix.LARGE
-    assert scope.matches(array("i", [1, 2, 3, 4]))[0] == 4
+    assert scope.matches(array("i", [1, 2, 3, 4]), 16)[0] == 4
 
 
 def test_a_lookup_visits_a_bounded_number_of_places():

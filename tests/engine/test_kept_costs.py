@@ -7,7 +7,8 @@ import pytest
 from specserve import LLM, SamplingParams
 from specserve.engine import tuning
 from specserve.engine.tuning import KeptCosts, costs_file, keep_costs, read_costs
-from specserve.speculation.costs import KNOWN, StepCosts
+from specserve.speculation.constants import KNOWN
+from specserve.speculation.costs import StepCosts
 from tests.checkpoints import tiny_checkpoint
 
 

@@ -9,7 +9,8 @@ from specserve.engine import build as build_module
 from specserve.engine import tuning
 from specserve.engine.build import build
 from specserve.engine.tuning import MeasuredStep
-from specserve.speculation.costs import KNOWN, StepCosts
+from specserve.speculation.constants import KNOWN
+from specserve.speculation.costs import StepCosts
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 

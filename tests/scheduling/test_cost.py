@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.speculation.costs import (
-    KNOWN,
-    STALE,
-    WINDOW,
-    KnownCosts,
-    Sample,
-    Step,
-    StepCosts,
-    edges,
-)
+from specserve.speculation.constants import KNOWN, STALE, WINDOW
+from specserve.speculation.costs import KnownCosts, Sample, Step, StepCosts, edges
 
 
 def true_seconds(rows, context=0, requests=1):

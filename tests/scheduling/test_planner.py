@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_rows
-from specserve.speculation.costs import KNOWN, Step, StepCosts
+from specserve.speculation.constants import KNOWN
+from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.planner import (
     DraftDepthPolicy,
     ExplorationSchedule,

@@ -130,7 +130,7 @@ def test_taking_over_has_a_small_share_of_the_time(engine, clock):
     for seed in range(6):
         run(engine, temperature=3.0, seed=seed, max_tokens=200)
     spent = clock.now - before
-    assert len(taken) > 1 and sum(taken) < recycler.SHARE * spent + 2 * 0.001
+    assert len(taken) > 1 and sum(taken) < recycler.COLLECTING * spent + 2 * 0.001
 
 
 def test_rows_whose_logits_are_gone_are_left_out(engine):

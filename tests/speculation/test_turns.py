@@ -2,7 +2,8 @@
 
 import pytest
 
-from specserve.speculation.accounts import AT_FIRST, EXPLORATION, SourceAccount
+from specserve.speculation.accounts import SourceAccount
+from specserve.speculation.constants import AT_FIRST, EXPLORATION
 
 
 def due(account, id, saved):
