@@ -186,7 +186,7 @@ class AcceptanceStats:
         that estimate what they save.
         """
         self.calibration = make_calibration(prior)
-        self.num_sources, self.estimating = num_sources, estimating
+        self.use_sources(num_sources, estimating)
         self.accounts: dict[str, SourceAccount] = {}  # by source
         # Usual seconds per request of planning. The time depends on which sources are asked and on
         # the number of draft tokens, so it is kept per scope.
@@ -198,6 +198,10 @@ class AcceptanceStats:
         # If no source may pay, sources are considered only in every PAUSE-th step.
         self.may_pay, self.is_paused = True, False
         self.considered = 0  # number of the step in which they were considered last
+
+    def use_sources(self, num_sources: int, estimating: Collection[str]) -> None:
+        """Use these sources from now on. Accounts are kept."""
+        self.num_sources, self.estimating = num_sources, estimating
 
     def account(self, name: str) -> SourceAccount:
         if name not in self.accounts:

@@ -51,7 +51,7 @@ class ServedRequest:
     def __init__(self, request: Request, acceptance: AcceptanceStats) -> None:
         self.request = request
         self.begun: list[DraftSource] = []  # sources that know the request
-        self.asked: list[DraftSource] = []  # those that it allows
+        self.allowed: list[DraftSource] = []  # those of them that it allows
         self.models: list[str] = []  # models that it allows
         self.lately = 0.0  # draft tokens verified per step
         self.bind(acceptance)
@@ -59,7 +59,7 @@ class ServedRequest:
     def add(self, source: DraftSource) -> None:
         self.begun.append(source)
         if self.request.sampling.speculation.allows(source.name):
-            self.asked.append(source)
+            self.allowed.append(source)
         self.bind(self.acceptance)
 
     @property
@@ -71,7 +71,7 @@ class ServedRequest:
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
-        self.sources = [(source, source.name, account(source.name)) for source in self.asked]
+        self.sources = [(source, source.name, account(source.name)) for source in self.allowed]
         self.model_accounts = {name: account(name) for name in self.models}
 
 
@@ -187,12 +187,13 @@ class AdaptiveSpeculator:
         model's.
         """
         before.settle()
-        make = self.acceptance.make
+        before.acceptance.make = self.acceptance.make
         self.planner, self.acceptance = before.planner, before.acceptance
-        self.acceptance.make = make
+        self.number = before.number
         self.served = before.served  # running requests begin again, but their grammars do not
-        if self.draft_model is not before.draft_model:
-            for acceptance in self.acceptance.every:
+        for acceptance in self.acceptance.every:
+            acceptance.use_sources(len(self.names), self.estimating_names)
+            if self.draft_model is not before.draft_model:
                 acceptance.forget_model("model")
 
     @property
@@ -450,7 +451,7 @@ class AdaptiveSpeculator:
     def extend(self, roots: Sequence[RequestDraft]) -> None:
         """Let sources continue paths, such as with forced tokens."""
         for source in self.extending:
-            own = [root for root in roots if source in root.served.asked]
+            own = [root for root in roots if source in root.served.allowed]
             if not own:
                 continue
             start = perf_counter()

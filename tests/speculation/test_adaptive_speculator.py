@@ -8,6 +8,7 @@ import pytest
 from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import accounts
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
@@ -481,6 +482,21 @@ def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine.reset_learned()
     assert source.promises is None
     assert engine.speculator.acceptance.find(DEFAULT_SCOPE) is None
+
+
+def test_other_sources_are_considered_at_once_after_those_that_saved_nothing(target, clock):
+    """Statistics go on, and with them the number of the step in which sources were considered."""
+    engine, _ = run_paced(target, clock, NEVER, 3)
+    (truth,) = plain(target, [case := Case(PROMPT, greedy(60))])
+    before = engine.speculator
+    lent = engine.scheduler, engine.draft_model
+    engine.speculator = AdaptiveSpeculator(
+        [Oracle("new", truth)], (), *lent, engine.stats, before=before
+    )
+    Watch(engine).run([case])
+    assert engine.speculator.acceptance is before.acceptance
+    assert engine.speculator.number > before.number, "budgets never shrink by a change"
+    assert engine.stats.sources["new"].accepted > 20
 
 
 def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
