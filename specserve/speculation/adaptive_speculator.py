@@ -13,7 +13,7 @@ from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.accounts import AcceptanceStats, SavedShare, SourceAccount
-from specserve.speculation.constants import COLD, LATELY, LEAST_ASKED
+from specserve.speculation.constants import COLD, FEW, LATELY, LEAST_ASKED
 from specserve.speculation.costs import Step
 from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.draft_model import DraftModel
@@ -175,6 +175,7 @@ class AdaptiveSpeculator:
         self.scopes: list[AcceptanceStats] = []  # of its roots
         self.roots: dict[int, RequestDraft] = {}  # by request
         self.part = 0.0  # seconds that an accepted draft token saves, expected
+        self.row_share = 0.0  # time of a row, relative to that
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -234,16 +235,30 @@ class AdaptiveSpeculator:
                 continue
             if item.request.grammar is not None:
                 self.constrain(served, item.request.grammar)
-            self.part = self.part or self.seconds_per_root()
+            if self.part == 0.0:
+                self.weigh_tokens()
             if item.draft_limit and (asked := self.asked(served)):
                 found.append((item, served, asked))
             acceptance.may_pay = acceptance.may_pay or served.may_pay or self.asks_always
         return found
 
-    def seconds_per_root(self) -> float:
-        """Return the seconds of the step per root: what an accepted draft token saves."""
-        step = self.step.without_prompts
-        return self.planner.costs.of(step) / max(step.num_roots, 1)
+    def weigh_tokens(self) -> None:
+        """Set what an accepted draft token of this step saves, and what its row takes."""
+        costs, step = self.planner.costs, self.step
+        self.part = costs.of(step.without_prompts) / max(step.num_roots, 1)
+        none, *some = costs.of_each(step, (0, *FEW))
+        rows = zip(some, FEW, strict=True)
+        self.row_share = min((seconds - none) / size for seconds, size in rows) / self.part
+
+    def promise(self, expected: float) -> float:
+        """Return the seconds that draft tokens save beyond the time of their rows, if so many are
+        expected to be accepted. Each is right with the same probability if the one before is.
+        """
+        p = value = expected / (1 + expected)
+        tokens, number = 0.0, 0
+        while value > self.row_share and number < MAX_NODES:
+            tokens, value, number = tokens + value - self.row_share, value * p, number + 1
+        return self.part * tokens
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
         """Give sources the grammar of a request; they serve it from now on."""
@@ -266,7 +281,7 @@ class AdaptiveSpeculator:
             if name not in self.estimating_names:
                 self.ask_by_share(asked, id, name, account)
             elif account.is_due or self.asks_always:
-                promised = self.part * source.expected_accepted(id, text)
+                promised = self.promise(source.expected_accepted(id, text))
                 account.is_estimated = True
                 account.spent += -start + (start := perf_counter())
                 net = account.trust.value * promised - account.seconds
