@@ -53,7 +53,7 @@ def learned(settings: Mapping[str, Any], asks: Sequence[Ask]) -> dict[str, list[
             some = [ask._replace(temperature=temperature) for ask in asks]
             local.run(Workload("priors", "", 0, some), Load(concurrency=4))
         stats = llm.engine.speculator.acceptance.find(DEFAULT_SCOPE)  # type: ignore[union-attr]
-        counts: dict[str, list[BinCounts]] = stats.calibration.counts()
+        counts: dict[str, list[BinCounts]] = stats.counts()
     return counts
 
 

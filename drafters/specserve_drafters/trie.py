@@ -54,6 +54,11 @@ class BinCounts(NamedTuple):
     hits: Annotated[float, Meta(ge=0, le=1e9)]
     scores: Annotated[float, Meta(ge=0, le=1e9)]
 
+    def plus(self, other: "BinCounts") -> "BinCounts":
+        """Return the counts of both, which are of the same kind."""
+        added = (a + b for a, b in zip(self[1:], other[1:], strict=True))
+        return BinCounts(self.kind, *added)
+
 
 # Counts by source, with which the bins of new requests' scopes begin.
 AcceptancePrior = Mapping[str, Sequence[BinCounts]]

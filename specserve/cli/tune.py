@@ -87,7 +87,7 @@ def tune(
         except (RequestError, RecursionError) as e:
             raise ConfigError(f"a prompt is refused: {e}") from e
         learnt = speculator.acceptance.find(DEFAULT_SCOPE)
-        counts = {} if learnt is None else learnt.calibration.counts()
+        counts = {} if learnt is None else learnt.counts()
         keep(file, prior := Prior(counts))
         if read_kept(file, Prior) != prior:  # an older file may be there
             raise ConfigError(f"{file} cannot be written. Check the disk, or set XDG_CACHE_HOME")

@@ -129,6 +129,7 @@ class Engine:
                 self.draft(scheduled)
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
                 sampled = [s for s in scheduled if s.is_sampled]
+                drafted_at = perf_counter()
                 step = self.build(scheduled, sampled)
                 answers = self.verify(step)
                 paths = accepted_paths(sampled, answers)
@@ -140,7 +141,9 @@ class Engine:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
-        seconds = perf_counter() - start
+        ended_at = perf_counter()
+        self.scheduler.timed(len(step.token_ids), ended_at - drafted_at)
+        seconds = ended_at - start
         self.stats.step_seconds += seconds
         drafting = self.stats.draft_seconds - drafting
         self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
@@ -181,7 +184,6 @@ class Engine:
         self.stats.num_rows += len(step.token_ids)
         seconds = perf_counter() - start
         self.stats.verify_seconds += seconds
-        self.scheduler.timed(len(step.token_ids), seconds)
         if self.speculator is not None:
             self.speculator.timed(seconds)
         return answers

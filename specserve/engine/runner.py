@@ -61,6 +61,11 @@ class Draws(NamedTuple):
     processors: Mapping[int, Processor] = {}
     node_masks: Mapping[int, NodeMask] = {}
 
+    @property
+    def is_fast(self) -> bool:
+        """Return whether a row's token takes hardly more time than finding the row."""
+        return self.is_greedy and not self.node_masks
+
     def params(self, rows: NDArray[np.int64] | None = None) -> SampleParams:
         """Return the parameters of all rows, or of some, as host tensors."""
         if self.edits is None and self.masks is None and not self.node_masks:
@@ -438,6 +443,11 @@ class Launched(NamedTuple):
     logprobs: Logprobs | None = None
 
 
+# Logits of which greedy tokens are found in one call, also after rows that may not be reached: each
+# level of a tree would need a call of its own
+AT_ONCE = 1 << 20
+
+
 class TargetTokens:
     """The target's token after each row that was read."""
 
@@ -456,6 +466,9 @@ class TargetTokens:
         """Return the tokens after some of the rows that are read; sample them now unless they
         exist.
         """
+        if self.tokens is None and self.draws.is_fast and self.logits.numel() <= AT_ONCE:
+            every = torch.arange(len(self.logits))
+            self.tokens = self.ops.sample(self.logits, every, self.draws.params()).tolist()
         if self.tokens is not None:
             return [self.tokens[row] for row in rows]
         at = np.array(rows, np.int64)

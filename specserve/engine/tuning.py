@@ -211,7 +211,7 @@ class PlainSteps:
 
 
 EVERY = 60.0  # least seconds between two writes of the file while the engine runs
-FORMAT = "3"  # version of the file's format: change it with the meaning of its numbers
+FORMAT = "4"  # version of the file's format: change it with the meaning of its numbers
 
 
 class KeptCosts:

@@ -21,7 +21,7 @@ from specserve.speculation.constants import (
 from specserve.speculation.costs import Step
 from specserve.speculation.planner import Plan
 from specserve_drafters.base import make_calibration
-from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior
+from specserve_drafters.trie import CHILDREN_BY, AcceptancePrior, BinCounts, Calibration
 
 
 class SavedShare:
@@ -185,7 +185,8 @@ class AcceptanceStats:
         """`prior` has counts of earlier texts, see `specserve tune`. `estimating` lists the sources
         that estimate what they save.
         """
-        self.calibration = make_calibration(prior)
+        # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
+        self.calibrations = make_calibration(prior), make_calibration(prior)
         self.use_sources(num_sources, estimating)
         self.accounts: dict[str, SourceAccount] = {}  # by source
         # Usual seconds per request of planning. The time depends on which sources are asked and on
@@ -208,6 +209,20 @@ class AcceptanceStats:
             self.accounts[name] = SourceAccount(1 / self.num_sources, name in self.estimating)
         return self.accounts[name]
 
+    def calibration(self, temperature: float) -> Calibration:
+        """Return the calibration of a request with this temperature."""
+        return self.calibrations[temperature > 0]
+
+    def counts(self) -> dict[str, list[BinCounts]]:
+        """Return the counts of all bins with draft tokens, by source."""
+        sums = dict[str, dict[int, BinCounts]]()
+        for calibration in self.calibrations:
+            for source, bins in calibration.counts().items():
+                own = sums.setdefault(source, {})
+                for one in bins:
+                    own[one.kind] = own[one.kind].plus(one) if one.kind in own else one
+        return {source: [own[kind] for kind in sorted(own)] for source, own in sums.items()}
+
     def next_step(self, number: int) -> None:
         self.number, self.num_roots, passed = number, 0, number - self.considered
         self.is_paused = passed < PAUSE and not self.may_pay
@@ -229,10 +244,12 @@ class AcceptanceStats:
         if name in self.accounts:
             self.accounts[name] = SourceAccount(1 / self.num_sources)  # models do not estimate
         for judged in (name, CHILDREN_BY + name):
-            self.calibration.drop(judged)
+            for calibration in self.calibrations:
+                calibration.drop(judged)
 
     def forget(self, id: int) -> None:
         """Drop the statistics of one request."""
-        self.calibration.forget(id)
+        for calibration in self.calibrations:
+            calibration.forget(id)
         for account in self.accounts.values():
             account.by_request.pop(id, None)

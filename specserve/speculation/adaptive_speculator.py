@@ -34,7 +34,7 @@ from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
-from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates
+from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates, table
 
 
 class AskedSource(NamedTuple):
@@ -71,6 +71,7 @@ class ServedRequest:
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
+        self.calibration = acceptance.calibration(self.request.sampling.temperature)
         self.sources = [(source, source.name, account(source.name)) for source in self.allowed]
         self.model_accounts = {name: account(name) for name in self.models}
 
@@ -424,7 +425,7 @@ class AdaptiveSpeculator:
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
         num_ids = None if self.draft_model is None else self.draft_model.num_ids
-        trie = served.acceptance.calibration.trie(request.id, request.grammar, num_ids)
+        trie = served.calibration.trie(request.id, request.grammar, num_ids)
         ask = RequestCandidates(trie, scheduled.draft_limit, max_depth=depth)
         item = scheduled.draft_item(limit)
         return RequestDraft(scheduled, item, ask, served, asked)
@@ -664,10 +665,10 @@ class AdaptiveSpeculator:
 
     def tell(self, state: SpeculationState) -> SpeculationState:
         acceptance = self.acceptance.find((state.tenant, "", "")) or AcceptanceStats()
-        table = acceptance.calibration.table()
+        points = table(acceptance.counts())
         return msgspec.structs.replace(
             state,
-            calibration=msgspec.convert(table, dict[str, list[CalibrationPoint]]),
+            calibration=msgspec.convert(points, dict[str, list[CalibrationPoint]]),
             plan=None if acceptance.last is None else plan_state(*acceptance.last),
         )
 

@@ -27,6 +27,12 @@ TEXT = "the cat sat on the mat and " * 6
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
+def begun(llm):
+    """The calibration with which greedy requests begin."""
+    acceptance = llm.engine.speculator.acceptance
+    return (acceptance.find(DEFAULT_SCOPE) or acceptance.begin(-1, DEFAULT_SCOPE)).calibration(0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tuned"), seed=5)
@@ -93,10 +99,9 @@ def test_a_later_start_begins_with_what_texts_have_shown(folder, kept, tmp_path,
 
     def run():
         with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
-            begun = llm.engine.speculator.acceptance.begin(-1, DEFAULT_SCOPE).calibration
-            begun.trie(-1).add(ROOT, 5, 0.5, "ngram")
+            begun(llm).trie(-1).add(ROOT, 5, 0.5, "ngram")
             assert llm.loaded.phases["acceptance"] == f"learned by specserve tune: {kept}"
-            return begun.counts()
+            return begun(llm).counts()
 
     counts = run()
     want = {kind: min(1.0, KNOWN_WEIGHT / tries) * tries for kind, tries, *_ in bins}
@@ -133,13 +138,13 @@ def test_drafting_that_is_turned_on_again_begins_with_it(folder, kept):
     given = {"memory.kv_bytes": 1 << 24, "drafter.name": "none"}
     with LLM(folder, set=given, progress=False) as llm:
         llm.change_speculation(drafter="auto")
-        prior = llm.engine.speculator.prior
+        prior = begun(llm).prior
         assert prior == {**shipped_prior(), "ngram": [BinCounts(0, 8, 2, 4)]}
 
 
 def test_a_start_without_a_tuned_file_begins_with_the_shipped_acceptance(folder, kept):
     with LLM(folder, set={"memory.kv_bytes": 1 << 24}, progress=False) as llm:
-        assert llm.engine.speculator.prior == shipped_prior()
+        assert begun(llm).prior == shipped_prior()
         assert "acceptance" not in llm.loaded.phases
 
 

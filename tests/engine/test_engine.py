@@ -58,12 +58,12 @@ def test_what_steps_have_shown_of_costs_and_draft_tokens_can_be_forgotten(target
     engine, new = engine_for(target, drafter="auto"), engine_for(target, drafter="auto")
     Watch(engine).run([Case(PROMPT * 4, greedy(40))])
     speculator = engine.speculator
-    calibration = speculator.acceptance.find(DEFAULT_SCOPE).calibration
+    learned = speculator.acceptance.find(DEFAULT_SCOPE)
     unknown = new.speculator.planner.costs.table()
     assert speculator.planner.costs.table() != unknown
     engine.reset_learned()
     assert speculator.planner.costs.table() == unknown
-    assert calibration.counts() and speculator.acceptance.find(DEFAULT_SCOPE) is None
+    assert learned.counts() and speculator.acceptance.find(DEFAULT_SCOPE) is None
 
 
 def test_tokens_after_more_rows_than_the_head_takes_at_once(target, monkeypatch):

@@ -11,7 +11,7 @@ from specserve_drafters.candidates import Candidate
 from specserve_drafters.native import ngram_source
 from specserve_drafters.prediction import PredictionSource
 from specserve_drafters.recycle import RecycleSource
-from specserve_drafters.tenants import PerTenantSource
+from specserve_drafters.tenants import DEFAULT_SCOPE, PerTenantSource
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, engine_for, load_small, plain, planned
@@ -20,7 +20,7 @@ PROMPT = [5, 17, 42, 5, 17, 99, 3]
 GREEDY = Sampling(max_tokens=80, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 STEP = 1.0  # seconds, to which each row adds a tenth
 TAKES = {"prediction": 1.5 * STEP, "ngram": 0.05 * STEP, "known": 0.2 * STEP}  # of asking
-TAKES["recycle"] = 0.2 * STEP
+TAKES["recycle"] = 0.1 * STEP
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_what_others_texts_have_shown_changes_no_guess(target, clock, text, monk
         assert steps_of(engine, **asked) == alone
     engine = engine_of(target, clock, text, draft, names)
     for wrong in others(target):
-        steps_of(engine, **wrong, cache_salt="b")
+        steps_of(engine, **(wrong | {"cache_salt": "b", "temperature": 0.0}))
     assert steps_of(engine, **asked) != alone, "its own owner's texts do change what is guessed"
 
 
@@ -165,6 +165,19 @@ def test_a_source_is_left_out_for_the_requests_alone_whose_time_it_does_not_save
         engine.step()
     lied_to, other = (source.asked.count(id) for id in (0, 1))
     assert lied_to < 13 < 15 < other
+
+
+def test_greedy_and_sampled_requests_are_counted_apart(target, clock, text):
+    engine = engine_of(target, clock, text, names=("known",))
+    steps_of(engine)
+    learned = engine.speculator.acceptance.find(DEFAULT_SCOPE)
+    assert learned.calibration(0.0).counts() and not learned.calibration(0.7).counts()
+    greedy = learned.counts()
+    assert greedy == learned.calibration(0.0).counts()
+    steps_of(engine, temperature=0.7)
+    assert learned.calibration(0.7).counts() and learned.calibration(0.0).counts() == greedy
+    tries = [sum(one.tries for one in counts["known"]) for counts in (greedy, learned.counts())]
+    assert tries[0] < tries[1], "both are reported together"
 
 
 def test_a_key_is_reported_what_its_own_requests_have_shown(target, clock, text):
