@@ -78,7 +78,7 @@ class SourceAccount:
     def __init__(self, share: float = 1.0, is_estimating: bool = False) -> None:
         """`share` of the budget of trials is this source's."""
         self.budget = EXPLORATION * share  # steps' time per step
-        self.all = SavedShare(0.0, 0, SCOPE_RATE, FREE_ESTIMATES) if is_estimating else SavedShare()
+        self.all = SavedShare(rate=SCOPE_RATE, free=FREE_ESTIMATES if is_estimating else FREE)
         self.by_request: dict[int, SavedShare] = {}
         self.trust = Trust()
         self.seconds = 0.0  # usual seconds of asking for a request
@@ -113,7 +113,9 @@ class SourceAccount:
         """Return a request's savings. A new request starts with the average of all."""
         share = self.by_request.get(id)
         if share is None:
-            share = self.by_request[id] = SavedShare(self.all.saved, min(self.all.num_steps, 1))
+            share = self.by_request[id] = SavedShare(
+                self.all.saved, min(self.all.num_steps, PATIENCE)
+            )
         return share
 
     def took(self, seconds: float) -> None:
@@ -179,7 +181,7 @@ class AcceptanceStats:
     def __init__(
         self,
         prior: AcceptancePrior | None = None,
-        num_sources: int = 1,
+        sharing: Collection[str] = (),
         estimating: Collection[str] = (),
     ) -> None:
         """`prior` has counts of earlier texts, see `specserve tune`. `estimating` lists the sources
@@ -187,7 +189,7 @@ class AcceptanceStats:
         """
         # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
         self.calibrations = make_calibration(prior), make_calibration(prior)
-        self.use_sources(num_sources, estimating)
+        self.use_sources(sharing, estimating)
         self.accounts: dict[str, SourceAccount] = {}  # by source
         # Usual seconds per request of planning. The time depends on which sources are asked and on
         # the number of draft tokens, so it is kept per scope.
@@ -200,13 +202,16 @@ class AcceptanceStats:
         self.may_pay, self.is_paused = True, False
         self.considered = 0  # number of the step in which they were considered last
 
-    def use_sources(self, num_sources: int, estimating: Collection[str]) -> None:
-        """Use these sources from now on. Accounts are kept."""
-        self.num_sources, self.estimating = num_sources, estimating
+    def use_sources(self, sharing: Collection[str], estimating: Collection[str]) -> None:
+        """Use these sources from now on. Accounts are kept. Those of `sharing` share one budget of
+        trials; a model has a budget of its own.
+        """
+        self.sharing, self.estimating = sharing, estimating
 
     def account(self, name: str) -> SourceAccount:
         if name not in self.accounts:
-            self.accounts[name] = SourceAccount(1 / self.num_sources, name in self.estimating)
+            share = 1 / len(self.sharing) if name in self.sharing else 1.0
+            self.accounts[name] = SourceAccount(share, name in self.estimating)
         return self.accounts[name]
 
     def calibration(self, temperature: float) -> Calibration:
@@ -242,7 +247,7 @@ class AcceptanceStats:
     def forget_model(self, name: str) -> None:
         """Drop statistics of a model that is replaced by another one."""
         if name in self.accounts:
-            self.accounts[name] = SourceAccount(1 / self.num_sources)  # models do not estimate
+            self.accounts[name] = SourceAccount()
         for judged in (name, CHILDREN_BY + name):
             for calibration in self.calibrations:
                 calibration.drop(judged)

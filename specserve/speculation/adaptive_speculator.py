@@ -165,7 +165,7 @@ class AdaptiveSpeculator:
         self.estimating_names = {source.name for source in sources if source.is_estimating}
         self.model_names = {source.name for source in model_sources}
         self.make_stats = partial(
-            AcceptanceStats, num_sources=len(self.names), estimating=self.estimating_names
+            AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
         )
         self.acceptance = PerTenant(partial(self.make_stats, prior))
         self.served: dict[int, ServedRequest] = {}  # by request
@@ -194,7 +194,7 @@ class AdaptiveSpeculator:
         self.number = before.number
         self.served = before.served  # running requests begin again, but their grammars do not
         for acceptance in self.acceptance.every:
-            acceptance.use_sources(len(self.names), self.estimating_names)
+            acceptance.use_sources([s.name for s in self.sources], self.estimating_names)
             if self.draft_model is not before.draft_model:
                 acceptance.forget_model("model")
 

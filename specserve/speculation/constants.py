@@ -56,7 +56,8 @@ FREE_ESTIMATES = 0.002
 RATE = 1 / 16
 # weight; 0.002 to 0.02; of one step, in the average of a source that estimates
 SCOPE_RATE = 1 / 128
-# share; 0.002 to 0.02; trials of all sources together may lose so much of the time
+# share; 0.002 to 0.02; trials of all sources together may lose so much of the time, and trials of
+# each model
 EXPLORATION = 0.005
 # factor; 0.9 to 0.999; an expensive trial comes again some time
 FADE = 0.99
@@ -64,7 +65,7 @@ FADE = 0.99
 AT_FIRST = 3.0
 # steps; 4 to 64; the largest debt of a budget, because a large loss may be an accident
 MOST_LOST = 16.0
-# steps; 2 to 32; a source's first promises count as kept for so long
+# steps; 2 to 32; weight of what others have shown, for a new request and for first promises
 PATIENCE = 8
 # steps; 2 to 32; if no source pays, even considering them takes a share of short steps
 PAUSE = 8
