@@ -136,7 +136,9 @@ class Engine:
                 if self.speculator is not None:
                     self.speculator.collect_successors(sampled, paths, answers)
                 if step.logprobs is not None:
+                    sampled_at = perf_counter()
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
+                    drafted_at += perf_counter() - sampled_at  # other requests' steps lack it
         except Exception as e:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)

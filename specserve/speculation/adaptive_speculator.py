@@ -48,11 +48,13 @@ class AskedSource(NamedTuple):
 class ServedRequest:
     """A running request: the sources that serve it, each with the account of its scope."""
 
-    def __init__(self, request: Request, acceptance: AcceptanceStats) -> None:
-        self.request = request
+    def __init__(
+        self, request: Request, acceptance: AcceptanceStats, models: Sequence[str]
+    ) -> None:
+        """`models` lists the models that the request allows."""
+        self.request, self.models = request, models
         self.begun: list[DraftSource] = []  # sources that know the request
         self.allowed: list[DraftSource] = []  # those of them that it allows
-        self.models: list[str] = []  # models that it allows
         self.lately = 0.0  # draft tokens verified per step
         self.bind(acceptance)
 
@@ -226,7 +228,7 @@ class AdaptiveSpeculator:
         """
         found, self.scopes, self.part = [], [], 0.0
         for item in roots:
-            served = self.served[item.request.id]
+            served = self.served.get(item.request.id) or self.serve(item.request)
             acceptance = served.acceptance
             if acceptance.number != self.number:
                 acceptance.next_step(self.number)
@@ -641,11 +643,7 @@ class AdaptiveSpeculator:
             request.sampling.speculation.learn,
         )
         before = self.served.pop(request.id, None)
-        acceptance = self.acceptance.begin(request.id, begun.scope)
-        acceptance.may_pay = True  # the request may differ from earlier ones
-        self.served[request.id] = served = ServedRequest(request, acceptance)
-        allows = request.sampling.speculation.allows
-        served.models = [source.name for source in self.model_sources if allows(source.name)]
+        served = self.serve(request)
         for source in self.sources:
             if source.needs_rules:
                 if before is not None and source in before.begun:
@@ -653,7 +651,15 @@ class AdaptiveSpeculator:
             elif begun.prediction or not source.needs_prediction:
                 source.begin(begun)
                 served.add(source)
-        served.bind(acceptance)
+
+    def serve(self, request: Request) -> ServedRequest:
+        """Serve a request with models. Other sources serve it once they know it, see `begin`."""
+        acceptance = self.acceptance.begin(request.id, scope_of(request))
+        acceptance.may_pay = True  # the request may differ from earlier ones
+        allows = request.sampling.speculation.allows
+        models = [source.name for source in self.model_sources if allows(source.name)]
+        self.served[request.id] = served = ServedRequest(request, acceptance, models)
+        return served
 
     def forget(self, id: int) -> None:
         served = self.served.pop(id, None)

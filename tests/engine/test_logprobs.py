@@ -8,10 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from specserve.exchange.sampling_params import Sampling
 from tests.checkpoints import tiny_checkpoint
+from tests.engine.clock import Clock
 from tests.engine.engines import (
     Case,
     Scripted,
     Watch,
+    ask_always,
     bush,
     draft_of,
     engine_for,
@@ -128,6 +130,8 @@ def test_they_are_the_same_bits_with_draft_tokens_and_in_batches(
         drafter = Scripted(drafter, truth)
     draft = draft_of(target, drafter) if isinstance(drafter, str) else None
     engine = engine_for(target, draft, drafter, max_nodes=8, **in_chunks(24))
+    if drafter == "auto":
+        ask_always(engine)
     assert run(engine, cases()) == want
     assert drafter == "none" or engine.stats.num_accepted
 
@@ -159,14 +163,17 @@ def test_a_scored_prompt_waits_for_no_block_of_another(target):
 def test_steps_that_score_prompts_do_not_count_as_slow_ones(target, monkeypatch):
     """The table of costs is that of other requests' steps, too."""
     engine = engine_for(target, max_nodes=0)
-    seconds = []
+    clock, seconds, score = Clock(monkeypatch), [], engine.target.score
     monkeypatch.setattr(engine.scheduler, "timed", lambda rows, took: seconds.append(took))
-    score = engine.target.score
-    monkeypatch.setattr(
-        engine.target, "score", lambda asked: (seconds.append("score"), score(asked))[1]
-    )
+
+    def slow(asked):
+        clock.now += 5.0
+        return score(asked)
+
+    monkeypatch.setattr(engine.target, "score", slow)
+    before = clock.now
     run(engine, [Case(PROMPT, asks(prompt_logprobs=0, max_tokens=1))])
-    assert seconds[1:] == ["score"]
+    assert clock.now - before > 5 and seconds and max(seconds) < 1
 
 
 def test_a_long_prompts_logprobs_come_step_by_step(target):
