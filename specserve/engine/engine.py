@@ -136,17 +136,15 @@ class Engine:
                 if self.speculator is not None:
                     self.speculator.collect_successors(sampled, paths, answers)
                 if step.logprobs is not None:
-                    sampled_at = perf_counter()
+                    drafted_at -= perf_counter()  # other requests' steps lack this time
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
-                    drafted_at += perf_counter() - sampled_at  # other requests' steps lack it
+                    drafted_at += perf_counter()
         except Exception as e:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
         self.stats.num_steps += 1
-        ended_at = perf_counter()
-        self.scheduler.timed(len(step.token_ids), ended_at - drafted_at)
-        seconds = ended_at - start
-        self.stats.step_seconds += seconds
+        self.scheduler.timed(len(step.token_ids), perf_counter() - drafted_at)
+        self.stats.step_seconds += (seconds := perf_counter() - start)
         drafting = self.stats.draft_seconds - drafting
         self.plain_steps.observe(self.scheduler.step, len(step.token_ids), seconds - drafting)
         return refused + outputs
