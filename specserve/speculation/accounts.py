@@ -92,11 +92,9 @@ class SourceAccount:
         self.spent = self.saved = 0.0  # seconds of a source that estimates
         self.promised = self.kept = 0.0  # seconds that it promised and saved, if it was asked
 
-    @property
-    def may_pay(self) -> bool:
-        """Return whether it saves time of any request, or has a large budget to find that out."""
-        shares = self.all, *self.by_request.values()
-        return self.left > AT_FIRST / 2 or any(share.saved > 0 for share in shares)
+    def may_pay(self, id: int) -> bool:
+        """Return whether it saves time of a request, or has a large budget to find that out."""
+        return self.left > AT_FIRST / 2 or self.by_request.get(id, self.all).saved > 0
 
     def next_step(self, num_steps: int) -> None:
         """Begin a step, the last of so many."""
@@ -142,8 +140,7 @@ class SourceAccount:
         for share, saved, _ in outcomes:
             did_pay = share.pays
             share.add(saved)
-            if share is not self.all:
-                self.all.add(saved)
+            self.all.add(saved)
             if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
                 lost -= share.saved * min(share.num_steps, 1 / RATE)
         self.lose(lost / num_roots, is_trial=len(tried) > 0)

@@ -68,7 +68,7 @@ class ServedRequest:
     def may_pay(self) -> bool:
         """Return whether any of its sources pays, or whether that is not known so far."""
         accounts = [*(account for _, _, account in self.sources), *self.model_accounts.values()]
-        return any(account.may_pay for account in accounts)
+        return any(account.may_pay(self.request.id) for account in accounts)
 
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
@@ -576,7 +576,8 @@ class AdaptiveSpeculator:
             name, start = recycler.source.name, perf_counter()
             try:
                 acceptance = [self.acceptance.of(s.request.id) for s in sampled]
-                if not recycler.has_time(acceptance, self.verified):
+                ids = [s.request.id for s in sampled]
+                if not recycler.has_time(ids, acceptance, self.verified):
                     continue
                 rows = accepted_rows(sampled, paths, acceptance)
                 recycler.collect_successors(rows, answers, start)

@@ -1,7 +1,6 @@
-"""The constants of drafting and planning. Above each: its unit, its useful range, and the reason.
+"""The constants of drafting and planning. A comment names unit, range and reason of each.
 
-A test checks this form. Ranges are those in which the simulated worlds of the tests keep their
-bounds, or what a number can mean.
+A test checks this form. A range says what a number can reasonably be.
 """
 
 # --- Costs of steps (costs.py) ---

@@ -1,5 +1,4 @@
-"""Choose a step's rows: prompt rows, and the draft tokens that raise the expected tokens per
-second.
+"""Choose the draft tokens of a step that raise the expected tokens per second.
 
 All plans are compared by expected tokens per expected second, with the measured costs of steps on
 this machine. A plan without draft tokens is compared in the same way.

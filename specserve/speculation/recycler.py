@@ -51,13 +51,15 @@ class TokenRecycler:
     def __init__(self, source: DraftSource) -> None:
         self.source = source
 
-    def has_time(self, acceptance: Sequence[AcceptanceStats], seconds: float) -> bool:
+    def has_time(
+        self, ids: Sequence[int], acceptance: Sequence[AcceptanceStats], seconds: float
+    ) -> bool:
         """Begin a step in which the target took `seconds`; return whether any scope has time for
-        collecting. `acceptance` is by request.
+        collecting. `ids` and `acceptance` are by request.
         """
         part, name = COLLECTING * seconds / max(len(acceptance), 1), self.source.name
-        for one in acceptance:
-            share = part if one.account(name).may_pay else SELDOM * part
+        for id, one in zip(ids, acceptance, strict=True):
+            share = part if one.account(name).may_pay(id) else SELDOM * part
             one.left = min(one.left + share, seconds)
         return any(one.left > 0 for one in acceptance)
 

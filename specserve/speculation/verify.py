@@ -1,7 +1,6 @@
 """Verify trees of draft tokens against the target's tokens, and count the results.
 
-`SpecDecodeStats` counts over all requests. `AcceptanceStats` learns from the requests of one tenant
-scope, and no other scope's draft tokens depend on it.
+`SpecDecodeStats` counts over all requests.
 """
 
 import logging

@@ -3,7 +3,7 @@
 import pytest
 
 from specserve.speculation.accounts import SourceAccount
-from specserve.speculation.constants import AT_FIRST, EXPLORATION
+from specserve.speculation.constants import AT_FIRST, EXPLORATION, MOST_LOST
 
 
 def due(account, id, saved):
@@ -38,7 +38,8 @@ def test_what_the_first_trials_lose_is_bounded():
 def test_a_trial_that_takes_very_long_is_followed_by_another():
     account = SourceAccount()
     steps_of(account, -1000.0, num_steps=3)
-    assert len(steps_of(account, -1000.0, num_steps=10000)) > 1
+    wait = int((AT_FIRST + MOST_LOST) / EXPLORATION)
+    assert len(steps_of(account, -1000.0, num_steps=3 * wait)) > 2
 
 
 def test_the_first_turn_of_all_decides_nothing():

@@ -135,7 +135,7 @@ def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
         speculator.planner.costs, model = RowCosts(price), speculator.draft_model
         # Levels of the draft model cost nothing here, so all of them run.
         model.costs = model.first_costs = RowCosts(0.0, base=0.0)
-        speculator.acceptance = PerTenant(AskedAlways)
+        speculator.acceptance, speculator.asks_always = PerTenant(AskedAlways), True
     told = Local(llm, is_warm=True).run(asked, Load(concurrency=1)).speculation
     assert told is not None and told.steps, "an engine of this process tells of its steps"
     return TreeMeans(told.drafted / told.steps, told.tokens / told.steps)
