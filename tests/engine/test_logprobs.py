@@ -186,3 +186,32 @@ def test_a_long_prompts_logprobs_come_step_by_step(target):
     parts = [len(output.prompt_logprobs) for output in outputs]
     assert max(parts) == 24 and sum(parts) == request.num_prompt - 1 == request.num_scored
     assert [o.is_of_prompt for o in outputs] == [True] * (len(outputs) - 2) + [False] * 2
+
+
+def test_a_step_costs_its_commit_but_not_its_drafting(target, monkeypatch):
+    clock, seconds = Clock(monkeypatch), []
+    engine = engine_for(target, max_nodes=0)
+    monkeypatch.setattr(engine.scheduler, "timed", lambda rows, took: seconds.append(took))
+    commit, draft = engine.commit, engine.draft
+
+    def slow(run, takes):
+        def ran(*args):
+            clock.now += takes
+            return run(*args)
+
+        return ran
+
+    monkeypatch.setattr(engine, "commit", slow(commit, 3.0))
+    monkeypatch.setattr(engine, "draft", slow(draft, 50.0))
+    run(engine, [Case(PROMPT, asks(max_tokens=3))])
+    assert len(seconds) == 3 and all(3 < took < 4 for took in seconds)
+
+
+def test_greedy_tokens_of_a_tree_take_one_call(target, monkeypatch):
+    case = Case(PROMPT, asks(max_tokens=12, temperature=0.0))
+    drafter = Scripted(bush, truth_by_id([case], plain(target, [case])))
+    engine, calls = engine_for(target, None, drafter, max_nodes=8), []
+    ops, sample = engine.target.ops, engine.target.ops.sample
+    monkeypatch.setattr(ops, "sample", lambda *given: (calls.append(1), sample(*given))[1])
+    run(engine, [case])
+    assert engine.stats.num_accepted > 3 and len(calls) == engine.stats.num_steps

@@ -580,3 +580,30 @@ def test_a_trial_for_one_request_says_nothing_of_others_and_costs_it_its_part(ta
             assert changed == tried and len(tried) == 1
             seen.append(account.of(tried[0]).saved)
     assert seen and min(seen) > -5, "not all of three levels, which are 18 parts of a step"
+
+
+class Counting(Foretelling):
+    """Counts its estimates, each of which takes a part of a step."""
+
+    num_estimates = 0
+
+    def expected_accepted(self, id, text):
+        self.num_estimates += 1
+        self.clock.now += 0.02 * STEP
+        return super().expected_accepted(id, text)
+
+
+def test_sources_that_save_nothing_are_considered_in_every_eighth_step_only(target, clock):
+    _, source = run_paced(target, clock, NEVER, 0.1, lambda length: 0.0, cls=Counting)
+    steps = 270
+    assert steps / accounts.PAUSE - 2 < source.num_estimates < steps * 0.6
+
+
+def test_a_promise_counts_only_tokens_that_save_more_than_their_rows_take(target):
+    speculator = planned(engine_for(target, None, "auto"))
+    speculator.part, speculator.row_share = 0.01, 0.0
+    assert speculator.promise(1.0) == pytest.approx(0.01), "1/2 + 1/4 + ... tokens"
+    speculator.row_share = 0.2
+    assert speculator.promise(1.0) == pytest.approx(0.01 * (0.5 - 0.2 + 0.25 - 0.2))
+    speculator.row_share = 0.6
+    assert speculator.promise(1.0) == 0.0
