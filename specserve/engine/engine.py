@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from itertools import count
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 
@@ -11,7 +11,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.grammars import Grammars
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
-from specserve.engine.tuning import KeptCosts, PlainSteps
+from specserve.engine.tuning import KeptCosts
 from specserve.exchange.messages import (
     NOT_RESUMED,
     AdapterRef,
@@ -26,20 +26,24 @@ from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
+from specserve.speculation.costs import PlainSteps
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
 from specserve.speculation.verify import (
     AcceptedPath,
+    StepCounts,
     accepted_paths,
     cost_state,
     give_logprobs,
+    prompt_output,
 )
 from specserve_kernels import is_out_of_memory
 
 log = logging.getLogger("specserve")
 
+KEEP_EVERY = 60.0  # least seconds between two writes of step costs while the engine runs
 LESS_MEMORY = "lower memory.kv_fraction, memory.kv_bytes or scheduler.max_batched_tokens"
 
 
@@ -73,7 +77,7 @@ class Engine:
         self.admission = Admission(scheduler, self.vocab_size, tables, grammars, adapters)
         self.stats = stats or Stats()
         self.plain_steps = PlainSteps()
-        self.kept = [*kept]
+        self.kept, self.kept_at = [*kept], float("-inf")
         self.is_replaceable = is_replaceable
         self.requests: dict[int, Request] = {}  # all that have not ended
         self.ids = count()
@@ -250,11 +254,9 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        sources, tree = (
-            ({}, None)
-            if self.speculator is None
-            else self.speculator.learn(item, path.tokens, path.nodes)
-        )
+        counts: StepCounts = {}, None
+        if self.speculator is not None:
+            counts = self.speculator.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
         else:
@@ -270,8 +272,8 @@ class Engine:
             admitted_at=request.admitted_at,
             num_cached=request.num_cached,
             is_fallback=is_fallback,
-            sources=sources,
-            tree=tree,
+            sources=counts[0],
+            tree=counts[1],
             logprobs=path.logprobs,
             prompt_logprobs=item.scores,
         )
@@ -408,22 +410,26 @@ class Engine:
         if self.head is not None and self.head.has_work:
             with torch.inference_mode():
                 self.head.follow_timed(self.stats)
-        for costs in self.kept:
-            costs.keep()
+        if monotonic() - self.kept_at > KEEP_EVERY:
+            self.keep_costs()
 
-    def close(self) -> None:
-        """Store step costs for the next start, and stop compiling grammars and reading adapters."""
+    def keep_costs(self) -> None:
+        """Store step costs for the next start."""
+        self.kept_at = monotonic()
         for costs in self.kept:
             costs.write()
-        if self.grammars is not None:
-            self.grammars.close()
-        if self.adapters is not None:
-            self.adapters.close()
+
+    def close(self) -> None:
+        """Store step costs, and stop compiling grammars and reading adapters."""
+        self.keep_costs()
+        for part in (self.grammars, self.adapters):
+            if part is not None:
+                part.close()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or used by as many tables as its count."""
-        tables = [t.blocks for r in self.requests.values() for t in (r.table, r.draft_table)]
-        self.pool.check(tables)
+        each = self.requests.values()
+        self.pool.check([t.blocks for r in each for t in (r.table, r.draft_table)])
 
     def speculation(self, tenant: int = 0) -> SpeculationState:
         """Return the state that decides about draft tokens, for a tenant's requests without a
@@ -441,9 +447,3 @@ class Engine:
             tenant=tenant,
         )
         return state if self.speculator is None else self.speculator.tell(state)
-
-
-def prompt_output(item: ScheduledRequest) -> StepOutput:
-    """Return an output with the logprobs of a prompt that is only partly computed."""
-    r = item.request
-    return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)

@@ -2,10 +2,10 @@
 costs.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -16,11 +16,10 @@ from specserve.engine.loading import Model, asked_for, device_refused
 from specserve.engine.pool_plan import rows_of_steps
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
-from specserve.exchange.messages import PlainStep
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.draft_head import DraftHead
 from specserve.speculation.constants import KNOWN
-from specserve.speculation.costs import KnownCosts, Step, StepCosts
+from specserve.speculation.costs import KnownCosts, StepCosts
 from specserve.version import VERSION
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, SampleParams, Threads
@@ -182,35 +181,6 @@ def model_key(runner: Runner) -> str:
     return f"{VERSION} {decoder.dtype} {kv_dtype} {decoder.forms} {decoder.config}"
 
 
-LATEST = 16  # number of plain steps of similar context whose median is reported
-
-
-class PlainSteps:
-    """Measured whole steps without drafting, grouped by context up to the next power of two."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, deque[tuple[int, float]]] = {}
-
-    def observe(self, step: Step, rows: int, seconds: float) -> None:
-        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
-        root.
-        """
-        if rows != 1 or step.num_roots != 1:
-            return
-        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
-        latest.append((step.context, seconds))
-
-    def reset(self) -> None:
-        self.steps = {}
-
-    @property
-    def state(self) -> list[PlainStep]:
-        """Return the medians by rising context."""
-        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
-        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
-
-
-EVERY = 60.0  # least seconds between two writes of the file while the engine runs
 FORMAT = "4"  # version of the file's format: change it with the meaning of its numbers
 
 
@@ -219,21 +189,13 @@ class KeptCosts:
 
     def __init__(self, costs: StepCosts, file: Path | None) -> None:
         """Start with the file's costs."""
-        self.costs, self.file, self.written_at = costs, file, float("-inf")
+        self.costs, self.file = costs, file
         known = read_costs(file)
         if known is not None:
             costs.begin_with(known)
 
-    def keep(self) -> None:
-        """Write the file if the last write is at least EVERY seconds old. Do not call it within a
-        step.
-        """
-        if monotonic() - self.written_at > EVERY:
-            self.write()
-
     def write(self) -> None:
         keep_costs(self.file, self.costs)
-        self.written_at = monotonic()
 
 
 def costs_file(model: str, device: str, threads: str) -> Path | None:

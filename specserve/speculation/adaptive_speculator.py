@@ -12,13 +12,20 @@ import msgspec
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.accounts import AcceptanceStats, SavedShare, SourceAccount
 from specserve.speculation.constants import COLD, FEW, LATELY, LEAST_ASKED
 from specserve.speculation.costs import Step
-from specserve.speculation.draft_depth import DraftDepthController
+from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
-from specserve.speculation.planner import DraftDepthPolicy, Plan, Planner, tokens_behind
+from specserve.speculation.planner import (
+    AcceptanceStats,
+    Plan,
+    Planner,
+    SavedShare,
+    SourceAccount,
+    select,
+    tokens_behind,
+)
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
 from specserve.speculation.verify import (
     AcceptedPath,
@@ -496,12 +503,16 @@ class AdaptiveSpeculator:
         asked = {name for root in roots for name in self.model_names.intersection(root.asked)}
         if not asked:
             return 0.0
-        asks = [root.ask for root in self.roots.values()]
-        growth = self.planner.growth(asks, self.step, self.scheduler.draft_rows)
+        growth = self.depth_policy([root.ask for root in self.roots.values()])
         growing = [self.growing(g, roots, growth) for g in self.model_sources if g.name in asked]
         for one in in_order(growing, self.alone is not None):
             self.grow_by(*one)
         return growth.spent
+
+    def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
+        """Return the policy for running levels of models in this step, after other sources."""
+        values = select(asks, self.scheduler.draft_rows).values
+        return DraftDepthPolicy(self.planner.costs, self.step, values)
 
     def growing(
         self,

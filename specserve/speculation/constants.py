@@ -45,8 +45,10 @@ CHANGED = 0.02
 STALE = 1024
 # ratio; 2 to 10; stored costs are of another machine if all first steps differ so much
 WRONG = 3.0
+# steps; 4 to 64; the median of so many plain steps is reported
+LATEST = 16
 
-# --- Accounts of sources (accounts.py) ---
+# --- Accounts of sources (planner.py) ---
 # share; 0 to 0.05; noise of a source's time and savings must not stop it
 FREE = 0.02
 # share; 0 to 0.01; estimates of all requests are averaged, so noise is smaller

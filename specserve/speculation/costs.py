@@ -13,12 +13,14 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from statistics import median
 from threading import Lock
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from specserve.exchange.messages import PlainStep
 from specserve.speculation.constants import (
     BAND,
     CHANGED,
@@ -28,6 +30,7 @@ from specserve.speculation.constants import (
     HOPE,
     HOPED,
     KNOWN,
+    LATEST,
     LEAST_SECONDS,
     LEAST_SHARE,
     LONG_AGO,
@@ -608,6 +611,31 @@ class StepCosts:
     def table(self) -> dict[int, float]:
         """Return right edge -> seconds of the rows only, without other load."""
         return dict(zip(self.edges, self.by_edge, strict=True))
+
+
+class PlainSteps:
+    """Measured whole steps without drafting, grouped by context up to the next power of two."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, deque[tuple[int, float]]] = {}
+
+    def observe(self, step: Step, rows: int, seconds: float) -> None:
+        """Count a step of `rows` rows, draft tokens included, if its only row is a request's
+        root.
+        """
+        if rows != 1 or step.num_roots != 1:
+            return
+        latest = self.steps.setdefault(step.context.bit_length(), deque(maxlen=LATEST))
+        latest.append((step.context, seconds))
+
+    def reset(self) -> None:
+        self.steps = {}
+
+    @property
+    def state(self) -> list[PlainStep]:
+        """Return the medians by rising context."""
+        each = [[*zip(*self.steps[size], strict=True)] for size in sorted(self.steps)]
+        return [PlainStep(int(median(c)), median(s), len(s)) for c, s in each]
 
 
 def shape(rows: int) -> float:

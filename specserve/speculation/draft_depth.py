@@ -1,16 +1,159 @@
 """How many levels a draft model runs in a step."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
 
 from specserve.scheduling import Request
-from specserve.speculation.accounts import AcceptanceStats
 from specserve.speculation.constants import HOLD, LEAST_USE, TRIED
-from specserve.speculation.costs import StepCosts
+from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.planner import DraftDepthPolicy
+from specserve.speculation.planner import AcceptanceStats
+
+
+class DraftDepthPolicy:
+    """Chooses the nodes of a step's trees that a draft model runs, level by level.
+
+    A level runs if its nodes' reach raises the step's expected rate. A node's reach is the
+    probability of its path, times the probability that the draft model adds the accepted child.
+    """
+
+    def __init__(self, costs: StepCosts, step: Step, values: Sequence[float]) -> None:
+        """`values` holds the values of the existing candidates."""
+        self.costs, self.step = costs, step
+        self.values = sorted(values)
+        self.spent = 0.0
+        rows, edges = step.rows, costs.edges
+        self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
+        self.takes: list[float] = []  # seconds of the target by size, if computed
+        roots = costs.of(step.without_prompts)
+        self.allowed = step.allowed_with_draft(roots)
+        self.worth = 0.0  # value of the prompts' rows, in tokens
+        if step.prompt_rows:
+            tokens, takes = self.tokens(self.values)
+            self.worth = prefill_value(self.takes[0] - roots, tokens, takes)
+        self.look()
+
+    def place(self, num: int) -> int:
+        """Return the index of the right edge for `num` draft tokens, and compute the times up to
+        it.
+        """
+        place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
+        while len(self.takes) <= place:
+            self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
+        return place
+
+    def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return expected tokens of the most likely draft tokens up to each right edge, and of all.
+        Also return the target's seconds for each. `values` must rise.
+        """
+        place = self.place(len(values))
+        gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
+        found = [gains[size] for size in self.sizes[:place]]
+        found.append(gains[-1])
+        return found, self.takes[: place + 1]
+
+    def look(self) -> None:
+        """Find the best plan of the existing candidates."""
+        (tokens, takes), spent = self.tokens(self.values), self.spent
+        rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
+        self.rate = max(rates)
+        best = rates.index(self.rate)
+        self.expected = tokens[best]  # tokens of the best plan, including the value of prompt rows
+        self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
+        rest = len(self.values) - self.best
+        # Least value of a draft token that improves the plan
+        self.least = self.values[rest - 1] if rest else 0.0
+
+    def is_better(self, more: Sequence[float], seconds: float) -> bool:
+        """Return whether further candidates raise the rate in a step within the allowed time.
+
+        Usually the best plan with the candidates added proves it, or the target's time without
+        draft tokens disproves it.
+        """
+        spent, gain = self.spent + seconds, sum(more)
+        if spent + self.takes[0] > self.allowed:
+            return False
+        place = self.place(self.best + len(more))
+        if self.expected + gain > self.rate * (spent + self.takes[place]):
+            return True
+        most = self.step.num_roots + sum(self.values) + gain + self.worth
+        if most <= self.rate * (spent + self.takes[0]):
+            return False
+        tokens, takes = self.tokens(sorted([*self.values, *more]))
+        return any(t > self.rate * (spent + s) for t, s in zip(tokens, takes, strict=True))
+
+    def size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """Return how many nodes to run, best first. It is 0 if neither this level nor several, up
+        to `depth`, are worth their time. `reach` falls, by the factor `hold` per level;
+        seconds(rows) is a level's time.
+        """
+        best, size, net = 0.0, 0, 0.0
+        for n, gain in enumerate(reach, 1):
+            if gain <= self.least:
+                break
+            net += gain - self.least
+            if (won := net - self.rate * seconds(n)) > best:
+                best, size = won, n
+        return size if size and self.pays(reach[:size], hold, depth, 0.0, seconds(size)) else 0
+
+    def first_size(
+        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
+    ) -> int:
+        """Do the same for the first level. seconds(0) is the time of catching up, spent once;
+        several levels may pay for it.
+        """
+        found = [gain for gain in reach if gain > self.least]
+        once, level = seconds(0), seconds(len(found)) - seconds(0)
+        return len(found) if found and self.pays(found, hold, depth, once, level) else 0
+
+    def pays(
+        self, reach: Sequence[float], hold: float, depth: int, once: float, level: float
+    ) -> bool:
+        """Return whether some number of levels raises the rate. Each takes `level` seconds, after
+        `once` seconds. The first level may pay only with later ones, for example in a wide row
+        bucket.
+        """
+        # Upper bound: the gain of all levels in the time of one. Usually it is too low already.
+        most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
+        if most <= self.rate * (self.spent + once + level + self.takes[0]):
+            return False
+        more, spent = list[float](), once
+        for _ in range(depth):
+            more += reach
+            spent += level
+            if self.is_better(more, spent):
+                return True
+            reach = [gain * hold for gain in reach]
+        return False
+
+    def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
+        """Return the highest rate over numbers of levels, each with its gain in tokens. The time of
+        rows to verify is not included.
+        """
+        tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
+        rates = [
+            (tokens + more) / (seconds + level * number)
+            for number, more in enumerate(accumulate(gains), 1)
+        ]
+        return max(rates, default=0.0)
+
+    def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
+        """Record a level's run time. `values` holds the values of its nodes' children, `before` the
+        values of children that existed before.
+        """
+        for value in before:
+            place = bisect_left(self.values, value)
+            if place < len(self.values) and self.values[place] == value:
+                del self.values[place]
+        self.values += values
+        self.values.sort()
+        self.spent += seconds
+        self.look()
 
 
 class DraftDepthController:

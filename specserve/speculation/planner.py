@@ -1,164 +1,294 @@
-"""Choose the draft tokens of a step that raise the expected tokens per second.
+"""Decide which sources are asked, and which of their draft tokens are verified.
 
-All plans are compared by expected tokens per expected second, with the measured costs of steps on
-this machine. A plan without draft tokens is compared in the same way.
+A source has an account in each tenant scope: what it takes and saves, as a share of a request's
+part of a step's time. Trials of sources that do not pay have a budget.
+
+Draft tokens are chosen to raise the expected tokens per second. All plans are compared by expected
+tokens per expected second, with the measured costs of steps on this machine. A plan without draft
+tokens is compared in the same way.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
-from specserve.speculation.constants import BETTER, FEW, FINE
+from specserve.speculation.constants import (
+    AT_FIRST,
+    BETTER,
+    EXPLORATION,
+    FADE,
+    FEW,
+    FINE,
+    FREE,
+    FREE_ESTIMATES,
+    MOST_LOST,
+    PATIENCE,
+    PAUSE,
+    RATE,
+    SCOPE_RATE,
+)
 from specserve.speculation.costs import Step, StepCosts, prefill_value
+from specserve_drafters.base import make_calibration
 from specserve_drafters.candidates import Selection
-from specserve_drafters.trie import RequestCandidates
+from specserve_drafters.trie import (
+    CHILDREN_BY,
+    AcceptancePrior,
+    BinCounts,
+    Calibration,
+    RequestCandidates,
+)
 
 
-class DraftDepthPolicy:
-    """Chooses the nodes of a step's trees that a draft model runs, level by level.
+class SavedShare:
+    """Average share of a request's step time that draft tokens of a source save."""
 
-    A level runs if its nodes' reach raises the step's expected rate. A node's reach is the
-    probability of its path, times the probability that the draft model adds the accepted child.
+    __slots__ = ("free", "num_steps", "rate", "saved")
+
+    def __init__(
+        self, saved: float = 0.0, num_steps: int = 0, rate: float = RATE, free: float = FREE
+    ) -> None:
+        """`rate`: weight of a step. `free`: share that may be lost."""
+        self.saved, self.num_steps, self.rate, self.free = saved, num_steps, rate, free
+
+    def add(self, saved: float) -> None:
+        self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
+        self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
+
+    @property
+    def pays(self) -> bool:
+        return self.num_steps > 0 and self.saved >= -self.free
+
+
+class Trust:
+    """Ratio of the seconds that a source saves to those that its estimates promise."""
+
+    __slots__ = ("num_steps", "promised", "saved")
+
+    def __init__(self) -> None:
+        self.saved = self.promised = 0.0
+        self.num_steps = 0
+
+    @property
+    def value(self) -> float:
+        """Return the ratio, 0 to 1; 1 before the first step."""
+        return 1.0 if self.num_steps == 0 else min(max(self.saved / self.promised, 0.0), 1.0)
+
+    def add(self, saved: float, promised: float, is_trial: bool) -> None:
+        """Count a step; that of a trial replaces the earlier ones."""
+        if self.num_steps == 0:
+            self.saved, self.promised, self.num_steps = promised, promised, PATIENCE
+        self.num_steps = 1 if is_trial else self.num_steps + 1
+        rate = max(1 / self.num_steps, RATE)
+        self.saved += rate * (saved - self.saved)
+        self.promised += rate * (promised - self.promised)
+
+
+class SourceAccount:
+    """A source's savings in a scope, and the loss budget of its trials.
+
+    A source that estimates has one average for all requests, because its estimates tell them apart.
+    Others have an average for each request.
     """
 
-    def __init__(self, costs: StepCosts, step: Step, values: list[float]) -> None:
-        """`values` holds the values of the existing candidates."""
-        self.costs, self.step = costs, step
-        self.values = sorted(values)
-        self.spent = 0.0
-        rows, edges = step.rows, costs.edges
-        self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
-        self.takes: list[float] = []  # seconds of the target by size, if computed
-        roots = costs.of(step.without_prompts)
-        self.allowed = step.allowed_with_draft(roots)
-        self.worth = 0.0  # value of the prompts' rows, in tokens
-        if step.prompt_rows:
-            tokens, takes = self.tokens(self.values)
-            self.worth = prefill_value(self.takes[0] - roots, tokens, takes)
-        self.look()
+    def __init__(self, share: float = 1.0, is_estimating: bool = False) -> None:
+        """`share` of the budget of trials is this source's."""
+        self.budget = EXPLORATION * share  # steps' time per step
+        self.all = SavedShare(rate=SCOPE_RATE, free=FREE_ESTIMATES if is_estimating else FREE)
+        self.by_request: dict[int, SavedShare] = {}
+        self.trust = Trust()
+        self.seconds = 0.0  # usual seconds of asking for a request
+        self.left = AT_FIRST  # steps' time that trials may lose
+        self.loss = 0.0  # recent average loss of a trial
+        # False until the first result, which takes far more time than later ones
+        self.is_warm = False
+        # State of the step:
+        self.is_due = True  # estimates are asked for
+        self.is_estimated = self.is_tried = False
+        self.spent = self.saved = 0.0  # seconds of a source that estimates
+        self.promised = self.kept = 0.0  # seconds that it promised and saved, if it was asked
 
-    def place(self, num: int) -> int:
-        """Return the index of the right edge for `num` draft tokens, and compute the times up to
-        it.
+    def may_pay(self, id: int) -> bool:
+        """Return whether it saves time of a request, or has a large budget to find that out."""
+        return self.left > AT_FIRST / 2 or self.by_request.get(id, self.all).saved > 0
+
+    def next_step(self, num_steps: int) -> None:
+        """Begin a step, the last of so many."""
+        self.left = min(self.left + num_steps * self.budget, AT_FIRST)
+        self.loss *= FADE**num_steps
+        self.is_due = self.all.pays or self.is_exploring
+
+    @property
+    def is_exploring(self) -> bool:
+        """Return whether this step tries requests that do not pay."""
+        return self.left >= min(self.loss, AT_FIRST)
+
+    def of(self, id: int) -> SavedShare:
+        """Return a request's savings. A new request starts with the average of all."""
+        share = self.by_request.get(id)
+        if share is None:
+            share = self.by_request[id] = SavedShare(
+                self.all.saved, min(self.all.num_steps, PATIENCE)
+            )
+        return share
+
+    def took(self, seconds: float) -> None:
+        """Learn the seconds of asking for a request. Only a series of slow calls counts as slow."""
+        self.seconds += (
+            RATE * (min(seconds, 2 * self.seconds) - self.seconds) if self.seconds else seconds
+        )
+
+    def add(
+        self,
+        outcomes: Sequence[tuple[SavedShare, float, bool]],
+        num_roots: int = 1,
+        more: float = 0.0,
+    ) -> None:
+        """Count a step with `num_roots` roots: the shares that were saved, and whether each is of a
+        trial. `more` counts further parts of the step's time that were lost.
         """
-        place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
-        while len(self.takes) <= place:
-            self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
-        return place
+        if not self.is_warm or not outcomes:
+            self.is_warm |= len(outcomes) > 0
+            self.lose(more / num_roots, is_trial=False)
+            return
+        tried = [saved for _, saved, is_trial in outcomes if is_trial]
+        lost = more - sum(tried)
+        for share, saved, _ in outcomes:
+            did_pay = share.pays
+            share.add(saved)
+            self.all.add(saved)
+            if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
+                lost -= share.saved * min(share.num_steps, 1 / RATE)
+        self.lose(lost / num_roots, is_trial=len(tried) > 0)
 
-    def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return expected tokens of the most likely draft tokens up to each right edge, and of all.
-        Also return the target's seconds for each. `values` must rise.
+    def lose(self, lost: float, is_trial: bool) -> None:
+        """Charge the budget."""
+        if is_trial:
+            self.loss += (max(lost, 0.0) - self.loss) / 2
+        self.left = max(self.left - lost, -MOST_LOST)
+
+    def settle(self, part: float) -> None:
+        """Count the step of a source that estimates; `part` is the scope's part of the step, in
+        seconds.
         """
-        place = self.place(len(values))
-        gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
-        found = [gains[size] for size in self.sizes[:place]]
-        found.append(gains[-1])
-        return found, self.takes[: place + 1]
+        if not self.is_estimated:
+            return
+        saved = (self.saved - self.spent) / part
+        is_trial = self.is_tried or not self.all.pays
+        if self.is_warm:
+            self.all.add(saved)
+            if is_trial:
+                self.lose(-saved, is_trial)
+        if self.promised:
+            self.trust.add(self.kept, self.promised, self.is_tried)
+        self.is_warm, self.is_estimated, self.is_tried = True, False, False
+        self.spent = self.saved = self.promised = self.kept = 0.0
 
-    def look(self) -> None:
-        """Find the best plan of the existing candidates."""
-        (tokens, takes), spent = self.tokens(self.values), self.spent
-        rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
-        self.rate = max(rates)
-        best = rates.index(self.rate)
-        self.expected = tokens[best]  # tokens of the best plan, including the value of prompt rows
-        self.best = self.sizes[best] if best < len(rates) - 1 else len(self.values)
-        rest = len(self.values) - self.best
-        # Least value of a draft token that improves the plan
-        self.least = self.values[rest - 1] if rest else 0.0
 
-    def is_better(self, more: Sequence[float], seconds: float) -> bool:
-        """Return whether further candidates raise the rate in a step within the allowed time.
+class AcceptanceStats:
+    """Statistics of one tenant scope's requests: acceptance, and the accounts of sources.
 
-        Usually the best plan with the candidates added proves it, or the target's time without
-        draft tokens disproves it.
+    Machine-wide values, such as step costs, are kept elsewhere.
+    """
+
+    def __init__(
+        self,
+        prior: AcceptancePrior | None = None,
+        sharing: Collection[str] = (),
+        estimating: Collection[str] = (),
+    ) -> None:
+        """`prior` has counts of earlier texts, see `specserve tune`. `estimating` lists the sources
+        that estimate what they save.
         """
-        spent, gain = self.spent + seconds, sum(more)
-        if spent + self.takes[0] > self.allowed:
-            return False
-        place = self.place(self.best + len(more))
-        if self.expected + gain > self.rate * (spent + self.takes[place]):
-            return True
-        most = self.step.num_roots + sum(self.values) + gain + self.worth
-        if most <= self.rate * (spent + self.takes[0]):
-            return False
-        tokens, takes = self.tokens(sorted([*self.values, *more]))
-        return any(t > self.rate * (spent + s) for t, s in zip(tokens, takes, strict=True))
+        # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
+        self.calibrations = make_calibration(prior), make_calibration(prior)
+        self.use_sources(sharing, estimating)
+        self.accounts: dict[str, SourceAccount] = {}  # by source
+        # Usual seconds per request of planning. The time depends on which sources are asked and on
+        # the number of draft tokens, so it is kept per scope.
+        self.planning = 0.0
+        self.is_warm = False  # False until the first planning, which takes far longer
+        self.left = 0.0  # seconds that collecting successors from logits may still take
+        self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
+        self.number, self.num_roots = 0, 0  # number of the current step, and its roots
+        # If no source may pay, sources are considered only in every PAUSE-th step.
+        self.may_pay, self.is_paused = True, False
+        self.considered = 0  # number of the step in which they were considered last
 
-    def size(
-        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
-    ) -> int:
-        """Return how many nodes to run, best first. It is 0 if neither this level nor several, up
-        to `depth`, are worth their time. `reach` falls, by the factor `hold` per level;
-        seconds(rows) is a level's time.
+    def use_sources(self, sharing: Collection[str], estimating: Collection[str]) -> None:
+        """Use these sources from now on. Accounts are kept. Those of `sharing` share one budget of
+        trials; a model has a budget of its own.
         """
-        best, size, net = 0.0, 0, 0.0
-        for n, gain in enumerate(reach, 1):
-            if gain <= self.least:
-                break
-            net += gain - self.least
-            if (won := net - self.rate * seconds(n)) > best:
-                best, size = won, n
-        return size if size and self.pays(reach[:size], hold, depth, 0.0, seconds(size)) else 0
+        self.sharing, self.estimating = sharing, estimating
 
-    def first_size(
-        self, reach: Sequence[float], hold: float, depth: int, seconds: Callable[[int], float]
-    ) -> int:
-        """Do the same for the first level. seconds(0) is the time of catching up, spent once;
-        several levels may pay for it.
-        """
-        found = [gain for gain in reach if gain > self.least]
-        once, level = seconds(0), seconds(len(found)) - seconds(0)
-        return len(found) if found and self.pays(found, hold, depth, once, level) else 0
+    def account(self, name: str) -> SourceAccount:
+        if name not in self.accounts:
+            share = 1 / len(self.sharing) if name in self.sharing else 1.0
+            self.accounts[name] = SourceAccount(share, name in self.estimating)
+        return self.accounts[name]
 
-    def pays(
-        self, reach: Sequence[float], hold: float, depth: int, once: float, level: float
-    ) -> bool:
-        """Return whether some number of levels raises the rate. Each takes `level` seconds, after
-        `once` seconds. The first level may pay only with later ones, for example in a wide row
-        bucket.
-        """
-        # Upper bound: the gain of all levels in the time of one. Usually it is too low already.
-        most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
-        if most <= self.rate * (self.spent + once + level + self.takes[0]):
-            return False
-        more, spent = list[float](), once
-        for _ in range(depth):
-            more += reach
-            spent += level
-            if self.is_better(more, spent):
-                return True
-            reach = [gain * hold for gain in reach]
-        return False
+    def calibration(self, temperature: float) -> Calibration:
+        """Return the calibration of a request with this temperature."""
+        return self.calibrations[temperature > 0]
 
-    def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
-        """Return the highest rate over numbers of levels, each with its gain in tokens. The time of
-        rows to verify is not included.
-        """
-        tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
-        rates = [
-            (tokens + more) / (seconds + level * number)
-            for number, more in enumerate(accumulate(gains), 1)
-        ]
-        return max(rates, default=0.0)
+    def counts(self) -> dict[str, list[BinCounts]]:
+        """Return the counts of all bins with draft tokens, by source."""
+        sums = dict[str, dict[int, BinCounts]]()
+        for calibration in self.calibrations:
+            for source, bins in calibration.counts().items():
+                own = sums.setdefault(source, {})
+                for one in bins:
+                    own[one.kind] = own[one.kind].plus(one) if one.kind in own else one
+        return {source: [own[kind] for kind in sorted(own)] for source, own in sums.items()}
 
-    def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
-        """Record a level's run time. `values` holds the values of its nodes' children, `before` the
-        values of children that existed before.
-        """
-        for value in before:
-            place = bisect_left(self.values, value)
-            if place < len(self.values) and self.values[place] == value:
-                del self.values[place]
-        self.values += values
-        self.values.sort()
-        self.spent += seconds
-        self.look()
+    def next_step(self, number: int) -> None:
+        self.number, self.num_roots, passed = number, 0, number - self.considered
+        self.is_paused = passed < PAUSE and not self.may_pay
+        if not self.is_paused:
+            self.considered, self.may_pay = number, False
+            for account in self.accounts.values():
+                account.next_step(passed)
+
+    def note_planning(self, seconds: float) -> None:
+        """Learn the planning time per request."""
+        if self.planning:
+            self.planning += (min(seconds, 2 * self.planning) - self.planning) * RATE
+        elif self.is_warm:
+            self.planning = seconds
+        self.is_warm = True
+
+    def forget_model(self, name: str) -> None:
+        """Drop statistics of a model that is replaced by another one."""
+        if name in self.accounts:
+            self.accounts[name] = SourceAccount()
+        for judged in (name, CHILDREN_BY + name):
+            for calibration in self.calibrations:
+                calibration.drop(judged)
+
+    def forget(self, id: int) -> None:
+        """Drop the statistics of one request."""
+        for calibration in self.calibrations:
+            calibration.forget(id)
+        for account in self.accounts.values():
+            account.by_request.pop(id, None)
+
+
+class Plan(msgspec.Struct):
+    """Chosen nodes per request, most likely first, and the step's expected results."""
+
+    nodes: list[list[int]]
+    rows: int  # including draft tokens
+    tokens: float
+    seconds: float
+    rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
+
+    @property
+    def rate(self) -> float:
+        """Return expected tokens per second."""
+        return self.tokens / self.seconds
 
 
 class ExplorationSchedule:
@@ -182,21 +312,6 @@ class ExplorationSchedule:
     def worked(self, key: Hashable) -> None:
         """Record a success: if `key` stops paying, its next trial is soon."""
         self.waits.pop(key, None)
-
-
-class Plan(msgspec.Struct):
-    """Chosen nodes per request, most likely first, and the step's expected results."""
-
-    nodes: list[list[int]]
-    rows: int  # including draft tokens
-    tokens: float
-    seconds: float
-    rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
-
-    @property
-    def rate(self) -> float:
-        """Return expected tokens per second."""
-        return self.tokens / self.seconds
 
 
 def select(asks: Sequence[RequestCandidates], most: int) -> Selection:
@@ -292,10 +407,3 @@ class Planner:
         """Learn from a tried plan's step time whether the plan was worth it."""
         if plan.rival is not None and plan.tokens > plan.rival * (step.spent + seconds):
             self.exploration.worked(plan.rows.bit_length())  # plan it again at once
-
-    def growth(self, asks: Sequence[RequestCandidates], step: Step, most: int) -> DraftDepthPolicy:
-        """Return the policy for running a draft model's levels in this step, after other
-        sources.
-        """
-        values = sorted(select(asks, most).values)
-        return DraftDepthPolicy(self.costs, step, values)

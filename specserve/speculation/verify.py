@@ -19,6 +19,7 @@ from specserve.exchange.messages import (
     SourceCounts,
     SourceStats,
     Stats,
+    StepOutput,
     TokenLogprobs,
     VerifiedTree,
 )
@@ -119,6 +120,12 @@ def report_prompts(scheduled: Sequence[ScheduledRequest], logprobs: Logprobs) ->
     for item in scheduled:
         some = islice(each, len(scored(item)))
         item.scores = [first(x, item.request.sampling.prompt_logprobs) for x in some]
+
+
+def prompt_output(item: ScheduledRequest) -> StepOutput:
+    """Return an output with the logprobs of a prompt that is only partly computed."""
+    r = item.request
+    return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)
 
 
 def report_drawn(

@@ -16,11 +16,10 @@ from specserve.engine.runner import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
-from specserve.speculation.accounts import SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.planner import Plan
+from specserve.speculation.planner import Plan, SourceAccount
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.ngram import NgramDrafter
@@ -133,7 +132,7 @@ def plain(target, cases, **overrides):
 
 
 class RandomGrowth:
-    """DraftDepthController of models by chance, and which of them is first."""
+    """DraftDepthPolicy by chance, and which of them is first."""
 
     def __init__(self, rng):
         self.rng, self.spent = rng, 0.0
@@ -170,11 +169,14 @@ class RandomPlanner:
             most -= len(closed) - 1
         return Plan(nodes, step.rows + sum(map(len, nodes)), 1.0, 1.0)
 
-    def growth(self, asks, step, most):
-        return RandomGrowth(self.rng)
-
     def observe(self, plan, step, seconds):
         pass
+
+
+def plan_by_chance(engine, seed):
+    planner = RandomPlanner(engine.scheduler, seed)
+    engine.speculator.planner = planner
+    engine.speculator.depth_policy = lambda asks: RandomGrowth(planner.rng)
 
 
 class Watch:

@@ -22,7 +22,7 @@ from specserve.exchange.sampling_params import Sampling
 from specserve.models.adapters import PackedAdapter
 from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import RandomPlanner, ask_always, load_small
+from tests.engine.engines import ask_always, load_small, plan_by_chance
 
 VOCAB, MAX_LEN, RANK = 320, 288, 4
 EVERY = ["ngram", "prediction", "suffix", "recycle", "model"]
@@ -109,7 +109,7 @@ def test_eight_that_mix_four_adapters_and_none_have_what_each_has_alone(models, 
     assert len({tuple(tokens) for tokens, _ in want}) == 8
     engine = engine_with(models, sources=sources)
     if sources is not None:
-        engine.speculator.planner = RandomPlanner(engine.scheduler, seed=3)
+        plan_by_chance(engine, seed=3)
         ask_always(engine)
     for _ in range(2):  # the second finds KV, and what sources have learnt
         each = zip(cases, refs, strict=True)

@@ -25,7 +25,6 @@ from specserve.text.tokenizer import load_tokenizer
 from tests.checkpoints import EOS, tiny_checkpoint
 from tests.engine.engines import (
     Case,
-    RandomPlanner,
     Scripted,
     Watch,
     ask_always,
@@ -34,6 +33,7 @@ from tests.engine.engines import (
     engine_for,
     hedge,
     load_small,
+    plan_by_chance,
     wrong_later,
 )
 
@@ -219,9 +219,7 @@ def test_the_same_whatever_is_planned_and_disturbed(pair, vocabulary, end, data)
         engine = engine_for(target, draft_of(draft, drafter), drafter, **settings)
         if drafter == "auto":
             ask_always(engine)
-            engine.speculator.planner = RandomPlanner(
-                engine.scheduler, data.draw(st.integers(0, 99))
-            )
+            plan_by_chance(engine, data.draw(st.integers(0, 99)))
         events = (
             {}
             if drafter == "none"

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from specserve import LLM, SamplingParams
-from specserve.engine import tuning
+from specserve.engine import engine, tuning
 from specserve.engine.tuning import KeptCosts, costs_file, keep_costs, read_costs
 from specserve.speculation.constants import KNOWN
 from specserve.speculation.costs import StepCosts
@@ -76,22 +76,30 @@ def test_without_a_place_nothing_is_kept(monkeypatch):
     keep_costs(file, costs())
 
 
-def test_an_engine_begins_with_what_an_earlier_one_kept(cache, monkeypatch):
-    file, now = costs_file("model", "cpu", "2"), [0.0]
-    monkeypatch.setattr(tuning, "monotonic", lambda: now[0])
+def test_an_engine_begins_with_what_an_earlier_one_kept(cache):
+    file = costs_file("model", "cpu", "2")
     first = KeptCosts(costs(), file)
-    first.keep()
-    written = file.read_text()
-    for _ in range(100):
-        first.costs.observe(16, 0, 1, 0.04)
-    first.keep()
-    assert file.read_text() == written, "a moment ago it was written"
-    now[0] += tuning.EVERY + 1
-    first.keep()
-    assert file.read_text() != written
+    first.write()
     second = KeptCosts(StepCosts(64), file)
     assert second.costs.seconds(8, 0, 1) == pytest.approx(first.costs.seconds(8, 0, 1))
-    assert second.costs.is_known(16)
+    assert second.costs.is_known(8)
+
+
+def test_an_idle_engine_writes_them_once_a_minute(cache, tmp_path, monkeypatch):
+    file, now = costs_file("model", "cpu", "2"), [0.0]
+    monkeypatch.setattr(engine, "monotonic", lambda: now[0])
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 24}
+    with LLM(tiny_checkpoint(tmp_path / "model"), set=settings, progress=False) as llm:
+        llm.engine.kept = [KeptCosts(costs(), file)]
+        llm.engine.rest()
+        written = file.read_text()
+        for _ in range(100):
+            llm.engine.kept[0].costs.observe(16, 0, 1, 0.04)
+        llm.engine.rest()
+        assert file.read_text() == written, "a moment ago it was written"
+        now[0] += engine.KEEP_EVERY + 1
+        llm.engine.rest()
+        assert file.read_text() != written
 
 
 def test_costs_of_another_format_are_not_read(cache, monkeypatch):

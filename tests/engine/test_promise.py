@@ -24,7 +24,6 @@ from tests.engine.clock import Clock
 from tests.engine.engines import (
     SCRIPTS,
     Case,
-    RandomPlanner,
     Scripted,
     Watch,
     ask_always,
@@ -35,6 +34,7 @@ from tests.engine.engines import (
     hedge,
     load_small,
     plain,
+    plan_by_chance,
     planned,
     wrong_later,
 )
@@ -152,7 +152,7 @@ def test_text_is_the_targets_own_with_every_drafter(pair, drafter, scenario, eve
 def test_text_is_the_targets_own_whatever_is_planned(pair, model, seed, scenario, events, **limits):
     target, draft = pair
     engine = engine_for(target, draft if model else None, "auto", **stretched(limits))
-    engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
+    plan_by_chance(engine, seed)
     ask_always(engine)
     check(engine, scenario, events, plain(target, scenario))
 
@@ -178,7 +178,7 @@ def test_text_is_the_targets_own_with_a_head_next_to_others(
     engine = engine_for(target, draft, "auto", head=head, **stretched(limits))
     users = UserSource("scripted", Scripted(script, truth_by_id(scenario, want)), VOCAB)
     engine.speculator = planned(engine, users, model_sources=engine.speculator.model_sources)
-    engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
+    plan_by_chance(engine, seed)
     check(engine, scenario, events, want)
     SEEN["proposed by the head"] += engine.stats.sources["eagle"].proposed
 
@@ -202,7 +202,7 @@ def test_text_is_the_targets_own_with_all_sources_in_one_tree(
     sources = ngram_source(), users, PredictionSource(), earlier, recycling(want)
     engine.speculator = planned(engine, *sources, model_sources=engine.speculator.model_sources)
     if is_random:
-        engine.speculator.planner = RandomPlanner(engine.scheduler, seed)
+        plan_by_chance(engine, seed)
     check(engine, predicting(scenario, want, seed), events, want)
     SEEN["merged"] += engine.stats.sources["scripted"].accepted
     SEEN["predicted"] += engine.stats.sources["prediction"].accepted

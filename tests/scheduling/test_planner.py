@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_rows
 from specserve.speculation.constants import KNOWN
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.planner import (
-    DraftDepthPolicy,
-    ExplorationSchedule,
-    Planner,
-    choose,
-    tokens_behind,
-)
+from specserve.speculation.draft_depth import DraftDepthPolicy
+from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
 from specserve_drafters import ROOT
 from specserve_drafters.trie import Calibration, RequestCandidates, Trie
 from tests.drafters.paths import path_value

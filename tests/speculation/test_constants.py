@@ -10,7 +10,7 @@ from specserve import speculation
 from specserve.speculation import constants
 
 FOLDER = Path(speculation.__file__).parent
-PLANNING = "accounts", "adaptive_speculator", "costs", "draft_depth", "planner", "recycler"
+PLANNING = "adaptive_speculator", "costs", "draft_depth", "planner", "recycler"
 NUMBER = r"[0-9.e-]+"
 FORM = re.compile(
     rf"# (?P<unit>[a-z ]+); (?P<low>{NUMBER}) to (?P<high>{NUMBER}); (?P<reason>[a-z].{{20,}}"

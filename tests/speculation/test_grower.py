@@ -10,11 +10,10 @@ import pytest
 
 from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation import adaptive_speculator
-from specserve.speculation.accounts import AcceptanceStats
 from specserve.speculation.adaptive_speculator import in_order
 from specserve.speculation.costs import Step, StepCosts
-from specserve.speculation.draft_depth import DraftDepthController
-from specserve.speculation.planner import DraftDepthPolicy
+from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
+from specserve.speculation.planner import AcceptanceStats
 from specserve.speculation.verify import DraftSources
 from specserve_drafters.candidates import ROOT, Candidate, Draft
 from specserve_drafters.trie import FINDS, Calibration, Trie

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specserve.engine.tuning import LATEST, PlainSteps
 from specserve.exchange.messages import PlainStep
-from specserve.speculation.costs import Step
+from specserve.speculation.constants import LATEST
+from specserve.speculation.costs import PlainSteps, Step
 
 
 def plain(context):
