@@ -304,12 +304,6 @@ class NativeTrie(BaseTrie):
         self.native.reaches(self.handle, len(which), addresses, number, out.of_doubles)
         return out.doubles[: len(which)].tolist()
 
-    def chances(self, source: str, depth: int) -> list[float]:
-        number, weigh = self.calibration.number(CHILDREN_BY + source), self.native.weigh
-        calibrators = self.calibrators.handle
-        below = [weigh(calibrators, number, trie.FINDS, at) for at in range(2, depth + 1)]
-        return [self.reach(ROOT, source), *below]
-
     def ask(self, node: int, source: str) -> None:
         number = self.calibration.number
         self.native.ask(self.handle, node, number(CHILDREN_BY + source), number(source))

@@ -316,12 +316,6 @@ class BaseTrie:
         """
         raise NotImplementedError
 
-    def chances(self, source: str, depth: int) -> list[float]:
-        """Return the probability that a source adds the accepted child of the root, then of each
-        later node on the path, down to a depth.
-        """
-        raise NotImplementedError
-
     def ask(self, node: int, source: str) -> None:
         """Record that a source is asked for a node's children, before these are added."""
         raise NotImplementedError
@@ -497,10 +491,6 @@ class Trie(BaseTrie):
             values[node] * (self.children_by(source, node)[3] if children[node] else none)
             for node in nodes
         ]
-
-    def chances(self, source: str, depth: int) -> list[float]:
-        below = [self.childless(source, at)[3] for at in range(2, depth + 1)]
-        return [self.reach(ROOT, source), *below]
 
     def childless(self, source: str, depth: int) -> CalibratedScore:
         score = self.no_child.get((source, depth))

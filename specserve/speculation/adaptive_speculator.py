@@ -41,7 +41,7 @@ from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
-from specserve_drafters.trie import FINDS, AcceptancePrior, BaseTrie, RequestCandidates, table
+from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
 
 
 class AskedSource(NamedTuple):
@@ -120,23 +120,6 @@ class RequestDraft(msgspec.Struct, eq=False):
         """Return the seconds that a source has saved, or might have saved in a trial."""
         credit = self.credit.get(name, 0.0)
         return max(credit, self.might_save.get(name, credit))
-
-
-class ModelDraft(NamedTuple):
-    """A model that is asked in a step."""
-
-    model_source: DraftModelSource
-    roots: list[RequestDraft]  # roots that the model is asked for
-    levels: DraftDepthController
-
-    def rate(self, is_by_texts: bool) -> float:
-        """Return the highest expected rate with only this model's levels. `is_by_texts` uses
-        acceptance statistics; otherwise only the levels' costs count.
-        """
-        name, depth = self.model_source.name, self.levels.max_depth
-        if not is_by_texts:
-            return self.levels.rate([[FINDS] * depth] * len(self.roots))
-        return self.levels.rate([root.trie.chances(name, depth) for root in self.roots])
 
 
 class AdaptiveSpeculator:
@@ -498,44 +481,34 @@ class AdaptiveSpeculator:
 
     def grow(self, roots: Sequence[RequestDraft]) -> float:
         """Run models one after the other while their levels are worth the time; return the seconds
-        to charge to the step.
+        to charge to the step. Those with cheap levels go first.
         """
         asked = {name for root in roots for name in self.model_names.intersection(root.asked)}
         if not asked:
             return 0.0
-        growth = self.depth_policy([root.ask for root in self.roots.values()])
-        growing = [self.growing(g, roots, growth) for g in self.model_sources if g.name in asked]
-        for one in in_order(growing, self.alone is not None):
-            self.grow_by(*one)
-        return growth.spent
+        policy = self.depth_policy([root.ask for root in self.roots.values()])
+        for one in sorted(self.model_sources, key=lambda one: one.model.costs.seconds(1, 0, 1)):
+            if one.name in asked:
+                self.grow_by(one, [root for root in roots if one.name in root.asked], policy)
+        return policy.spent
 
     def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
         """Return the policy for running levels of models in this step, after other sources."""
         values = select(asks, self.scheduler.draft_rows).values
         return DraftDepthPolicy(self.planner.costs, self.step, values)
 
-    def growing(
-        self,
-        model_source: DraftModelSource,
-        roots: Sequence[RequestDraft],
-        growth: DraftDepthPolicy,
-    ) -> ModelDraft:
-        name = model_source.name
-        own = [root for root in roots if name in root.asked]
-        requests = [root.scheduled.request for root in own]
-        acceptance = [root.acceptance for root in own]
-        levels = DraftDepthController(
-            growth, acceptance, name, model_source.model, requests, model_source.source.max_depth
-        )
-        return ModelDraft(model_source, own, levels)
-
     def grow_by(
         self,
         model_source: DraftModelSource,
         roots: Sequence[RequestDraft],
-        levels: DraftDepthController,
+        policy: DraftDepthPolicy,
     ) -> None:
         start, source, name = perf_counter(), model_source.source, model_source.name
+        requests = [root.scheduled.request for root in roots]
+        scopes = [root.acceptance for root in roots]
+        levels = DraftDepthController(
+            policy, scopes, name, model_source.model, requests, source.max_depth
+        )
         try:
             request_tries = [RequestTrie(root.item, root.trie, root.proposed) for root in roots]
             source.grow(request_tries, levels, self.extending)
@@ -705,15 +678,6 @@ class AdaptiveSpeculator:
             served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
         for source in self.sources:
             source.reset()
-
-
-def in_order(growing: Sequence[ModelDraft], is_alone: bool) -> list[ModelDraft]:
-    """Sort models by expected rate, best first: later models add only levels that still pay. If
-    several scopes share the step, statistics do not decide: they would leak between tenants.
-    """
-    if len(growing) < 2:
-        return [*growing]
-    return sorted(growing, key=lambda one: one.rate(is_alone), reverse=True)
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -3,7 +3,6 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from operator import mul
 from time import perf_counter
 
 from specserve.scheduling import Request
@@ -131,17 +130,6 @@ class DraftDepthPolicy:
             reach = [gain * hold for gain in reach]
         return False
 
-    def best_rate(self, gains: Sequence[float], once: float, level: float) -> float:
-        """Return the highest rate over numbers of levels, each with its gain in tokens. The time of
-        rows to verify is not included.
-        """
-        tokens, seconds = self.step.num_roots + self.worth, self.spent + once + self.takes[0]
-        rates = [
-            (tokens + more) / (seconds + level * number)
-            for number, more in enumerate(accumulate(gains), 1)
-        ]
-        return max(rates, default=0.0)
-
     def add(self, values: Sequence[float], seconds: float, before: Sequence[float] = ()) -> None:
         """Record a level's run time. `values` holds the values of its nodes' children, `before` the
         values of children that existed before.
@@ -184,7 +172,7 @@ class DraftDepthController:
         behind = sum(self.catching_up(self.requests[i]) for i in order)
 
         def seconds(n: int) -> float:
-            return behind + self.first_seconds(rows[n], n)
+            return behind + self.seconds(self.model.first_costs, rows[n], n)
 
         gains = [reach[i] for i in order]
         size = self.growth.first_size(gains, HOLD, self.max_depth, seconds)
@@ -194,19 +182,6 @@ class DraftDepthController:
         self.is_trial_alone = size == 0 and len(tried) > 0
         usual = sum(self.model.usual_rows(self.requests[i]) for i in tried)
         return self.begin(order[:size] + tried, rows[size] + usual)
-
-    def rate(self, chances: Sequence[Sequence[float]]) -> float:
-        """Return the highest expected rate over all numbers of levels. `chances` holds, for each
-        request, the probability per level of finding the next token.
-        """
-        gains = [0.0] * self.max_depth
-        for each in chances:
-            for i, gain in enumerate(accumulate(each, mul)):
-                gains[i] += gain
-        n = len(self.requests)
-        level, rows = self.level_seconds(n, n), sum(map(self.model.usual_rows, self.requests))
-        first = sum(map(self.catching_up, self.requests)) + self.first_seconds(rows, n)
-        return self.growth.best_rate(gains, first - level, level)
 
     def due(self, left: Sequence[int]) -> list[int]:
         """Return the first left-out place of each tenant scope whose trial is due."""
@@ -222,12 +197,12 @@ class DraftDepthController:
         missing = self.model.missing(request)
         if missing == 0:
             return 0.0
-        seconds = self.first_seconds(missing, 1)
+        seconds = self.seconds(self.model.first_costs, missing, 1)
         return seconds / max(LEAST_USE, request.num_left)
 
     def next(self, reach: Sequence[float]) -> int:
         left = self.max_depth - self.num_levels
-        size = self.growth.size(reach, HOLD, left, lambda n: self.level_seconds(n, 1))
+        size = self.growth.size(reach, HOLD, left, lambda n: self.seconds(self.model.costs, n, 1))
         if self.tried and self.num_levels < TRIED:
             size = max(size, min(1, len(reach)))
         self.begin([*range(size)], size)
@@ -253,12 +228,6 @@ class DraftDepthController:
             self.catching_up_took += seconds - usual
             seconds = usual
         self.growth.add(values, seconds, before)
-
-    def level_seconds(self, rows: int, requests: int) -> float:
-        return self.seconds(self.model.costs, rows, requests)
-
-    def first_seconds(self, rows: int, requests: int) -> float:
-        return self.seconds(self.model.first_costs, rows, requests)
 
     def seconds(self, costs: StepCosts, rows: int, requests: int) -> float:
         """Return 0 until a level was run: only a run shows the model's cost."""

@@ -83,7 +83,7 @@ def grown(tries, event):
                 trie.ask(node, "model")
             same(trie.branch(node, event["model"].items(), "model") for trie in tries)
         nodes = [c for node in nodes for c in same(trie.children_of(node) for trie in tries)]
-    same(trie.chances("b", 3) for trie in tries)
+    same(trie.reach(ROOT, "b") for trie in tries)
     same([trie.sources(node) for node in range(1, len(trie) + 1)] for trie in tries)
 
 

@@ -103,7 +103,7 @@ def let_all_guess(patch):
     patch.setattr(AdaptiveSpeculator, "asks_always", True)
     patch.setattr(SourceAccount, "is_exploring", True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
-    patch.setattr(DraftDepthController, "level_seconds", lambda *_: 0.0)
+    patch.setattr(DraftDepthController, "seconds", lambda *_: 0.0)
 
 
 def planned(engine, *sources, model_sources=()):
@@ -132,7 +132,7 @@ def plain(target, cases, **overrides):
 
 
 class RandomGrowth:
-    """DraftDepthPolicy by chance, and which of them is first."""
+    """DraftDepthPolicy by chance."""
 
     def __init__(self, rng):
         self.rng, self.spent = rng, 0.0
@@ -142,9 +142,6 @@ class RandomGrowth:
 
     def first_size(self, reach, hold, depth, seconds):
         return self.size(reach, hold, depth, seconds)
-
-    def best_rate(self, gains, once, level):
-        return self.rng.random()
 
     def add(self, values, seconds, before):
         pass

@@ -106,7 +106,6 @@ class TrieFunctions(NamedTuple):
     calibrators: Callable[[int], int]  # calibration -> calibrators of a request
     free_calibrators: Callable[[int], None]
     drop_shift: Callable[[int, int], None]  # calibrators, source
-    weigh: Callable[[int, int, float, int], float]  # calibrators, source, score, depth
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
     size: Callable[[int], int]
@@ -144,7 +143,6 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "calibrators", p, p),
         named(library, "free_calibrators", None, p),
         named(library, "drop_shift", None, p, n),
-        named(library, "weigh", x, p, n, x, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
         named(library, "trie_size", n, p),

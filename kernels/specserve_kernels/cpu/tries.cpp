@@ -463,11 +463,6 @@ extern "C" void specserve_drop_shift(Calibrators* calibrators, int64_t source) {
   calibrators->shift(int(source)) = {};
 }
 
-extern "C" double specserve_weigh(Calibrators* calibrators, int64_t source, double score,
-                                  int64_t depth) {
-  return calibrators->weigh(int(source), score, int(depth)).p;
-}
-
 extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
   return new Trie(*calibrators, int(std::min<int64_t>(num_ids, INT32_MAX)));
 }
