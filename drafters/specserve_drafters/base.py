@@ -278,7 +278,7 @@ SOURCES = {
     "ngram": "specserve_drafters.native:ngram_sources",
     "grammar": "specserve_drafters.grammar:GrammarSource",
     "prediction": "specserve_drafters.prediction:PredictionSource",
-    "suffix": "specserve_drafters.suffix:SuffixSource",
+    "suffix": "specserve_drafters.native:suffix_source",
     "recycle": "specserve_drafters.recycle:RecycleSource",
 }
 AUTO_SOURCES = *USUAL, *(name for name in SOURCES if name not in USUAL)

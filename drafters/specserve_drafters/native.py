@@ -1,7 +1,7 @@
-"""The n-gram source, tries, scores and selections in C++.
+"""The n-gram source, lookups of the suffix source, tries, scores and selections in C++.
 
-`lookup.py` and `trie.py` have the same in Python. They define the results, and serve machines that
-cannot compile.
+`lookup.py`, `suffix.py` and `trie.py` have the same in Python. They define the results, and serve
+machines that cannot compile.
 """
 
 import threading
@@ -12,7 +12,7 @@ from ctypes import byref
 from math import nan
 from typing import Any, ClassVar
 
-from specserve_drafters import lookup, trie
+from specserve_drafters import lookup, suffix, trie
 from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import (
     MAX_NODES,
@@ -96,6 +96,72 @@ class NativeSource(DraftSource):
 
     def reset(self) -> None:
         self.native.reset(self.source)
+
+
+def suffix_source() -> suffix.SuffixSource:
+    from specserve_kernels.cpu import BuildError
+
+    try:
+        return NativeSuffixSource()
+    except BuildError:
+        return suffix.SuffixSource()
+
+
+class NativeOutputIndex(suffix.OutputIndex):
+    """`suffix.OutputIndex` with lookups in C++."""
+
+    def __init__(self) -> None:
+        from specserve_kernels.cpu.drafting import SuffixSettings, suffix_functions
+
+        super().__init__()
+        self.native = suffix_functions()
+        bounds = suffix.END, suffix.MAX_MATCHES, suffix.MAX_VISITS
+        columns = suffix.LENGTHS, tuple(suffix.MIX), tuple(lookup.SURE)
+        self.settings = SuffixSettings(*bounds, *columns)
+        self.point()
+
+    def point(self) -> None:
+        """Get the addresses of the parts: they change with each text."""
+        from specserve_kernels.cpu.drafting import OutputsPart
+
+        found = (OutputsPart * len(self.parts))()
+        for own, part in zip(found, self.parts, strict=True):
+            own.tokens, own.size = part.tokens.buffer_info()[0], part.size
+            for k in range(len(suffix.LENGTHS)):
+                own.newest[k] = part.newest[k].buffer_info()[0]
+                own.before[k] = part.before[k].buffer_info()[0]
+        self.pointers = found
+        self.given = byref(self.settings), byref(found), len(found)
+
+    def add(self, text: "array[int]", num_context: int = 0) -> None:
+        super().add(text, num_context)
+        self.point()
+
+    def matches(self, text: "array[int]", most: int) -> tuple[int, list[suffix.SuffixPlace]]:
+        out, (address, size) = BUFFERS, text.buffer_info()
+        end = address + text.itemsize * size
+        code = self.native.match(*self.given, end, size, most, out.of_ints[0])
+        number, length = divmod(code, 64)
+        places = out.ints[0]
+        return length, [(self.parts[places[2 * k]], places[2 * k + 1]) for k in range(number)]
+
+    def candidates(self, text: "array[int]", limit: int) -> CandidateColumns:
+        assert 0 <= limit <= MAX_NODES, "the limit exceeds the buffers"
+        out, (address, size) = BUFFERS, text.buffer_info()
+        end, columns = address + text.itemsize * size, (*out.of_ints[:2], out.of_doubles)
+        n = self.native.propose(*self.given, end, size, limit, *columns)
+        tokens, parents = (column[:n] for column in out.ints[:2])
+        return CandidateColumns(tokens, parents, out.doubles[:n], suffix.NAME)
+
+
+class NativeSuffixSource(suffix.SuffixSource):
+    """`suffix.SuffixSource` with lookups in C++."""
+
+    make_index: ClassVar[type[suffix.OutputIndex]] = NativeOutputIndex
+
+    def __init__(self) -> None:
+        NativeOutputIndex()  # BuildError if there is no library
+        super().__init__()
 
 
 class NativeCalibration:

@@ -20,6 +20,7 @@ from specserve_drafters.base import DraftRequest, DraftSource, SourceRequest, Te
 from specserve_drafters.candidates import ROOT, Candidate
 from specserve_drafters.lookup import MAX_LENGTH, SURE, MatchAccuracy, chain, zeros
 
+NAME = "suffix"  # of the source
 LENGTHS = 2, 4, 8, 16  # lengths of indexed n-grams, in tokens
 MIX = [0x9E3779B1 * (2 * j + 1) % (1 << 27) | 1 for j in range(LENGTHS[-1])]  # sums fit 63 bits
 SMALL, LARGE = 1 << 10, 1 << 17  # tokens of a scope's first part, and most tokens of a part
@@ -124,6 +125,11 @@ class OutputIndex:
     def places(self, end: "array[int]", k: int, mixed: int) -> Iterator[SuffixPlace]:
         return ((part, at) for part in self.parts for at in part.matches(end, k, mixed))
 
+    def candidates(self, text: "array[int]", limit: int) -> Sequence[Candidate]:
+        """Return what may follow the text, most likely first."""
+        length, places = self.matches(text, MAX_MATCHES)
+        return best(places, length, limit)
+
 
 class FollowedOutput:
     """A request, and the match of its text's end, updated with each token."""
@@ -143,8 +149,9 @@ class SuffixSource(DraftSource):
     scope. Tenants share the memory.
     """
 
-    name = "suffix"
+    name = NAME
     is_estimating: ClassVar[bool] = True
+    make_index: ClassVar[type[OutputIndex]] = OutputIndex
 
     def __init__(self) -> None:
         self.requests: dict[int, FollowedOutput] = {}
@@ -189,13 +196,12 @@ class SuffixSource(DraftSource):
             followed.match = places[0] if places else None
         followed.size = len(text)
 
-    def candidates(self, items: Sequence[DraftRequest]) -> list[list[Candidate]]:
+    def candidates(self, items: Sequence[DraftRequest]) -> list[Sequence[Candidate]]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
 
-    def look_up(self, id: int, text: "array[int]", limit: int) -> list[Candidate]:
+    def look_up(self, id: int, text: "array[int]", limit: int) -> Sequence[Candidate]:
         scope = self.scopes.get(self.requests[id].scope)
-        length, places = (0, []) if scope is None else scope.matches(text, MAX_MATCHES)
-        return best(places, length, limit, self.name)
+        return [] if scope is None else scope.candidates(text, limit)
 
     def forget(self, id: int) -> None:
         followed = self.requests.pop(id, None)
@@ -211,7 +217,7 @@ class SuffixSource(DraftSource):
         if len(text) - num_context <= LENGTHS[0]:
             return
         if scope not in self.scopes:
-            self.scopes[scope], self.accuracy[scope] = OutputIndex(), MatchAccuracy()
+            self.scopes[scope], self.accuracy[scope] = self.make_index(), MatchAccuracy()
         self.scopes.move_to_end(scope)
         self.scopes[scope].add(text, num_context)
         while self.num_bytes > MOST_BYTES and len(self.scopes) > 1:
@@ -238,7 +244,7 @@ class SuffixSource(DraftSource):
             followed.match, followed.length = None, 0
 
 
-def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) -> list[Candidate]:
+def best(places: Sequence[SuffixPlace], length: int, limit: int) -> list[Candidate]:
     """Return the most likely continuations of the places, in order of probability. It depends on
     the share of places that continue equally, and on the length of the match, which grows with each
     token.
@@ -260,6 +266,6 @@ def best(places: Sequence[SuffixPlace], length: int, limit: int, source: str) ->
     branch(places, ROOT, 1.0, 0)
     while heap and len(draft_tokens) < limit:
         value, parent, _, token, its, p, depth = heappop(heap)
-        draft_tokens.append(Candidate(token, parent, p, source))
+        draft_tokens.append(Candidate(token, parent, p, NAME))
         branch(its, len(draft_tokens), -value, depth + 1)
     return draft_tokens

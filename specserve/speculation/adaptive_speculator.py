@@ -173,6 +173,7 @@ class AdaptiveSpeculator:
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
         self.asking = 0.0  # seconds of the sources, models aside
+        self.considering = 0.0  # seconds of choosing the sources to ask
         if before is not None:
             self.go_on_from(before)
 
@@ -196,16 +197,16 @@ class AdaptiveSpeculator:
         return self.scopes[0] if len(self.scopes) == 1 else None
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        asked_before = bool(self.roots)
+        start, asked_before = perf_counter(), bool(self.roots)
         self.settle()
         self.plan, self.step = None, self.scheduler.step
         self.number += 1
         due = self.due([s for s in scheduled if s.is_root])
         for model in self.models if due or asked_before else ():
             model.lend([item.request for item, _, _ in due])
+        self.considering = -start + (start := perf_counter())
         if not due:
             return
-        start = perf_counter()
         self.roots = {each[0].request.id: self.root(*each, len(due)) for each in due}
         self.make([*self.roots.values()])
         self.making = perf_counter() - start - sum(g.catching_up for g in self.model_sources)
@@ -224,7 +225,7 @@ class AdaptiveSpeculator:
                 acceptance.next_step(self.number)
                 self.scopes.append(acceptance)
             acceptance.num_roots += 1
-            if acceptance.is_paused:
+            if acceptance.is_paused and not self.asks_always:
                 continue
             if item.request.grammar is not None:
                 self.constrain(served, item.request.grammar)
@@ -334,9 +335,10 @@ class AdaptiveSpeculator:
                     self.settle_scope(acceptance, own, planning)
             for model_source in self.model_sources:
                 self.settle_model(model_source, roots, planning)
-        for acceptance in self.scopes:
-            for account in acceptance.accounts.values() if not acceptance.is_paused else ():
-                account.settle(self.part * acceptance.num_roots)
+        considered = [acceptance for acceptance in self.scopes if not acceptance.is_paused]
+        each = self.considering / max(sum(one.num_roots for one in considered), 1)
+        for acceptance in considered:
+            acceptance.settle(self.part * acceptance.num_roots, each * acceptance.num_roots)
         self.scopes = []
 
     def settle_scope(
@@ -353,6 +355,8 @@ class AdaptiveSpeculator:
                 account, asked = acceptance.account(name), root.asked.get(name)
                 taken = root.taken.get(name, 0.0) + (0.0 if asked is None else each)
                 is_trial = asked is not None and asked.is_trial
+                if not is_trial:
+                    acceptance.gain += root.credit.get(name, 0.0) - taken
                 if name in self.estimating_names:
                     account.spent += taken
                     account.saved += root.saved_by(name)
@@ -398,7 +402,9 @@ class AdaptiveSpeculator:
                     more += usual / part
                     continue
                 is_tried = is_trial or name in root.tried
-                outcomes.append((share, (root.saved_by(name) - usual) / part, is_tried))
+                saved = root.saved_by(name) - usual
+                outcomes.append((share, saved / part, is_tried))
+                acceptance.gain += 0.0 if is_tried else saved
             if own:
                 account.add(outcomes, acceptance.num_roots, more)
 

@@ -214,9 +214,14 @@ class AcceptanceStats:
         self.left = 0.0  # seconds that collecting successors from logits may still take
         self.last: tuple[Plan, Step] | None = None  # latest plan of a step without other scopes
         self.number, self.num_roots = 0, 0  # number of the current step, and its roots
-        # If no source may pay, sources are considered only in every PAUSE-th step.
+        # If no source may pay, sources are considered only in every PAUSE-th step. Likewise if all
+        # of them save less than considering them takes, after a step that saved nothing.
         self.may_pay, self.is_paused = True, False
         self.considered = 0  # number of the step in which they were considered last
+        self.gain = 0.0  # seconds that all sources saved in this step, trials aside
+        # Long and short average share of a step's time that they save, less all that they take
+        self.nets = [FREE, FREE]
+        self.has_gained = True  # in the step in which they were considered last
 
     def use_sources(self, sharing: Collection[str], estimating: Collection[str]) -> None:
         """Use these sources from now on. Accounts are kept. Those of `sharing` share one budget of
@@ -246,11 +251,23 @@ class AcceptanceStats:
 
     def next_step(self, number: int) -> None:
         self.number, self.num_roots, passed = number, 0, number - self.considered
-        self.is_paused = passed < PAUSE and not self.may_pay
+        is_worth = self.may_pay and (max(self.nets) > 0 or self.has_gained)
+        self.is_paused = passed < PAUSE and not is_worth
         if not self.is_paused:
             self.considered, self.may_pay = number, False
             for account in self.accounts.values():
                 account.next_step(passed)
+
+    def settle(self, part: float, considering: float) -> None:
+        """Count a step in which sources were considered: `part` is the scope's part of its time,
+        `considering` the time of choosing the sources to ask, both in seconds.
+        """
+        for account in self.accounts.values():
+            account.settle(part)
+        net, self.gain = (self.gain - considering) / part, 0.0
+        rates = SCOPE_RATE, RATE
+        self.nets = [was + rate * (net - was) for was, rate in zip(self.nets, rates, strict=True)]
+        self.has_gained = net > 0
 
     def note_planning(self, seconds: float) -> None:
         """Learn the planning time per request."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specserve_drafters import ROOT, DraftRequest, suffix
 from specserve_drafters.base import SourceRequest
+from specserve_drafters.native import NativeOutputIndex
 from specserve_drafters.suffix import LENGTHS, OutputIndex, SuffixPart, SuffixSource, best
 
 TEXT = [*range(100, 160)]
@@ -58,6 +59,44 @@ def test_places_are_those_that_a_search_finds(texts, end):
     assert (length, len(places)) == (n, min(follows.total(), suffix.MAX_MATCHES))
     found = Counter(part.tokens[place] for part, place in places)
     assert found <= follows
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from([0, 1, 2**31 - 1]), max_size=40), st.integers(0, 20))
+    ),
+    st.lists(st.integers(0, 40), max_size=4),
+    st.fixed_dictionaries(
+        {
+            "SMALL": st.sampled_from([8, 64, 1 << 10]),
+            "LARGE": st.sampled_from([64, 1 << 17]),
+            "MAX_MATCHES": st.sampled_from([1, 3, 16]),
+            "MAX_VISITS": st.sampled_from([2, 64]),
+        }
+    ),
+)
+def test_lookups_in_c_find_the_same(texts, cuts, bounds):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in bounds.items():
+            patch.setattr(suffix, name, value)
+        indexes = OutputIndex(), NativeOutputIndex()
+        for text, num_context in texts:
+            for index in indexes:
+                index.add(array("i", text), min(num_context, len(text)))
+            for cut in cuts:
+                end = array("i", text[: len(text) - cut])
+                for most in (1, 16):
+                    one, other = (index.matches(end, most) for index in indexes)
+                    assert one[0] == other[0] and places(indexes[0], one) == places(
+                        indexes[1], other
+                    )
+                for limit in (0, 5, 63):
+                    one, other = ([*index.candidates(end, limit)] for index in indexes)
+                    assert one == other
+
+
+def places(index, found):
+    return [(index.parts.index(part), at) for part, at in found[1]]
 
 
 def test_draft_tokens_go_on_as_earlier_outputs_did_the_most_frequent_first():
@@ -176,8 +215,8 @@ def test_a_lookup_visits_a_bounded_number_of_places():
     part.add(array("i", [1] * 4000))
     mixed = sum(suffix.MIX[:2])
     assert len([*part.matches(array("i", [1, 1]), 0, mixed)]) == suffix.MAX_VISITS
-    assert best([], 0, 8, "suffix") == []
-    draft_tokens = best([(part, 5)], 2, 63, "suffix")
+    assert best([], 0, 8) == []
+    draft_tokens = best([(part, 5)], 2, 63)
     assert [g.parent for g in draft_tokens] == [ROOT, *range(1, 63)]
 
 

@@ -599,6 +599,55 @@ def test_sources_that_save_nothing_are_considered_in_every_eighth_step_only(targ
     assert steps / planner.PAUSE - 2 < source.num_estimates < steps * 0.6
 
 
+class Noting(Foretelling):
+    """Notes the lengths of the text for which it was considered."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.considered = []
+
+    def expected_accepted(self, id, text):
+        self.considered.append(len(text))
+        return super().expected_accepted(id, text)
+
+
+@pytest.fixture
+def considering(clock, monkeypatch):
+    """Returns a function that sets how many steps' time it takes to choose the sources to ask."""
+    weigh_tokens = AdaptiveSpeculator.weigh_tokens
+
+    def take(steps):
+        def slow(self):
+            clock.now += steps * STEP
+            weigh_tokens(self)
+
+        monkeypatch.setattr(AdaptiveSpeculator, "weigh_tokens", slow)
+
+    return take
+
+
+@pytest.mark.parametrize(("takes", "is_paused"), [(0.0, False), (0.4, True)])
+def test_sources_that_save_less_than_considering_them_takes_are_paused(
+    target, clock, considering, takes, is_paused
+):
+    """They save one step's time in eight steps."""
+    considering(takes)
+    right, takes = range(0, 300, 8), (0.0, lambda n: float(n % 8 == 0))
+    _, source = run_paced(target, clock, right, *takes, max_nodes=1, cls=Noting)
+    late = [length for length in source.considered if length > 100]
+    assert len(late) < 90 if is_paused else len(late) > 140
+
+
+def test_a_pause_ends_with_the_first_step_that_saves_more_than_it_takes(target, clock, considering):
+    considering(0.4)
+    _, source = run_paced(target, clock, LATER, 0.0, lambda n: 4.0 * (n in LATER), cls=Noting)
+    quiet = [length for length in source.considered if 50 < length < 100]
+    assert len(quiet) <= 50 / planner.PAUSE + 1
+    first, *rest = [length for length in source.considered if length in LATER]
+    assert first < LATER.start + planner.PAUSE
+    assert len(rest) > 0.9 * (270 - LATER.start) / 5, "in steps of five tokens"
+
+
 def test_a_promise_counts_only_tokens_that_save_more_than_their_rows_take(target):
     speculator = planned(engine_for(target, None, "auto"))
     speculator.part, speculator.row_share = 0.01, 0.0

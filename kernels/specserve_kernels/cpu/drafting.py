@@ -1,5 +1,6 @@
 """Python bindings of drafting in C++: the n-gram source, which `specserve_drafters.lookup` defines,
-and tries, which `specserve_drafters.trie` defines.
+lookups in earlier outputs, which `specserve_drafters.suffix` defines, and tries, which
+`specserve_drafters.trie` defines.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from specserve_kernels.cpu import build
 
 LENGTHS, MAX_LENGTH, MAX_NODES = 4, 16, 63  # as in ngrams.cpp
 NUM_BOUNDS = 10  # as in tries.cpp
+LONGEST = 16  # as in suffixes.cpp
 
 
 class NgramSettings(Structure):
@@ -66,6 +68,45 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
         named(library, "forget_text", None, c_void_p, c_int64),
         named(library, "reset_ngram_source", None, c_void_p),
+    )
+
+
+class SuffixSettings(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("end", "max_matches", "max_visits")),
+        ("lengths", c_int64 * LENGTHS),
+        ("mix", c_int64 * LONGEST),
+        ("sure", c_double * (MAX_LENGTH + MAX_NODES + 1)),
+    ]
+
+
+class OutputsPart(Structure):
+    """Addresses of the columns of a part of earlier outputs, and its number of slots."""
+
+    _fields_ = [("tokens", c_void_p), ("newest", c_void_p * LENGTHS)]
+    _fields_ += [("before", c_void_p * LENGTHS), ("size", c_int64)]
+
+
+class SuffixFunctions(NamedTuple):
+    """C functions of lookups in earlier outputs. Arguments: settings, parts, how many, the text's
+    last tokens, how many, then as given.
+    """
+
+    match: Callable[..., int]  # most, places -> 64 * their number + their length
+    propose: Callable[..., int]  # limit, tokens, parents, scores -> their number
+
+
+def suffix_functions() -> SuffixFunctions:
+    """Return the functions. BuildError if there is no library."""
+    return suffix_functions_of(build.library())
+
+
+@cache
+def suffix_functions_of(library: CDLL) -> SuffixFunctions:
+    p, n = c_void_p, c_int64
+    return SuffixFunctions(
+        named(library, "match_outputs", n, p, p, n, p, n, n, p),
+        named(library, "propose_outputs", n, p, p, n, p, n, n, p, p, p),
     )
 
 
