@@ -220,14 +220,24 @@ def measured(place: Place, loader: Loader, rounds: int) -> Cell:
 
 def asks_of(place: Place, size: int, rounds: int) -> Iterator[list[Ask]]:
     """The prompts of each round. If there are too few, they come again with other seeds."""
-    known = prompts(place.prompts)
-    start = random.Random(place.concurrency).randrange(len(known))
+    known, rng = prompts(place.prompts), random.Random(place.concurrency)
+    start = rng.randrange(len(known))
     every = islice(cycle(known), start, None)
     for number in range(rounds):
-        asks = islice(every, size)
+        asks = (a._replace(max_tokens=length(a, rng)) for a in islice(every, size))
         yield [
             a._replace(seed=a.seed + number * 2**20, temperature=place.temperature) for a in asks
         ]
+
+
+def length(ask: Ask, rng: random.Random) -> int:
+    """Half to one and a half times the usual length, as users' texts end at different times. With
+    equal lengths and no drafting, requests would end in one step, and the next prompts would begin
+    together. A schema ends its texts itself.
+    """
+    if ask.schema is not None:
+        return ask.max_tokens
+    return rng.randint(ask.max_tokens // 2, ask.max_tokens + ask.max_tokens // 2)
 
 
 def cell(place: Place, size: int, runs: Mapping[str, Sequence[Round]]) -> Cell:
