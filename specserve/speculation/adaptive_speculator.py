@@ -4,6 +4,7 @@ verify.
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 from time import perf_counter
 from typing import NamedTuple
 
@@ -81,6 +82,7 @@ class ServedRequest:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
         self.calibration = acceptance.calibration(self.request.sampling.temperature)
+        self.kept = acceptance.kept_of(self.request.sampling.temperature)
         self.sources = [(source, source.name, account(source.name)) for source in self.allowed]
         self.model_accounts = {name: account(name) for name in self.models}
 
@@ -96,6 +98,7 @@ class RequestDraft(msgspec.Struct, eq=False):
     proposed: dict[str, int] = {}  # number of candidates by source
     nodes: list[int] = []
     sources: list[tuple[str, ...]] = []  # of the nodes
+    expected: float = 0.0  # accepted nodes
     tried: set[str] = set()  # models that were run for it as a trial
     taken: dict[str, float] = {}  # seconds of asking, by source
     # Seconds saved by draft tokens, less those of their rows, by the source that proposed first.
@@ -303,6 +306,8 @@ class AdaptiveSpeculator:
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
+        kept = fmean(root.served.kept.value for root in roots)
+        self.step = msgspec.structs.replace(self.step, kept=kept)
         self.note_targets(roots)
         self.asking = 0.0
         for model_source in self.model_sources:
@@ -533,9 +538,10 @@ class AdaptiveSpeculator:
 
     def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
         """Build the plan's drafts, and reserve their slots."""
-        for root, nodes in zip(roots, plan.nodes, strict=True):
+        for i, (root, nodes) in enumerate(zip(roots, plan.nodes, strict=True)):
             if nodes:
                 root.scheduled.draft, root.nodes, root.sources = root.trie.draft(nodes)
+                root.expected = plan.expected[i] if plan.expected else 0.0
         chosen = [root.scheduled for root in roots if root.nodes]
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
@@ -608,6 +614,8 @@ class AdaptiveSpeculator:
         is_tree_asked = request.sampling.return_speculation_details
         counts, tree = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
         self.note_savings(root, groups)
+        if root.expected:
+            root.served.kept.add(len(accepted), root.expected)
         if draft.tokens:
             for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)

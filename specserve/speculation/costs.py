@@ -263,6 +263,12 @@ class Step(msgspec.Struct, frozen=True):
     root_context: int = 0
     spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
+    kept: float = 1.0  # share of the expected draft tokens that are accepted
+
+    @property
+    def root_tokens(self) -> float:
+        """Return the tokens of the roots, in expected draft tokens: plans compare both."""
+        return self.num_roots / self.kept
 
     def attended_with(self, drafts: int) -> float:
         """Return `attended` with so many draft tokens added."""

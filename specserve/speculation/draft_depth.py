@@ -49,7 +49,7 @@ class DraftDepthPolicy:
         Also return the target's seconds for each. `values` must rise.
         """
         place = self.place(len(values))
-        gains = [*accumulate(reversed(values), initial=self.step.num_roots + self.worth)]
+        gains = [*accumulate(reversed(values), initial=self.step.root_tokens + self.worth)]
         found = [gains[size] for size in self.sizes[:place]]
         found.append(gains[-1])
         return found, self.takes[: place + 1]
@@ -78,7 +78,7 @@ class DraftDepthPolicy:
         place = self.place(self.best + len(more))
         if self.expected + gain > self.rate * (spent + self.takes[place]):
             return True
-        most = self.step.num_roots + sum(self.values) + gain + self.worth
+        most = self.step.root_tokens + sum(self.values) + gain + self.worth
         if most <= self.rate * (spent + self.takes[0]):
             return False
         tokens, takes = self.tokens(sorted([*self.values, *more]))
@@ -118,7 +118,7 @@ class DraftDepthPolicy:
         bucket.
         """
         # Upper bound: the gain of all levels in the time of one. Usually it is too low already.
-        most = self.step.num_roots + sum(self.values) + self.worth + sum(reach) / (1 - hold)
+        most = self.step.root_tokens + sum(self.values) + self.worth + sum(reach) / (1 - hold)
         if most <= self.rate * (self.spent + once + level + self.takes[0]):
             return False
         more, spent = list[float](), once

@@ -25,6 +25,7 @@ from specserve.speculation.constants import (
     FINE,
     FREE,
     FREE_ESTIMATES,
+    LEAST_KEPT,
     MOST_LOST,
     PATIENCE,
     PAUSE,
@@ -64,25 +65,26 @@ class SavedShare:
 
 
 class Trust:
-    """Ratio of the seconds that a source saves to those that its estimates promise."""
+    """Ratio of what was saved to what estimates promised, in seconds or tokens."""
 
-    __slots__ = ("num_steps", "promised", "saved")
+    __slots__ = ("least", "num_steps", "promised", "rate", "saved")
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = RATE, least: float = 0.0) -> None:
+        """`rate`: weight of a step."""
         self.saved = self.promised = 0.0
-        self.num_steps = 0
+        self.num_steps, self.rate, self.least = 0, rate, least
 
     @property
     def value(self) -> float:
-        """Return the ratio, 0 to 1; 1 before the first step."""
-        return 1.0 if self.num_steps == 0 else min(max(self.saved / self.promised, 0.0), 1.0)
+        """Return the ratio, `least` to 1; 1 before the first step."""
+        return 1.0 if self.num_steps == 0 else min(max(self.saved / self.promised, self.least), 1.0)
 
-    def add(self, saved: float, promised: float, is_trial: bool) -> None:
+    def add(self, saved: float, promised: float, is_trial: bool = False) -> None:
         """Count a step; that of a trial replaces the earlier ones."""
         if self.num_steps == 0:
             self.saved, self.promised, self.num_steps = promised, promised, PATIENCE
         self.num_steps = 1 if is_trial else self.num_steps + 1
-        rate = max(1 / self.num_steps, RATE)
+        rate = max(1 / self.num_steps, self.rate)
         self.saved += rate * (saved - self.saved)
         self.promised += rate * (promised - self.promised)
 
@@ -205,6 +207,9 @@ class AcceptanceStats:
         """
         # Of greedy and of sampled requests: draft tokens are right less often in sampled texts.
         self.calibrations = make_calibration(prior), make_calibration(prior)
+        # Share of the expected draft tokens of both that were accepted: plans prefer tokens whose
+        # probability is estimated too high.
+        self.kept = Trust(SCOPE_RATE, LEAST_KEPT), Trust(SCOPE_RATE, LEAST_KEPT)
         self.use_sources(sharing, estimating)
         self.accounts: dict[str, SourceAccount] = {}  # by source
         # Usual seconds per request of planning. The time depends on which sources are asked and on
@@ -238,6 +243,9 @@ class AcceptanceStats:
     def calibration(self, temperature: float) -> Calibration:
         """Return the calibration of a request with this temperature."""
         return self.calibrations[temperature > 0]
+
+    def kept_of(self, temperature: float) -> Trust:
+        return self.kept[temperature > 0]
 
     def counts(self) -> dict[str, list[BinCounts]]:
         """Return the counts of all bins with draft tokens, by source."""
@@ -301,6 +309,7 @@ class Plan(msgspec.Struct):
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
+    expected: list[float] = []  # accepted draft tokens per request, by the estimates alone
 
     @property
     def rate(self) -> float:
@@ -358,18 +367,21 @@ def choose(
         sizes += [size for size in FEW if size < num]
     if num:
         sizes.append(num)
-    tokens = [step.num_roots + gains[size] for size in sizes]
+    tokens = [step.root_tokens + gains[size] for size in sizes]
 
     known = best_of(step, sizes, tokens, costs, is_hopeful=False)
     best, rival = known, None
     if not costs.are_known(step, sizes):
         hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
         if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-            best, rival = hoped, known.rate
+            best, rival = hoped, step.kept * known.rate
 
     nodes = found.by_request(best.size, len(asks))
-    tokens_of_step = step.num_roots + gains[best.size]
-    return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival)
+    expected = [0.0] * len(asks)
+    for place, value in zip(found.places[: best.size], found.values, strict=False):
+        expected[place] += value
+    tokens_of_step = step.num_roots + step.kept * gains[best.size]
+    return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival, expected)
 
 
 class Size(NamedTuple):
