@@ -616,6 +616,8 @@ class AdaptiveSpeculator:
         self.note_savings(root, groups)
         if root.expected:
             root.served.kept.add(len(accepted), root.expected)
+        else:
+            root.served.kept.fade()
         if draft.tokens:
             for source in self.observing:
                 self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)

@@ -72,9 +72,9 @@ PATIENCE = 8
 PAUSE = 8
 
 # --- Plans (planner.py) ---
-# ratio; 0.2 to 0.8; least share of expected draft tokens that plans count on: with none, no plan
-# would have draft tokens, and nothing would correct it
-LEAST_KEPT = 0.5
+# ratio; 0.2 to 2; least and largest share of expected draft tokens that plans count on: with none,
+# no plan would have draft tokens, and nothing would correct it
+KEPT = 0.5, 1.25
 # ratio; 1 to 1.2; rows of unknown cost are tried only if they may be so much better
 BETTER = 1.05
 # draft tokens; 1 to 16; steps of many rows compare these numbers next to the edges of buckets

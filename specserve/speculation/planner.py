@@ -25,7 +25,7 @@ from specserve.speculation.constants import (
     FINE,
     FREE,
     FREE_ESTIMATES,
-    LEAST_KEPT,
+    KEPT,
     MOST_LOST,
     PATIENCE,
     PAUSE,
@@ -67,26 +67,32 @@ class SavedShare:
 class Trust:
     """Ratio of what was saved to what estimates promised, in seconds or tokens."""
 
-    __slots__ = ("least", "num_steps", "promised", "rate", "saved")
+    __slots__ = ("least", "most", "num_steps", "promised", "rate", "saved")
 
-    def __init__(self, rate: float = RATE, least: float = 0.0) -> None:
+    def __init__(self, rate: float = RATE, least: float = 0.0, most: float = 1.0) -> None:
         """`rate`: weight of a step."""
         self.saved = self.promised = 0.0
-        self.num_steps, self.rate, self.least = 0, rate, least
+        self.num_steps, self.rate, self.least, self.most = 0, rate, least, most
 
     @property
     def value(self) -> float:
-        """Return the ratio, `least` to 1; 1 before the first step."""
-        return 1.0 if self.num_steps == 0 else min(max(self.saved / self.promised, self.least), 1.0)
+        """Return the ratio, `least` to `most`; 1 before the first step."""
+        if self.num_steps == 0:
+            return 1.0
+        return min(max(self.saved / self.promised, self.least), self.most)
 
     def add(self, saved: float, promised: float, is_trial: bool = False) -> None:
         """Count a step; that of a trial replaces the earlier ones."""
         if self.num_steps == 0:
-            self.saved, self.promised, self.num_steps = promised, promised, PATIENCE
+            self.saved, self.promised, self.num_steps = promised, promised, round(0.5 / self.rate)
         self.num_steps = 1 if is_trial else self.num_steps + 1
         rate = max(1 / self.num_steps, self.rate)
         self.saved += rate * (saved - self.saved)
         self.promised += rate * (promised - self.promised)
+
+    def fade(self) -> None:
+        """Trust a little more: only drafts show that less trust is due, and it prevents them."""
+        self.saved += self.rate * (self.promised - self.saved)
 
 
 class SourceAccount:
@@ -209,7 +215,7 @@ class AcceptanceStats:
         self.calibrations = make_calibration(prior), make_calibration(prior)
         # Share of the expected draft tokens of both that were accepted: plans prefer tokens whose
         # probability is estimated too high.
-        self.kept = Trust(SCOPE_RATE, LEAST_KEPT), Trust(SCOPE_RATE, LEAST_KEPT)
+        self.kept = Trust(SCOPE_RATE, *KEPT), Trust(SCOPE_RATE, *KEPT)
         self.use_sources(sharing, estimating)
         self.accounts: dict[str, SourceAccount] = {}  # by source
         # Usual seconds per request of planning. The time depends on which sources are asked and on
@@ -379,7 +385,7 @@ def choose(
     nodes = found.by_request(best.size, len(asks))
     expected = [0.0] * len(asks)
     for place, value in zip(found.places[: best.size], found.values, strict=False):
-        expected[place] += value
+        expected[place] += value if value > 0.1 else 0.0
     tokens_of_step = step.num_roots + step.kept * gains[best.size]
     return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival, expected)
 

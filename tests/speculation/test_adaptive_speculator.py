@@ -9,14 +9,17 @@ from specserve.api.outputs import Generation
 from specserve.exchange.sampling_params import Sampling, Slo, SpeculationParams
 from specserve.speculation import planner
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.costs import Step, StepCosts
+from specserve.speculation.planner import Trust, choose
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
-from specserve_drafters import Draft
+from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
 from specserve_drafters.native import NativeSource, ngram_source
 from specserve_drafters.tenants import DEFAULT_SCOPE
+from specserve_drafters.trie import Calibration, RequestCandidates, Trie
 from tests.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.engine.clock import Clock
 from tests.engine.engines import (
@@ -656,3 +659,43 @@ def test_a_promise_counts_only_tokens_that_save_more_than_their_rows_take(target
     assert speculator.promise(1.0) == pytest.approx(0.01 * (0.5 - 0.2 + 0.25 - 0.2))
     speculator.row_share = 0.6
     assert speculator.promise(1.0) == 0.0
+
+
+def test_trust_follows_what_was_kept_of_promises_and_returns_without_evidence():
+    trust = Trust(rate=0.1, least=0.5, most=1.25)
+    assert trust.value == 1.0
+    for _ in range(200):
+        trust.add(0.7, 1.0)
+    assert trust.value == pytest.approx(0.7, abs=0.01)
+    for _ in range(40):
+        trust.fade()
+    assert trust.value == pytest.approx(1.0, abs=0.01)
+    for saved, value in ((0.0, 0.5), (9.0, 1.25)):
+        for _ in range(200):
+            trust.add(saved, 1.0)
+        assert trust.value == value
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_speculator_learns_the_share_of_expected_tokens_that_is_kept(target, wrong):
+    engine = run(target, lambda truth: [Oracle("its", truth, p=0.6, wrong=wrong)], max_tokens=30)
+    [acceptance] = engine.speculator.acceptance.every
+    greedy, sampled = (trust.value for trust in acceptance.kept)
+    assert sampled == 1.0 and (greedy < 0.95 if wrong else greedy > 1.05)
+
+
+def test_plans_count_on_the_share_of_expected_tokens_that_is_kept(target):
+    """A draft token of probability 0.3 takes 0.2 steps' time: worth it unless half are kept."""
+    costs = StepCosts(8)
+    for rows in (1, 2):
+        for _ in range(4):
+            costs.observe(rows, 0, 1, STEP * (1 + 0.2 * (rows - 1)))
+    trie = Trie(Calibration(), 1)
+    trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.3, 1))
+    found = [
+        choose([RequestCandidates(trie, 4)], Step(1, 0, 1, 1, kept=kept), costs, 4)
+        for kept in (1.0, 0.5)
+    ]
+    assert [len(plan.nodes[0]) for plan in found] == [1, 0]
+    p = trie.p[1]
+    assert found[0].tokens == pytest.approx(1 + p) and found[0].expected == pytest.approx([p])
