@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from pydoc_data import topics
@@ -18,8 +19,17 @@ from specserve_bench.workloads import Ask, agent, says
 
 NEW_TOKENS = 64
 DOCUMENTS, DOCUMENT_LENGTH = 60, 6000  # documents, and most characters of each
+CHARACTERS = 4.2  # per token of the long texts
 SCHEMAS = Path(__file__).with_name("schemas.json")
 # Each question of a chat is one of these about one of the topics below.
+LONG_TASKS = (
+    "Summarize the text above.",
+    "List five facts from the text above.",
+    "Copy the last paragraph of the text above.",
+    "What is the text above about?",
+    "Write a short poem about the text above.",
+    "Which words of the text above are names?",
+)
 QUESTIONS = (
     "What is {}?",
     "Explain {} to a child.",
@@ -80,6 +90,16 @@ def documents() -> Iterator[Ask]:
         yield chat(f"Summarize this text.\n\n{text[:DOCUMENT_LENGTH]}", seed)
 
 
+def of_long_texts(num_tokens: int) -> Iterator[Ask]:
+    """Tasks about two long texts. Each comes first in its prompts, so they share a prefix."""
+    pages = sorted(topics.topics.values(), key=len, reverse=True)[:DOCUMENTS]
+    size = int(CHARACTERS * num_tokens)
+    for number in range(2):
+        text = "\n\n".join(pages[number::2])[:size]
+        for seed, task in enumerate(LONG_TASKS):
+            yield chat(f"{text}\n\n{task}", seed)
+
+
 def conversations() -> Iterator[Ask]:
     return (ask._replace(max_tokens=NEW_TOKENS) for ask in agent(random.Random(0), 48))
 
@@ -107,4 +127,7 @@ PROMPTS: dict[str, Callable[[], Iterator[Ask]]] = {
     "documents": documents,
     "agent": conversations,
     "JSON": structured,
+    "4k tokens": partial(of_long_texts, 4000),
+    "7k tokens": partial(of_long_texts, 7000),
 }
+SHORT = tuple(PROMPTS)[:6]  # the other kinds take long to compute

@@ -1,10 +1,13 @@
 """The cells of `figures speculation`: how they are measured in parts, kept, and held to bounds."""
 
+from contextlib import contextmanager
+
+import msgspec
 import pytest
 
 from specserve.errors import ConfigError
 from specserve_bench import real_prompts
-from specserve_bench.figures import speculation
+from specserve_bench.figures import busy, speculation
 from specserve_bench.figures.__main__ import main
 from specserve_bench.figures.speculation import MEASURES, Cell, Place
 from specserve_bench.results import MeasuredRequest, Round, Speculation
@@ -93,8 +96,10 @@ def test_there_are_prompts_of_each_kind(monkeypatch):
     sizes = {name: len(real_prompts.prompts(name)) for name in real_prompts.PROMPTS}
     assert sizes == {
         **{"HumanEval": 164, "chat": 60, "edit": 164, "documents": 60},
-        **{"agent": 48, "JSON": 200},
+        **{"agent": 48, "JSON": 200, "4k tokens": 12, "7k tokens": 12},
     }
+    long = [ask.prompt[0]["content"] for ask in real_prompts.prompts("7k tokens")]
+    assert len({text[:20_000] for text in long}) == 2 and len({*long}) == 12
     assert all(ask.prediction for ask in real_prompts.prompts("edit"))
     assert all(ask.schema for ask in real_prompts.prompts("JSON"))
     assert len({a.prompt[0]["content"] for a in real_prompts.prompts("chat")}) == 60
@@ -170,6 +175,29 @@ def test_cold_servers_are_new_in_each_round(ran, tmp_path):
     asked = ["--models=demo", "--concurrency=1", "--prompts=chat", "--temperatures=0", "--cold"]
     assert main(["speculation", *asked, "--rounds=2", f"--out={tmp_path / 'cells.json'}"]) == 0
     assert ran.count(("auto", 0.0, 1, 20)) == ran.count(("auto", "closed", 0, 0)) == 2
+
+
+def test_busy_measures_before_during_and_after_other_load(ran, tmp_path, monkeypatch):
+    load = []
+
+    @contextmanager
+    def processes():
+        load.append(len(ran))
+        yield
+        load.append(len(ran))
+
+    monkeypatch.setattr(busy, "busy_processes", processes)
+    monkeypatch.setattr(busy, "Loader", speculation.Loader)
+    monkeypatch.setattr(busy, "prompts", speculation.prompts)
+    file = tmp_path / "busy.json"
+    asked = ["--model=demo", "--seconds=0.01", "--rounds=3", f"--out={file}"]
+    assert main(["busy", *asked]) == 0
+    found = msgspec.json.decode(file.read_bytes())["tpot_ms"]
+    assert [*found] == ["before", "during", "after"]
+    assert found["before"] == found["after"] == {"off": [1000.0] * 3, "auto": [500.0] * 3}
+    warm, rounds = 2, 3 * len(busy.SUBJECTS)
+    assert load[0] == warm + rounds and load[1] >= load[0] + rounds
+    assert len(ran) == load[1] + len(busy.SUBJECTS) + rounds, "a request of each follows the load"
 
 
 def test_an_unknown_model_is_refused(capsys):

@@ -27,7 +27,7 @@ from specserve_bench.local import Local
 from specserve_bench.machine import DIRTY
 from specserve_bench.pairs import PAIRS
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
-from specserve_bench.real_prompts import PROMPTS, as_text, prompts
+from specserve_bench.real_prompts import PROMPTS, SHORT, as_text, prompts
 from specserve_bench.report import markdown_table, ratio_words, shown
 from specserve_bench.results import Load, Ratio, Round, ratio
 from specserve_bench.workloads import Ask, Workload
@@ -111,7 +111,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         p.add_argument(flag, action=Once, type=kind, default=default, **more)
 
     several("--models", listed(str, MODELS), [*MODELS], metavar="M,...", help=", ".join(MODELS))
-    several("--prompts", listed(str, PROMPTS), [*PROMPTS], metavar="P,...", help=", ".join(PROMPTS))
+    several("--prompts", listed(str, PROMPTS), [*SHORT], metavar="P,...", help=", ".join(PROMPTS))
     several("--concurrency", listed(at_least_1), (1, 4, 16), metavar="N,...")
     several("--temperatures", listed(float), TEMPERATURES, metavar="T,...")
     p.add_argument("--cold", action="store_true", help="the first 20 requests of new servers")
@@ -182,7 +182,7 @@ class Loader:
         return self.loader.llm(self.configs[name])
 
     def warmed(self, name: str) -> LLM:
-        """A server that has answered 200 requests, of all kinds of prompts."""
+        """A server that has answered 200 requests, of all kinds of short prompts."""
         if name not in self.warm:
             self.warm[name] = llm = self.started(name)
             self.run(llm, warming(), Load(concurrency=4))
@@ -195,7 +195,7 @@ class Loader:
 
 
 def warming() -> Workload:
-    each = [cycle(prompts(name)[::-1]) for name in PROMPTS]
+    each = [cycle(prompts(name)[::-1]) for name in SHORT]
     asks = islice((next(some) for some in cycle(each)), WARM_REQUESTS)
     temperatures = cycle(TEMPERATURES)
     asks_of_all = [a._replace(max_tokens=WARM_TOKENS, temperature=next(temperatures)) for a in asks]
