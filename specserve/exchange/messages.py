@@ -133,6 +133,7 @@ class PlanState(msgspec.Struct, frozen=True):
     rows: int  # of the step: the sum of the above
     tokens: float  # expected number
     seconds: float  # expected, including drafting
+    kept: float = 1.0  # share of the expected draft tokens that the plan counts on
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, tag=True):

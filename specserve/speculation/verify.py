@@ -289,6 +289,7 @@ def plan_state(plan: Plan, step: Step) -> PlanState:
         rows=plan.rows,
         tokens=plan.tokens,
         seconds=plan.seconds,
+        kept=step.kept,
     )
 
 

@@ -72,8 +72,8 @@ def check(made: tour_record.Tour) -> None:
         if step.plan is not None:
             size = len(step.nodes)
             assert sorted((n.p for n in step.nodes), reverse=True) == step.candidates[:size]
-            expected = [*accumulate(step.candidates, initial=1.0)][size]
-            assert step.plan.tokens == pytest.approx(expected, abs=0.01)
+            expected = [*accumulate(step.candidates, initial=0.0)][size]
+            assert step.plan.tokens == pytest.approx(1 + step.plan.kept * expected, abs=0.01)
     shared = len(made.prompt) // made.block_size * made.block_size
     assert 0 < made.num_cached <= shared and made.num_cached % made.block_size == 0
 

@@ -18,9 +18,9 @@ from tests.engine.engines import Case, engine_for, load_small, plain, planned
 
 PROMPT = [5, 17, 42, 5, 17, 99, 3]
 GREEDY = Sampling(max_tokens=80, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-STEP = 1.0  # seconds, to which each row adds a tenth
-TAKES = {"prediction": 1.5 * STEP, "ngram": 0.05 * STEP, "known": 0.2 * STEP}  # of asking
-TAKES["recycle"] = 0.1 * STEP
+STEP = 1.0  # seconds, to which each row adds an eighth: sums of such times are exact
+TAKES = {"prediction": 1.5 * STEP, "ngram": STEP / 16, "known": 3 * STEP / 16}  # of asking
+TAKES["recycle"] = 3 * STEP / 32
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def text(target):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    return Clock(monkeypatch, target=lambda rows: STEP + 0.1 * rows)
+    return Clock(monkeypatch, target=lambda rows: STEP + rows / 8, draft=lambda rows: 1 / 1024)
 
 
 class Predicted(PredictionSource):
@@ -91,7 +91,7 @@ def engine_of(target, clock, text, draft=None, names=()):
     engine.scheduler.timed = lambda rows, seconds: None
     if draft is not None:
         engine.draft_model.costs.observe = lambda *step: None
-    engine.speculator.planner.costs = RowCosts(0.1)
+    engine.speculator.planner.costs = RowCosts(1 / 8)
     return engine
 
 
