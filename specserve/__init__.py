@@ -11,6 +11,7 @@ from specserve.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specserve.api.async_llm import AsyncLLM
+    from specserve.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from specserve.api.llm import LLM
     from specserve.api.lora import LoRARequest
     from specserve.api.outputs import CompletionOutput, Logprob, Output, RequestOutput
@@ -25,6 +26,9 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "EngineArgs",
@@ -45,6 +49,9 @@ __all__ = [
 MODULES = {
     "AsyncEngineArgs": "specserve.api.vllm_arguments",
     "AsyncLLM": "specserve.api.async_llm",
+    "BeamSearchOutput": "specserve.api.beam_search",
+    "BeamSearchParams": "specserve.api.beam_search",
+    "BeamSearchSequence": "specserve.api.beam_search",
     "CompletionOutput": "specserve.api.outputs",
     "ConfigError": "specserve.errors",
     "EngineArgs": "specserve.api.vllm_arguments",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams, StructuredOutputsParams
 from specserve.api.base import Resolved
 from specserve.api.outputs import Generation
+from specserve.engine.engine import Engine
 from specserve_bench.results import (
     Load,
     MeasuredRequest,
@@ -57,7 +58,7 @@ class Local:
         if not self.is_lasting:
             self.llm.reset_cache()
         if not self.is_warm:
-            self.llm.engine.reset_learned()
+            reset_learned(self.llm.engine)
         prompts = [self.check(ask) for ask in workload.asks]
         due, most = load.due_times(len(prompts)), load.concurrency or len(prompts)
         stats = self.llm.engine.stats
@@ -154,3 +155,14 @@ def speculation(generations: Sequence[Generation]) -> Speculation:
         drafted=sum(g.num_drafted for g in generations),
         accepted=[histogram[n] for n in range(max(histogram, default=-1) + 1)],
     )
+
+
+def reset_learned(engine: Engine) -> None:
+    """Drop what steps have shown of costs and of draft tokens; running requests continue."""
+    engine.scheduler.costs.reset()
+    engine.plain_steps.reset()
+    for model in engine.draft_models:
+        model.costs.reset()
+        model.first_costs.reset()
+    if engine.speculator is not None:
+        engine.speculator.reset()

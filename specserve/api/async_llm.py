@@ -175,9 +175,9 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         resolve = partial(engine.resolve, asked)
         resolved = await asyncio.to_thread(resolve) if is_long else resolve()
         if asked.is_ranked:
+            name = "use_beam_search" if asked.use_beam_search else "best_of"
             raise RequestError(
-                "best_of: not supported for streamed outputs. Omit it, or call LLM.generate",
-                "best_of",
+                f"{name}: not supported for streamed outputs. Omit it, or call LLM.generate", name
             )
         seed = self.seed_of(asked)
         adapter = None

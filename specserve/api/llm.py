@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Self
 from msgspec.structs import replace
 
 from specserve.api.base import BaseLLM, Lora, Prompt, Resolved, chat_options
+from specserve.api.beam_search import BeamSearchOutput, BeamSearchParams, beams_of
+from specserve.api.beam_search import checked as checked_beams
 from specserve.api.input_processor import (
     GrammarCheck,
     load_text_files,
@@ -153,6 +155,24 @@ class LLM(BaseLLM[None]):
         ]
         return self.run(checked, use_tqdm, processors)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora: Loras = None,
+        lora_request: Loras = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the best beams of each prompt, in order. Drafting is off. Beams share the KV of
+        their common prefix. `generate` describes the other arguments.
+        """
+        sampling = checked_beams(params).sampling
+        outputs = self.generate(
+            prompts, sampling, use_tqdm=use_tqdm, lora=lora, lora_request=lora_request
+        )
+        return [beams_of(output, self.tokenizer) for output in outputs]
+
     def run(
         self,
         checked: Sequence[Checked],
@@ -160,6 +180,9 @@ class LLM(BaseLLM[None]):
         processors: Sequence[LogitsProcessor] = (),
     ) -> list[Output]:
         """Run prompts as a batch, and return outputs in order."""
+        if processors and any(asked.resolved.params.use_beam_search for asked in checked):
+            message = "logits_processors: not supported with use_beam_search. Omit one of them"
+            raise RequestError(message, "logits_processors")
         each_choices: list[list[Generation]] = []
         generations: list[Generation] = []
         try:
@@ -215,8 +238,9 @@ class LLM(BaseLLM[None]):
         """Do the same as `stream`, with the details of each step if they were requested."""
         asked, text = unwrapped(prompt)
         ids, resolved = self.check(asked, params)
-        if resolved.params.num_choices != 1:
-            name = "n" if resolved.params.n != 1 else "best_of"
+        if resolved.params.num_choices != 1 or resolved.params.use_beam_search:
+            is_search, n = resolved.params.use_beam_search, resolved.params.n
+            name = "use_beam_search" if is_search else "n" if n != 1 else "best_of"
             message = f"{name}: a stream returns one choice. Omit it, or call generate"
             raise RequestError(message, name)
         [ref] = self.adapters_of(lora, None, 1)

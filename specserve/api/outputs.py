@@ -308,7 +308,7 @@ def output(
     request_id: str | None = None,
 ) -> RequestOutput:
     """Return the output of a prompt from the current state of its sequences."""
-    given = best(choices, params.n) if params.is_ranked else choices
+    given = best(choices, params) if params.is_ranked else choices
     has_logprobs = params.num_top is not None
     outputs = [g.snapshot(index, drafter, has_logprobs) for index, g in enumerate(given)]
     first, num_prompt = choices[0], len(choices[0].prompt)
@@ -353,14 +353,16 @@ def prompt_tables(
     return [None, *logprob_tables(prompt[1:], logprobs, tokenizer)]
 
 
-def best(choices: Sequence[Generation], number: int) -> list[Generation]:
-    """Return the sequences with the largest mean logprob of tokens, the best first.
+def best(choices: Sequence[Generation], params: SamplingParams) -> list[Generation]:
+    """Return the `n` sequences with the largest mean logprob of tokens, the best first.
 
-    The earlier of equal sequences comes first.
+    The earlier of equal sequences comes first. Beams are in this order already.
     """
+    if params.use_beam_search:
+        return [*choices[: params.n]]
 
     def mean_logprob(choice: Generation) -> float:
         each = [its.logprob for its in choice.logprobs]
         return sum(each) / len(each) if each else float("-inf")
 
-    return sorted(choices, key=mean_logprob, reverse=True)[:number]
+    return sorted(choices, key=mean_logprob, reverse=True)[: params.n]

@@ -9,6 +9,7 @@ import torch
 
 from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
+from specserve.engine.beams import BeamRequests
 from specserve.engine.grammars import Grammars
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.engine.tuning import KeptCosts
@@ -159,7 +160,7 @@ class Engine:
         for choices, failure, blamed in self.admission.ready():
             for request in choices:
                 if failure:
-                    refused.append(self.fail(request, failure, blamed))
+                    refused += self.fail_all(request, failure, blamed)
                 else:
                     self.scheduler.add(request)
         return refused
@@ -203,7 +204,9 @@ class Engine:
             item.request.table.num_computed = item.end
         for item, path in zip(sampled, paths, strict=True):
             if path.nodes:
-                self.keep_kv(item, path)
+                item.request.table.keep_nodes(item.end - 1, path.nodes)
+                if self.draft_model is not None and any(item.draft.expanded):
+                    self.draft_model.keep(item.request, item.draft, path.nodes)
         if self.head is not None:
             by_request = {s.request.id: path for s, path in zip(sampled, paths, strict=True)}
             self.head.see(scheduled, by_request)
@@ -213,22 +216,19 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        return outputs + [self.append(*each) for each in zip(sampled, paths, strict=True)]
+        for item, path in zip(sampled, paths, strict=True):
+            is_beam = item.request.beams is not None
+            outputs += self.search(item.request, path) if is_beam else [self.append(item, path)]
+        return outputs
 
-    def keep_kv(self, item: ScheduledRequest, path: AcceptedPath) -> None:
-        """Queue the moves of accepted nodes' KV for the next launch.
-
-        Node k was written at slot root + k, and accepted node j belongs at root + j, with j <= k.
-        No move overwrites the source of a later one, so moves in order need no scratch memory.
-        """
-        table, root = item.request.table, item.end - 1
-        moved = [(j, k) for j, k in enumerate(path.nodes, 1) if k != j]
-        if moved:
-            slots = [(table.slot(root + k), table.slot(root + j)) for j, k in moved]
-            self.pool.updates.move("target", slots)
-        table.num_computed += len(path.nodes)
-        if self.draft_model is not None and any(item.draft.expanded):
-            self.draft_model.keep(item.request, item.draft, path.nodes)
+    def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
+        """Take a beam's step; return the outputs of all beams once their search is over."""
+        outputs = [] if path.failure else request.beams.take(request, path, self.scheduler)
+        if path.failure or request.beams.is_lost:
+            return self.fail_all(request, *request.no_token(path.failure))
+        if outputs:
+            self.finish(request.id)
+        return outputs
 
     def append(self, item: ScheduledRequest, path: AcceptedPath) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
@@ -309,8 +309,11 @@ class Engine:
             self.requests[request.id] = request
             if self.speculator is not None:
                 self.speculator.begin(request)
-        if not self.admission.holds(choices):
-            for request in choices:
+        queued = choices
+        if samplings[0].beam_search is not None:
+            queued = BeamRequests(choices, self.vocab_size).requests[:1]  # others fork the first
+        if not self.admission.holds(queued):
+            for request in queued:
                 self.scheduler.add(request)
         return choices
 
@@ -318,16 +321,6 @@ class Engine:
         """Empty the prefix cache; running requests continue."""
         self.pool.reset_cache()
         self.stats.num_resets += 1
-
-    def reset_learned(self) -> None:
-        """Reset statistics of costs and draft tokens; running requests continue."""
-        self.scheduler.costs.reset()
-        self.plain_steps.reset()
-        for model in self.draft_models:
-            model.costs.reset()
-            model.first_costs.reset()
-        if self.speculator is not None:
-            self.speculator.reset()
 
     def change_draft_model(
         self, draft_model: DraftModel | None, tables: KVTables, kept: Sequence[KeptCosts]
@@ -368,6 +361,8 @@ class Engine:
         self.scheduler.remove(request)
         if self.speculator is not None:
             self.speculator.forget(id)
+        for other in () if request.beams is None else request.beams.requests:
+            self.finish(other.id)
         assert not self.is_idle or self.pool.is_whole, "no request is left, but blocks are in use"
 
     def give_up(self, scheduled: list[ScheduledRequest], error: Exception) -> list[StepOutput]:
@@ -397,7 +392,12 @@ class Engine:
         log.error(
             "%d requests ended because the device ran out of memory: %s", len(requests), cause
         )
-        return [self.fail(request, failure) for request in requests]
+        return [output for request in requests for output in self.fail_all(request, failure)]
+
+    def fail_all(self, request: Request, failure: str, blamed: str = "") -> list[StepOutput]:
+        """End a request that cannot continue, with its other beams."""
+        beams = [request] if request.beams is None else request.beams.requests
+        return [self.fail(b, failure, blamed) for b in [b for b in beams if b.id in self.requests]]
 
     def fail(self, request: Request, failure: str, blamed: str = "") -> StepOutput:
         """End a request that cannot continue; `blamed` is the parameter that causes it, if any."""

@@ -91,9 +91,13 @@ class Live:
             self.num_deaths = 0
         self.listener.push(output)
 
-    def resumed(self) -> Add:
-        """The command that resumes this choice only. Choice 0 reports the prompt's logprobs."""
+    def resumed(self) -> Add | None:
+        """The command that resumes this choice only. Choice 0 reports the prompt's logprobs. With
+        beam search, which has no output before its end, choice 0 sends all of it again.
+        """
         add, self.num_steps = self.add, 0
+        if add.sampling.beam_search is not None:
+            return add if self.index == 0 else None
         num_scored = self.num_scored if self.index == 0 else len(add.token_ids) - 1
         resume = ResumeState(self.output.tolist(), num_scored)
         seeds = [add.seeds[self.index]]
@@ -510,7 +514,8 @@ class EngineClient(asyncio.Protocol):
             live = self.held.popleft()
             if live.number in self.live:
                 self.flush_soon()
-                self.adds.append(live.resumed())
+                if (add := live.resumed()) is not None:
+                    self.adds.append(add)
                 if live.num_deaths >= GUILTY - 1:
                     self.tried = live
 

@@ -50,6 +50,7 @@ Limit = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = dict[Limit, Annotated[float, Meta(ge=-100, le=100)]]
 NumTop = Annotated[int, Meta(ge=0, le=20)]
+EarlyStopping = bool | Literal["never"]
 
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +176,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
                     request with the seed mix64(seed, c)
     best_of         run n to 128 choices, and return the n with the largest mean logprob of tokens,
                     the best first
+    use_beam_search  run best_of beams without drafting, and return the n best; the texts are those
+                    of transformers' generate(num_beams=best_of). temperature is 0, and no other
+                    parameter may change the logits, except structured_outputs
+    length_penalty  of beam search: beams are ranked by their sum of logprobs, divided by their
+                    number of tokens to this power
+    early_stopping  of beam search: true ends it with best_of ended beams; false, when the best
+                    running beam is worse than the ended ones; "never", when none can become better
     logprobs        return the logprob of each output token and of up to 20 most likely tokens;
                     true: only of the output token
     prompt_logprobs  return the logprob of each prompt token and of up to 20 most likely tokens; 0:
@@ -211,6 +219,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
     structured_outputs: StructuredOutputsParams | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: EarlyStopping = False
     logprobs: bool | NumTop | None = None
     prompt_logprobs: NumTop | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
@@ -240,7 +251,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
 
     @property
     def is_ranked(self) -> bool:
-        return self.num_choices > 1 and self.best_of is not None
+        return self.use_beam_search or (self.num_choices > 1 and self.best_of is not None)
 
     @property
     def num_top(self) -> int | None:
@@ -248,6 +259,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
         if isinstance(self.logprobs, bool):
             return 0 if self.logprobs else None
         return self.logprobs
+
+
+class BeamSearch(msgspec.Struct, frozen=True):
+    """How the beams of a prompt are ranked and ended; see SamplingParams."""
+
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +284,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                         its own logprob; None: no logprobs
     prompt_logprobs     the same for the prompt's tokens
     prediction          tokens of the predicted text
+    beam_search         None: no beam search; else the choices of the prompt are its beams
     """
 
     max_tokens: int
@@ -295,6 +314,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     grammar: str = ""
     prediction: tuple[int, ...] = ()
+    beam_search: BeamSearch | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -370,6 +390,8 @@ def check(params: SamplingParams) -> SamplingParams:
             "or increase it",
             "best_of",
         )
+    if given.use_beam_search:
+        check_beam_search(given)
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
@@ -382,6 +404,37 @@ def check(params: SamplingParams) -> SamplingParams:
             "min_tokens",
         )
     return given
+
+
+# Parameters that beam search does not support, with their values without effect.
+NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 0),
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1),
+    "min_p": (None, 0),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, ()),
+    "min_tokens": (0,),
+    "stop": (None, ()),
+    "prompt_logprobs": (None,),
+    "prediction": (None,),
+    "return_speculation_details": (False,),
+}
+
+
+def check_beam_search(given: SamplingParams) -> None:
+    """RequestError for a parameter that beam search does not support."""
+    for name, values in NOT_WITH_BEAMS.items():
+        if getattr(given, name) not in values:
+            raise RequestError(
+                f"sampling parameters: {name}: not supported with use_beam_search. Omit one of "
+                "them",
+                name,
+            )
 
 
 def check_stop(strings: Sequence[str]) -> None:
@@ -412,6 +465,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     if given.structured_outputs is not None:
         check_ends(given.min_tokens, defaults, "structured_outputs")
         grammar = grammar_of(given.structured_outputs)
+    search, speculation = None, pick(given.speculation, SpeculationParams())
+    if given.use_beam_search:
+        search = BeamSearch(given.length_penalty, given.early_stopping)
+        speculation = SpeculationParams(enabled=False)
+        defaults = msgspec.structs.replace(
+            defaults, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+        )
     own = id_set(() if given.ignore_eos and not grammar else defaults.eos_token_ids)
     return Sampling(
         max_tokens=min(pick(given.max_tokens, pick(own_most, room)), room),
@@ -433,12 +493,13 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         eos_ids=own,
         priority=given.priority,
         cache_salt=given.cache_salt,
-        speculation=pick(given.speculation, SpeculationParams()),
+        speculation=speculation,
         slo=pick(given.slo, Slo()),
         return_speculation_details=given.return_speculation_details,
         logprobs=0 if given.is_ranked and given.num_top is None else given.num_top,
         prompt_logprobs=given.prompt_logprobs,
         grammar=grammar,
+        beam_search=search,
     )
 
 

@@ -406,6 +406,18 @@ class BlockTable:
             begin += count
         return slots
 
+    def keep_nodes(self, root: int, nodes: Sequence[int]) -> None:
+        """Count the KV of accepted nodes as computed; the next launch moves it behind the root's.
+
+        Node k was written at index root + k, and accepted node j belongs at root + j, with j <= k.
+        No move overwrites the source of a later one, so moves in order need no scratch memory.
+        """
+        moved = [(j, k) for j, k in enumerate(nodes, 1) if k != j]
+        if moved:
+            slots = [(self.slot(root + k), self.slot(root + j)) for j, k in moved]
+            self.pool.updates.move(self.owner, slots)
+        self.num_computed += len(nodes)
+
     def trim(self) -> None:
         """Release the blocks without a computed token, the last one first. Then the end of a prefix
         is evicted before its beginning.

@@ -4,6 +4,7 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -59,6 +60,7 @@ class Request(msgspec.Struct, eq=False):
     slot: int = -1  # slot of its adapter; -1: no adapter, or no slot so far
     text: TextState | None = None  # state if the text changes the logits, see `begin_text`
     processors: LogitsProcessors | None = None  # the caller's logits processors
+    beams: Any = None  # the `BeamRequests` that it belongs to, with beam search
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.token_ids)

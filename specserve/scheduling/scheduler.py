@@ -327,9 +327,10 @@ class Scheduler:
         if self.draft_rows > 0:
             for root in roots:
                 root.draft_limit = self.max_draft_tokens(root)
-        # Only prompts run, and none of them gets a block
+        # Only prompts run, and none of them gets a block. Or beams wait for others without a place.
         if self.running and not roots and not chunks:
-            self.preempt(self.running[-1])
+            beams = [request for request in self.running if request.num_uncomputed == 0]
+            self.preempt((beams or self.running)[-1])
             return self.plan()
         return roots + chunks
 
@@ -532,10 +533,14 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Free a request's blocks and queue it again; it finds or computes all of its KV again."""
+        """Free a request's blocks and queue it again; it finds or computes all of its KV again. A
+        beam that waits for other beams is not queued: they give it its next text.
+        """
+        is_waiting = request.num_uncomputed == 0
         self.running.remove(request)
         request.release()
-        self.add(request)
+        if not is_waiting:
+            self.add(request)
         self.num_preempted += 1
 
     def plan_roots(self) -> list[ScheduledRequest]:

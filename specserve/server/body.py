@@ -65,7 +65,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "documents": (),
     "echo": (False,),
     "include_reasoning": (True,),
-    "length_penalty": (1,),
     "logprob_token_ids": (),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
@@ -81,7 +80,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
     "top_logprobs": (0,),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 
@@ -417,10 +415,11 @@ def read(raw: bytes, kind: type[T]) -> T:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only for streams. Set stream = true", "stream_options")
     if body.is_ranked and body.stream:
+        name = "use_beam_search" if body.params.use_beam_search else "best_of"
         raise RequestError(
-            "best_of: not supported for streams, which begin before the best choices are known. "
-            "Omit best_of or stream",
-            "best_of",
+            f"{name}: not supported for streams, which begin before the best choices are known. "
+            f"Omit {name} or stream",
+            name,
         )
     if body.return_tokens_as_token_ids and body.params.num_top is None:
         name = "return_tokens_as_token_ids"

@@ -216,7 +216,7 @@ class CompletionFormatter:
         if not params.is_ranked:
             return all
         each = (all[i : i + params.num_choices] for i in range(0, len(all), params.num_choices))
-        return [choice for choices in each for choice in best(choices, params.n)]
+        return [choice for choices in each for choice in best(choices, params)]
 
     def whole_choice(self, index: int, generation: Generation) -> msgspec.Struct:
         answer, details = self.answer(index, generation), generation.details

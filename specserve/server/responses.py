@@ -157,6 +157,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "max_tokens": "send max_output_tokens",
         "messages": "send input, or send messages to /v1/chat/completions",
         "n": "a response has one choice",
+        "use_beam_search": "a response has one choice",
         "previous_response_id": STORED,
         "prompt": "the server does not store prompts; send input",
         "prompt_logprobs": IN_CHATS,

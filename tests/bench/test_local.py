@@ -24,7 +24,9 @@ class ClockedLLM:
         self.now, self.running, self.num_ended, self.is_reset = 100.0, [], 0, False
         stats = SimpleNamespace(draft_seconds=7.0, verify_seconds=8.0, step_seconds=9.0)
         self.is_forgetful = False
-        self.engine = SimpleNamespace(stats=stats, reset_learned=self.reset_learned)
+        self.engine = SimpleNamespace(stats=stats, draft_models=[], speculator=None)
+        self.engine.scheduler = SimpleNamespace(costs=SimpleNamespace(reset=self.reset_learned))
+        self.engine.plain_steps = SimpleNamespace(reset=self.reset_learned)
         self.input_processor = SimpleNamespace(render=lambda messages: messages[0]["content"])
 
     def clock(self):

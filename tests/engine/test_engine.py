@@ -9,6 +9,7 @@ import torch
 from specserve.engine import engine as step_loop
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import Sampling
+from specserve_bench.local import reset_learned
 from specserve_drafters import Draft
 from specserve_drafters.tenants import DEFAULT_SCOPE
 from tests.checkpoints import tiny_checkpoint
@@ -61,7 +62,7 @@ def test_what_steps_have_shown_of_costs_and_draft_tokens_can_be_forgotten(target
     learned = speculator.acceptance.find(DEFAULT_SCOPE)
     unknown = new.speculator.planner.costs.table()
     assert speculator.planner.costs.table() != unknown
-    engine.reset_learned()
+    reset_learned(engine)
     assert speculator.planner.costs.table() == unknown
     assert learned.counts() and speculator.acceptance.find(DEFAULT_SCOPE) is None
 

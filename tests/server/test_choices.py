@@ -47,6 +47,19 @@ def test_every_choice_says_what_it_would_say_alone(server, path):
     assert together[1]["completion_tokens"] == sum(counts)
 
 
+def test_beams_are_those_of_the_offline_api_best_first(server, llm):
+    asked = {"n": 2, "best_of": 4, "max_tokens": 12, "length_penalty": 0.5}
+    body = asked | {"prompt": ["the cat", LONG], "use_beam_search": True}
+    choices, usage = whole(server, COMPLETIONS, body)
+    texts = [text for text, _, _ in choices]
+    params = SamplingParams(use_beam_search=True, **asked)
+    want = [choice.text for o in llm.generate(body["prompt"], params) for choice in o.choices]
+    assert texts == want and len({*texts[:2]}) == 2
+    assert usage["completion_tokens"] == 2 * 4 * 12
+    assert server.post(COMPLETIONS, body | {"stream": True}).status == 400
+    assert server.post(COMPLETIONS, body | {"temperature": 1}).status == 400
+
+
 def test_choices_come_side_by_side(server):
     chunks = server.stream(COMPLETIONS, completion_body(n=3, temperature=1, seed=1))
     order = [c["index"] for chunk in chunks[:-1] for c in chunk["choices"]]

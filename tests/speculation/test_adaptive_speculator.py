@@ -14,6 +14,7 @@ from specserve.speculation.planner import Trust, choose
 from specserve.speculation.speculator import UserSource
 from specserve.speculation.verify import DraftSources
 from specserve.text.tokenizer import Tokenizer
+from specserve_bench.local import reset_learned
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import Candidate
@@ -482,7 +483,7 @@ def test_promises_are_believed_again_some_time_after_they_were_not_kept(target, 
 
 def test_a_source_forgets_what_texts_have_shown_with_a_reset(target, clock):
     engine, source = run_paced(target, clock, LATER, 0.1, lambda length: 2.0, cls=Foretelling)
-    engine.reset_learned()
+    reset_learned(engine)
     assert source.promises is None
     assert engine.speculator.acceptance.find(DEFAULT_SCOPE) is None
 
@@ -509,7 +510,7 @@ def test_an_engine_has_the_ngrams_of_the_compiled_kernels(target):
 
 def test_nothing_learnt_outlives_a_reset(target, clock):
     engine, _ = run_paced(target, clock, NEVER, 0.1)
-    engine.reset_learned()
+    reset_learned(engine)
     guesses = engine.speculator
     assert not guesses.acceptance.idle and not guesses.acceptance.live
 

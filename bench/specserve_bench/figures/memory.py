@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, BeamSearchParams, SamplingParams
 from specserve.config import DEMO_DRAFT
 from specserve.memory.blocks import BlockPool, BlockTable, Keys
 from specserve.models.folder import read_json
@@ -27,6 +27,7 @@ from specserve_kernels import load
 
 PREFIX, SHARERS = 3000, 32
 BLOCK_SIZE, ROUNDS = 16, 5
+WIDTHS = 4, 6  # beams
 HEADS = 6  # of the larger draft: its KV has a quarter of the target's bytes a token
 
 
@@ -35,6 +36,7 @@ def measure() -> dict[str, Any]:
     figures: dict[str, Any] = {
         "shared_prefix": shared_prefix(),
         "choices": [choices(drafter) for drafter in ("none", "ngram", "model")],
+        "beams": [beams(width) for width in WIDTHS],
         "unwritten": unwritten(),
         "overhead": overhead(random_checkpoint()),
     }
@@ -55,6 +57,9 @@ def table(figures: dict[str, Any]) -> str:
         ),
         "KV blocks saved by n = 16 against 16 requests (off, ngram, model)": ", ".join(
             f"{c['saved']:.0%}" for c in figures["choices"]
+        ),
+        f"KV blocks saved by {' and '.join(map(str, WIDTHS))} beams (prompt 512, output 128)": (
+            ", ".join(f"{b['saved']:.0%}" for b in figures["beams"])
         ),
         "unused slots of allocated target KV blocks after a step: mean, maximum": (
             f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
@@ -111,6 +116,21 @@ def shared_prefix() -> dict[str, Any]:
         "least_blocks": least,
         "peak_over_least": round(peak / least, 3),
     }
+
+
+def beams(width: int) -> dict[str, Any]:
+    """The share of blocks that beams save by sharing, over all steps of their output."""
+    with demo("none") as llm:
+        params = BeamSearchParams(beam_width=width, max_tokens=128, ignore_eos=True)
+        generations = llm.start(*llm.check(source_tokens(llm)[:512], params.sampling))
+        held = alone = 0
+        while not all(g.is_done for g in generations):
+            llm.step()
+            tables = [r.table.blocks for r in llm.engine.requests.values() if r.num_output]
+            held += len({block for blocks in tables for block in blocks})
+            alone += sum(map(len, tables))
+        llm.end(generations)
+    return {"width": width, "saved": round(1 - held / alone, 4)}
 
 
 def peak_blocks(llm: LLM, generations: Sequence[Any]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from specserve import LLM
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.planner import AcceptanceStats, SourceAccount
-from specserve_bench.local import Local
+from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
 from specserve_bench.workloads import Workload, workload
@@ -129,7 +129,7 @@ def row(
 
 def one_round(llm: LLM, asked: Workload, price: float = 0.0) -> TreeMeans:
     """A round's means. `price` is the cost of a draft token for a drafter that uses costs."""
-    llm.engine.reset_learned()
+    reset_learned(llm.engine)
     speculator = llm.engine.speculator
     if isinstance(speculator, AdaptiveSpeculator) and speculator.draft_model is not None:
         speculator.planner.costs, model = RowCosts(price), speculator.draft_model

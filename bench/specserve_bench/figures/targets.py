@@ -17,6 +17,7 @@ from specserve.scheduling.scheduler import prompt_rows
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import Step
 from specserve_bench.figures.steps import elapsed
+from specserve_bench.local import reset_learned
 from specserve_bench.pairs import PAIRS
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import gaps, ratio
@@ -57,7 +58,7 @@ def one_round(plain: LLM, llm: LLM, source: Sequence[int]) -> dict[str, float]:
     times = [elapsed(plain.step) for _ in range(QUIET_STEPS)]
     plain.end(streams)
     quiet = 1e3 * median(times[STREAMS:])  # the first steps compute prompts
-    llm.engine.reset_learned()
+    reset_learned(llm.engine)
     streams = start_streams(llm, source, Slo(tpot_ms=TIMES_QUIET * quiet))
     for _ in range(QUIET_STEPS):
         llm.step()
