@@ -40,7 +40,7 @@ from specserve.speculation.verify import (
     give_logprobs,
     prompt_output,
 )
-from specserve_kernels import is_out_of_memory
+from specserve_kernels import NOT_FINITE, is_out_of_memory
 
 log = logging.getLogger("specserve")
 
@@ -223,8 +223,10 @@ class Engine:
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
         """Take a beam's step; return the outputs of all beams once their search is over."""
-        outputs = [] if path.failure else request.beams.take(request, path, self.scheduler)
-        if path.failure or request.beams.is_lost:
+        if request.id not in self.requests:  # another beam has failed
+            return []
+        outputs: list[StepOutput] = request.beams.take(request, path, self.scheduler)
+        if path.failure == NOT_FINITE or request.beams.is_lost:
             return self.fail_all(request, *request.no_token(path.failure))
         if outputs:
             self.finish(request.id)
@@ -389,9 +391,7 @@ class Engine:
             "the device ran out of memory in a step of this request. Try again later; the server's "
             f"operator should {LESS_MEMORY}"
         )
-        log.error(
-            "%d requests ended because the device ran out of memory: %s", len(requests), cause
-        )
+        log.error("%d requests ended: the device ran out of memory: %s", len(requests), cause)
         return [output for request in requests for output in self.fail_all(request, failure)]
 
     def fail_all(self, request: Request, failure: str, blamed: str = "") -> list[StepOutput]:

@@ -161,6 +161,23 @@ def test_a_failure_is_reported_for_each_beam(target):
     assert len(beams(engine, PROMPT, 3)) == 3
 
 
+def test_logits_that_are_not_finite_fail_all_beams_once(target, monkeypatch):
+    engine = engine_for(target)
+    choices = started(engine, PROMPT, 3)
+    engine.step()
+    collect = engine.target.collect
+
+    def broken(step, launched):
+        launched.logits.fill_(float("nan"))
+        return collect(step, launched)
+
+    monkeypatch.setattr(engine.target, "collect", broken)
+    outputs = engine.step()
+    assert sorted(o.id for o in outputs) == sorted(c.id for c in choices) and engine.is_idle
+    assert all(o.finish_reason == "error" for o in outputs)
+    assert engine.step() == [] and engine.pool.is_whole
+
+
 def likely(*logprobs):
     return [Likely(token, TokenLogprobs(p, token + 1, [], [])) for token, p in enumerate(logprobs)]
 

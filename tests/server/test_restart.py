@@ -121,6 +121,17 @@ def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, h
     assert whole(mortal, *ASKED["drawn"])[0] == undisturbed["drawn"][0]
 
 
+def test_beams_are_searched_again_in_another_engine(mortal):
+    asked = COMPLETIONS, completion_body(max_tokens=250, use_beam_search=True, n=3, seed=1)
+    want, before = whole(mortal, *asked), restarts(mortal)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(whole, mortal, *asked)
+        eventually(lambda: mortal.metric("vllm:num_requests_running") > 0)
+        mortal.end_engine(signal.SIGKILL)
+        assert answer.result() == want
+    eventually(lambda: restarts(mortal) == before + 1)
+
+
 @pytest.mark.timed
 def test_an_engine_that_hangs_is_replaced(paced):
     with paced(**{"server.hang_seconds": 1.0}) as server:
