@@ -1,5 +1,6 @@
 """The cells of `figures speculation`: how they are measured in parts, kept, and held to bounds."""
 
+import random
 from contextlib import contextmanager
 
 import msgspec
@@ -198,6 +199,9 @@ def test_busy_measures_before_during_and_after_other_load(ran, tmp_path, monkeyp
     warm, rounds = 2, 3 * len(busy.SUBJECTS)
     assert load[0] == warm + rounds and load[1] >= load[0] + rounds
     assert len(ran) == load[1] + len(busy.SUBJECTS) + rounds, "a request of each follows the load"
+    ask = speculation.prompts("chat")[0]
+    first, second = (busy.drawn(ask, random.Random(seed)) for seed in (1, 2))
+    assert first.seed != second.seed and first.temperature == second.temperature == 0.8
 
 
 def test_an_unknown_model_is_refused(capsys):

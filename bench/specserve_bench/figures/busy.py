@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return mean(loader.run(servers[name], workload, Load(concurrency=1)), "tpot_ms")
 
     def rounds(found: dict[str, list[float]], number: int) -> None:
-        each = [ask._replace(max_tokens=length(ask, rng)) for ask in rng.sample(asks, REQUESTS)]
+        each = [drawn(ask, rng) for ask in rng.sample(asks, REQUESTS)]
         for name in SUBJECTS if number % 2 else SUBJECTS[::-1]:
             found[name].append(run(name, each))
 
@@ -58,6 +58,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name in SUBJECTS:
                 run(name, [asks[0]._replace(max_tokens=STEPS)])
     return {"model": args.model, "seconds": args.seconds, "tpot_ms": phases, "wanted": WANTED}
+
+
+def drawn(ask: Ask, rng: random.Random) -> Ask:
+    """The question with a new seed: no text comes again."""
+    return ask._replace(max_tokens=length(ask, rng), temperature=0.8, seed=rng.randrange(2**32))
 
 
 def table(result: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ def table(figures: dict[str, Any]) -> str:
             f"{c['saved']:.0%}" for c in figures["choices"]
         ),
         f"KV blocks saved by {' and '.join(map(str, WIDTHS))} beams (prompt 512, output 128)": (
-            ", ".join(f"{b['saved']:.0%}" for b in figures["beams"])
+            ", ".join(f"{b['saved']:.0%}" for b in figures.get("beams", ())) or "not measured"
         ),
         "unused slots of allocated target KV blocks after a step: mean, maximum": (
             f"{figures['unwritten']['mean_share']:.1%}, {figures['unwritten']['highest_share']:.1%}"
