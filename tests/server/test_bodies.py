@@ -488,7 +488,7 @@ HOSTILE = {
     "messages to complete": (with_field(messages=[]), "to /v1/chat/completions"),
     "a prompt for a chat": (chat_with(prompt="a"), "to /v1/completions"),
     "a chat's logprobs": (with_field(top_logprobs=3), "Send logprobs = 3"),
-    "beams": (with_field(use_beam_search=True), "use_beam_search is not supported"),
+    "what is not built": (with_field(no_stop_trim=True), "no_stop_trim is not supported"),
     "a misspelt field": (with_field(temprature=0), "Did you mean temperature?"),
     "a text for a number": (
         with_field(temperature="hot"),

@@ -112,9 +112,9 @@ ERRORS = {
         "unknown_parameter",
     ),
     "what is not built": (
-        {"extra_body": {"use_beam_search": True}},
+        {"extra_body": {"no_stop_trim": True}},
         openai.BadRequestError,
-        "use_beam_search",
+        "no_stop_trim",
         None,
     ),
     "a model": ({"model": "x"}, openai.NotFoundError, "model", "model_not_found"),

@@ -467,7 +467,6 @@ def test_a_seed_of_minus_one_is_drawn(server):
         ("suffix", "x"),
         ("guided_json", {}),
         ("chat_template", "x"),
-        ("use_beam_search", True),
         ("no_stop_trim", True),
         ("separate_reasoning", False),
         ("stream_reasoning", False),
