@@ -108,7 +108,8 @@ def number(chance: random.Random) -> Request:
     names, value = chance.choice(numbers(path)), chance.choice(NUMBERS)
     body = BODIES[path][1] | placed(names, value)
     if is_of_type(path, names, value):  # right by itself; other fields may make it wrong
-        return post("a number of its type", path, body, [200, 400])
+        late = [408] if names[-1] == "timeout_ms" else []
+        return post("a number of its type", path, body, [200, 400, *late])
     return post("a number", path, body)
 
 
