@@ -454,7 +454,8 @@ class LLM(BaseLLM[None]):
             )
             choices = [Generation(r.id, ids, r.sampling, self.tokenizer) for r in requests]
             for generation in choices:
-                generation.disabled_by = "logits_processors" if processors else None
+                if processors:
+                    generation.disabled_by = "logits_processors"
             self.live.update({generation.id: generation for generation in choices})
         return choices
 

@@ -50,7 +50,7 @@ class RequestSpeculation(msgspec.Struct, frozen=True):
     fallbacks: int  # drafts without the draft model, because it had not caught up
     sources: dict[str, SourceCounts] = {}  # sources that proposed tokens, in the engine's order
     details: list[StepDetails] = []  # of every step, if the request asked for them
-    disabled_by: str | None = None  # "logits_processors" if they turn speculation off
+    disabled_by: str | None = None  # the parameter that turns speculation off
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):
@@ -135,7 +135,8 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = self.blamed = ""
-        self.disabled_by: str | None = None  # the parameter that turns speculation off
+        # The parameter that turns speculation off
+        self.disabled_by = None if sampling.beam_search is None else "use_beam_search"
         self.steps: list[tuple[int, int]] = []  # drafted and accepted tokens of each verified step
         self.num_step_tokens = 0  # tokens of these steps
         self.num_cached = self.num_fallbacks = 0

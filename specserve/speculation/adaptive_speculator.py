@@ -225,10 +225,10 @@ class AdaptiveSpeculator:
             served = self.served.get(item.request.id) or self.serve(item.request)
             acceptance = served.acceptance
             if acceptance.number != self.number:
-                acceptance.next_step(self.number)
+                acceptance.next_step(self.number, self.asks_always)
                 self.scopes.append(acceptance)
             acceptance.num_roots += 1
-            if acceptance.is_paused and not self.asks_always:
+            if acceptance.is_paused:
                 continue
             if item.request.grammar is not None:
                 self.constrain(served, item.request.grammar)
@@ -236,7 +236,7 @@ class AdaptiveSpeculator:
                 self.weigh_tokens()
             if item.draft_limit and (asked := self.asked(served)):
                 found.append((item, served, asked))
-            acceptance.may_pay = acceptance.may_pay or served.may_pay or self.asks_always
+            acceptance.may_pay = acceptance.may_pay or served.may_pay
         return found
 
     def weigh_tokens(self) -> None:

@@ -66,7 +66,7 @@ FADE = 0.99
 AT_FIRST = 3.0
 # steps; 4 to 64; the largest debt of a budget, because a large loss may be an accident
 MOST_LOST = 16.0
-# steps; 2 to 32; weight of what others have shown, for a new request and for first promises
+# steps; 2 to 32; weight of what other requests have shown, for a new one
 PATIENCE = 8
 # steps; 2 to 32; if no source pays, even considering them takes a share of short steps
 PAUSE = 8
@@ -75,6 +75,9 @@ PAUSE = 8
 # ratio; 0.2 to 2; least and largest share of expected draft tokens that plans count on: with none,
 # no plan would have draft tokens, and nothing would correct it
 KEPT = 0.5, 1.25
+# probability; 0.02 to 0.3; less likely tokens are verified only where rows are free, so how many of
+# them are accepted shows nothing about the others
+LEAST_EXPECTED = 0.1
 # ratio; 1 to 1.2; rows of unknown cost are tried only if they may be so much better
 BETTER = 1.05
 # draft tokens; 1 to 16; steps of many rows compare these numbers next to the edges of buckets

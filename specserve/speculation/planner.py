@@ -26,6 +26,7 @@ from specserve.speculation.constants import (
     FREE,
     FREE_ESTIMATES,
     KEPT,
+    LEAST_EXPECTED,
     MOST_LOST,
     PATIENCE,
     PAUSE,
@@ -263,10 +264,10 @@ class AcceptanceStats:
                     own[one.kind] = own[one.kind].plus(one) if one.kind in own else one
         return {source: [own[kind] for kind in sorted(own)] for source, own in sums.items()}
 
-    def next_step(self, number: int) -> None:
+    def next_step(self, number: int, asks_always: bool = False) -> None:
         self.number, self.num_roots, passed = number, 0, number - self.considered
         is_worth = self.may_pay and (max(self.nets) > 0 or self.has_gained)
-        self.is_paused = passed < PAUSE and not is_worth
+        self.is_paused = passed < PAUSE and not (is_worth or asks_always)
         if not self.is_paused:
             self.considered, self.may_pay = number, False
             for account in self.accounts.values():
@@ -385,7 +386,7 @@ def choose(
     nodes = found.by_request(best.size, len(asks))
     expected = [0.0] * len(asks)
     for place, value in zip(found.places[: best.size], found.values, strict=False):
-        expected[place] += value if value > 0.1 else 0.0
+        expected[place] += value if value > LEAST_EXPECTED else 0.0
     tokens_of_step = step.num_roots + step.kept * gains[best.size]
     return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival, expected)
 

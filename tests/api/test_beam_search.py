@@ -50,6 +50,7 @@ def test_beams_keep_a_grammar(llm):
     assert {choice.text for choice in found.choices} <= {"the cat", "the mat", "a dog"}
     assert [choice.finish_reason for choice in found.choices] == ["stop"] * 3
     assert len({tuple(choice.token_ids) for choice in found.choices}) == 3
+    assert found.speculation.disabled_by == "use_beam_search" and found.speculation.steps == 0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import argparse
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -69,7 +70,7 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         [
             phase,
-            *(f"{sorted(each[name])[len(each[name]) // 2]:.2f}" for name in SUBJECTS),
+            *(f"{median(each[name]):.2f}" for name in SUBJECTS),
             ratio_words(ratio(each["auto"], each["off"])),
             str(len(each["off"])),
         ]
