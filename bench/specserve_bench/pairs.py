@@ -15,6 +15,7 @@ from specserve_bench.demo.scaled_model import SHAPES, shape_config, shape_name
 from specserve_bench.scale import scale_model
 
 MODELS = Path(".models")
+LONG = 40_960  # positions
 EXPERTS: dict[str, Any] = {  # 8 of 64 experts: a row reads 0.4 GB
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 128,
@@ -65,9 +66,28 @@ def scaled(source: Path, shape: str, models: Path = MODELS, keeps: bool = False)
     return target
 
 
+def long_pair() -> tuple[Path, Path]:
+    """The pair of 0.6B compute with room for prompts of 32,000 tokens. The demo models were trained
+    on shorter ones, so their text is poor there; times are those of the shape.
+    """
+    target, draft = map(lengthened, (DEMO_TARGET, DEMO_DRAFT))
+    models = target.parent
+    return scaled(target, "qwen3-0.6b", models), scaled(draft, "qwen3-0.6b-draft", models)
+
+
+def lengthened(source: Path) -> Path:
+    """A copy of a demo model that takes LONG positions."""
+    target = MODELS / "long" / source.name
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    fields = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": LONG}
+    (target / "config.json").write_text(json.dumps(fields))
+    return target
+
+
 PAIRS: dict[str, Callable[[], tuple[Path, Path]]] = {  # target and draft model
     "demo": lambda: (DEMO_TARGET, DEMO_DRAFT),
     "0.6b": lambda: (scaled(DEMO_TARGET, "qwen3-0.6b"), scaled(DEMO_DRAFT, "qwen3-0.6b-draft")),
+    "0.6b-long": long_pair,
     "mixture": mixture_pair,
 }
 

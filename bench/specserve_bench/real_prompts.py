@@ -129,5 +129,7 @@ PROMPTS: dict[str, Callable[[], Iterator[Ask]]] = {
     "JSON": structured,
     "4k tokens": partial(of_long_texts, 4000),
     "7k tokens": partial(of_long_texts, 7000),
+    "16k tokens": partial(of_long_texts, 16_000),
+    "32k tokens": partial(of_long_texts, 32_000),
 }
 SHORT = tuple(PROMPTS)[:6]  # the other kinds take long to compute

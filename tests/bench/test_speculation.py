@@ -98,6 +98,7 @@ def test_there_are_prompts_of_each_kind(monkeypatch):
     assert sizes == {
         **{"HumanEval": 164, "chat": 60, "edit": 164, "documents": 60},
         **{"agent": 48, "JSON": 200, "4k tokens": 12, "7k tokens": 12},
+        **{"16k tokens": 12, "32k tokens": 12},
     }
     long = [ask.prompt[0]["content"] for ask in real_prompts.prompts("7k tokens")]
     assert len({text[:20_000] for text in long}) == 2 and len({*long}) == 12
@@ -202,6 +203,15 @@ def test_busy_measures_before_during_and_after_other_load(ran, tmp_path, monkeyp
     ask = speculation.prompts("chat")[0]
     first, second = (busy.drawn(ask, random.Random(seed)) for seed in (1, 2))
     assert first.seed != second.seed and first.temperature == second.temperature == 0.8
+
+
+def test_only_the_named_fixed_settings_are_run_besides_off(ran, tmp_path):
+    asked = ["--models=demo", "--concurrency=1", "--prompts=chat", "--temperatures=0"]
+    file = f"--out={tmp_path / 'cells.json'}"
+    for flag, names in ((["--fixed=ngram:4"], {"off", "auto"}), ([], {"off", "ngram:2", "auto"})):
+        ran.clear()
+        assert main(["speculation", *asked, *flag, "--rounds=1", file]) == 0
+        assert {name for name, *_ in ran} == names
 
 
 def test_an_unknown_model_is_refused(capsys):

@@ -117,6 +117,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cold", action="store_true", help="the first 20 requests of new servers")
     p.add_argument("--rounds", type=at_least_1, default=6, help="default: 6")
     sources = listed(str, AUTO_SOURCES)
+    fixed = listed(str, WITH_MODEL)
+    several("--fixed", fixed, WITH_MODEL, metavar="F,...", help="besides off; default: all")
     several("--sources", sources, AUTO_SOURCES, metavar="S,...", help="of auto; default: all")
 
 
@@ -124,6 +126,7 @@ def measure(args: argparse.Namespace) -> Cells:
     """Each cell is kept as soon as it is measured."""
     for model in args.models:
         subjects = MODELS[model]()
+        subjects = subjects._replace(fixed=[f for f in subjects.fixed if f in ("off", *args.fixed)])
         loader = Loader(subjects, args.sources)
         each = product(args.concurrency, args.temperatures, args.prompts)
         for concurrency, temperature, name in each:
@@ -158,7 +161,8 @@ MODELS: dict[str, Callable[[], Subjects]] = {
     "Gemma": gemma,
     "demo": lambda: pair("demo"),
     "0.6b": lambda: pair("0.6b"),
-    "0.6b, w4": lambda: pair("0.6b", **{"model.quantize": "w4"}),
+    "0.6b-w4": lambda: pair("0.6b", **{"model.quantize": "w4"}),
+    "0.6b-long": lambda: pair("0.6b-long", **{"memory.kv_bytes": 4 * KV_BYTES}),
 }
 
 
@@ -168,7 +172,7 @@ class Loader:
     def __init__(self, subjects: Subjects, sources: Sequence[str]) -> None:
         self.loader, self.warm = suite.Loader(progress=False), dict[str, LLM]()
         self.is_chat = subjects.is_chat
-        shared = dict(subjects.settings) | {"memory.kv_bytes": KV_BYTES}
+        shared = {"memory.kv_bytes": KV_BYTES} | dict(subjects.settings)
         base = load_config(None, shared)
         self.configs = {
             name: load_config(None, {**shared, **suite.drafting(name, base)})
