@@ -558,7 +558,9 @@ class AdaptiveSpeculator:
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
         extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
-        self.saved_per_draft_token = without / step.num_roots
+        # An accepted token spares later steps a root's part of them, but no rows of prompts.
+        roots = without * costs.of(step.without_prompts) / costs.of(step)
+        self.saved_per_draft_token = roots / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 
     def collect_successors(

@@ -377,30 +377,31 @@ class StepCosts:
 
     def of(self, step: "Step", drafts: int = 0, is_hopeful: bool = False) -> float:
         """Estimate the seconds of a step with so many draft tokens under the present load."""
-        rows, attended = step.rows + drafts, step.attended_with(drafts)
-        return self.seconds(rows, step.context, step.requests, is_hopeful, attended)
+        return self.of_each(step, (drafts,), is_hopeful)[0]
 
     def of_each(self, step: "Step", sizes: Sequence[int], is_hopeful: bool = False) -> list[float]:
-        """Do the same for several numbers of draft tokens; a planner compares dozens."""
-        by_rows = self.least_by_rows if is_hopeful else self.by_rows
-        rows, slowdown = step.rows, self.slowdown
-        if rows == 0 or rows + max(sizes) >= len(by_rows):
-            return [self.of(step, size, is_hopeful) for size in sizes]
+        """Do the same for several numbers of draft tokens; a planner compares dozens.
+
+        Beside prompts, draft tokens add at least what they add without them: logits of most prompt
+        rows are not read, so these rows take less time.
+        """
+        found = self.of_equal_rows(step, sizes, is_hopeful)
+        if not (step.prompt_rows and step.num_roots and any(sizes)):
+            return found
+        [none] = self.of_equal_rows(step, (0,), is_hopeful)
+        roots, *plain = self.of_equal_rows(step.without_prompts, (0, *sizes), is_hopeful)
+        return [max(f, none + p - roots) for f, p in zip(found, plain, strict=True)]
+
+    def of_equal_rows(self, step: "Step", sizes: Sequence[int], is_hopeful: bool) -> list[float]:
+        """Estimate them as if rows of prompts and of draft tokens took equally long."""
+        rows, by_rows = step.rows, self.least_by_rows if is_hopeful else self.by_rows
+        if rows == 0:
+            return [0.0 if size == 0 else self.seconds(size, 0, 0, is_hopeful) for size in sizes]
         per_token, per_row, per_request = self.added
-        of_context, of_requests = per_token * step.context, per_request * step.requests
-        attended, root_context, num_roots = step.attended, step.root_context, max(step.num_roots, 1)
-        return [
-            (
-                by_rows[rows + size]
-                + (
-                    of_context
-                    + per_row * (attended + size * root_context / num_roots)
-                    + of_requests
-                )
-            )
-            * slowdown
-            for size in sizes
-        ]
+        added = per_token * step.context + per_row * step.attended + per_request * step.requests
+        per_draft = per_row * step.root_context / max(step.num_roots, 1)
+        last, slowdown = len(by_rows) - 1, self.slowdown
+        return [(by_rows[min(rows + n, last)] + added + n * per_draft) * slowdown for n in sizes]
 
     def are_known(self, step: "Step", sizes: Iterable[int]) -> bool:
         """Return whether steps with so many draft tokens were all measured."""

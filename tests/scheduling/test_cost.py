@@ -457,6 +457,20 @@ def test_several_sizes_at_once_cost_what_each_costs_alone(seed):
         assert costs.are_known(step, sizes) == all(known)
 
 
+def test_beside_prompts_draft_tokens_add_at_least_what_they_add_without_them():
+    """Prompt rows are cheap: nobody reads their logits."""
+    costs = StepCosts(256)
+    for rows in (1, 4, 8, 100, 104, 108, 200):
+        for _ in range(KNOWN):
+            costs.observe(rows, 0, 1, 0.01 * rows if rows < 10 else 0.1 + 1e-5 * rows)
+    mixed, plain = Step(104, 0, 4, 4, prompt_rows=100), Step(4, 0, 4, 4)
+    for size in (1, 4):
+        added = costs.of(mixed, size) - costs.of(mixed)
+        assert added == pytest.approx(costs.of(plain, size) - costs.of(plain)) and added > 0.01
+    prompt = Step(104, 0, 1, 0, prompt_rows=104)
+    assert costs.of(prompt, 4) - costs.of(prompt) < 1e-3, "there is no root to have a draft token"
+
+
 def test_the_fastest_step_of_a_bucket_is_that_of_all_its_samples():
     costs = StepCosts(64, 1e-6)
     machine = Machine(costs)

@@ -90,7 +90,8 @@ def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, pro
     assert plan.rate >= none.rate * (1 - 1e-9)
     expected = sum(path_value(trie, n) for t, trie in enumerate(tries) for n in plan.nodes[t])
     assert plan.tokens == pytest.approx(len(tries) + expected)
-    assert plan.seconds == pytest.approx(spent + costs.seconds(plan.rows, 0, len(tries)))
+    step = Step(rows, 0, len(tries), len(tries), prompts)
+    assert plan.seconds == pytest.approx(spent + costs.of(step, plan.rows - rows))
 
 
 @given(tries(), buckets())

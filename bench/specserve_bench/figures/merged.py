@@ -39,17 +39,8 @@ class RowCosts(StepCosts):
 
     def __init__(self, price: float, base: float = 1.0) -> None:
         super().__init__(1)
-        self.edges, self.price, self.base = [*range(1, 2 * LIMIT)], price, base
-
-    def seconds(
-        self,
-        rows: int,
-        context: float,
-        requests: int,
-        is_hopeful: bool = False,
-        attended: float | None = None,
-    ) -> float:
-        return self.base + self.price * rows
+        self.edges = [*range(1, 2 * LIMIT)]
+        self.by_rows = self.least_by_rows = [base + price * rows for rows in range(2 * LIMIT)]
 
     def is_known(self, rows: int) -> bool:
         return True
