@@ -31,6 +31,11 @@ def by_context(rows, context):
     return 0.01 * (1 + (rows - 1) * 0.1) + rows * context * 1e-6
 
 
+# What other load makes of a step's time, by the step's number.
+def by_steps(*factors, every=100):
+    return lambda step: factors[step // every % len(factors)]
+
+
 # How often a source is right, by request and place.
 def always(p):
     return lambda request, place: p
@@ -93,6 +98,15 @@ OTHERS = {
         stairs, lookup=always(0.2), model=drifting(0.2, 0.85), level=level(0.1)
     ),
     "a noisy machine": World(linear, lookup=always(0.3), noise=0.2),
+    "load comes and goes": World(
+        linear, lookup=always(0.2), covers=0.5, streams=16, load=by_steps(1, 1.25, 1.5, 1.25)
+    ),
+    "load comes and goes, one stream": World(
+        linear, lookup=always(0.5), load=by_steps(1, 1.8, 1.5, 1.2, every=150)
+    ),
+    "load falls bit by bit": World(
+        linear, lookup=always(0.2), streams=16, load=by_steps(2, 1.8, 1.6, 1.4, 1.2, 1, every=60)
+    ),
 }
 WORLDS = [
     *(pytest.param(world, id=name) for name, world in EVERY_DAY.items()),

@@ -42,6 +42,7 @@ class World:
     output: int = 240
     burst: int = 1  # requests that begin together
     noise: float = 0.02  # relative spread of the target's time
+    load: Callable[[int], float] = lambda step: 1.0  # factor of the target's time
     seed: int = 0
 
     def chance(self, kind: int) -> np.ndarray:
@@ -238,7 +239,8 @@ class Engine:
         self.speculator.draft(scheduled)
         rows = sum(s.end - s.start + len(s.draft) for s in scheduled)
         context = sum(s.end for s in scheduled) / len(scheduled)
-        seconds = self.world.verify(rows, context) * self.random.lognormal(0, self.world.noise)
+        seconds = self.world.verify(rows, context) * self.world.load(self.num_steps)
+        seconds *= self.random.lognormal(0, self.world.noise)
         self.clock.now += seconds
         self.scheduler.timed(rows, seconds)
         self.speculator.timed(seconds)
