@@ -80,6 +80,9 @@ KEPT = 0.5, 1.25
 LEAST_EXPECTED = 0.1
 # ratio; 1 to 1.2; rows of unknown cost are tried only if they may be so much better
 BETTER = 1.05
+# ratio; 1.05 to 1.5; steps with draft tokens that take less than this multiple of the time without
+# them seem to have free rows
+SEEM_FREE = 1.2
 # draft tokens; 1 to 16; steps of many rows compare these numbers next to the edges of buckets
 FEW = 1, 2, 4, 8
 

@@ -410,6 +410,13 @@ class StepCosts:
     def is_known(self, rows: int) -> bool:
         return self.buckets[self.edges[self.bucket(rows)]].estimate > 0
 
+    def is_stale(self, rows: int) -> bool:
+        """Return whether fewer than KNOWN steps have shown a known cost lately."""
+        bucket = self.buckets[self.edges[self.bucket(rows)]]
+        if bucket.latest is None:
+            return False
+        return self.num_steps - bucket.last >= LONG_AGO or 0 < bucket.latest.num_new < KNOWN
+
     def bucket(self, rows: int) -> int:
         """Return the index of the row bucket; more rows than the last edge count as the last."""
         return self.places[rows] if rows < len(self.places) else len(self.edges) - 1

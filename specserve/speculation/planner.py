@@ -25,6 +25,7 @@ from specserve.speculation.constants import (
     FINE,
     FREE,
     FREE_ESTIMATES,
+    HOPED,
     KEPT,
     LEAST_EXPECTED,
     MOST_LOST,
@@ -32,6 +33,7 @@ from specserve.speculation.constants import (
     PAUSE,
     RATE,
     SCOPE_RATE,
+    SEEM_FREE,
 )
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.base import make_calibration
@@ -377,11 +379,17 @@ def choose(
     tokens = [step.root_tokens + gains[size] for size in sizes]
 
     known = best_of(step, sizes, tokens, costs, is_hopeful=False)
-    best, rival = known, None
+    best, hoped, rival = known, known, None
     if not costs.are_known(step, sizes):
         hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
-        if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-            best, rival = hoped, step.kept * known.rate
+    if known.size and costs.is_stale(step.rows):
+        plain = costs.of(step)
+        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
+        if known.seconds < SEEM_FREE * (step.spent + plain):
+            seconds = step.spent + HOPED * plain
+            hoped = max(hoped, Size(0, seconds, tokens[0] / seconds), key=lambda size: size.rate)
+    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
+        best, rival = hoped, step.kept * known.rate
 
     nodes = found.by_request(best.size, len(asks))
     expected = [0.0] * len(asks)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.scheduling.scheduler import LEAST_CHUNK, allowed_seconds, prompt_rows
-from specserve.speculation.constants import KNOWN
+from specserve.speculation.constants import KNOWN, LONG_AGO
 from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
@@ -237,6 +237,23 @@ def test_rows_of_unknown_cost_that_are_better_are_tried_until_known():
 
 def test_rows_of_unknown_cost_are_not_tried_for_little():
     assert tries_of(0.0301, 0.9, 0.9, 0.9, 0.02) == []
+
+
+def test_steps_without_drafts_are_run_again_if_they_may_have_become_faster():
+    """They took as long as steps with drafts, and nothing shows that they no longer do."""
+    costs, step = StepCosts(64), Step(4, 0, 4, 4)
+    for edge in 4, 16:
+        for _ in range(KNOWN):
+            costs.observe(edge, 0, 1, 0.03)
+    planner, plain = Planner(costs), []
+    for n in range(2 * LONG_AGO):
+        plan = planner.choose([RequestCandidates(chain(0.15), 1) for _ in range(4)], step, 64)
+        plain += [n] if plan.rows == 4 else []
+        took = 0.02 if plan.rows == 4 else 0.03
+        costs.observe(plan.rows, 0, 4, took)
+        planner.observe(plan, step, took)
+    assert LONG_AGO / 2 < plain[0] <= LONG_AGO
+    assert len(plain) > 0.95 * (2 * LONG_AGO - plain[0]), "nearly always from the first trial on"
 
 
 def growth(values, costs=TILES, roots=1):

@@ -18,6 +18,10 @@ def linear(rows, context):
     return 0.01 * (1 + (rows - 1) * 0.25)
 
 
+def steep(rows, context):
+    return 0.004 * (1 + 0.13 * rows)
+
+
 def stairs(rows, context):
     return 0.01 * (1 + 0.5 * ((rows + 7) // 8 - 1))
 
@@ -103,6 +107,13 @@ OTHERS = {
     ),
     "load comes and goes, one stream": World(
         linear, lookup=always(0.5), load=by_steps(1, 1.8, 1.5, 1.2, every=150)
+    ),
+    "load falls while drafts pay": World(
+        steep,
+        lookup=drifting(0.2, 0.7, every=16),
+        streams=16,
+        burst=16,
+        load=by_steps(1.6, 1.45, 1.3, 1.15, 1.0, every=97),
     ),
     "load falls bit by bit": World(
         linear, lookup=always(0.2), streams=16, load=by_steps(2, 1.8, 1.6, 1.4, 1.2, 1, every=60)

@@ -45,6 +45,9 @@ class RowCosts(StepCosts):
     def is_known(self, rows: int) -> bool:
         return True
 
+    def is_stale(self, rows: int) -> bool:
+        return False
+
     def observe(
         self,
         rows: int,
