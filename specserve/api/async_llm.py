@@ -28,6 +28,8 @@ from specserve.errors import EngineDied, RequestError, SpecserveError, of_failur
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of, for_prompt
+from specserve.exchange.sleep import check_sleep, checked_tags
+from specserve.exchange.sleep_control import SleepControl
 from specserve.exchange.spawn import ForkServer
 from specserve.memory.blocks import Keys, prompt_keys
 from specserve.models.folder import resolve
@@ -41,9 +43,16 @@ ReadPrompt = Callable[[InputProcessor, int | None], tuple[list[int], str | None]
 class ReadyEngine:
     """A loaded engine process."""
 
-    def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        ready: Ready,
+        processor: InputProcessor,
+        release_shared: Callable[[], None],
+    ) -> None:
         self.client, self.ready, self.input_processor = client, ready, processor
         self.grammars = GrammarCheck(processor)
+        self.sleep_control = SleepControl(client, release_shared=release_shared)
 
     def take_change(self, ready: Ready) -> None:
         """Store the state after a change of drafters."""
@@ -258,6 +267,26 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         """Empty the prefix cache."""
         await (await self.start()).client.reset_cache()
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`, as `LLM.sleep`. Requests raise Sleeping meanwhile.
+
+        `mode` is for running requests: "abort" ends them, "wait" waits for their end, and "keep"
+        continues them after `wake_up`, with the same text.
+        """
+        check_sleep(level, mode)
+        engine = await self.start()
+        for request in [*self.live.values()] if mode == "abort" else ():
+            request.abort()
+        await engine.sleep_control.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Do the same as `LLM.wake_up`."""
+        asked = checked_tags(tags)
+        await (await self.start()).sleep_control.wake_up(asked)
+
+    async def is_sleeping(self) -> bool:
+        return (await self.start()).client.sleep_state.is_asleep
+
     async def start(self) -> ReadyEngine:
         """Load the models if they are not loaded yet, and return the engine."""
         self.check_open()
@@ -278,7 +307,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             ready = await client.ready
             limits = ready.vocab_size, ready.max_model_len
             processor = make_input_processor(files, *limits, ready.sources)
-            engine = ReadyEngine(client, ready, processor)
+            engine = ReadyEngine(client, ready, processor, engines.release)
             for name, folder in modules.items():
                 await self.name_adapter(engine, name, folder)
         except BaseException:
@@ -297,6 +326,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             raise EngineDied("this AsyncLLM is closed. Create a new one")
         if engine is not None and engine.client.died.is_set():
             raise EngineDied("the engine process has ended. Create a new AsyncLLM")
+        if engine is not None:
+            engine.client.check_awake()
 
     async def close(self) -> None:
         """Abort all running requests, and end the engine process."""

@@ -9,6 +9,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sleep import SleepState
 from specserve.memory.blocks import Keys, KVFormat
 from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
@@ -312,6 +313,8 @@ class EngineCommands(msgspec.Struct, frozen=True):
     change: Config | None = None  # of speculation; the reply, some steps later, is a `Changed`
     load_adapters: list[str] = []  # folders; the replies, some steps later, are `AdapterLoaded`
     forget_adapters: list[str] = []  # digests of adapters that requests can no longer name
+    sleep: int = 0  # level to sleep at; the reply is a `SleepState`
+    wake_up: list[str] = []  # tags to wake up; the reply is a `SleepState`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -388,7 +391,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded
+FromEngine = (
+    Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded | SleepState
+)
 
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode
 decode_reply = msgspec.msgpack.Decoder(FromEngine).decode

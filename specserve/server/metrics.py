@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
+from specserve.exchange.sleep import AWAKE, STATES, SleepState
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -164,6 +165,13 @@ class Metrics:
             ["model_name", "drafter"],
             registry=self.registry,
         )
+        self.sleep_state = Gauge(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in, 0 for the others.",
+            ["model_name", "engine", "sleep_state"],
+            registry=self.registry,
+        )
+        self.on_sleep(AWAKE)
         self.looked_up = self.counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
@@ -288,6 +296,10 @@ class Metrics:
         """Set the drafter in use."""
         self.drafter.clear()
         self.drafter.labels(self.model, name).set(1)
+
+    def on_sleep(self, state: SleepState) -> None:
+        for level, name in enumerate(STATES):
+            self.sleep_state.labels(self.model, "0", name).set(level == state.level)
 
     def on_report(self, report: Report) -> None:
         before, stats = self.stats, report.stats

@@ -129,6 +129,12 @@ class ChildGraphs:
             for n in range(smaller + 1, len(logits) + 1):
                 self.launch(logits[:n], SampleParams.greedy(n), k, 1.0)
 
+    def unfollow(self, logits: Tensor) -> None:
+        """Drop the recordings over these logits."""
+        self.addresses.discard(logits.data_ptr())
+        for key in [key for key in self.recordings if key[0] == logits.data_ptr()]:
+            del self.recordings[key]
+
     def launch(self, logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor | None:
         """Same as `launch_top_children`, with params on the host; None if it is not recordable.
 
@@ -219,6 +225,12 @@ class GraphProgram:
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))
+
+    def forget(self) -> None:
+        for recording in self.recordings.values():
+            self.child_graphs.unfollow(recording.logits)
+        self.recordings.clear()
+        self.residual = self.eager.residual = None
 
     def inputs_of(self, size: int, num_slots: int) -> GraphInputs:
         if (size, num_slots) not in self.inputs:
