@@ -285,7 +285,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         await (await self.start()).sleep_control.wake_up(asked)
 
     async def is_sleeping(self) -> bool:
-        return (await self.start()).client.sleep_state.is_asleep
+        return (await self.start()).client.sleep_state.level > 0
 
     async def start(self) -> ReadyEngine:
         """Load the models if they are not loaded yet, and return the engine."""

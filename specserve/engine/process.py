@@ -168,7 +168,7 @@ class Control:
 
     @property
     def is_asleep(self) -> bool:
-        return self.sleeper.state.is_asleep
+        return self.sleeper.state.level > 0
 
     def sleep(self, level: int) -> SleepState:
         """Release memory, see `Sleeper.sleep`. No change may be in preparation."""

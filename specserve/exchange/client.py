@@ -261,7 +261,7 @@ class EngineClient(asyncio.Protocol):
 
     def check_awake(self) -> None:
         """Raise Sleeping if the engine sleeps, or is about to."""
-        if self.sleep_state.is_asleep or self.is_falling_asleep:
+        if self.sleep_state.level > 0 or self.is_falling_asleep:
             raise Sleeping
 
     def abort(self, error: SpecserveError) -> None:
@@ -465,7 +465,7 @@ class EngineClient(asyncio.Protocol):
         is_known = not self.ready.cancelled() and self.ready.exception() is None
         if self.respawn is None or not is_known or self.is_hopeless:
             self.die(ENDED)
-        elif self.sleep_state.is_asleep:
+        elif self.sleep_state.level > 0:
             log.error("Engine process exited in its sleep. The next one starts at wake-up")
         else:
             self.reviving = self.loop.create_task(self.revive(self.respawn, had_requests))
@@ -585,7 +585,7 @@ class EngineClient(asyncio.Protocol):
     @property
     def silence(self) -> float:
         """Seconds since a message of the engine became due; 0 if none is due, or if it sleeps."""
-        is_asleep = self.sleep_state.is_asleep or self.sleeping is not None
+        is_asleep = self.sleep_state.level > 0 or self.sleeping is not None
         return 0.0 if self.owed_since is None or is_asleep else self.loop.time() - self.owed_since
 
 

@@ -19,10 +19,6 @@ class SleepState(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[str, ...] = ()  # the parts that sleep
     refusal: str = ""  # why a command failed; empty: it did not
 
-    @property
-    def is_asleep(self) -> bool:
-        return self.level > 0
-
 
 AWAKE = SleepState()
 

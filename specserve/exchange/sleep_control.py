@@ -45,7 +45,9 @@ class SleepControl:
                     client.abort(Sleeping(ABORTED))
                 while mode == "wait" and client.live:
                     await asyncio.sleep(LOOK_SECONDS)
-                if client.is_up or not self.state.is_asleep:
+                if self.state.level == 0:
+                    await client.revived()  # if it has just died
+                if client.is_up:
                     self.change(accepted(await client.ask_sleep(level)))
                 elif level > self.state.level:
                     self.change(SleepState(level, SLEEP_TAGS))  # the process has ended
@@ -63,7 +65,7 @@ class SleepControl:
         """
         async with self.commands:
             before = self.state
-            if not before.is_asleep:
+            if before.level == 0:
                 return before
             await self.client.revived()
             accepted(await self.client.ask_sleep(wake_up=tags))

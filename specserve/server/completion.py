@@ -353,7 +353,7 @@ class Service:
 
     @property
     def is_asleep(self) -> bool:
-        return self.engine.sleep_state.is_asleep
+        return self.engine.sleep_state.level > 0
 
     @property
     def unready_because(self) -> str:

@@ -72,7 +72,7 @@ async def is_sleeping(request: Request) -> Response:
 
 
 def status_of_sleep(state: SleepState) -> Response:
-    return json_response(SleepStatus(state.is_asleep, state.level, [*state.tags]))
+    return json_response(SleepStatus(state.level > 0, state.level, [*state.tags]))
 
 
 async def query_of(request: Request, known: dict[str, Any]) -> dict[str, list[str]]:

@@ -459,7 +459,7 @@ def test_a_gpu_holds_no_weights_and_no_kv_while_the_engine_sleeps(
     sleeper.wake_up(loaded, ["kv_cache"])
     assert sleeper.state.tags == ("weights",) and arena.untyped_storage().nbytes() > 0
     sleeper.wake_up(loaded)
-    assert not sleeper.state.is_asleep
+    assert sleeper.state.level == 0
     assert all(map(torch.equal, memory, values))
     assert texts_of(engine) == before
     assert kept.token_ids.tolist() == before[0]
