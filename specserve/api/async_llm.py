@@ -12,6 +12,8 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from specserve.api.base import BaseLLM, Lora, Prompt, Resolved, chat_options
+from specserve.api.beam_search import BeamSearchParams
+from specserve.api.beam_search import checked as checked_beams
 from specserve.api.input_processor import (
     GrammarCheck,
     InputProcessor,
@@ -143,6 +145,27 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         [chosen] = asked_adapters(lora, lora_request, 1)
         return self.answer(read, one_of(params, sampling_params), request_id, chosen)
 
+    def beam_search(
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        *,
+        lora: Lora = None,
+        lora_request: Lora = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Yield one output with the best beams, once the search is over. The order of arguments is
+        vLLM's. `LLM.beam_search` describes the search.
+        """
+        sampling = checked_beams(params).sampling
+        plain, text = unwrapped(prompt)
+
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            return processor.read(plain, kept), text
+
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, sampling, request_id, chosen, is_whole=True)
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -176,17 +199,20 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         params: SamplingParams | None,
         request_id: str | None,
         lora: LoRARequest | None,
+        is_whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
+        """Yield outputs as they grow; `is_whole`: only the last one."""
         arrived = perf_counter()
         engine = await self.start()
         asked = SamplingParams() if params is None else params
         is_long = isinstance(asked, SamplingParams) and asked.structured_outputs is not None
         resolve = partial(engine.resolve, asked)
         resolved = await asyncio.to_thread(resolve) if is_long else resolve()
-        if asked.is_ranked:
+        if asked.is_ranked and not is_whole:
             name = "use_beam_search" if asked.use_beam_search else "best_of"
+            other = "beam_search" if asked.use_beam_search else "LLM.generate"
             raise RequestError(
-                f"{name}: not supported for streamed outputs. Omit it, or call LLM.generate", name
+                f"{name}: not supported for streamed outputs. Omit it, or call {other}", name
             )
         seed = self.seed_of(asked)
         adapter = None
@@ -199,7 +225,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         self.check_open(engine)
         id = self.new_id(request_id)
         room = engine.input_processor.max_model_len - len(ids)
-        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.n)
+        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.num_choices)
         request = self.live[id] = AsyncRequest(engine, ids, samplings, keys, adapter)
         for generation in request.generations:
             generation.arrived = arrived
@@ -209,7 +235,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 await request.news()
                 so_far = output(request.generations, engine.ready.drafter, asked, text, id)
                 is_finished = so_far.finished
-                yield so_far
+                if is_finished or not is_whole:
+                    yield so_far
         finally:
             del self.live[id]
             request.abort()

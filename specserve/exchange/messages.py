@@ -219,6 +219,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     tree: VerifiedTree | None = None  # only if the request asked for details and had draft tokens
     logprobs: list[TokenLogprobs] = []  # of `tokens`, if the request asked for them
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from the second on
+    # Only of beam search, whose tokens come at its end:
+    first_token_at: float = 0.0  # seconds, perf_counter: when its first step ended
+    num_steps: int = 0
 
     @property
     def is_of_prompt(self) -> bool:

@@ -374,9 +374,10 @@ class Metrics:
         if last_token_at:
             self.gap.observe(now - last_token_at)
         else:
-            self.ttft.observe(now - generation.arrived)
+            first = generation.first_token_at
+            self.ttft.observe(first - generation.arrived)
             self.queue.observe(max(0.0, generation.admitted_at - generation.arrived))
-            self.prefill.observe(now - generation.admitted_at)
+            self.prefill.observe(first - generation.admitted_at)
 
     def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
         """Count a choice as a request. A prompt only counts with its first choice."""
@@ -391,8 +392,8 @@ class Metrics:
         self.latency.observe(last - generation.arrived)
         self.decode.observe(last - first)
         self.inference.observe(last - generation.admitted_at)
-        if len(generation.token_ids) > 1:
-            self.tpot.observe((last - first) / (len(generation.token_ids) - 1))
+        if generation.tpot is not None:
+            self.tpot.observe(generation.tpot)
 
     def on_rejection(self, reason: str) -> None:
         self.rejections.labels(self.model, "0", reason).inc()

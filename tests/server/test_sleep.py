@@ -19,6 +19,7 @@ from tests.server.server_process import ServerProcess, eventually
 
 ADMIN = {"Authorization": "Bearer admin"}
 LONG = completion_body(max_tokens=300, temperature=1.0, seed=5)
+BEAMS = completion_body(max_tokens=100, use_beam_search=True, best_of=4, n=2, temperature=0, seed=1)
 ENDLESS = completion_body(max_tokens=8000, temperature=1.0, seed=5)
 SHORT = completion_body(max_tokens=5, seed=1)
 AWAKE = {"is_sleeping": False, "level": 0, "tags": []}
@@ -102,10 +103,11 @@ def test_a_server_that_sleeps_refuses_requests_and_is_healthy(server):
 
 
 def test_kept_requests_continue_with_the_same_text(server):
-    want = streamed(server, COMPLETIONS, LONG)
-    with ThreadPoolExecutor(4) as threads:
+    want, best = streamed(server, COMPLETIONS, LONG), whole(server, COMPLETIONS, BEAMS)
+    with ThreadPoolExecutor(5) as threads:
         answers = [threads.submit(streamed, server, COMPLETIONS, LONG) for _ in range(4)]
-        eventually(lambda: server.metric("vllm:num_requests_running") == 4)
+        beams = threads.submit(whole, server, COMPLETIONS, BEAMS)
+        eventually(lambda: server.metric("vllm:num_requests_running") >= 6)
         slept(server, "?level=2&mode=keep")
         done = [answer.done() for answer in answers]
         tokens = server.metric("vllm:generation_tokens_total")
@@ -115,6 +117,7 @@ def test_kept_requests_continue_with_the_same_text(server):
         assert server.held_blocks() == 0
         woken(server)
         assert [answer.result() for answer in answers] == [want] * 4
+        assert beams.result() == best
     server.wait_until_idle()
 
 
