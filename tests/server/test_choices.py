@@ -74,8 +74,9 @@ def test_times_of_beams_are_those_of_their_search(server):
     assert 0 < ttft < latency / 2
     assert queries == answer["usage"]["prompt_tokens"]
     times = answer["metrics"]
-    assert times["generation_time_ms"] == pytest.approx(20 * times["mean_itl_ms"])
-    assert 3 * times["generation_time_ms"] == pytest.approx(20e3 * tpot)
+    mean = 20 * times["mean_itl_ms"]
+    assert mean <= times["generation_time_ms"] < 2 * mean  # beams are read one after the other
+    assert 3 * mean == pytest.approx(20e3 * tpot)
 
 
 def test_choices_come_side_by_side(server):
