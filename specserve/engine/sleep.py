@@ -92,12 +92,10 @@ class Sleeper:
         self.ops.release([arena_of(engine)])
 
     def offloaded(self, memory: Iterable[Tensor]) -> list[Offloaded]:
-        """Move a device's memory to the host, one storage at a time."""
-        found = []
-        for x in memory:
-            if (copy := self.ops.offload(x)) is not None:
-                found.append(Offloaded(x, copy))
-                self.ops.release([x])
+        """Move a device's memory to the host."""
+        copies = ((x, self.ops.offload(x)) for x in memory)
+        found = [Offloaded(x, copy) for x, copy in copies if copy is not None]
+        self.ops.release(each.memory for each in found)
         return found
 
     def release_dropped(self) -> None:

@@ -10,6 +10,7 @@ allocations, and, if all draws are greedy, a copy to the device.
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -59,10 +60,13 @@ class Capture:
     """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs = WeakSet[Any]()
 
     def __call__(self, forward: Callable[[], T]) -> tuple[T, Replay]:
+        if not self.graphs:  # a pool ends with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self.graphs.add(graph)
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = forward()
         return result, graph.replay
