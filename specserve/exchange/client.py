@@ -585,7 +585,7 @@ class EngineClient(asyncio.Protocol):
     @property
     def silence(self) -> float:
         """Seconds since a message of the engine became due; 0 if none is due, or if it sleeps."""
-        is_asleep = self.sleep_state.level > 0 or self.sleeping is not None
+        is_asleep = self.sleep_state.level > 0
         return 0.0 if self.owed_since is None or is_asleep else self.loop.time() - self.owed_since
 
 

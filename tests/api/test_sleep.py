@@ -1,6 +1,7 @@
 """Sleep of an `LLM`: memory really leaves, and the same weights and texts come back."""
 
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from specserve import LLM, ConfigError, RequestError, SamplingParams
+from specserve.engine.fork_server import released
+from specserve.engine.process import NOTHING, Control, Shared
 from specserve.errors import Sleeping
 from specserve_kernels import cpu, reference
 from tests.adapters import write_adapter
@@ -168,9 +171,14 @@ def test_a_stream_is_ended_or_completed_before_the_sleep(llm, mode):
 
 
 def test_another_threads_batch_is_aborted(llm):
-    found, has_begun = [], threading.Event()
-    step = llm.engine.step
-    llm.engine.step = lambda: (has_begun.set(), step())[1]
+    found, has_begun, step = [], threading.Event(), llm.step
+
+    def slow():
+        step()
+        has_begun.set()
+        time.sleep(0.02)  # without the lock, which a busy thread rarely leaves to others
+
+    llm.step = slow
     long = SamplingParams(max_tokens=200, ignore_eos=True)
     thread = threading.Thread(target=lambda: found.extend(llm.generate(PROMPTS, long)))
     thread.start()
@@ -227,6 +235,39 @@ def test_a_wake_up_that_fails_can_be_repeated(tmp_path):
         away.rename(file)
         llm.wake_up()
         assert outputs(llm) == before
+
+
+def test_a_failed_wake_up_releases_what_it_had_restored(tmp_path, folder):
+    draft = tiny_checkpoint(tmp_path / "draft", seed=2)
+    with loaded(folder, **{"drafter.model": str(draft)}) as llm:
+        before, awake = outputs(llm), num_lost(llm)
+        llm.sleep(2)
+        asleep = num_lost(llm)
+        assert asleep > awake
+        draft.rename(tmp_path / "away")
+        with pytest.raises(ConfigError):
+            llm.wake_up()
+        assert num_lost(llm) == asleep
+        (tmp_path / "away").rename(draft)
+        llm.wake_up()
+        assert outputs(llm) == before
+
+
+def test_models_that_could_be_used_again_are_dropped_too(llm, tmp_path):
+    with loaded(tiny_checkpoint(tmp_path / "spare", seed=2)) as other:
+        spare, already = other.weights.target, num_lost(other)
+        control = Control(llm.loaded, [*llm.weights, spare])
+        control.sleep(2)
+        assert num_lost(other) > already and control.known == []
+        control.wake_up(["weights", "kv_cache"])
+
+
+def test_a_fork_server_drops_its_weights(folder):
+    """Also those of models that refer to themselves, which would stay in memory."""
+    with loaded(folder) as llm:
+        already = num_lost(llm)
+        assert released(Shared(llm.weights)) == NOTHING
+        assert num_lost(llm) > already
 
 
 @pytest.mark.parametrize("ops", [reference, cpu])
