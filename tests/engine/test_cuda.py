@@ -424,7 +424,7 @@ def taken_and_given_back(lock):
 
 def texts_of(engine):
     """The texts of two prompts, next to requests that the engine has already."""
-    requests = [engine.add(ids, sampling(0, 0)) for ids in ([7, 8, 9], [5])]
+    requests = [engine.add(ids, sampling(0, 0)) for ids in ([7, 8, 9], [*range(17)])]
     while not engine.is_idle:
         engine.step()
     return [request.token_ids.tolist() for request in requests]
