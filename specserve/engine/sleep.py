@@ -1,6 +1,7 @@
 """Sleep: an engine releases the memory of its weights and its KV, and restores it at wake-up."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -44,18 +45,18 @@ class Sleeper:
     def sleep(self, loaded: Loaded, level: int) -> SleepState:
         """Release memory, unless it is released already. A sleep never becomes less deep.
 
-        ConfigError, with nothing changed, if another engine of this process runs a model.
+        ConfigError, with nothing changed, if another engine of this process runs a model, or if
+        host memory is missing.
         """
         models = models_of(loaded)
         check_alone(models)
-        if KV_CACHE not in self.state.tags:
-            self.release_kv(loaded.engine)
         if WEIGHTS in self.state.tags:
             level = max(level, self.state.level)
         else:
-            self.adapters = self.offloaded(adapter_storages(loaded.engine))
-            if level == 1:
-                self.weights = self.offloaded(x for model in models for x in model.storages)
+            with naming_memory("sleep. Free some host memory, or sleep at level 2"):
+                self.offload(loaded.engine, models if level == 1 else [])
+        if KV_CACHE not in self.state.tags:
+            self.release_kv(loaded.engine)
         if level == 2 and not self.dropped:
             self.weights, self.dropped = [], models
             self.release_dropped()
@@ -66,14 +67,15 @@ class Sleeper:
     def wake_up(self, loaded: Loaded, tags: Collection[str] = SLEEP_TAGS) -> SleepState:
         """Restore the memory of these parts. The engine is awake once all parts are.
 
-        ConfigError if the weights cannot be restored; they still sleep then.
+        ConfigError for a part that cannot be restored; it still sleeps then.
         """
-        if WEIGHTS in tags and WEIGHTS in self.state.tags:
-            self.restore_weights()
-            self.end_sleep_of(WEIGHTS)
-        if KV_CACHE in tags and KV_CACHE in self.state.tags:
-            self.ops.renew(arena_of(loaded.engine))
-            self.end_sleep_of(KV_CACHE)
+        with naming_memory("wake up. Free some memory, and retry"):
+            if WEIGHTS in tags and WEIGHTS in self.state.tags:
+                self.restore_weights()
+                self.end_sleep_of(WEIGHTS)
+            if KV_CACHE in tags and KV_CACHE in self.state.tags:
+                self.ops.renew(arena_of(loaded.engine))
+                self.end_sleep_of(KV_CACHE)
         return self.state
 
     def end_sleep_of(self, tag: str) -> None:
@@ -91,12 +93,17 @@ class Sleeper:
             runner.forget()
         self.ops.release([arena_of(engine)])
 
-    def offloaded(self, memory: Iterable[Tensor]) -> list[Offloaded]:
-        """Move a device's memory to the host."""
-        copies = ((x, self.ops.offload(x)) for x in memory)
-        found = [Offloaded(x, copy) for x, copy in copies if copy is not None]
-        self.ops.release(each.memory for each in found)
-        return found
+    def offload(self, engine: Engine, models: Iterable[Model]) -> None:
+        """Move adapters and models from a device to the host."""
+        adapters = self.copies(adapter_storages(engine))
+        weights = self.copies(x for model in models for x in model.storages)
+        self.adapters, self.weights = adapters, weights
+        self.ops.release(each.memory for each in (*adapters, *weights))
+
+    def copies(self, memory: Iterable[Tensor]) -> list[Offloaded]:
+        """Copy a device's memory to the host; none if it is on the host."""
+        each = ((x, self.ops.offload(x)) for x in memory)
+        return [Offloaded(x, copy) for x, copy in each if copy is not None]
 
     def release_dropped(self) -> None:
         for model in self.dropped:
@@ -110,12 +117,10 @@ class Sleeper:
                 memory.copy_(copy)
             for model in self.dropped:  # the target before its head, which shares parts of it
                 self.refill(model.storages, read_again(model))
-        except Exception as e:
+        except BaseException:
             self.ops.release(each.memory for each in every)
             self.release_dropped()
-            if not is_out_of_memory(e):
-                raise
-            raise ConfigError(f"too little memory to wake up ({e}). Free some, and retry") from e
+            raise
         self.adapters, self.weights, self.dropped = [], [], []
 
     def refill(self, memory: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
@@ -126,6 +131,17 @@ class Sleeper:
                 self.ops.renew(into)
                 into.copy_(source)
             self.ops.release(fresh[group])
+
+
+@contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Raise ConfigError for missing memory within the block: too little to do `what`."""
+    try:
+        yield
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
+        raise ConfigError(f"too little memory ({e}) to {what}") from e
 
 
 def models_of(loaded: Loaded) -> list[Model]:

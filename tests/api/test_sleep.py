@@ -253,6 +253,37 @@ def test_a_failed_wake_up_releases_what_it_had_restored(tmp_path, folder):
         assert outputs(llm) == before
 
 
+@pytest.mark.parametrize("part", ["weights", "kv_cache"])
+def test_missing_memory_is_named_and_changes_nothing(llm, part, monkeypatch):
+    before = outputs(llm)
+    llm.sleep(2)
+    llm.wake_up([tag for tag in ("weights", "kv_cache") if tag != part])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.target.ops, "renew", raising(MemoryError("none left")))
+        with pytest.raises(ConfigError, match=r"too little memory \(none left\) to wake up"):
+            llm.wake_up()
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert outputs(llm) == before
+
+
+def test_a_sleep_without_host_memory_changes_nothing(llm, monkeypatch):
+    before = outputs(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.target.ops, "offload", raising(MemoryError("none left")))
+        with pytest.raises(ConfigError, match="or sleep at level 2"):
+            llm.sleep(1)
+    assert not llm.is_sleeping() and llm.memory()["cached"] > 0
+    assert outputs(llm) == before
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call
+
+
 def test_models_that_could_be_used_again_are_dropped_too(llm, tmp_path):
     with loaded(tiny_checkpoint(tmp_path / "spare", seed=2)) as other:
         spare, already = other.weights.target, num_lost(other)

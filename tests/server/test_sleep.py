@@ -154,6 +154,20 @@ def test_wrong_parameters_return_400_and_change_nothing(server):
     assert server.get("/is_sleeping").body == AWAKE
 
 
+def test_a_wake_up_without_files_returns_409_and_can_be_repeated(server, folder):
+    text, file = whole(server, COMPLETIONS, LONG), folder / "model.safetensors"
+    slept(server, "?level=2")
+    file.rename(folder / "away")
+    answer = server.ask("POST", "/wake_up")
+    (folder / "away").rename(file)
+    assert answer.status == 409
+    assert answer.body["error"]["code"] == "cannot_wake_up"
+    assert "model.safetensors" in answer.body["error"]["message"]
+    refused(server)
+    assert woken(server) == AWAKE
+    assert whole(server, COMPLETIONS, LONG) == text
+
+
 def test_only_admin_keys_with_the_scope_may(server):
     for path in "/sleep", "/wake_up":
         for headers in {}, {"Authorization": "Bearer cleaner"}:
