@@ -305,8 +305,8 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about(
             "file with admin keys, one per line: the key, a space, and its scopes separated by "
-            "commas (speculation, cache, adapters). A key without scopes has all. Unset: no admin "
-            "calls"
+            "commas (speculation, cache, adapters, sleep). A key without scopes has all. Unset: no "
+            "admin calls"
         ),
     ] = None
     allow_no_keys: Annotated[

@@ -4,6 +4,7 @@ ConfigError    the operator's mistake; raised only at start-up
 RequestError   the client's mistake; becomes a 4xx, affects no other request
 PromptTooLong  a RequestError: the prompt exceeds the context length
 Overloaded     no capacity, or shutting down; becomes a 503 with Retry-After
+Sleeping       an Overloaded: the engine sleeps until it is woken up
 EngineDied     the engine process exited; ends running requests, then the server
 EndsEngines    an EngineDied: every engine process that resumed this request exited
 DamagedModel   the model's logits are not finite; becomes a 500
@@ -74,6 +75,12 @@ class Overloaded(SpecserveError):
         super().__init__(message)
         self.retry_after = retry_after
         self.code = "server_is_ending" if retry_after is None else "server_is_overloaded"
+
+
+class Sleeping(Overloaded):
+    def __init__(self, message: str = "the engine sleeps. Wake it up (POST /wake_up), and retry"):
+        super().__init__(message, retry_after=5)
+        self.code = "server_is_sleeping"
 
 
 WEIGHTS = "weights"  # value of `blamed` for damaged weights instead of a wrong parameter

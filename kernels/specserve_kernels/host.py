@@ -1,7 +1,10 @@
 """Host memory and CPU features, for the builds that compute on the host."""
 
+import ctypes
 import mmap
+import os
 import platform
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +29,29 @@ def allocate(num_bytes: int) -> Tensor:
     with suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def release(memory: Iterable[Tensor]) -> None:
+    """Return whole pages of host memory to the system; the contents are lost. Addresses stay valid.
+
+    memory  whole storages, [num_bytes] uint8 each
+    """
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    size = mmap.PAGESIZE
+    for x in memory:
+        begin, end = -(-x.data_ptr() // size) * size, (x.data_ptr() + len(x)) // size * size
+        if begin < end and madvise(begin, end - begin, mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def renew(x: Tensor) -> None:
+    """Make released memory usable again. On the host, the system does this at the next access."""
+
+
+def offload(x: Tensor) -> Tensor | None:
+    """Return a copy of a device's memory on the host; None for memory that is on the host."""
+    return None
 
 
 def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:

@@ -95,6 +95,10 @@ class Program(Protocol):
         """Return logits of other rows of the last run, [n, V]; `read` as for `run`."""
         ...
 
+    def forget(self) -> None:
+        """Drop recordings that depend on the addresses of weights and KV on a device."""
+        ...
+
 
 class Ops(Protocol):
     """The ops of a build. The docstrings of the reference build are the contract.
@@ -116,6 +120,12 @@ class Ops(Protocol):
     def allocate(self, num_bytes: int) -> Tensor: ...
 
     def free_memory(self) -> int: ...
+
+    def release(self, memory: Iterable[Tensor]) -> None: ...
+
+    def renew(self, x: Tensor) -> None: ...
+
+    def offload(self, x: Tensor) -> Tensor | None: ...
 
     def has_bf16(self) -> bool: ...
 
@@ -283,3 +293,6 @@ class EagerProgram:
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))
+
+    def forget(self) -> None:
+        self.residual = None

@@ -63,12 +63,13 @@ class PackedExperts(NamedTuple):
 
     each            packed weights, by expert
     bias    [E, N]  in the dtype of the rows
-    joined          one tensor for all experts, if the build has such a form
+    joined          one tensor for all experts, or on CPUs an array of their addresses [E] int64;
+                    None if the build has no such form
     """
 
     each: Sequence[Any]
     bias: Tensor | None
-    joined: Tensor | None = None
+    joined: Any = None
 
 
 class Routing(NamedTuple):

@@ -12,6 +12,8 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from specserve.api.base import BaseLLM, Lora, Prompt, Resolved, chat_options
+from specserve.api.beam_search import BeamSearchParams
+from specserve.api.beam_search import checked as checked_beams
 from specserve.api.input_processor import (
     GrammarCheck,
     InputProcessor,
@@ -28,6 +30,8 @@ from specserve.errors import EngineDied, RequestError, SpecserveError, of_failur
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready, SpeculationState, StepOutput
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of, for_prompt
+from specserve.exchange.sleep import check_sleep, checked_tags
+from specserve.exchange.sleep_control import SleepControl
 from specserve.exchange.spawn import ForkServer
 from specserve.memory.blocks import Keys, prompt_keys
 from specserve.models.folder import resolve
@@ -41,9 +45,16 @@ ReadPrompt = Callable[[InputProcessor, int | None], tuple[list[int], str | None]
 class ReadyEngine:
     """A loaded engine process."""
 
-    def __init__(self, client: EngineClient, ready: Ready, processor: InputProcessor) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        ready: Ready,
+        processor: InputProcessor,
+        release_shared: Callable[[], None],
+    ) -> None:
         self.client, self.ready, self.input_processor = client, ready, processor
         self.grammars = GrammarCheck(processor)
+        self.sleep_control = SleepControl(client, release_shared=release_shared)
 
     def take_change(self, ready: Ready) -> None:
         """Store the state after a change of drafters."""
@@ -134,6 +145,27 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         [chosen] = asked_adapters(lora, lora_request, 1)
         return self.answer(read, one_of(params, sampling_params), request_id, chosen)
 
+    def beam_search(
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        *,
+        lora: Lora = None,
+        lora_request: Lora = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Yield one output with the best beams, once the search is over. The order of arguments is
+        vLLM's. `LLM.beam_search` describes the search.
+        """
+        sampling = checked_beams(params).sampling
+        plain, text = unwrapped(prompt)
+
+        def read(processor: InputProcessor, kept: int | None) -> tuple[list[int], str | None]:
+            return processor.read(plain, kept), text
+
+        [chosen] = asked_adapters(lora, lora_request, 1)
+        return self.answer(read, sampling, request_id, chosen, is_whole=True)
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -167,17 +199,20 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         params: SamplingParams | None,
         request_id: str | None,
         lora: LoRARequest | None,
+        is_whole: bool = False,
     ) -> AsyncGenerator[Output, None]:
+        """Yield outputs as they grow; `is_whole`: only the last one."""
         arrived = perf_counter()
         engine = await self.start()
         asked = SamplingParams() if params is None else params
         is_long = isinstance(asked, SamplingParams) and asked.structured_outputs is not None
         resolve = partial(engine.resolve, asked)
         resolved = await asyncio.to_thread(resolve) if is_long else resolve()
-        if asked.is_ranked:
+        if asked.is_ranked and not is_whole:
             name = "use_beam_search" if asked.use_beam_search else "best_of"
+            other = "beam_search" if asked.use_beam_search else "LLM.generate"
             raise RequestError(
-                f"{name}: not supported for streamed outputs. Omit it, or call LLM.generate", name
+                f"{name}: not supported for streamed outputs. Omit it, or call {other}", name
             )
         seed = self.seed_of(asked)
         adapter = None
@@ -190,7 +225,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         self.check_open(engine)
         id = self.new_id(request_id)
         room = engine.input_processor.max_model_len - len(ids)
-        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.n)
+        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.num_choices)
         request = self.live[id] = AsyncRequest(engine, ids, samplings, keys, adapter)
         for generation in request.generations:
             generation.arrived = arrived
@@ -200,7 +235,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 await request.news()
                 so_far = output(request.generations, engine.ready.drafter, asked, text, id)
                 is_finished = so_far.finished
-                yield so_far
+                if is_finished or not is_whole:
+                    yield so_far
         finally:
             del self.live[id]
             request.abort()
@@ -258,6 +294,26 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         """Empty the prefix cache."""
         await (await self.start()).client.reset_cache()
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`, as `LLM.sleep`. Requests raise Sleeping meanwhile.
+
+        `mode` is for running requests: "abort" ends them, "wait" waits for their end, and "keep"
+        continues them after `wake_up`, with the same text.
+        """
+        check_sleep(level, mode)
+        engine = await self.start()
+        for request in [*self.live.values()] if mode == "abort" else ():
+            request.abort()
+        await engine.sleep_control.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Do the same as `LLM.wake_up`."""
+        asked = checked_tags(tags)
+        await (await self.start()).sleep_control.wake_up(asked)
+
+    async def is_sleeping(self) -> bool:
+        return (await self.start()).client.sleep_state.level > 0
+
     async def start(self) -> ReadyEngine:
         """Load the models if they are not loaded yet, and return the engine."""
         self.check_open()
@@ -278,7 +334,7 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             ready = await client.ready
             limits = ready.vocab_size, ready.max_model_len
             processor = make_input_processor(files, *limits, ready.sources)
-            engine = ReadyEngine(client, ready, processor)
+            engine = ReadyEngine(client, ready, processor, engines.release)
             for name, folder in modules.items():
                 await self.name_adapter(engine, name, folder)
         except BaseException:
@@ -297,6 +353,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             raise EngineDied("this AsyncLLM is closed. Create a new one")
         if engine is not None and engine.client.died.is_set():
             raise EngineDied("the engine process has ended. Create a new AsyncLLM")
+        if engine is not None:
+            engine.client.check_awake()
 
     async def close(self) -> None:
         """Abort all running requests, and end the engine process."""

@@ -70,8 +70,16 @@ class BeamSearchOutput(msgspec.Struct, frozen=True):
 
 
 def checked(params: object) -> BeamSearchParams:
+    """RequestError for another type, or for numbers of beams that are not possible."""
     if not isinstance(params, BeamSearchParams):
-        raise RequestError(f"params: {params!r:.100} is not a BeamSearchParams")
+        raise RequestError(f"params: a {type(params).__name__} is not a BeamSearchParams")
+    width, n = params.beam_width, params.n
+    if type(width) is not int or not 1 <= width <= MAX_CHOICES:
+        message = f"beam_width: {width!r:.50} is not an integer from 1 to {MAX_CHOICES}"
+        raise RequestError(message, "beam_width")
+    if type(n) is int and n > width:
+        message = f"n: {n} beams exceed beam_width = {width}. Reduce n, or omit it"
+        raise RequestError(message, "n")
     return params
 
 

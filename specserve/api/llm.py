@@ -28,10 +28,11 @@ from specserve.config import Config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.process import Control
-from specserve.errors import RequestError, of_failure
+from specserve.errors import RequestError, Sleeping, of_failure
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import SamplingParams, choices_of, for_prompt
+from specserve.exchange.sleep import check_sleep, checked_tags
 from specserve.models.folder import resolve
 from specserve.process import interrupts_held
 from specserve.scheduling.processors import LogitsProcessor
@@ -322,6 +323,7 @@ class LLM(BaseLLM[None]):
         assert adapters is not None, "check_new refuses all names without slots"
         adapter = adapters.read(folder)
         with self.lock, interrupts_held():
+            self.check_awake()
             unnamed = self.adapters.put(name, adapters.welcome(str(folder), adapter), str(path))
             if unnamed is not None:
                 adapters.forget(unnamed)
@@ -368,6 +370,7 @@ class LLM(BaseLLM[None]):
 
     def change(self, find: Callable[[], Config]) -> None:
         with self.changes:
+            self.check_awake()
             config = self.changed_to(find)
             prepared = self.control.prepare(config)
             with self.lock, interrupts_held():
@@ -381,10 +384,46 @@ class LLM(BaseLLM[None]):
         with self.lock, interrupts_held():
             self.engine.reset_cache()
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`; all KV is lost. Requests raise Sleeping meanwhile.
+
+        Level 1 keeps the weights in host memory: from a GPU they move there, and on a CPU they
+        stay. Level 2 drops the weights, and `wake_up` reads them again. `mode` is for running
+        requests of other threads: "abort" ends them, "wait" completes them. ConfigError if another
+        LLM shares the weights.
+        """
+        check_sleep(level, mode)
+        if mode == "keep":
+            message = "mode: 'keep' is for AsyncLLM and the server. Use 'abort' or 'wait'"
+            raise RequestError(message, "mode")
+        with self.changes, self.lock, interrupts_held():
+            while mode == "wait" and not self.engine.is_idle:
+                self.step()
+            self.end(list(self.live.values()))
+            self.control.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore the memory of "weights", "kv_cache" or, by default, of both.
+
+        Requests run again once both are awake. ConfigError if memory or files are missing.
+        """
+        asked = checked_tags(tags)
+        with self.changes, self.lock, interrupts_held():
+            self.control.wake_up(asked)
+
+    def is_sleeping(self) -> bool:
+        return self.control.is_asleep
+
+    def check_awake(self) -> None:
+        if self.control.is_asleep:
+            raise Sleeping("the LLM sleeps. Call wake_up() first")
+
     def close(self) -> None:
         """Abort all running requests, and close the engine."""
         self.end(list(self.live.values()))
         self.engine.close()
+        for model in filter(None, self.weights):
+            model.engines.discard(self.engine)
 
     def __enter__(self) -> Self:
         return self
@@ -449,6 +488,7 @@ class LLM(BaseLLM[None]):
         keys = self.engine.tables.prompt_keys(ids, samplings[0].cache_salt, digest)
         caller = None if call is None else Caller(call)
         with self.lock, interrupts_held():
+            self.check_awake()
             requests = self.engine.add_choices(
                 ids, samplings, keys=keys, caller=caller, processors=processors, adapter=adapter
             )
@@ -462,6 +502,8 @@ class LLM(BaseLLM[None]):
     def step(self) -> None:
         """Run one step of the engine, and add its outputs to their generations."""
         with self.lock, interrupts_held():
+            if self.control.is_asleep:
+                return  # the caller's requests have ended
             if self.is_stepping:
                 raise RuntimeError("code that a step calls cannot use the same LLM")
             self.is_stepping = True

@@ -139,7 +139,7 @@ class Generation:
         self.disabled_by = None if sampling.beam_search is None else "use_beam_search"
         self.steps: list[tuple[int, int]] = []  # drafted and accepted tokens of each verified step
         self.num_step_tokens = 0  # tokens of these steps
-        self.num_cached = self.num_fallbacks = 0
+        self.num_cached = self.num_fallbacks = self.num_search_steps = 0
         self.sources: dict[str, SourceCounts] = {}
         self.details: list[StepDetails] = []
         self.ends: list[int] = []  # ends of the latest step's tokens in its text
@@ -174,7 +174,8 @@ class Generation:
         if not self.token_ids:  # later values can come from another engine process
             self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
         self.num_fallbacks += output.is_fallback
-        self.first_token_at = self.first_token_at or now
+        self.first_token_at = self.first_token_at or output.first_token_at or now
+        self.num_search_steps = output.num_steps
         self.last_token_at = now
         text, num_tokens, ends = self.take(output)
         self.ends = ends
@@ -227,12 +228,22 @@ class Generation:
     def num_accepted(self) -> int:
         return sum(accepted for _, accepted in self.steps)
 
+    @property
+    def num_gaps(self) -> int:
+        """Output tokens after the first; with beam search, steps after the first."""
+        return max(0, (self.num_search_steps or len(self.token_ids)) - 1)
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first."""
+        spread = self.last_token_at - self.first_token_at
+        return spread / self.num_gaps if self.num_gaps else None
+
     def timing(self) -> Timing:
-        n = len(self.token_ids)
-        spread = 1e3 * (self.last_token_at - self.first_token_at)
+        n, tpot = len(self.token_ids), self.tpot
         return Timing(
             ttft_ms=1e3 * (self.first_token_at - self.arrived) if n else 0.0,
-            tpot_ms=spread / (n - 1) if n > 1 else None,
+            tpot_ms=None if tpot is None else 1e3 * tpot,
             total_ms=1e3 * (self.last_token_at - self.arrived) if n else 0.0,
         )
 

@@ -26,7 +26,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is al
     "enable_chunked_prefill": (True,),
     "enable_expert_parallel": (False,),
     "enable_prompt_embeds": (False,),
-    "enable_sleep_mode": (False,),
+    "enable_sleep_mode": (True, False),
     "enforce_eager": (False,),
     "generation_config": ("auto",),
     "fully_sharded_loras": (False,),

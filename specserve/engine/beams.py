@@ -11,14 +11,13 @@ from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from heapq import nlargest
 from itertools import islice
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from specserve.exchange.messages import StepOutput, TokenLogprobs
+from specserve.exchange.messages import Stats, StepOutput, TokenLogprobs
 from specserve.exchange.sampling_params import BeamSearch
 from specserve.memory.blocks import BlockTable
 from specserve.scheduling import Request, Scheduler
@@ -146,27 +145,32 @@ class BeamRequests:
             request.leader, request.beams = None, self
             request.sampling = replace(request.sampling, logprobs=k)
         self.found: dict[int, list[Likely]] = {}  # by beam
+        self.num_steps = 0
 
     @property
     def is_lost(self) -> bool:
         """Return whether the search is over without a text."""
         return self.selection.is_over and not self.selection.ended
 
-    def take(self, request: Request, path: AcceptedPath, scheduler: Scheduler) -> list[StepOutput]:
+    def take(
+        self, request: Request, path: AcceptedPath, scheduler: Scheduler, stats: Stats
+    ) -> list[StepOutput]:
         """Note a beam's likely next tokens. After those of all beams, make the next beams. Return
         the outputs of all requests once the search is over.
         """
         beam, selection = self.requests.index(request), self.selection
         if not selection.beams[0].tokens:
             request.publish()
+            request.begin_output(stats)
             for each in self.requests:
-                each.first_token_at = perf_counter()
+                each.first_token_at = request.first_token_at
         self.found[beam] = [*islice(self.likely(request, path), selection.num_candidates)]
         if len(self.found) < len(selection.beams):
             return []
         num_before = len(selection.beams)
         parents = selection.advance([self.found[i] for i in range(num_before)])
         self.found.clear()
+        self.num_steps += 1
         if selection.is_over:
             return [*self.outputs()]
         self.branch(parents, scheduler)
@@ -207,9 +211,28 @@ class BeamRequests:
         for request, beam in zip(self.requests, ended, strict=False):
             tokens = [likely.token for likely in beam.tokens]
             reason = "stop" if tokens[-1] in self.selection.end_ids else "length"
-            yield output(request, tokens, reason, [likely.logprobs for likely in beam.tokens])
+            yield self.output(request, tokens, reason, [its.logprobs for its in beam.tokens])
         for request in self.requests[len(ended) :]:
-            yield output(request, [], "length", [])
+            yield self.output(request, [], "length", [])
+
+    def output(
+        self, request: Request, tokens: list[int], reason: str, logprobs: list[TokenLogprobs]
+    ) -> StepOutput:
+        """Return the output of a beam. Its times are those of the search, which the first began."""
+        first = self.requests[0]
+        return StepOutput(
+            id=request.id,
+            tokens=tokens,
+            finish_reason=reason,
+            is_verified=False,
+            num_drafted=0,
+            num_accepted=0,
+            admitted_at=first.admitted_at,
+            num_cached=first.num_cached,
+            logprobs=logprobs,
+            first_token_at=first.first_token_at,
+            num_steps=self.num_steps,
+        )
 
 
 def forked(table: BlockTable) -> BlockTable:
@@ -235,10 +258,3 @@ def followed(text: TextState | None, token: int) -> TextState | None:
 def bits_of(words: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Return a mask with one value per id."""
     return np.unpackbits(words.view(np.uint8), bitorder="little")
-
-
-def output(
-    request: Request, tokens: list[int], reason: str, logprobs: list[TokenLogprobs]
-) -> StepOutput:
-    at, cached = request.admitted_at, request.num_cached
-    return StepOutput(request.id, tokens, reason, False, 0, 0, at, cached, logprobs=logprobs)

@@ -111,6 +111,8 @@ def build(
     if is_served:
         with phases.phase("grammars"):
             grammars.wait_until_prepared()
+    for model in filter(None, weights):
+        model.engines.add(engine)
     return Loaded(engine, weights, max_len, config.drafter_name, phases.table)
 
 

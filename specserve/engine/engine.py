@@ -225,7 +225,7 @@ class Engine:
         """Take a beam's step; return the outputs of all beams once their search is over."""
         if request.id not in self.requests:  # another beam has failed
             return []
-        outputs: list[StepOutput] = request.beams.take(request, path, self.scheduler)
+        outputs: list[StepOutput] = request.beams.take(request, path, self.scheduler, self.stats)
         if path.failure == NOT_FINITE or request.beams.is_lost:
             return self.fail_all(request, *request.no_token(path.failure))
         if outputs:
@@ -244,10 +244,7 @@ class Engine:
         is_fallback = self.draft_model is not None and self.draft_model.is_catching_up(item)
         reason, is_root = request.finish_reason(path.tokens), item.is_root
         if request.num_output == 0:
-            request.first_token_at = perf_counter()
-        if request.num_output == 0 and request.leader is None:
-            self.stats.num_looked_up += request.num_prompt
-            self.stats.num_cached += request.num_cached
+            request.begin_output(self.stats)
         request.extend(path.tokens)
         request.publish()
         if request.followers:

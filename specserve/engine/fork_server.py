@@ -6,6 +6,7 @@ engine process on a GPU reads the weights itself.
 """
 
 import os
+import select
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from specserve.engine.process import NOTHING, Shared
 from specserve.errors import ConfigError
 from specserve.exchange.messages import EngineStart, Failed, Link
 from specserve.exchange.phases import Phases
-from specserve.exchange.spawn import NUMBER
+from specserve.exchange.spawn import NUMBER, RELEASE
 from specserve.process import (
     die_with_parent,
     ignore_signals,
@@ -49,7 +50,10 @@ def main(fd: int, log_format: str) -> None:
     shared, phases = NOTHING, Phases()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            link = Link(next_socket(control))
+            if (sock := next_socket(control)) is None:
+                shared = released(shared)
+                continue
+            link = Link(sock)
             begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=EngineStart)
             if is_for_cpu(begin.config) and shared is NOTHING:
                 try:
@@ -68,17 +72,40 @@ def main(fd: int, log_format: str) -> None:
                 return
             link.sock.close()
             control.sendall(NUMBER.pack(engine))
+            while not has_ended(engine, control):
+                assert next_socket(control) is None, "one engine process runs at a time"
+                shared = released(shared)
             _, status = os.waitpid(engine, 0)
             control.sendall(NUMBER.pack(status))
             phases = Phases()  # the next process has nothing to read
 
 
-def next_socket(control: socket.socket) -> socket.socket:
-    """Return the next socket; EOFError if none will arrive."""
-    _, fds, _, _ = socket.recv_fds(control, 1, 1)
-    if not fds:
+def next_socket(control: socket.socket) -> socket.socket | None:
+    """Return the next socket, or None for the command to drop the weights. EOFError if the parent
+    process has closed its end.
+    """
+    command, fds, _, _ = socket.recv_fds(control, 1, 1)
+    if not command:
         raise EOFError
-    return socket.socket(fileno=fds[0])
+    return None if command == RELEASE else socket.socket(fileno=fds[0])
+
+
+def has_ended(engine: int, control: socket.socket) -> bool:
+    """Wait until the engine process ends, or a command arrives. Return whether it has ended."""
+    process = os.pidfd_open(engine)
+    try:
+        ready, _, _ = select.select([process, control.fileno()], [], [])
+    finally:
+        os.close(process)
+    return process in ready
+
+
+def released(shared: Shared) -> Shared:
+    """Return the memory of the weights to the system."""
+    for model in shared.models:
+        if model is not None:
+            model.decoder.ops.release(model.storages)
+    return NOTHING
 
 
 def is_for_cpu(config: Config) -> bool:

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from specserve.config import Config
 from specserve.errors import ConfigError
@@ -28,6 +30,7 @@ from specserve.models.selection import (
     resolve_model,
 )
 from specserve.models.source import is_head, open_source
+from specserve.models.storages import storages_of
 from specserve.models.weight import AS_STORED, Rounding
 from specserve.speculation.head_model import aux_layer_words
 from specserve.text.tokenizer import check_same_vocabulary
@@ -35,6 +38,7 @@ from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")
 Progress = Callable[[str, int, int], None]  # phase, done, total
+Load = Callable[[Progress | None], LoadedModel]
 
 
 class ModelKey(NamedTuple):
@@ -52,13 +56,31 @@ class ModelKey(NamedTuple):
 class Model:
     """A loaded model and its choice of threads; any number of engines can share both."""
 
-    def __init__(self, decoder: LoadedModel, key: ModelKey) -> None:
-        self.decoder, self.key = decoder, key
+    def __init__(
+        self,
+        key: ModelKey,
+        load: Load,
+        progress: Progress | None = None,
+        base: "Model | None" = None,
+    ) -> None:
+        """`load` reads the model, now and after its memory was released. A head may share tensors
+        with its `base`.
+        """
+        self.key, self.load, self.base, self.decoder = key, load, base, load(progress)
+        self.storages = self.storages_in(self.decoder)
+        self.engines = WeakSet[Any]()  # that run it
         self.threads: tuple[Threads, str] | None = None  # the choice, and its description
         self.probed = 0  # rows of the largest step that was probed
         self.differing: int | None = None  # result of `differing_rows`
         # Number of ids that a draft model shares with the target.
         self.num_ids: int | None = None
+
+    def storages_in(self, decoder: LoadedModel) -> list[Tensor]:
+        """Return the storages of the model in `decoder`, without those of its base."""
+        shared = [] if self.base is None else self.base.storages
+        known = {x.data_ptr() for x in shared}
+        found = storages_of(decoder, but=decoder.ops)
+        return [x for x in found if x.data_ptr() not in known]
 
     @property
     def is_row_invariant(self) -> bool | None:
@@ -147,9 +169,9 @@ def load_models(
         key = ModelKey(str(path.resolve()), *build, most, rounding, shape.implementation)
         if key not in loaded:
             with phases.phase(name):
-                decoder = load_model(path, shape, config, rounding, ops, progress)
-                loaded[key] = Model(decoder, key)
-                phases.note(name, decoder.forms.words)
+                load = partial(load_model, path, shape, config, rounding, ops)
+                loaded[key] = Model(key, load, progress)
+                phases.note(name, loaded[key].decoder.forms.words)
         return loaded[key]
 
     # Otherwise they came with the models
@@ -183,16 +205,18 @@ def get_head(folder: Path, target: Model, known: Iterable[Model | None], phases:
     )
     if (loaded := next((m for m in known if m is not None and m.key == key), None)) is not None:
         return loaded
-    if not isinstance(target.decoder, Decoder):
+    decoder = target.decoder
+    if not isinstance(decoder, Decoder):
         raise ConfigError(
             f"{folder}: the target runs with {target.key.implementation}, but a head needs a "
             "target that runs with native code. Choose another drafter"
         )
     with phases.phase("head"):
-        head = load_head(folder, target.decoder)
-        words = aux_layer_words(head.aux_layer_ids, target.decoder.config.num_layers)
+        model = Model(key, lambda _: load_head(folder, decoder), base=target)
+        head: Any = model.decoder
+        words = aux_layer_words(head.aux_layer_ids, decoder.config.num_layers)
         phases.note("head", f"reads {words}; {head.draft_vocab_size} tokens")
-    return Model(head, key)
+    return model
 
 
 def load_head(folder: Path, target: Decoder) -> DraftHead:

@@ -1,8 +1,9 @@
 """Runs the engine in a separate process, and changes its drafters while requests run."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
 from specserve.engine.pool_plan import another_draft
+from specserve.engine.sleep import Sleeper
 from specserve.engine.tuning import KeptCosts, tune
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.messages import (
@@ -41,6 +43,7 @@ from specserve.exchange.messages import (
     decode_commands,
 )
 from specserve.exchange.phases import Phases
+from specserve.exchange.sleep import SleepState
 from specserve.exchange.speculation_control import NO_HEAD
 from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
@@ -65,6 +68,7 @@ class Control:
     def __init__(self, loaded: Loaded, known: Iterable[Model | None] = ()) -> None:
         """Models in `known` are not loaded again."""
         self.loaded, self.known = loaded, [*known]
+        self.sleeper = Sleeper(loaded)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="draft model")
         self.preparing: Future[Prepared] | None = None
 
@@ -158,7 +162,26 @@ class Control:
         self.loaded = self.loaded._replace(
             weights=weights._replace(draft=draft), drafter=config.drafter_name
         )
+        if draft is not None:
+            draft.engines.add(engine)
         self.thread.submit(let_go, weights)  # to free gigabytes takes time
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleeper.state.level > 0
+
+    def sleep(self, level: int) -> SleepState:
+        """Release memory, see `Sleeper.sleep`. No change may be in preparation."""
+        state = self.sleeper.sleep(self.loaded, level)
+        if level == 2:
+            spare = [m for m in self.known if m is not None and m not in self.loaded.weights]
+            for model in spare:
+                self.sleeper.ops.release(model.storages)
+            self.known = []
+        return state
+
+    def wake_up(self, tags: Collection[str]) -> SleepState:
+        return self.sleeper.wake_up(self.loaded, tags)
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -209,12 +232,14 @@ def serve(link: Link, control: Control) -> None:
     """Run all received commands and a step, and send a report; block while idle."""
     engine = control.engine
     link.send(report(engine, []))
+    sleep_due = 0  # level
     while True:
         refused: list[StepOutput] = []
         if engine.is_idle:
             engine.rest()
         is_preparing = control.is_preparing or engine.is_loading
-        for payload in link.receive(wait=engine.is_idle and not is_preparing):
+        is_still = engine.is_idle or control.is_asleep
+        for payload in link.receive(wait=is_still and not is_preparing):
             commands = decode_commands(payload)
             for asked in commands.add:
                 refused += add(engine, asked)
@@ -227,13 +252,28 @@ def serve(link: Link, control: Control) -> None:
             if commands.change is not None:
                 control.ask(commands.change)
             change_adapters(engine, commands)
+            sleep_due = commands.sleep or sleep_due
+            if commands.wake_up:
+                link.send(slept(partial(control.wake_up, commands.wake_up)))
         if control.is_preparing and engine.is_idle:
             control.wait(MOMENT)
         if control.is_due:
             link.send(change(control))
         for answer in loaded_adapters(engine):
             link.send(answer)
-        link.send(report(engine, refused + engine.step()))
+        if sleep_due and not (control.is_preparing or engine.is_loading):
+            link.send(slept(partial(control.sleep, sleep_due)))
+            sleep_due = 0
+        outputs = [] if control.is_asleep else engine.step()
+        link.send(report(engine, refused + outputs))
+
+
+def slept(run: Callable[[], SleepState]) -> SleepState:
+    """Run a command of sleep or wake-up, and report the result."""
+    try:
+        return run()
+    except ConfigError as e:
+        return SleepState(refusal=str(e))
 
 
 def change_adapters(engine: Engine, commands: EngineCommands) -> None:

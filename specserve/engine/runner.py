@@ -596,6 +596,11 @@ class Runner:
         assert step.draws is not None, "a step without draws has no tokens"
         return TargetTokens(self.ops, step.draws, launched)
 
+    def forget(self) -> None:
+        """Drop results and recordings, because weights and KV may get other addresses."""
+        self.outputs = None
+        self.program.forget()
+
     def update(self, updates: KVUpdates) -> None:
         """Do the moves of every model, then the copies; KVLost if one fails."""
         try:

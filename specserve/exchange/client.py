@@ -19,6 +19,7 @@ from specserve.errors import (
     EndsEngines,
     EngineDied,
     Overloaded,
+    Sleeping,
     SpecserveError,
 )
 from specserve.exchange.messages import (
@@ -41,6 +42,7 @@ from specserve.exchange.messages import (
 )
 from specserve.exchange.messages import decode_reply as decode
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sleep import AWAKE, SleepState
 from specserve.exchange.spawn import Forked, Spawned
 from specserve.memory.blocks import Keys
 
@@ -164,6 +166,9 @@ class EngineClient(asyncio.Protocol):
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
         self.config: Config | None = None  # of the last change
         self.known_sources: tuple[str, ...] = ()  # see `EngineStart`; empty before a change
+        self.sleep_state, self.is_falling_asleep = AWAKE, False  # set by `SleepControl`
+        self.sleep_due, self.wake_due = 0, list[str]()  # a level, and tags
+        self.sleeping: asyncio.Future[SleepState] | None = None  # the reply
         self.transport: asyncio.WriteTransport | None = None
         self.tried: Live | None = None  # the suspect that runs with the cleared requests
 
@@ -230,6 +235,8 @@ class EngineClient(asyncio.Protocol):
         """
         if self.died.is_set():
             raise EngineDied("the engine process has ended")
+        if not self.is_up:
+            self.check_awake()  # the next process starts at wake-up
         future: asyncio.Future[SpeculationState] = self.loop.create_future()
         self.asking[future] = tenant
         self.ask_state()
@@ -240,6 +247,29 @@ class EngineClient(asyncio.Protocol):
             self.flush_soon()
             self.is_state_due = True
 
+    async def ask_sleep(self, level: int = 0, wake_up: Sequence[str] = ()) -> SleepState:
+        """Send a level to sleep at, or tags to wake up; return the engine's reply. Overloaded if
+        the process ends first.
+        """
+        self.flush_soon()
+        self.sleep_due, self.wake_due = level, [*wake_up]
+        self.sleeping = self.loop.create_future()
+        try:
+            return await self.sleeping
+        finally:
+            self.sleeping = None
+
+    def check_awake(self) -> None:
+        """Raise Sleeping if the engine sleeps, or is about to."""
+        if self.sleep_state.level > 0 or self.is_falling_asleep:
+            raise Sleeping
+
+    def abort(self, error: SpecserveError) -> None:
+        """End all requests with an error."""
+        for number, live in [*self.live.items()]:
+            self.finish(number)
+            live.listener.fail(error)
+
     async def load_adapter(self, folder: str) -> AdapterRef:
         """Load an adapter. ConfigError if it cannot be used; Overloaded if the engine process ends
         first.
@@ -248,6 +278,7 @@ class EngineClient(asyncio.Protocol):
             raise EngineDied("the engine process has ended")
         if not self.is_up:
             raise Overloaded(REPLACED)
+        self.check_awake()
         self.flush_soon()
         self.loads.append(folder)
         future: asyncio.Future[AdapterRef] = self.loop.create_future()
@@ -286,6 +317,7 @@ class EngineClient(asyncio.Protocol):
                 raise EngineDied("the engine process has ended")
             if not self.is_up:
                 raise Overloaded(REPLACED)
+            self.check_awake()
             self.flush_soon()
             future: asyncio.Future[Ready] = self.loop.create_future()
             self.change_due, self.changing = config, (config, future)
@@ -305,7 +337,8 @@ class EngineClient(asyncio.Protocol):
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
         lists = self.adds, self.finishes, self.loads, self.forgets
-        if not any((*lists, self.is_reset_due, self.is_state_due, self.change_due)):
+        others = self.is_reset_due, self.is_state_due, self.change_due
+        if not any((*lists, *others, self.sleep_due, self.wake_due)):
             self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
@@ -315,7 +348,8 @@ class EngineClient(asyncio.Protocol):
             self.owed_since = self.loop.time()
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
         due = self.is_reset_due, tenants, self.change_due
-        commands = EngineCommands(self.adds, self.finishes, *due, self.loads, self.forgets)
+        adapters, sleep = (self.loads, self.forgets), (self.sleep_due, self.wake_due)
+        commands = EngineCommands(self.adds, self.finishes, *due, *adapters, *sleep)
         self.num_resets += self.is_reset_due
         self.clear_queue()
         if self.transport is not None and not self.died.is_set():
@@ -325,6 +359,7 @@ class EngineClient(asyncio.Protocol):
         """Drop everything that the next message would send."""
         self.adds, self.finishes, self.loads, self.forgets = [], [], [], []
         self.is_reset_due, self.is_state_due, self.change_due = False, False, None
+        self.sleep_due, self.wake_due = 0, []
 
     async def leave(self) -> None:
         """Do the same as `close`, without blocking the event loop."""
@@ -349,8 +384,8 @@ class EngineClient(asyncio.Protocol):
         self.respawn = None
         if self.reviving is not None:
             self.reviving.cancel()
-            if not (self.is_up or self.died.is_set() or self.loop.is_closed()):
-                self.die(ENDED)  # `connection_lost` was called before and did not
+        if not (self.is_up or self.died.is_set() or self.loop.is_closed()):
+            self.die(ENDED)  # `connection_lost` was called before and did not
         if self.transport is not None and not self.loop.is_closed():
             self.transport.close()
         self.process.end()
@@ -369,6 +404,9 @@ class EngineClient(asyncio.Protocol):
                     self.changed(changed)
                 case AdapterLoaded() as loaded:
                     self.adapter_loaded(loaded)
+                case SleepState() as slept:
+                    if self.sleeping is not None and not self.sleeping.done():
+                        self.sleeping.set_result(slept)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
@@ -420,13 +458,29 @@ class EngineClient(asyncio.Protocol):
         for adapter in loading:
             if not adapter.done():
                 adapter.set_exception(Overloaded(REPLACED))
+        if self.sleeping is not None and not self.sleeping.done():
+            self.sleeping.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None
         if self.respawn is None or not is_known or self.is_hopeless:
             self.die(ENDED)
+        elif self.sleep_state.level > 0:
+            log.error("Engine process exited in its sleep. The next one starts at wake-up")
         else:
             self.reviving = self.loop.create_task(self.revive(self.respawn, had_requests))
+
+    async def revived(self) -> None:
+        """Start a new process if the last one exited in its sleep, and wait for it. EngineDied if
+        none can be started.
+        """
+        is_reviving = self.reviving is not None and not self.reviving.done()
+        if not (self.is_up or self.died.is_set() or is_reviving or self.respawn is None):
+            self.reviving = self.loop.create_task(self.revive(self.respawn, False))
+        while not (self.is_up or self.died.is_set()):
+            await asyncio.sleep(0.05)
+        if self.died.is_set():
+            raise EngineDied(ENDED)
 
     @property
     def is_hopeless(self) -> bool:
@@ -530,8 +584,9 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds since a message of the engine became due; 0 if none is due."""
-        return 0.0 if self.owed_since is None else self.loop.time() - self.owed_since
+        """Seconds since a message of the engine became due; 0 if none is due, or if it sleeps."""
+        is_asleep = self.sleep_state.level > 0
+        return 0.0 if self.owed_since is None or is_asleep else self.loop.time() - self.owed_since
 
 
 def ended(process: Forked) -> int:

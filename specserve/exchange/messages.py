@@ -9,6 +9,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sleep import SleepState
 from specserve.memory.blocks import Keys, KVFormat
 from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
@@ -218,6 +219,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     tree: VerifiedTree | None = None  # only if the request asked for details and had draft tokens
     logprobs: list[TokenLogprobs] = []  # of `tokens`, if the request asked for them
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, from the second on
+    # Only of beam search, whose tokens come at its end:
+    first_token_at: float = 0.0  # seconds, perf_counter: when its first step ended
+    num_steps: int = 0
 
     @property
     def is_of_prompt(self) -> bool:
@@ -312,6 +316,8 @@ class EngineCommands(msgspec.Struct, frozen=True):
     change: Config | None = None  # of speculation; the reply, some steps later, is a `Changed`
     load_adapters: list[str] = []  # folders; the replies, some steps later, are `AdapterLoaded`
     forget_adapters: list[str] = []  # digests of adapters that requests can no longer name
+    sleep: int = 0  # level to sleep at; the reply is a `SleepState`
+    wake_up: list[str] = []  # tags to wake up; the reply is a `SleepState`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -388,7 +394,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded
+FromEngine = (
+    Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded | SleepState
+)
 
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode
 decode_reply = msgspec.msgpack.Decoder(FromEngine).decode

@@ -392,6 +392,8 @@ def check(params: SamplingParams) -> SamplingParams:
         )
     if given.use_beam_search:
         check_beam_search(given)
+    else:
+        check_no_beam_search(given)
     try:
         given.cache_salt.encode()
     except UnicodeError as e:
@@ -433,6 +435,17 @@ def check_beam_search(given: SamplingParams) -> None:
             raise RequestError(
                 f"sampling parameters: {name}: not supported with use_beam_search. Omit one of "
                 "them",
+                name,
+            )
+
+
+def check_no_beam_search(given: SamplingParams) -> None:
+    """RequestError for a parameter that only beam search has."""
+    for name, usual in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(given, name) != usual:
+            raise RequestError(
+                f"sampling parameters: {name}: only for beam search. Set use_beam_search = true, "
+                "or omit it",
                 name,
             )
 

@@ -17,6 +17,7 @@ from specserve.exchange.messages import EngineStart, pack
 from specserve.models.selection import Drafters, resolve_drafters
 
 NUMBER = Struct("=i")  # the fork server sends a process's id, and later its wait status
+START, RELEASE = b"\0", b"\1"  # commands to it: start a process (with a socket), drop the weights
 
 
 Child = tuple[subprocess.Popen[bytes], socket.socket]
@@ -53,9 +54,15 @@ class ForkServer:
         self.server = self.server or start_module("specserve.engine.fork_server")
         ours, theirs = socket.socketpair()
         with theirs, suppress(BrokenPipeError, ConnectionResetError):  # reading reports these
-            socket.send_fds(self.server[1], [b"\0"], [theirs.fileno()])
+            socket.send_fds(self.server[1], [START], [theirs.fileno()])
             ours.sendall(self.first)
         return Spawned(Forked(*self.server), ours)
+
+    def release(self) -> None:
+        """Drop the weights of the fork server. It reads them again for the next process."""
+        if self.server is not None:
+            with suppress(BrokenPipeError, ConnectionResetError):  # the next one has none
+                self.server[1].sendall(RELEASE)
 
 
 class Forked:

@@ -4,12 +4,13 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import msgspec
 
 from specserve.errors import WEIGHTS
-from specserve.exchange.messages import AdapterRef, Caller, TokenLogprobs
+from specserve.exchange.messages import AdapterRef, Caller, Stats, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import BlockTable
 from specserve.scheduling.grammar_state import GrammarState
@@ -152,6 +153,13 @@ class Request(msgspec.Struct, eq=False):
             if follower.text is None:
                 follower.text = self.text.fork()
         self.text.extend(tokens)
+
+    def begin_output(self, stats: Stats) -> None:
+        """Count the prompt, whose first token is known. Followers look nothing up."""
+        self.first_token_at = perf_counter()
+        if self.leader is None:
+            stats.num_looked_up += self.num_prompt
+            stats.num_cached += self.num_cached
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Return why the output ends with the last of these new tokens; None if it continues."""

@@ -543,6 +543,13 @@ class Scheduler:
             self.add(request)
         self.num_preempted += 1
 
+    def release_kv(self) -> None:
+        """Free the blocks of all requests. Running requests are queued again."""
+        while self.running:
+            self.preempt(self.running[-1])
+        for request in self.waiting:
+            request.release()
+
     def plan_roots(self) -> list[ScheduledRequest]:
         """Plan a row for every running request that is due; the last are preempted for the
         first.

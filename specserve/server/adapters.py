@@ -69,7 +69,7 @@ async def load_adapter(request: Request) -> Response:
 
 async def unload_adapter(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_open()
+    service.check_loaded()
     asked = read_fields(await service.bodies.read(request), UnloadAdapterBody)
     name = given("lora_name", asked.lora_name)
     async with service.adapter_changes:

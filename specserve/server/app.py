@@ -76,7 +76,7 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
     observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
         probes = "/health", "/health/ready", LIVENESS, "/ping"
-        polled = frozenset([*probes, "/metrics", "/v1/speculation", *PAGES, *PARTS])
+        polled = frozenset([*probes, "/metrics", "/v1/speculation", "/is_sleeping", *PAGES, *PARTS])
         observers.append(AccessLog(polled, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)

@@ -20,7 +20,7 @@ from specserve.api.input_processor import InputProcessor
 from specserve.api.lora import AdapterNames, NamedAdapter
 from specserve.api.outputs import Generation
 from specserve.config import Config
-from specserve.errors import Overloaded, RequestError, SpecserveError, of_failure
+from specserve.errors import Overloaded, RequestError, Sleeping, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
 from specserve.exchange.fair_queue import FairThreads, current_tenant, has_room
 from specserve.exchange.messages import (
@@ -32,6 +32,7 @@ from specserve.exchange.messages import (
     StepOutput,
 )
 from specserve.exchange.sampling_params import Sampling, SamplingParams, choices_of
+from specserve.exchange.sleep_control import SleepControl
 from specserve.exchange.speculation_control import (
     SpeculationControl,
 )
@@ -333,6 +334,7 @@ class Service:
         self.writing_threads = FairThreads(2, "writing")
         self.speculation = SpeculationControl(config)
         self.adapters = AdapterNames(config, self.name)
+        self.sleep_control = SleepControl(engine, self.metrics.on_sleep)
         self.adapter_changes = asyncio.Lock()  # one at a time
         self.is_draining = False
         self.loaded: ServedModel | None = None
@@ -348,6 +350,10 @@ class Service:
     @property
     def is_ready(self) -> bool:
         return self.loaded is not None and not self.is_draining and not self.engine.died.is_set()
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.engine.sleep_state.level > 0
 
     @property
     def unready_because(self) -> str:
@@ -388,6 +394,15 @@ class Service:
         )
 
     def check_open(self) -> None:
+        """Refuse a request that needs the engine."""
+        self.check_loaded()
+        try:
+            self.engine.check_awake()
+        except Sleeping:
+            self.reject("sleeping")
+            raise
+
+    def check_loaded(self) -> None:
         if self.is_draining or self.engine.died.is_set():
             self.reject("draining" if self.is_draining else "engine_died")
             raise Overloaded("the server is shutting down. Use another server", retry_after=None)

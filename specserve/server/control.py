@@ -43,7 +43,7 @@ class DraftModelBody(msgspec.Struct, frozen=True, kw_only=True):
 
 async def speculation(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_open()
+    service.check_loaded()
     return await status_of(request)
 
 

@@ -352,7 +352,7 @@ def statistics(completion: LiveCompletion, served: ServedModel) -> dict[str, Any
     seconds = max(g.last_token_at for g in each) - first_at
     num_tokens = sum(len(g.token_ids) - 1 for g in each)  # without the first of each choice
     per_second = num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
-    gaps = sum(max(0, len(g.token_ids) - 1) for g in each)
+    gaps = sum(g.num_gaps for g in each)
     spread = sum(g.last_token_at - g.first_token_at for g in each)
     has_drafter, cached = served.drafter != "none", usage.prompt_tokens_details.cached_tokens
     metrics = RequestMetrics(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from specserve.errors import ConfigError
 
-SCOPES = "speculation", "cache", "adapters"  # of admin keys
+SCOPES = "speculation", "cache", "adapters", "sleep"  # of admin keys
 
 
 def read_keys(path: Path) -> list[str]:

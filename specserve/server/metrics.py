@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
+from specserve.exchange.sleep import AWAKE, STATES, SleepState
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -164,6 +165,13 @@ class Metrics:
             ["model_name", "drafter"],
             registry=self.registry,
         )
+        self.sleep_state = Gauge(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in, 0 for the others.",
+            ["model_name", "engine", "sleep_state"],
+            registry=self.registry,
+        )
+        self.on_sleep(AWAKE)
         self.looked_up = self.counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
@@ -289,6 +297,10 @@ class Metrics:
         self.drafter.clear()
         self.drafter.labels(self.model, name).set(1)
 
+    def on_sleep(self, state: SleepState) -> None:
+        for level, name in enumerate(STATES):
+            self.sleep_state.labels(self.model, "0", name).set(level == state.level)
+
     def on_report(self, report: Report) -> None:
         before, stats = self.stats, report.stats
         self.report, self.stats = report, stats
@@ -362,9 +374,10 @@ class Metrics:
         if last_token_at:
             self.gap.observe(now - last_token_at)
         else:
-            self.ttft.observe(now - generation.arrived)
+            first = generation.first_token_at
+            self.ttft.observe(first - generation.arrived)
             self.queue.observe(max(0.0, generation.admitted_at - generation.arrived))
-            self.prefill.observe(now - generation.admitted_at)
+            self.prefill.observe(first - generation.admitted_at)
 
     def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
         """Count a choice as a request. A prompt only counts with its first choice."""
@@ -379,8 +392,8 @@ class Metrics:
         self.latency.observe(last - generation.arrived)
         self.decode.observe(last - first)
         self.inference.observe(last - generation.admitted_at)
-        if len(generation.token_ids) > 1:
-            self.tpot.observe((last - first) / (len(generation.token_ids) - 1))
+        if generation.tpot is not None:
+            self.tpot.observe(generation.tpot)
 
     def on_rejection(self, reason: str) -> None:
         self.rejections.labels(self.model, "0", reason).inc()

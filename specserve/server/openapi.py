@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ STATUSES = {
     403: "A web page whose origin is not allowed, or a key without the required scope",
     404: "Unknown model or adapter",
     408: "Headers or body took too long to arrive, or the request's deadline has passed",
+    409: "The engine cannot sleep or wake up; it is as before",
     413: "The body is too large",
     429: "The API key has too many concurrent requests or tokens per minute; see Retry-After",
     431: "The headers are too large",
@@ -60,6 +61,8 @@ class Operation(NamedTuple):
     unavailable: Any = Error  # the type of a 503's JSON
     is_open: bool = False  # whether clients without a key can use it
     scope: str = ""  # the required scope of an admin key
+    # Parameters of the URL's query: schema and description, by name
+    query: Mapping[str, tuple[dict[str, Any], str]] = {}
 
     @property
     def route(self) -> Route:
@@ -111,11 +114,14 @@ def describe_operation(operation: Operation, named: dict[Any, Any]) -> dict[str,
         "summary": operation.summary,
         "responses": responses(operation, named),
     }
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+    for name, (schema, words) in operation.query.items():
+        parameters.append({"name": name, "in": "query", "schema": schema, "description": words})
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": json_of(named[operation.body])}
     if operation.is_open:

@@ -38,6 +38,19 @@ class Status(Struct):
     status: str
 
 
+class SleepStatus(Struct):
+    """The parts of the engine that sleep.
+
+    is_sleeping  true until all parts are awake
+    level        0: awake, 1: weights are kept in host memory, 2: weights are dropped
+    tags         the parts whose memory is released: weights, kv_cache
+    """
+
+    is_sleeping: bool
+    level: int
+    tags: list[str]
+
+
 class Version(Struct):
     version: str
 

@@ -41,6 +41,7 @@ from specserve.server.protocol import (
     ModelCard,
     ModelList,
     ResponseObject,
+    SleepStatus,
     SpeculationStatus,
     Status,
     TokenizeResponse,
@@ -49,6 +50,7 @@ from specserve.server.protocol import (
 from specserve.server.refusal import json_response
 from specserve.server.response_input import ITEMS, FunctionTool
 from specserve.server.responses import ResponsesBody, responses
+from specserve.server.sleep import OF_SLEEP, OF_WAKE_UP, is_sleeping, sleep, wake_up
 from specserve.server.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from specserve.version import VERSION
 
@@ -101,7 +103,7 @@ def details(served: ServedModel) -> dict[str, Any]:
 
 async def reset_cache(request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_open()
+    service.check_loaded()
     await service.engine.reset_cache()
     return json_response(Status("reset"))
 
@@ -109,13 +111,15 @@ async def reset_cache(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.is_ready:
-        return json_response(Status("ready"))
+        return json_response(Status("sleeping" if service.is_asleep else "ready"))
     return unavailable(service.unready_because)
 
 
 async def live(request: Request) -> Response:
     service: Service = request.app.state.service
-    return json_response(Status("alive")) if service.is_alive else unavailable("engine dead")
+    if not service.is_alive:
+        return unavailable("engine dead")
+    return json_response(Status("sleeping" if service.is_asleep else "alive"))
 
 
 def unavailable(status: str) -> Response:
@@ -274,6 +278,33 @@ OPERATIONS = (
     ),
     Operation(
         "POST",
+        "/sleep",
+        sleep,
+        "Release the memory of the KV and, at level 2, of the weights",
+        SleepStatus,
+        statuses=[*WITH_ENGINE, 409],
+        scope="sleep",
+        query=OF_SLEEP,
+    ),
+    Operation(
+        "POST",
+        "/wake_up",
+        wake_up,
+        "Restore the memory of an engine that sleeps",
+        SleepStatus,
+        statuses=[*WITH_ENGINE, 409],
+        scope="sleep",
+        query=OF_WAKE_UP,
+    ),
+    Operation(
+        "GET",
+        "/is_sleeping",
+        is_sleeping,
+        "Show whether the engine sleeps",
+        SleepStatus,
+    ),
+    Operation(
+        "POST",
         "/tokenize",
         tokenize,
         "Convert a prompt or messages to token ids",
@@ -295,7 +326,8 @@ OPERATIONS = (
         "GET",
         "/health",
         ready,
-        "Report readiness: the model is loaded, and the server is not shutting down",
+        "Report readiness: the model is loaded, and the server is not shutting down; the status of "
+        "a server that sleeps is sleeping",
         Status,
         statuses=[503],
         unavailable=Status,

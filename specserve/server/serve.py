@@ -92,6 +92,7 @@ async def run(start: Start) -> int:
     engine = EngineClient(start.spawned, start.engines.start)
     engine.begin_with = start.engines.begin_with
     service = Service(start.config, engine)
+    service.sleep_control.release_shared = start.engines.release
     tracer = start_tracing(os.environ, service.name)
     server = Server(service, start.tls, tracer)
     await engine.connect()  # last, because waiting messages are handled at once
@@ -199,7 +200,8 @@ def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
 async def drain(service: Service, server: "Server") -> int:
     """Refuse new requests, and wait for running ones until a second signal or the time limit."""
     service.is_draining = True
-    seconds = service.limits.drain_seconds
+    # Requests that a sleep keeps would not end.
+    seconds = 0.0 if service.is_asleep else service.limits.drain_seconds
     if number := len(service.completions):
         running = "1 request has" if number == 1 else f"{number} requests have"
         log.info(

@@ -68,7 +68,7 @@ async def asked_of(
     request: Request, kind: BodyKind[tuple[T, tuple[str, ...]]]
 ) -> tuple[T, tuple[str, ...]]:
     service: Service = request.app.state.service
-    service.check_open()
+    service.check_loaded()
     asked, past = await service.prompts.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
     return asked, past

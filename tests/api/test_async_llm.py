@@ -45,7 +45,7 @@ def run(folder, monkeypatch):
 
             def fork_server(config, drafters):
                 start = partial(engines.enter_context, engine_thread(config))
-                return SimpleNamespace(start=start, begin_with=None)
+                return SimpleNamespace(start=start, begin_with=None, release=None)
 
             monkeypatch.setattr("specserve.api.async_llm.ForkServer", fork_server)
 

@@ -1,6 +1,7 @@
 """Beam search, against transformers' on the same weights: token for token."""
 
 from collections import Counter
+from time import perf_counter
 
 import pytest
 import torch
@@ -132,6 +133,29 @@ def test_beams_share_the_kv_of_their_common_prefix(target):
         if len(tables) == 4:
             shares.append(len({b for blocks in tables for b in blocks}) / sum(map(len, tables)))
     assert max(shares) < 0.6, shares
+
+
+def test_a_search_counts_its_prompt_once_in_the_prefix_cache(target):
+    engine, prompt = engine_for(target, block_size=4), [*range(3, 40)]
+    for found in (0, 36):
+        before = engine.stats.num_looked_up, engine.stats.num_cached
+        beams(engine, prompt, 3)
+        assert engine.stats.num_looked_up - before[0] == len(prompt)
+        assert engine.stats.num_cached - before[1] == found
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_all_beams_report_the_times_of_their_search(target, max_tokens):
+    """Also beams that never ran, because the first step was the last one."""
+    engine, before = engine_for(target, max_running=2), perf_counter()
+    started(engine, PROMPT, 4, max_tokens=max_tokens)
+    outputs = []
+    while not engine.is_idle:
+        outputs += engine.step()
+    [times] = {(o.admitted_at, o.first_token_at, o.num_steps, o.num_cached) for o in outputs}
+    admitted_at, first_token_at, num_steps, _ = times
+    assert before < admitted_at < first_token_at < perf_counter()
+    assert num_steps == max_tokens
 
 
 def test_a_request_that_is_finished_early_ends_all_its_beams(target):

@@ -14,6 +14,7 @@ from specserve.config import load_config
 from specserve.engine import build, loading
 from specserve.engine import engine as step_loop
 from specserve.engine.runner import RowGroup
+from specserve.engine.sleep import Sleeper
 from specserve.engine.tuning import choose_threads
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Sampling
@@ -419,3 +420,46 @@ def taken_and_given_back(lock):
         return False
     lock.lock.release()
     return True
+
+
+def texts_of(engine):
+    """The texts of two prompts, next to requests that the engine has already."""
+    requests = [engine.add(ids, sampling(0, 0)) for ids in ([7, 8, 9], [*range(17)])]
+    while not engine.is_idle:
+        engine.step()
+    return [request.token_ids.tolist() for request in requests]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_gpu_holds_no_weights_and_no_kv_while_the_engine_sleeps(
+    tmp_path, in_graphs, level, monkeypatch
+):
+    if not HAS_GPU:  # memory of mapped files cannot be resized
+        monkeypatch.setattr(cuda, "place", torch.clone)
+    folder = tiny_checkpoint(tmp_path / "m", "llama", seed=1)
+    aux = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    write_head(tmp_path / "head", without=["embed_tokens.weight"], **aux)
+    key = loading.ModelKey("m", "cuda", "auto", "fp32", MAX_LEN)
+    target = loading.Model(key, lambda _: load_decoder(folder, "fp32", cuda, MAX_LEN))
+    head = loading.Model(
+        key, lambda _: load_eagle_head(tmp_path / "head", target.decoder), base=target
+    )
+    engine = engine_for(target.decoder, drafter="eagle", head=head.decoder, max_nodes=2)
+    loaded = build.Loaded(engine, loading.Weights(target, None, head), MAX_LEN, "eagle", {})
+    memory = [*target.storages, *head.storages]
+    before, values = texts_of(engine), [x.clone() for x in memory]
+    program, sleeper = engine.target.program, Sleeper(loaded)
+    assert program.recordings and engine.pool.cached
+    kept = engine.add([7, 8, 9], sampling(0, 0))
+    engine.step()
+    sleeper.sleep(loaded, level)
+    arena = engine.target.arena.blocks
+    assert not any(x.untyped_storage().nbytes() for x in (*memory, arena))
+    assert not program.recordings and not engine.pool.cached
+    sleeper.wake_up(loaded, ["kv_cache"])
+    assert sleeper.state.tags == ("weights",) and arena.untyped_storage().nbytes() > 0
+    sleeper.wake_up(loaded)
+    assert sleeper.state.level == 0
+    assert all(map(torch.equal, memory, values))
+    assert texts_of(engine) == before
+    assert kept.token_ids.tolist() == before[0]

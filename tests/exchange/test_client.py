@@ -24,6 +24,7 @@ from specserve.exchange.messages import (
     pack,
 )
 from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sleep import SleepState
 
 READY = Ready({}, "none", 320, 512, "bf16", "bf16", "generic", 16, 100, {})
 
@@ -160,6 +161,12 @@ def test_silence_counts_from_what_was_asked_or_said_last_and_not_while_nothing_i
         assert client.silence == 2
         client.data_received(report())
         clock.now += 100
+        assert client.silence == 0
+        client.add([1], [GREEDY], [listener])
+        await asyncio.sleep(0)
+        clock.now += 100
+        assert client.silence == 100
+        client.sleep_state = SleepState(1, ("weights", "kv_cache"))  # it keeps the request
         assert client.silence == 0
 
     asyncio.run(run())

@@ -80,7 +80,7 @@ def speak(config, spawned, listener):
     ):
         folders = preflight.check(config)
         # A thread is the only engine: to look for another one takes 15 seconds.
-        engines = SimpleNamespace(start=None, begin_with=noop)
+        engines = SimpleNamespace(start=None, begin_with=noop, release=noop)
         start = serve.Start(config, folders, engines, spawned, listener, time.perf_counter())
         runner.run(serve.run(start))
 

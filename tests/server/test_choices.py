@@ -60,6 +60,25 @@ def test_beams_are_those_of_the_offline_api_best_first(server, llm):
     assert server.post(COMPLETIONS, body | {"temperature": 1}).status == 400
 
 
+def test_times_of_beams_are_those_of_their_search(server):
+    names = "time_to_first_token", "request_time_per_output_token", "e2e_request_latency"
+
+    def sums():
+        found = [server.metric(f"vllm:{name}_seconds_sum") for name in names]
+        return [*found, server.metric("vllm:prefix_cache_queries_total")]
+
+    body = completion_body(use_beam_search=True, best_of=3, max_tokens=21, temperature=0)
+    before, answer = sums(), server.post(COMPLETIONS, body).body
+    ttft, tpot, latency, queries = (b - a for a, b in zip(before, sums(), strict=True))
+    assert ttft + 20 * tpot == pytest.approx(latency)
+    assert 0 < ttft < latency / 2
+    assert queries == answer["usage"]["prompt_tokens"]
+    times = answer["metrics"]
+    mean = 20 * times["mean_itl_ms"]
+    assert mean <= times["generation_time_ms"] < 2 * mean  # beams are read one after the other
+    assert 3 * mean == pytest.approx(20e3 * tpot)
+
+
 def test_choices_come_side_by_side(server):
     chunks = server.stream(COMPLETIONS, completion_body(n=3, temperature=1, seed=1))
     order = [c["index"] for chunk in chunks[:-1] for c in chunk["choices"]]

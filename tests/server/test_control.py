@@ -275,6 +275,8 @@ SCOPED = {
     ("POST", DRAFT_MODEL): "speculation",
     ("DELETE", DRAFT_MODEL): "speculation",
     ("POST", "/v1/cache/reset"): "cache",
+    ("POST", "/sleep"): "sleep",
+    ("POST", "/wake_up"): "sleep",
 }
 
 
@@ -301,7 +303,7 @@ def test_without_a_file_of_admin_keys_nobody_changes_who_draft_tokens(tmp_path):
 
 
 ALLOWED = {
-    "admin": {"speculation", "cache"},
+    "admin": {"speculation", "cache", "sleep"},
     "cleaner": {"cache"},
     "both": {"speculation", "cache"},
     "first": set(),  # an API key, where there are any

@@ -260,7 +260,7 @@ def test_accepted_draft_tokens_are_counted_by_their_depth(presets):
 def app_with(**limits):
     """The application with nothing behind its guards."""
     names = {"name": "tiny", "adapters": SimpleNamespace(known={})}
-    is_so = {"is_alive": True, "is_ready": True}
+    is_so = {"is_alive": True, "is_ready": True, "is_asleep": False}
     return make_app(SimpleNamespace(limits=ServerConfig(**limits), **names, **is_so))
 
 

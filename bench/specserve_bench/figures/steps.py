@@ -113,7 +113,7 @@ def make_engine(
     config = load_config(None, {**memory, **settings})
     engine = assemble(config, Models(model), max_len)
     key = ModelKey(name, "cpu", "auto", "bf16", max_len)
-    tune(Model(model, key), engine.target, engine.pool, config, max_len)
+    tune(Model(key, lambda _: model), engine.target, engine.pool, config, max_len)
     return engine
 
 

@@ -40,7 +40,10 @@ from specserve_kernels.host import (
     allocate,
     copy_blocks,
     free_memory,
+    offload,
     place,
+    release,
+    renew,
 )
 
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "lock",
     "logprobs",
     "move_kv",
+    "offload",
     "place",
     "plan",
     "prepack",
@@ -73,6 +77,8 @@ __all__ = [
     "program",
     "quantize",
     "records_steps",
+    "release",
+    "renew",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",

@@ -125,7 +125,7 @@ def expert_maps(
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
     assert experts.joined is not None, "the experts are not packed"
-    pointers = experts.joined.data_ptr(), begins.data_ptr()
+    pointers = experts.joined.ctypes.data, begins.data_ptr()
     return native.filled(
         "linear map ptr packed begins i64 num_experts", args, *pointers, len(experts.each)
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import Structure, addressof
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -409,7 +410,7 @@ def prepack_experts(
     each = tuple(prepack(weight, is_gated) for weight in weights)
     forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
     assert len(forms) == 1, f"experts of different forms: {forms}"
-    addresses = torch.tensor([packed.words.data_ptr() for packed in each])
+    addresses = np.array([packed.words.data_ptr() for packed in each], np.int64)
     outputs = each[0].N * (2 if is_gated else 1)
     assert bias is None or bias.shape == (len(each), outputs), "bias needs one row per expert"
     return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)

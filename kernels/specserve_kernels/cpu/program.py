@@ -144,6 +144,9 @@ class NativeProgram:
         self.run_pieces(self.recording.head)
         return self.recording.logits.tensor[:n]  # type: ignore[no-any-return]
 
+    def forget(self) -> None:
+        """Keep the recording: addresses on the host do not change."""
+
     def reserve(self, num_rows: int, num_read: int) -> None:
         """Record again if the buffers are too small for a step. This step takes longer."""
         most = self.recording.max_rows

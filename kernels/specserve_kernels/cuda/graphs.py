@@ -10,6 +10,7 @@ allocations, and, if all draws are greedy, a copy to the device.
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -59,10 +60,13 @@ class Capture:
     """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs = WeakSet[Any]()
 
     def __call__(self, forward: Callable[[], T]) -> tuple[T, Replay]:
+        if not self.graphs:  # a pool ends with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self.graphs.add(graph)
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = forward()
         return result, graph.replay
@@ -128,6 +132,12 @@ class ChildGraphs:
             k = min(USUAL_WIDTH, logits.shape[1])
             for n in range(smaller + 1, len(logits) + 1):
                 self.launch(logits[:n], SampleParams.greedy(n), k, 1.0)
+
+    def unfollow(self, logits: Tensor) -> None:
+        """Drop the recordings over these logits."""
+        self.addresses.discard(logits.data_ptr())
+        for key in [key for key in self.recordings if key[0] == logits.data_ptr()]:
+            del self.recordings[key]
 
     def launch(self, logits: Tensor, params: SampleParams, k: int, tau: float) -> Tensor | None:
         """Same as `launch_top_children`, with params on the host; None if it is not recordable.
@@ -219,6 +229,12 @@ class GraphProgram:
     def logits(self, read: Tensor) -> Tensor:
         assert self.residual is not None, "No step has run. Call run first."
         return self.model.logits(self.residual, read.to(self.residual.device))
+
+    def forget(self) -> None:
+        for recording in self.recordings.values():
+            self.child_graphs.unfollow(recording.logits)
+        self.recordings.clear()
+        self.residual = self.eager.residual = None
 
     def inputs_of(self, size: int, num_slots: int) -> GraphInputs:
         if (size, num_slots) not in self.inputs:

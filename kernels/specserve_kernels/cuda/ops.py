@@ -95,6 +95,19 @@ class CudaOps:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached
 
+    def release(self, memory: Iterable[Tensor]) -> None:
+        for x in memory:
+            x.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
+    def renew(self, x: Tensor) -> None:
+        """Give released memory a new address; zeroed, as `allocate` does."""
+        x.untyped_storage().resize_(x.nbytes)
+        x.zero_()
+
+    def offload(self, x: Tensor) -> Tensor | None:
+        return x.to("cpu", copy=True)
+
     def has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 

@@ -10,7 +10,10 @@ from specserve_kernels.host import (
     free_memory,
     has_bf16,
     instruction_set,
+    offload,
     place,
+    release,
+    renew,
 )
 from specserve_kernels.ops import EagerProgram, ModelForward
 from specserve_kernels.reference.adapters import adapted, adapter_slots
@@ -57,6 +60,7 @@ __all__ = [
     "lock",
     "logprobs",
     "move_kv",
+    "offload",
     "place",
     "plan",
     "prepack",
@@ -64,6 +68,8 @@ __all__ = [
     "program",
     "quantize",
     "records_steps",
+    "release",
+    "renew",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
