@@ -2,6 +2,7 @@
 
 import mmap
 import platform
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +37,41 @@ def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
     """
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         blocks[t].copy_(blocks[s])
+
+
+class HostBlocks:
+    """Blocks in host memory, and copies between them and the arena's blocks.
+
+    memory  [num_blocks, block_bytes]  uint8, zeroed
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.memory = allocate(num_blocks * block_bytes).view(num_blocks, block_bytes)
+
+    def store(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks of the arena [num_blocks, block_bytes] to host blocks, in order.
+
+        `pairs` are (block of the arena, host block). Forwards that are launched later may write to
+        the arena's blocks at once.
+        """
+        for block, host_block in pairs:
+            self.memory[host_block].copy_(blocks[block])
+
+    def load(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy host blocks to the arena, in order; `pairs` are (host block, block of the arena).
+
+        Until `is_idle`, no forward may read these blocks of the arena.
+        """
+        for host_block, block in pairs:
+            blocks[block].copy_(self.memory[host_block])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all copies are complete."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
 
 
 def free_memory() -> int:

@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -70,30 +70,43 @@ def prompt_keys(
 
 
 class KVUpdates(NamedTuple):
-    """Updates of the arena at the start of a launch: the moves in order, then the copies.
+    """Updates of the arena at the start of a launch, in this order.
 
     moves   by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
+    stores  (block, host block): an evicted block moves to the host tier
     copies  (from block, to block) of whole blocks
+    loads   (host block, block): a block comes back from the host tier
     """
 
     moves: dict[str, list[tuple[int, int]]]
+    stores: list[tuple[int, int]]
     copies: list[tuple[int, int]]
+    loads: list[tuple[int, int]]
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.copies)
+        return any(self)
 
 
 class PendingUpdates:
     """Updates for the next launch.
 
     The next launch of either model moves the accepted nodes of the last step before another
-    request can write to their blocks. Copies are added while a step is planned or drafted, after
-    the moves of the last step.
+    request can write to their blocks. The other updates are added while a step is planned or
+    drafted, after the moves of the last step.
+
+    Evicted blocks are stored before copies and loads overwrite them. Loads come last: a block that
+    a copy reads or writes may become free, and then be the target of a load. No copy reads a block
+    that is loaded in the same launch, because requests find it later.
     """
 
     def __init__(self) -> None:
         self.moves: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.stores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
+        self.loads: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return any((any(self.moves.values()), self.stores, self.copies, self.loads))
 
     def move(self, model: str, slots: Iterable[tuple[int, int]]) -> None:
         assert not self.copies, "a launch would run this move before the earlier copies"
@@ -105,8 +118,8 @@ class PendingUpdates:
     def take(self) -> KVUpdates:
         """Return and clear all pending updates; the caller must run them."""
         moves = {model: slots for model, slots in self.moves.items() if slots}
-        updates = KVUpdates(moves, self.copies)
-        self.moves, self.copies = defaultdict(list), []
+        updates = KVUpdates(moves, self.stores, self.copies, self.loads)
+        self.moves, self.stores, self.copies, self.loads = defaultdict(list), [], [], []
         return updates
 
 
@@ -125,6 +138,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.updates = PendingUpdates()
+        # Called for each block that is evicted with a key, before the key is dropped.
+        self.on_evict: Callable[[int, bytes], None] = lambda block, key: None
         # A stack, so that recently used memory is reused first.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
@@ -162,6 +177,9 @@ class BlockPool:
 
     def evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
+        key = self.keys[block]
+        assert key is not None, "a cached block has a key"
+        self.on_evict(block, key)
         self.forget(block)
         return block
 
