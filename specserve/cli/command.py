@@ -449,7 +449,7 @@ def serve(args: argparse.Namespace) -> int:
         )
     from specserve import logs
     from specserve.api.lora import modules_of
-    from specserve.exchange.spawn import ForkServer
+    from specserve.exchange.spawn import ForkServer, tenants_of
     from specserve.models import preflight
     from specserve.models.selection import served_name
     from specserve.server.keys import read_admin_keys, read_keys
@@ -457,15 +457,16 @@ def serve(args: argparse.Namespace) -> int:
     from specserve.server.tls import tls_of
 
     logs.configure(config.server.log_format)
-    if config.server.api_key_file is not None:
-        read_keys(Path(config.server.api_key_file))
+    keys, key_file = list[str](), config.server.api_key_file
+    if key_file is not None:
+        keys = read_keys(Path(key_file))
     if config.server.admin_key_file is not None:
         read_admin_keys(Path(config.server.admin_key_file))
     tls = tls_of(config.server)
     folders = preflight.check(config)
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
-        engines = ForkServer(config, folders.drafters)
+        engines = ForkServer(config, folders.drafters, tenants_of(config, keys))
         spawned = engines.start()  # imports and loads in parallel with this process
         from specserve.server.serve import Start, serve
 

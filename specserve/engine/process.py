@@ -18,6 +18,7 @@ from specserve.engine.build import (
     kv_tables,
     step_budget,
 )
+from specserve.engine.cache import kv_identities
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
@@ -151,7 +152,9 @@ class Control:
                 runner, most = draft_model.runner, self.loaded.max_model_len
                 tune(draft, runner, engine.pool, config, most)
                 kept = [kept_costs(config, runner, draft_model.costs)]
-            tables = kv_tables(config, engine.pool, engine.target, draft_model)
+            identities = kv_identities(config, weights._replace(draft=draft))
+            named = identities, engine.tables.tenants
+            tables = kv_tables(config, engine.pool, engine.target, draft_model, *named)
             engine.change_draft_model(draft_model, tables, kept)
         decoders = weights.target.decoder, None if draft is None else draft.decoder
         engine.change_speculator(speculator, step_budget(config, *decoders))
@@ -186,8 +189,9 @@ def run(
 ) -> None:
     """Build an engine, and run steps until the other end closes the socket: EOFError."""
     try:
-        began = begin.sources, begin.first
-        loaded = build(begin.config, progress_to(link), phases, *shared, True, *began)
+        first, tenants = begin.first, begin.tenants
+        given = *shared, True, begin.sources, first, tenants
+        loaded = build(begin.config, progress_to(link), phases, *given)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return

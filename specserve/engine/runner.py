@@ -596,6 +596,18 @@ class Runner:
         assert step.draws is not None, "a step without draws has no tokens"
         return TargetTokens(self.ops, step.draws, launched)
 
+    def run_updates(self, pending: PendingUpdates) -> bool:
+        """Do the pending updates without a forward; return whether there were any. Waits for their
+        copies. KVLost if they fail.
+        """
+        if not pending:
+            return False
+        with self.ops.lock:
+            self.update(pending.take())
+            if self.arena.host is not None:
+                self.arena.host.wait()
+        return True
+
     def update(self, updates: KVUpdates) -> None:
         """Do the updates in the order of `KVUpdates`; KVLost if one fails."""
         blocks, host = self.arena.blocks, self.arena.host

@@ -300,6 +300,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: Config
     sources: tuple[str, ...] = ()  # numbered in details so far, see `Ready.known_sources`
     first: Drafters | None = None  # of the first engine process, whose head stays loaded
+    tenants: tuple[str, ...] = ()  # digest of each API key, if blocks are kept on disk
 
 
 class EngineCommands(msgspec.Struct, frozen=True):

@@ -42,11 +42,14 @@ class KVFormat(msgspec.Struct, frozen=True):
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
     is_per_tenant: bool = False  # an API key finds only blocks of its own requests
+    tenants: tuple[str, ...] = ()  # what identifies each API key after a restart; () if nothing
 
     def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
         """A hasher for one request; `adapter` is the digest of its LoRA adapter, or ""."""
         parts: list[str | int] = [salt, adapter] if adapter else [salt]
-        if self.is_per_tenant and tenant:
+        if self.is_per_tenant and self.tenants:
+            parts.append(f"tenant {self.tenants[tenant]}")  # differs from any adapter's digest
+        elif self.is_per_tenant and tenant:
             parts.append(tenant)  # an int, so that it differs from any adapter
         return BlockHasher(root_key(self.name, *parts), self.block_size)
 
@@ -355,12 +358,16 @@ class BlockTable:
             return None
         return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
-    def find(self, token_ids: "array[int]") -> list[int]:
-        """The cached blocks for these tokens that follow the blocks in the table."""
+    def keys_after(self, token_ids: "array[int]", place: int) -> list[bytes]:
+        """The keys of these tokens from a place on that a lookup may use."""
         if self.hasher is None:
             return []
         keys = self.hasher.extend(token_ids, len(token_ids) - 1)
-        return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
+        return keys[place : self.num_keys(token_ids)]
+
+    def find(self, token_ids: "array[int]") -> list[int]:
+        """The cached blocks for these tokens that follow the blocks in the table."""
+        return self.pool.find(self.keys_after(token_ids, len(self.blocks)))
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by all blocks that the prefix cache finds, if its last block is full.
@@ -464,13 +471,15 @@ class KVTables:
         block_sizes: Mapping[str, int],
         names: Mapping[str, str] | None = None,
         is_per_tenant: bool = False,
+        tenants: tuple[str, ...] = (),
     ) -> None:
         """`block_sizes` is in tokens, by model. `names` identifies each model's KV; a model without
         a name has no prefix cache. `is_per_tenant`: a tenant finds only KV of its own requests.
+        `tenants` identifies them, if KV is used after a restart.
         """
-        self.pool, self.block_sizes = pool, block_sizes
+        self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
         self.formats = {
-            model: KVFormat(name, block_sizes[model], is_per_tenant)
+            model: KVFormat(name, block_sizes[model], is_per_tenant, tenants)
             for model, name in (names or {}).items()
             if model in block_sizes
         }

@@ -9,6 +9,8 @@ from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskTier, TierStats
 from specserve_kernels import HostMemory
 
+LEAST = 1e-9  # seconds; least time to load a block
+
 
 class HostTier:
     """Which host block has which key.
@@ -212,13 +214,13 @@ class Tiers:
 
     def issue(self, seconds: float) -> None:
         """Add copies to the next launch that take about `seconds`, and at least one."""
-        budget = seconds
+        budget = max(seconds, LEAST)
         for load in self.loads:
             while budget > 0 and self.is_next_ready(load):
                 place = load.num_issued
                 self.pool.updates.loads.append((load.hosts[place], load.blocks[place]))
                 load.num_issued += 1
-                budget -= max(self.host_seconds, 1e-9)
+                budget -= max(self.host_seconds, LEAST)
 
     def is_next_ready(self, load: Load) -> bool:
         if load.num_issued == len(load.keys):
@@ -326,15 +328,17 @@ class Tiers:
         if reads:
             wait_for(reads, seconds, "FIRST_COMPLETED")
 
-    def reset(self) -> None:
-        """Drop all blocks of all tiers."""
-        for load in [*self.loads]:
+    def reset(self) -> list[Load]:
+        """Drop all blocks of all tiers, and return the loads that were cancelled."""
+        cancelled = [*self.loads]
+        for load in cancelled:
             self.cancel(load)
         self.finish_writes()
         for key in [*self.host.found]:
             self.host.drop(key)
         if self.disk is not None:
             self.disk.clear()
+        return cancelled
 
     def finish_writes(self) -> None:
         """Wait until the disk has all queued blocks."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.memory.blocks import BlockPool
+from specserve.memory.tiers import Load, Tiers
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import Step, StepCosts
@@ -107,7 +108,7 @@ class Waiter(NamedTuple):
 
 class Queue:
     """Waiting requests: in lines, or set aside while a running request computes blocks that they
-    need.
+    need, or while these blocks are loaded.
 
     The next request has the smallest priority. Within a priority, the order is: the tenant with the
     fewest places, the call with the fewest places, the earliest request. The time to find it
@@ -116,6 +117,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all requests, by id
+        self.loading: dict[int, Request] = {}  # requests that wait for a load, by id
         self.lines: dict[int, dict[int, TenantQueue]] = {}  # by priority and tenant; none is empty
         self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by the leader's id
 
@@ -149,6 +151,8 @@ class Queue:
 
     def remove(self, request: Request) -> None:
         del self.requests[request.id]
+        if self.loading.pop(request.id, None) is not None:
+            return
         for _, waiters in self.aside.values():
             for waiter in waiters:
                 if waiter.request is request:
@@ -170,6 +174,17 @@ class Queue:
         self.leave_line(request)
         _, waiters = self.aside.setdefault(leader.id, (leader, []))
         insort(waiters, Waiter(num_blocks, request), key=lambda w: -w.num_blocks)
+
+    def wait_for(self, request: Request, load: Load) -> None:
+        """Take a request out of its line until `loaded` is called for this load."""
+        self.leave_line(request)
+        self.loading[request.id] = request
+        load.waiting.add(request.id)
+
+    def loaded(self, load: Load) -> None:
+        """Put the requests that wait for a load back in line."""
+        for id in sorted(load.waiting & self.loading.keys()):
+            self.line_up(self.loading.pop(id))
 
     def resume(self, running: Collection[Request]) -> None:
         """Put requests back in line if their leader has published the blocks, or cannot publish
@@ -252,6 +267,7 @@ def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
 
 
 FADE = 0.9  # factor per step on the largest recent drafting time
+LOADING = 0.15  # share of a step's time that loads may add while streams run
 PRESSED = 3.0  # slack below this multiple of its prompt's time makes a request urgent
 
 
@@ -279,9 +295,15 @@ class Scheduler:
     `running` is in order of rank; if blocks run out, the last request is preempted first.
     """
 
-    def __init__(self, budget: StepBudget, pool: BlockPool, costs: StepCosts | None = None) -> None:
-        """`costs` holds the known costs of the target's steps."""
-        self.budget, self.pool = budget, pool
+    def __init__(
+        self,
+        budget: StepBudget,
+        pool: BlockPool,
+        costs: StepCosts | None = None,
+        tiers: Tiers | None = None,
+    ) -> None:
+        """`costs` holds the known costs of the target's steps; `tiers` has evicted blocks."""
+        self.budget, self.pool, self.tiers = budget, pool, tiers
         self.costs = costs or StepCosts(budget.max_batched_tokens)
         self.waiting = Queue()
         self.running: list[Request] = []
@@ -301,10 +323,27 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self.stop_loads(request)
         leader = request.detach()
         if leader is not None and leader in self.waiting:
             self.waiting.line_up(leader)
         request.release()
+
+    def reset_cache(self) -> None:
+        """Drop the keys of all blocks, and all blocks of the tiers. Requests stop waiting for
+        loads.
+        """
+        if self.tiers is not None:
+            for load in self.tiers.reset():
+                self.waiting.loaded(load)
+        self.pool.reset_cache()
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert the invariants of pool and tiers; `tables` are the blocks of all tables."""
+        if self.tiers is not None:
+            self.tiers.check()
+            tables = [*tables, *self.tiers.tables]
+        self.pool.check(tables)
 
     def share_prompt(self, request: Request) -> None:
         """Share a request's computed prompt with its followers, and put them in line."""
@@ -332,6 +371,8 @@ class Scheduler:
             beams = [request for request in self.running if request.num_uncomputed == 0]
             self.preempt((beams or self.running)[-1])
             return self.plan()
+        if self.tiers is not None:
+            self.tiers.issue(LOADING * self.costs.of(self.step) if roots or chunks else inf)
         return roots + chunks
 
     def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
@@ -427,6 +468,8 @@ class Scheduler:
         """
         now = perf_counter()
         self.waiting.resume(self.running)
+        for load in () if self.tiers is None else self.tiers.advance():
+            self.waiting.loaded(load)
         while self.waiting.lines and (
             request := self.waiting.next(RunningCounts(self.running), now)
         ):
@@ -434,6 +477,8 @@ class Scheduler:
                 continue
             if not self.make_place(request):
                 return
+            if self.begin_load(request):
+                continue
             request.find_prefix()
             if request.admitted_at == 0.0:
                 request.num_cached = request.num_computed
@@ -451,6 +496,68 @@ class Scheduler:
                 self.waiting.set_aside(request, leader, num_blocks)
                 return True
         return False
+
+    def begin_load(self, request: Request) -> bool:
+        """Load the blocks of a request's known tokens that the pool lacks and the tiers have, if
+        this takes less time than computing them. Return whether the request waits for a load.
+        """
+        tiers, table = self.tiers, request.table
+        if tiers is None or table.blocks or request.is_scoring:
+            return False
+        found = table.find(request.token_ids)
+        keys = table.keys_after(request.token_ids, len(found))
+        keys = keys[: tiers.count(keys)]
+        if not keys:
+            return False
+        load = tiers.loading.get(keys[0])
+        if load is None:
+            tokens = (len(found) + len(keys)) * table.block_size
+            rows, seconds = len(keys) * table.block_size, tiers.seconds(keys)
+            if not self.is_load_faster(rows, tokens, seconds, self.costs):
+                return False
+            load = tiers.begin("target", found, keys)
+        if load is None:
+            return False
+        self.waiting.wait_for(request, load)
+        return True
+
+    def is_load_faster(self, rows: int, context: int, seconds: float, costs: StepCosts) -> bool:
+        """Return whether a load takes less time than computing its `rows`, which end at `context`.
+        While requests run, a load takes another step, and a share of each step.
+        """
+        most = self.budget.max_batched_tokens
+        if self.running:
+            seconds = seconds / LOADING + self.costs.of(self.step)
+            most = self.budget.prefill_chunk
+        num_steps = -(-rows // most)
+        return seconds < num_steps * costs.seconds(-(-rows // num_steps), context, 1)
+
+    def begin_draft_load(self, request: Request, spare: int, costs: StepCosts) -> bool:
+        """Load the draft KV of a request's known tokens as `begin_load`, into at most `spare`
+        blocks. Return whether a load of it runs. `costs` are those of the draft model.
+        """
+        tiers, table = self.tiers, request.draft_table
+        if tiers is None or table.num_computed % table.block_size:
+            return False
+        if any(request.id in load.waiting for load in tiers.loads):
+            return True
+        keys = table.keys_after(request.token_ids, len(table.blocks))
+        keys = keys[: min(tiers.count(keys), spare)]
+        if not keys or keys[0] in tiers.loading:
+            return bool(keys)
+        rows = len(keys) * table.block_size
+        context = table.num_computed + rows
+        if not self.is_load_faster(rows, context, tiers.seconds(keys), costs):
+            return False
+        load = tiers.begin("draft", [], keys)
+        if load is not None:
+            load.waiting.add(request.id)
+        return load is not None
+
+    def stop_loads(self, request: Request) -> None:
+        """Cancel the loads for which only this request waits."""
+        if self.tiers is not None:
+            self.tiers.leave(request.id)
 
     def make_place(self, request: Request) -> bool:
         """Make room for a request, with preemption if necessary; return False if that is not
@@ -497,9 +604,10 @@ class Scheduler:
         kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
             return False
-        tables = [r.draft_table for r in self.running]
-        tables += [r.table for r in (*self.waiting, *victims) if r is not request]
-        holders = Counter(block for table in tables for block in table.blocks)
+        tables: list[Sequence[int]] = [r.draft_table.blocks for r in self.running]
+        tables += [r.table.blocks for r in (*self.waiting, *victims) if r is not request]
+        tables += [] if self.tiers is None else self.tiers.tables
+        holders = Counter(block for blocks in tables for block in blocks)
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())
         usable += self.pool.num_available
         usable -= sum(self.pool.counts[block] == holders[block] for block in found)
@@ -507,14 +615,19 @@ class Scheduler:
         return needed + len(kept) + reserved <= usable
 
     def reclaim(self, keeper: Request) -> bool:
-        """Release the draft KV of the last running request that has some. Otherwise release the
-        prompt KV of the last waiting completion other than `keeper`. Return False if there is
-        neither. Both are computed again later.
+        """Release the draft KV of the last running request that has some. Otherwise cancel a load,
+        or release the prompt KV of the last waiting completion other than `keeper`. Return False if
+        there is none of these. The KV is loaded or computed again later.
         """
         for request in reversed(self.running):
             if request.draft_table.blocks:
                 request.draft_table.clear()
                 return True
+        if self.tiers is not None and self.tiers.loads:
+            load = self.tiers.loads[-1]
+            self.tiers.cancel(load)
+            self.waiting.loaded(load)
+            return True
         holding = [r for r in self.waiting if r.table.blocks and r is not keeper]
         if not holding:
             return False
@@ -538,6 +651,7 @@ class Scheduler:
         """
         is_waiting = request.num_uncomputed == 0
         self.running.remove(request)
+        self.stop_loads(request)
         request.release()
         if not is_waiting:
             self.add(request)
