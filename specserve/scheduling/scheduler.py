@@ -606,7 +606,6 @@ class Scheduler:
             return False
         tables: list[Sequence[int]] = [r.draft_table.blocks for r in self.running]
         tables += [r.table.blocks for r in (*self.waiting, *victims) if r is not request]
-        tables += [] if self.tiers is None else self.tiers.tables
         holders = Counter(block for blocks in tables for block in blocks)
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())
         usable += self.pool.num_available
@@ -615,29 +614,35 @@ class Scheduler:
         return needed + len(kept) + reserved <= usable
 
     def reclaim(self, keeper: Request) -> bool:
-        """Release the draft KV of the last running request that has some. Otherwise cancel a load,
-        or release the prompt KV of the last waiting completion other than `keeper`. Return False if
-        there is none of these. The KV is loaded or computed again later.
+        """Release the draft KV of the last running request that has some. Otherwise release the
+        prompt KV of the last waiting completion other than `keeper`. Return False if there is
+        neither. Both are computed again later.
         """
         for request in reversed(self.running):
             if request.draft_table.blocks:
                 request.draft_table.clear()
                 return True
-        if self.tiers is not None and self.tiers.loads:
-            load = self.tiers.loads[-1]
-            self.tiers.cancel(load)
-            self.waiting.loaded(load)
-            return True
         holding = [r for r in self.waiting if r.table.blocks and r is not keeper]
         if not holding:
             return False
         max(holding, key=lambda r: r.rank).release()
         return True
 
+    def cancel_load(self) -> bool:
+        """Cancel a load, if any, so that a running request gets its blocks. Admission never does
+        this: two waiting requests could cancel each other's loads forever.
+        """
+        if self.tiers is None or not self.tiers.loads:
+            return False
+        load = self.tiers.loads[-1]
+        self.tiers.cancel(load)
+        self.waiting.loaded(load)
+        return True
+
     def make_room(self, request: Request) -> bool:
         """Reserve the root's slot; return False if the request was the last and is preempted."""
         while not request.table.try_reserve(request.num_computed + 1):
-            if self.reclaim(request):
+            if self.cancel_load() or self.reclaim(request):
                 continue
             victim = self.running[-1]
             self.preempt(victim)
@@ -697,8 +702,9 @@ class Scheduler:
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
         if end == begin:
             return 0
-        while table.missing(end) > self.pool.num_available and self.reclaim(request):
-            pass
+        while table.missing(end) > self.pool.num_available:
+            if not (self.cancel_load() or self.reclaim(request)):
+                break
         chunk.end = max(begin, table.reserve_some(end, self.pool.num_available))
         return chunk.end - begin
 
