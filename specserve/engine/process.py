@@ -323,6 +323,8 @@ def draft_head_card(weights: Weights) -> DraftHeadCard | None:
 
 def report(engine: Engine, outputs: list[StepOutput]) -> Report:
     scheduler = engine.scheduler
+    if scheduler.tiers is not None:
+        engine.stats.tiers = scheduler.tiers.stats
     return Report(
         outputs=outputs,
         num_running=len(scheduler.running),

@@ -10,6 +10,7 @@ import msgspec
 from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import Keys, KVFormat
+from specserve.memory.disk_tier import TierStats
 from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
 
@@ -250,6 +251,7 @@ class Stats(msgspec.Struct):
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_resets: int = 0  # of the prefix cache
     sources: dict[str, SourceStats] = {}  # by draft source
+    tiers: dict[str, TierStats] = {}  # "host" and "disk", if they exist
 
     @property
     def drafter_errors(self) -> int:

@@ -10,16 +10,12 @@ from pathlib import Path
 from struct import Struct
 from threading import Lock
 from time import perf_counter
-from typing import Any
 from zlib import crc32
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 log = logging.getLogger("specserve")
 
-Block = NDArray[np.uint8]  # [block_bytes]
 HEADER = Struct("<12sIQ")  # MAGIC, VERSION, bytes of a block
 MAGIC, VERSION = b"specserve-kv", 1
 ENTRY = Struct("<32sQI")  # key, time of the last use, CRC-32 of the block; then CRC-32 of these
@@ -34,14 +30,14 @@ class DiskInUse(OSError):
 
 
 class TierStats(msgspec.Struct):
-    """Sums of one tier, in blocks."""
+    """Sums of one tier, in blocks; a block has the target's or the draft model's KV."""
 
     hits: int = 0  # blocks that came back to the pool
     stores: int = 0
     evictions: int = 0
     skips: int = 0  # evicted blocks that were not stored, because the tier was busy
     failures: int = 0  # blocks that could not be written or read
-    blocks: int = 0  # in the tier at present
+    num_bytes: int = 0  # in the tier at present
 
 
 class DiskTier:
@@ -111,11 +107,11 @@ class DiskTier:
     def is_writable(self) -> bool:
         return not self.failure and self.num_blocks > 0
 
-    def read(self, key: bytes, out: Block) -> Future[bool]:
+    def read(self, key: bytes, out: memoryview) -> Future[bool]:
         """Read a block into `out`; the result is whether `out` has the block."""
         return self.reader.submit(self.read_now, key, out)
 
-    def read_now(self, key: bytes, out: Block) -> bool:
+    def read_now(self, key: bytes, out: memoryview) -> bool:
         with self.lock:
             place = self.found.get(key)
             checksum = None if place is None else self.sums[place]
@@ -123,11 +119,11 @@ class DiskTier:
             return False
         start, size = perf_counter(), 0
         try:
-            size = os.preadv(self.blocks, [out.data], place * self.block_bytes)
+            size = os.preadv(self.blocks, [out], place * self.block_bytes)
         except OSError as e:
             log.warning("A KV block cannot be read from memory.disk_path: %s", e)
         self.seconds += FADE * (perf_counter() - start - self.seconds)
-        is_right = size == self.block_bytes and crc32(out.data) == checksum
+        is_right = size == self.block_bytes and crc32(out) == checksum
         with self.lock:
             if self.found.get(key) != place:
                 return is_right  # it was evicted meanwhile
@@ -143,19 +139,19 @@ class DiskTier:
         self.free.append(place)
         del self.sums[place]
 
-    def write(self, key: bytes, block: Block) -> Future[None]:
+    def write(self, key: bytes, block: memoryview) -> Future[None]:
         """Write a block, which must not change before the result is there."""
         return self.writer.submit(self.write_now, key, block)
 
-    def write_now(self, key: bytes, block: Block) -> None:
+    def write_now(self, key: bytes, block: memoryview) -> None:
         with self.lock:
             place = None if self.failure else self.place()
         if place is None:
             return
-        checksum = crc32(block.data)
+        checksum = crc32(block)
         try:
             self.write_entry(place, b"")
-            write_all(self.blocks, block.data, place * self.block_bytes)
+            write_all(self.blocks, block, place * self.block_bytes)
             self.time += 1
             packed = ENTRY.pack(key, self.time, checksum)
             self.write_entry(place, packed + CHECKSUM.pack(crc32(packed)))
@@ -224,7 +220,7 @@ def open_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def write_all(file: int, data: Any, at: int) -> None:
+def write_all(file: int, data: bytes | memoryview, at: int) -> None:
     """Write all bytes at an offset."""
     view = memoryview(data)
     while view:

@@ -96,10 +96,9 @@ class Load:
     hosts   host blocks, one per key; a read from disk may still fill them
     """
 
-    def __init__(self, owner: str, found: Sequence[int]) -> None:
-        self.owner, self.found = owner, [*found]
+    def __init__(self, found: Sequence[int]) -> None:
+        self.found, self.read = [*found], set[bytes]()  # keys that only the disk had
         self.keys, self.blocks, self.hosts = list[bytes](), list[int](), list[int]()
-        self.reads: dict[bytes, Future[bool]] = {}
         self.num_issued = self.num_loaded = 0  # keys, in order
         self.waiting: set[int] = set()  # ids of requests
 
@@ -135,6 +134,7 @@ class Tiers:
         self.loads: list[Load] = []
         self.loading: dict[bytes, Load] = {}  # by key
         self.stored: list[bytes] = []  # keys whose blocks the next launch stores
+        self.reads: dict[bytes, Future[bool]] = {}  # from disk to host blocks
         self.writes: dict[bytes, Future[None]] = {}
         pool.on_evict = self.store
 
@@ -181,7 +181,7 @@ class Tiers:
 
         The pool must have as many blocks available, in addition to `found`.
         """
-        load = Load(owner, found)
+        load = Load(found)
         for block in load.found:
             self.pool.hold(block)
         for key in keys:
@@ -200,33 +200,41 @@ class Tiers:
     def take(self, load: Load, key: bytes) -> bool:
         """Hold the host block of a key, and read it from disk if only the disk has it."""
         if key not in self.host.found:
-            if self.disk is None or key not in self.disk:
+            if not self.try_read(key):
                 return False
-            host_block = self.host.try_add(key)
-            if host_block is None:
-                return False
-            updates = self.pool.updates  # a store of the key that had the host block before
-            updates.stores = [pair for pair in updates.stores if pair[1] != host_block]
-            load.reads[key] = self.disk.read(key, self.memory.memory[host_block].numpy())
+            load.read.add(key)
         load.keys.append(key)
         load.hosts.append(self.host.hold(key))
         return True
+
+    def try_read(self, key: bytes) -> bool:
+        """Begin to read a block from disk into a host block; return False if that is impossible."""
+        if self.disk is None or key not in self.disk:
+            return False
+        host_block = self.host.try_add(key)
+        if host_block is None:
+            return False
+        updates = self.pool.updates  # a store of the key that had the host block before
+        updates.stores = [pair for pair in updates.stores if pair[1] != host_block]
+        self.host.hold(key)
+        self.reads[key] = self.disk.read(key, self.view(host_block))
+        return True
+
+    def view(self, host_block: int) -> memoryview:
+        """The memory of a host block."""
+        return memoryview(self.memory.memory[host_block].numpy())
 
     def issue(self, seconds: float) -> None:
         """Add copies to the next launch that take about `seconds`, and at least one."""
         budget = max(seconds, LEAST)
         for load in self.loads:
-            while budget > 0 and self.is_next_ready(load):
+            while budget > 0 and load.num_issued < len(load.keys):
                 place = load.num_issued
+                if load.keys[place] in self.reads:
+                    break
                 self.pool.updates.loads.append((load.hosts[place], load.blocks[place]))
                 load.num_issued += 1
                 budget -= max(self.host_seconds, LEAST)
-
-    def is_next_ready(self, load: Load) -> bool:
-        if load.num_issued == len(load.keys):
-            return False
-        read = load.reads.get(load.keys[load.num_issued])
-        return read is None or (read.done() and read.result())
 
     def advance(self) -> list[Load]:
         """Return the loads that have ended since the last step, and begin to write to disk.
@@ -237,50 +245,42 @@ class Tiers:
         if updates.stores or updates.loads or not self.memory.is_idle:
             return []  # no launch has run them, or copies still run
         self.write_stored()
+        self.finish_reads()
         ended = []
         for load in [*self.loads]:
             load.num_loaded = load.num_issued
-            self.cut(load)
             if load.is_done:
                 self.end(load)
                 ended.append(load)
         return ended
 
-    def cut(self, load: Load) -> None:
-        """Shorten a load to the blocks before a read that failed."""
-        for place in range(load.num_issued, len(load.keys)):
-            read = load.reads.get(load.keys[place])
-            if read is not None and read.done() and not read.result():
-                self.shorten(load, place)
-                return
+    def finish_reads(self) -> None:
+        """Stop holding host blocks that were read. A read that failed ends its load before it."""
+        for key in [key for key, read in self.reads.items() if read.done()]:
+            is_right = self.reads.pop(key).result()
+            self.host.release(key)
+            if is_right:
+                continue
+            if (load := self.loading.get(key)) is not None:
+                self.shorten(load, load.keys.index(key))
+            self.host.drop(key)
 
     def shorten(self, load: Load, num_keys: int) -> None:
-        """Drop the last keys of a load. Host blocks without their contents become free."""
+        """Drop the last keys of a load."""
         for key in load.keys[num_keys:]:
             del self.loading[key]
             self.host.release(key)
-            read = load.reads.get(key)
-            if read is not None:
-                self.forget(key, read)
         self.pool.release(reversed(load.blocks[num_keys:]))
         for each in (load.keys, load.blocks, load.hosts):
             del each[num_keys:]
-
-    def forget(self, key: bytes, read: Future[bool]) -> None:
-        """Free a host block that a read did not fill."""
-        if not read.cancel():
-            wait_for([read])
-            if read.result():
-                return
-        self.host.drop(key)
 
     def end(self, load: Load) -> None:
         """Give the loaded blocks their keys, and release all blocks: they become cached."""
         self.loads.remove(load)
         for key in load.keys:
             del self.loading[key]
-            from_disk = key in load.reads
-            stats = self.disk.stats if self.disk is not None and from_disk else self.host.stats
+            of_disk = self.disk is not None and key in load.read
+            stats = self.disk.stats if self.disk is not None and of_disk else self.host.stats
             stats.hits += 1
         blocks = [self.pool.publish(*each) for each in zip(load.blocks, load.keys, strict=True)]
         self.pool.release(reversed([*load.found, *blocks]))
@@ -319,20 +319,20 @@ class Tiers:
                     disk.stats.skips += 1
                     continue
                 block = self.host.hold(key)
-                self.writes[key] = disk.write(key, self.memory.memory[block].numpy())
+                self.writes[key] = disk.write(key, self.view(block))
         self.stored.clear()
 
     def wait(self, seconds: float) -> None:
         """Wait for the next read from disk."""
-        reads = [read for load in self.loads for read in load.reads.values() if not read.done()]
-        if reads:
-            wait_for(reads, seconds, "FIRST_COMPLETED")
+        wait_for(self.reads.values(), seconds, "FIRST_COMPLETED")
 
     def reset(self) -> list[Load]:
         """Drop all blocks of all tiers, and return the loads that were cancelled."""
         cancelled = [*self.loads]
         for load in cancelled:
             self.cancel(load)
+        wait_for(self.reads.values())
+        self.finish_reads()
         self.finish_writes()
         for key in [*self.host.found]:
             self.host.drop(key)
@@ -348,8 +348,9 @@ class Tiers:
         self.writes.clear()
 
     def close(self) -> None:
-        """Finish the queued writes, and close the disk tier."""
+        """Finish reads and queued writes, and close the disk tier."""
         if self.disk is not None:
+            wait_for(self.reads.values())
             self.finish_writes()
             self.disk.close()
 
@@ -357,7 +358,8 @@ class Tiers:
         """Assert the invariants of loads and host tier."""
         self.host.check()
         holders = dict[bytes, int]()
-        for key in [*self.writes, *(key for load in self.loads for key in load.keys)]:
+        of_loads = [key for load in self.loads for key in load.keys]
+        for key in [*self.reads, *self.writes, *of_loads]:
             holders[key] = holders.get(key, 0) + 1
         assert holders == self.host.holders, "a host block is held by nothing"
         assert self.loading == {key: load for load in self.loads for key in load.keys}
@@ -368,9 +370,10 @@ class Tiers:
     @property
     def stats(self) -> dict[str, TierStats]:
         """The sums of each tier, by name."""
-        self.host.stats.blocks = len(self.host.found)
+        size = self.pool.block_bytes
+        self.host.stats.num_bytes = size * len(self.host.found)
         tiers = {"host": self.host.stats}
         if self.disk is not None:
-            self.disk.stats.blocks = len(self.disk)
+            self.disk.stats.num_bytes = size * len(self.disk)
             tiers["disk"] = self.disk.stats
         return tiers

@@ -227,7 +227,7 @@ def test_a_reset_empties_all_tiers(pair, tmp_path):
         engine.check()
     assert request.num_cached == 0
     engine.reset_cache()
-    assert all(stats.blocks == 0 for stats in engine.scheduler.tiers.stats.values())
+    assert all(stats.num_bytes == 0 for stats in engine.scheduler.tiers.stats.values())
     engine.close()
 
 

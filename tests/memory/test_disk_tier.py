@@ -8,7 +8,6 @@ import sys
 import time
 from random import Random
 
-import numpy as np
 import pytest
 
 from specserve.memory import disk_tier
@@ -22,7 +21,7 @@ def key_of(i):
 
 
 def block_of(i):
-    return np.frombuffer(Random(i).randbytes(BYTES), np.uint8)
+    return memoryview(Random(i).randbytes(BYTES))
 
 
 @pytest.fixture
@@ -45,9 +44,9 @@ def written(folder, numbers=range(3), **given):
 
 def read(tier, i):
     """Whether block i is found; its content is then right."""
-    out = np.zeros(BYTES, np.uint8)
-    is_found = tier.read(key_of(i), out).result()
-    assert not is_found or (out == block_of(i)).all(), "other content is found"
+    out = bytearray(BYTES)
+    is_found = tier.read(key_of(i), memoryview(out)).result()
+    assert not is_found or out == block_of(i), "other content is found"
     return is_found
 
 
