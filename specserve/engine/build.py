@@ -10,7 +10,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.engine.adapters import Adapters
-from specserve.engine.cache import NO_IDENTITIES, build_tiers, kv_identities, tier_words
+from specserve.engine.cache import NO_IDENTITIES, build_sessions, kv_identities, tier_words
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
@@ -138,8 +138,8 @@ def assemble(
         models = models._replace(target=adapters.slots.decoder)
     target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len)
-    tiers = build_tiers(config, pool, runners.target)
-    scheduler = Scheduler(step_budget(config, target, draft), pool, tiers=tiers)
+    sessions = build_sessions(config, pool, runners.target)
+    scheduler = Scheduler(step_budget(config, target, draft), pool, sessions=sessions)
     draft_model, head = None, None
     if runners.draft is not None and draft is not None:
         num_ids = num_ids or min(target.config.vocab_size, draft.config.vocab_size)

@@ -14,6 +14,7 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskInUse, DiskTier
+from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import HostTier, Tiers
 from specserve.models.source import open_source
 from specserve.version import VERSION
@@ -23,9 +24,9 @@ NO_IDENTITIES: Mapping[str, str] = MappingProxyType({})
 TIMED = 4  # blocks that are copied to measure the time of a load
 
 
-def build_tiers(config: Config, pool: BlockPool, target: Runner) -> Tiers | None:
-    """Return the tiers of a pool; None if the config has none. ConfigError if memory is missing, or
-    the folder cannot be used.
+def build_sessions(config: Config, pool: BlockPool, target: Runner) -> Sessions | None:
+    """Return the tiers of a pool and their sessions; None if the config has no tiers. ConfigError
+    if memory is missing, or the folder cannot be used.
     """
     memory, arena, block_bytes = config.memory, target.arena, pool.block_bytes
     num_blocks = memory.host_bytes // block_bytes
@@ -44,10 +45,11 @@ def build_tiers(config: Config, pool: BlockPool, target: Runner) -> Tiers | None
             f"the system refuses {num_blocks * block_bytes} bytes of host memory ({asked_for(e)}). "
             "Lower memory.host_bytes"
         ) from e
-    disk = None
+    disk = file = None
     if memory.disk_path is not None and memory.disk_bytes is not None:
         disk = open_disk(Path(memory.disk_path), memory.disk_bytes, block_bytes)
-    return Tiers(pool, HostTier(num_blocks), arena.host, disk, seconds)
+        file = Path(memory.disk_path) / "sessions"
+    return Sessions(Tiers(pool, HostTier(num_blocks), arena.host, disk, seconds), file)
 
 
 def open_disk(folder: Path, num_bytes: int, block_bytes: int) -> DiskTier:

@@ -108,8 +108,8 @@ class Engine:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether an adapter is being read for later requests."""
-        return self.adapters is not None and len(self.adapters.loading) > 0
+        """Return whether an adapter or KV blocks are being read or written for later requests."""
+        return self.scheduler.is_busy or bool(self.adapters is not None and self.adapters.loading)
 
     @property
     def is_idle(self) -> bool:
@@ -422,7 +422,8 @@ class Engine:
     def close(self) -> None:
         """Store step costs and queued KV blocks; stop compiling grammars and reading adapters."""
         self.keep_costs()
-        for part in (self.grammars, self.adapters, self.scheduler.tiers):
+        self.scheduler.close(self.target.run_updates)
+        for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
 

@@ -38,6 +38,8 @@ from specserve.exchange.messages import (
     Loading,
     Ready,
     Report,
+    SessionReport,
+    SessionTask,
     StepOutput,
     decode_commands,
 )
@@ -231,11 +233,14 @@ def serve(link: Link, control: Control) -> None:
             if commands.change is not None:
                 control.ask(commands.change)
             change_adapters(engine, commands)
+            for task in commands.sessions:
+                if (report_now := begin_task(engine, task)) is not None:
+                    link.send(report_now)
         if control.is_preparing and engine.is_idle:
             control.wait(MOMENT)
         if control.is_due:
             link.send(change(control))
-        for answer in loaded_adapters(engine):
+        for answer in (*loaded_adapters(engine), *finished_tasks(engine)):
             link.send(answer)
         link.send(report(engine, refused + engine.step()))
 
@@ -257,6 +262,35 @@ def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
             yield AdapterLoaded(folder, found)
         else:
             yield AdapterLoaded(folder, None, found)
+
+
+NO_TIERS = "this server keeps no sessions. Its operator can set memory.host_bytes"
+NO_DISK = "this server has no disk tier. Its operator can set memory.disk_path"
+
+
+def begin_task(engine: Engine, task: SessionTask) -> SessionReport | None:
+    """Begin a task for sessions; return its report if it has ended already."""
+    sessions = engine.scheduler.sessions
+    if sessions is None:
+        return SessionReport(task.id, refusal=NO_TIERS)
+    if task.action in ("pin", "unpin"):
+        sessions.pin(task.session, task.action == "pin")
+        return SessionReport(task.id, *sessions.count(task.session))
+    if sessions.tiers.disk is None:
+        return SessionReport(task.id, refusal=NO_DISK)
+    begin = sessions.save if task.action == "save" else sessions.load
+    begin(task.id, task.session)
+    return None
+
+
+def finished_tasks(engine: Engine) -> Iterator[SessionReport]:
+    """Yield the reports of session tasks that have ended since the last step."""
+    sessions = engine.scheduler.sessions
+    if sessions is None:
+        return
+    for id, name in sessions.finished():
+        disk = sessions.tiers.disk
+        yield SessionReport(id, *sessions.count(name), "" if disk is None else disk.failure)
 
 
 def change(control: Control) -> Changed:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from signal import SIGKILL
 from socket import SHUT_WR
 from subprocess import TimeoutExpired
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -34,6 +34,8 @@ from specserve.exchange.messages import (
     Ready,
     Report,
     ResumeState,
+    SessionReport,
+    SessionTask,
     SpeculationState,
     StepOutput,
     frame,
@@ -47,6 +49,7 @@ from specserve.memory.blocks import Keys
 log = logging.getLogger("specserve")
 
 LAST_SECONDS = 0.5  # seconds for the engine process to exit by itself, after its current step
+SAVE_SECONDS = 60.0  # the same, if it writes KV blocks to disk
 PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the 1st, 2nd, ... restart after recent deaths
 RETRIES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try if no process can be started
 END_SECONDS = 10.0  # seconds for a killed process to exit; a device may delay it
@@ -129,8 +132,15 @@ class EngineClient(asyncio.Protocol):
     the others continue: see `resume`.
     """
 
-    def __init__(self, spawned: Spawned, respawn: Callable[[], Spawned] | None = None) -> None:
+    def __init__(
+        self,
+        spawned: Spawned,
+        respawn: Callable[[], Spawned] | None = None,
+        saves_blocks: bool = False,
+    ) -> None:
+        """`saves_blocks`: the engine process writes KV blocks to disk before it exits."""
         self.process, self.socket = spawned
+        self.last_seconds = SAVE_SECONDS if saves_blocks else LAST_SECONDS
         self.respawn = respawn
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
@@ -148,7 +158,7 @@ class EngineClient(asyncio.Protocol):
         # Sets the config of the next process. None, also in `on_change`, is the first config.
         self.begin_with: Callable[[Config | None, tuple[str, ...]], None] = lambda *_: None
         self.owed_since: float | None = None  # since when a message of the engine is due
-        self.next_id, self.frames = 0, Frames()
+        self.next_id, self.num_tasks, self.frames = 0, 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
         self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes each
@@ -159,6 +169,8 @@ class EngineClient(asyncio.Protocol):
         self.loads: list[str] = []  # folders of adapters
         self.forgets: list[str] = []  # digests of adapters
         self.loading: dict[asyncio.Future[AdapterRef], str] = {}  # -> the folder
+        self.tasks: list[SessionTask] = []  # not yet sent
+        self.reporting: dict[int, asyncio.Future[SessionReport]] = {}  # by task
         self.changes = asyncio.Lock()  # one at a time
         self.change_due: Config | None = None
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
@@ -254,6 +266,21 @@ class EngineClient(asyncio.Protocol):
         self.loading[future] = folder
         return await future
 
+    async def session(
+        self, action: Literal["save", "load", "pin", "unpin"], session: str
+    ) -> SessionReport:
+        """Run a task for the KV of a session. Overloaded if the engine process ends first."""
+        if self.died.is_set():
+            raise EngineDied("the engine process has ended")
+        if not self.is_up:
+            raise Overloaded(REPLACED)
+        self.flush_soon()
+        self.num_tasks += 1
+        self.tasks.append(SessionTask(self.num_tasks, action, session))
+        future: asyncio.Future[SessionReport] = self.loop.create_future()
+        self.reporting[self.num_tasks] = future
+        return await future
+
     def forget_adapter(self, digest: str) -> None:
         """Free an adapter that no request will use. A new engine process never has it."""
         if self.is_up:
@@ -304,7 +331,7 @@ class EngineClient(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
-        lists = self.adds, self.finishes, self.loads, self.forgets
+        lists = self.adds, self.finishes, self.loads, self.forgets, self.tasks
         if not any((*lists, self.is_reset_due, self.is_state_due, self.change_due)):
             self.loop.call_soon(self.flush)
 
@@ -315,7 +342,8 @@ class EngineClient(asyncio.Protocol):
             self.owed_since = self.loop.time()
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
         due = self.is_reset_due, tenants, self.change_due
-        commands = EngineCommands(self.adds, self.finishes, *due, self.loads, self.forgets)
+        of_adapters = self.loads, self.forgets
+        commands = EngineCommands(self.adds, self.finishes, *due, *of_adapters, self.tasks)
         self.num_resets += self.is_reset_due
         self.clear_queue()
         if self.transport is not None and not self.died.is_set():
@@ -323,7 +351,7 @@ class EngineClient(asyncio.Protocol):
 
     def clear_queue(self) -> None:
         """Drop everything that the next message would send."""
-        self.adds, self.finishes, self.loads, self.forgets = [], [], [], []
+        self.adds, self.finishes, self.loads, self.forgets, self.tasks = [], [], [], [], []
         self.is_reset_due, self.is_state_due, self.change_due = False, False, None
 
     async def leave(self) -> None:
@@ -332,7 +360,7 @@ class EngineClient(asyncio.Protocol):
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutError):
                 self.socket.shutdown(SHUT_WR)
-                async with asyncio.timeout(LAST_SECONDS):
+                async with asyncio.timeout(self.last_seconds):
                     await self.died.wait()
         self.kill()
 
@@ -342,7 +370,7 @@ class EngineClient(asyncio.Protocol):
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutExpired):
                 self.socket.shutdown(SHUT_WR)
-                self.process.wait(LAST_SECONDS)
+                self.process.wait(self.last_seconds)
         self.kill()
 
     def kill(self) -> None:
@@ -369,6 +397,10 @@ class EngineClient(asyncio.Protocol):
                     self.changed(changed)
                 case AdapterLoaded() as loaded:
                     self.adapter_loaded(loaded)
+                case SessionReport(id) as report:
+                    future = self.reporting.pop(id)
+                    if not future.done():  # else the caller was cancelled
+                        future.set_result(report)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
@@ -417,9 +449,11 @@ class EngineClient(asyncio.Protocol):
             (_, future), self.changing = self.changing, None
             future.set_exception(Overloaded(REPLACED))
         loading, self.loading = self.loading, {}
-        for adapter in loading:
-            if not adapter.done():
-                adapter.set_exception(Overloaded(REPLACED))
+        reporting, self.reporting = self.reporting, {}
+        futures: list[asyncio.Future[Any]] = [*loading, *reporting.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None

@@ -4,6 +4,7 @@ import socket
 from array import array
 from collections.abc import Iterable, Iterator
 from struct import Struct
+from typing import Literal
 
 import msgspec
 
@@ -29,6 +30,7 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     call: int  # id of the call's first request; earlier calls have smaller numbers
     tenant: int = 0  # index of the API key in the key file; 0 without keys
     request_id: str = ""  # of the HTTP request, for log lines
+    session: str = ""  # the request's `prompt_cache_key`
 
 
 VERSION = 1  # of the messages; a process that receives another version fails
@@ -305,6 +307,24 @@ class EngineStart(msgspec.Struct, frozen=True):
     tenants: tuple[str, ...] = ()  # digest of each API key, if blocks are kept on disk
 
 
+class SessionTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task for the KV blocks of the requests with one `prompt_cache_key`."""
+
+    id: int
+    action: Literal["save", "load", "pin", "unpin"]
+    session: str
+
+
+class SessionReport(msgspec.Struct, frozen=True, tag=True):
+    """The reply to a SessionTask. If nothing was done, `refusal` is the reason."""
+
+    id: int
+    num_blocks: int = 0  # 0: no session has the name
+    num_in_memory: int = 0
+    num_on_disk: int = 0
+    refusal: str = ""
+
+
 class EngineCommands(msgspec.Struct, frozen=True):
     """A message to the engine. It adds and removes requests before the next step."""
 
@@ -315,6 +335,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     change: Config | None = None  # of speculation; the reply, some steps later, is a `Changed`
     load_adapters: list[str] = []  # folders; the replies, some steps later, are `AdapterLoaded`
     forget_adapters: list[str] = []  # digests of adapters that requests can no longer name
+    sessions: list[SessionTask] = []  # the replies, some steps later, are `SessionReport`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -391,7 +412,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded
+EngineReply = SpeculationState | Changed | AdapterLoaded | SessionReport
+FromEngine = Loading | Failed | Ready | Report | EngineReply
 
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode
 decode_reply = msgspec.msgpack.Decoder(FromEngine).decode

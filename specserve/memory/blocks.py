@@ -347,6 +347,11 @@ class BlockTable:
         assert reserved, "fewer blocks are available than `spare`"
         return num_slots
 
+    @property
+    def published_keys(self) -> list[bytes]:
+        """The keys of the blocks that have one."""
+        return [] if self.hasher is None else self.hasher.keys[: self.num_published]
+
     def num_keys(self, token_ids: "array[int]") -> int:
         """Maximum number of full blocks that a lookup of these tokens returns. They end before the
         last token, which is always computed because its logits are needed.

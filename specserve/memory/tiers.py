@@ -1,15 +1,17 @@
 """The tiers below the block pool: evicted KV blocks in host memory and on disk, and their loads."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from itertools import islice
 
 from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskTier, TierStats
 from specserve_kernels import HostMemory
 
 LEAST = 1e-9  # seconds; least time to load a block
+SAVED = 8  # most blocks of the pool that a step saves
 
 
 class HostTier:
@@ -70,9 +72,11 @@ class HostTier:
             if key not in self.pinned:
                 self.idle[key] = None
 
-    def pin(self, keys: Collection[bytes]) -> None:
-        """Keep the blocks of exactly these keys until the next call."""
-        self.pinned = set(keys)
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Keep the blocks of exactly these keys until the next call. They fill at most half of the
+        tier, so that other blocks can pass through it.
+        """
+        self.pinned = set(islice(keys, self.num_blocks // 2))
         held = self.pinned | self.holders.keys()
         self.idle = OrderedDict.fromkeys(
             [*(key for key in self.idle if key not in held)]
@@ -136,6 +140,7 @@ class Tiers:
         self.stored: list[bytes] = []  # keys whose blocks the next launch stores
         self.reads: dict[bytes, Future[bool]] = {}  # from disk to host blocks
         self.writes: dict[bytes, Future[None]] = {}
+        self.saving: dict[bytes, None] = {}  # keys that shall be on disk, in order
         pool.on_evict = self.store
 
     @property
@@ -222,7 +227,8 @@ class Tiers:
 
     def view(self, host_block: int) -> memoryview:
         """The memory of a host block."""
-        return memoryview(self.memory.memory[host_block].numpy())
+        view: memoryview = self.memory.memory[host_block].numpy().data
+        return view
 
     def issue(self, seconds: float) -> None:
         """Add copies to the next launch that take about `seconds`, and at least one."""
@@ -245,6 +251,7 @@ class Tiers:
         if updates.stores or updates.loads or not self.memory.is_idle:
             return []  # no launch has run them, or copies still run
         self.write_stored()
+        self.save_some()  # the next launch stores these blocks, so `write_stored` comes before
         self.finish_reads()
         ended = []
         for load in [*self.loads]:
@@ -253,6 +260,39 @@ class Tiers:
                 self.end(load)
                 ended.append(load)
         return ended
+
+    def save(self, keys: Iterable[bytes]) -> None:
+        """Begin to write these blocks to disk, from the pool or the host tier. They are in `saving`
+        until they are on disk, or lost.
+        """
+        self.saving |= dict.fromkeys(keys)
+
+    def save_some(self) -> None:
+        """Store some of the blocks to save in the host tier; `write_stored` writes them."""
+        disk, left = self.disk, SAVED
+        if disk is None or not disk.is_writable:
+            self.saving.clear()
+        for key in [*self.saving]:
+            if left == 0 or 2 * (len(self.writes) + len(self.stored)) >= self.host.num_blocks:
+                return
+            if key in self.writes or key in self.stored:
+                continue
+            if key in self.host.found and (disk is None or key not in disk):
+                self.stored.append(key)
+            elif disk is not None and key not in disk and key in self.pool.found:
+                self.store(self.pool.found[key], key)
+                left -= 1
+            else:  # on disk, or nowhere
+                del self.saving[key]
+
+    def fetch(self, keys: Iterable[bytes], most: int) -> None:
+        """Begin to read at most so many blocks from disk to the host tier."""
+        for key in keys:
+            if key in self.host.found or key in self.pool.found:
+                continue
+            if most == 0 or not self.try_read(key):
+                return
+            most -= 1
 
     def finish_reads(self) -> None:
         """Stop holding host blocks that were read. A read that failed ends its load before it."""
@@ -323,8 +363,9 @@ class Tiers:
         self.stored.clear()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the next read from disk."""
-        wait_for(self.reads.values(), seconds, "FIRST_COMPLETED")
+        """Wait for the next block from disk or to disk."""
+        each = [*self.reads.values(), *(self.writes.values() if self.saving else ())]
+        wait_for(each, seconds, "FIRST_COMPLETED")
 
     def reset(self) -> list[Load]:
         """Drop all blocks of all tiers, and return the loads that were cancelled."""
@@ -334,6 +375,7 @@ class Tiers:
         wait_for(self.reads.values())
         self.finish_reads()
         self.finish_writes()
+        self.saving.clear()
         for key in [*self.host.found]:
             self.host.drop(key)
         if self.disk is not None:

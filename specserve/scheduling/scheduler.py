@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from time import perf_counter
@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.memory.blocks import BlockPool
-from specserve.memory.tiers import Load, Tiers
+from specserve.memory.blocks import BlockPool, PendingUpdates
+from specserve.memory.sessions import Sessions
+from specserve.memory.tiers import Load
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import Step, StepCosts
@@ -300,10 +301,13 @@ class Scheduler:
         budget: StepBudget,
         pool: BlockPool,
         costs: StepCosts | None = None,
-        tiers: Tiers | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
-        """`costs` holds the known costs of the target's steps; `tiers` has evicted blocks."""
-        self.budget, self.pool, self.tiers = budget, pool, tiers
+        """`costs` holds the known costs of the target's steps. `sessions` has the tiers with
+        evicted blocks.
+        """
+        self.budget, self.pool, self.sessions = budget, pool, sessions
+        self.tiers = None if sessions is None else sessions.tiers
         self.costs = costs or StepCosts(budget.max_batched_tokens)
         self.waiting = Queue()
         self.running: list[Request] = []
@@ -324,6 +328,9 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         self.stop_loads(request)
+        if self.sessions is not None and request.caller.session:
+            keys = [t.published_keys for t in (request.table, request.draft_table)]
+            self.sessions.record(request.caller.session, request.caller.tenant, *keys)
         leader = request.detach()
         if leader is not None and leader in self.waiting:
             self.waiting.line_up(leader)
@@ -336,7 +343,27 @@ class Scheduler:
         if self.tiers is not None:
             for load in self.tiers.reset():
                 self.waiting.loaded(load)
+        if self.sessions is not None:
+            self.sessions.reset()
         self.pool.reset_cache()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether sessions are being saved or loaded."""
+        return self.sessions is not None and self.sessions.is_busy
+
+    def close(self, run_updates: Callable[[PendingUpdates], object]) -> None:
+        """Write the blocks of pinned sessions to disk, and close the tiers."""
+        tiers = self.tiers
+        if tiers is None or self.sessions is None:
+            return
+        self.sessions.write()
+        tiers.save(self.sessions.pinned_keys)
+        while tiers.saving:
+            run_updates(self.pool.updates)
+            tiers.advance()
+            tiers.wait(1.0)
+        tiers.close()
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert the invariants of pool and tiers; `tables` are the blocks of all tables."""

@@ -17,7 +17,7 @@ SIZE = 2  # tokens
 ROOT = b"root"
 ACTS = {  # how often each happens
     **{"begin": 4, "load": 10, "match": 6, "compute": 8, "fork": 3, "reserve": 2, "end": 2},
-    **{"plan": 12, "cancel": 2, "reset": 0.1, "pin": 0.3},
+    **{"plan": 12, "cancel": 2, "reset": 0.1, "pin": 0.3, "save": 1},
 }
 
 
@@ -145,6 +145,8 @@ class Model:
         elif act == "reset":
             self.tiers.reset()
             self.pool.reset_cache()
+        elif act == "save":
+            self.tiers.save([*self.pool.found][:3])
         elif act == "pin":
             known = [*self.tiers.host.found]
             self.tiers.host.pin(self.rng.sample(known, min(2, len(known))))
@@ -267,13 +269,14 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
 
 
 def test_a_pinned_block_stays_in_the_host_tier():
-    _, tiers, _ = tiers_of(num_host=3)
-    tiers.host.pin([b"0", b"2"])
-    added = [tiers.host.try_add(key) for key in (b"a", b"b")]
-    assert None not in added and tiers.host.found.keys() == {b"0", b"2", b"b"}
+    _, tiers, _ = tiers_of(num_host=4)
+    tiers.host.pin([b"0", b"2", b"1"])
+    added = [tiers.host.try_add(key) for key in (b"a", b"b", b"c")]
+    assert None not in added
+    assert tiers.host.found.keys() == {b"0", b"2", b"b", b"c"}, "at most half is pinned"
     tiers.host.pin([])
     tiers.check()
-    assert all(tiers.host.try_add(b"%d" % i) is not None for i in range(10, 13))
+    assert all(tiers.host.try_add(b"%d" % i) is not None for i in range(10, 14))
 
 
 def test_a_host_tier_without_a_place_loses_the_block_only():
