@@ -111,7 +111,7 @@ def build(
             num_slots = engine.num_slots if runner is engine.target else 0
             words = tune(model, runner, engine.pool, config, max_len, num_slots)
             phases.note(f"{name} threads", words)
-        if engine.speculator is not None:
+        if engine.speculator is not None or engine.scheduler.tiers is not None:
             with phases.phase(f"{name} steps"):
                 words = measure(runner, engine.pool, costs, config, max_len)
                 phases.note(f"{name} steps", words)

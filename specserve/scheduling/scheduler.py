@@ -550,8 +550,11 @@ class Scheduler:
 
     def is_load_faster(self, rows: int, context: int, seconds: float, costs: StepCosts) -> bool:
         """Return whether a load takes less time than computing its `rows`, which end at `context`.
-        While requests run, a load takes another step, and a share of each step.
+        While requests run, a load takes another step, and a share of each step. Without measured
+        steps, loads are assumed to be faster.
         """
+        if not costs.has_steps:
+            return True
         most = self.budget.max_batched_tokens
         if self.running:
             seconds = seconds / LOADING + self.costs.of(self.step)
