@@ -23,10 +23,15 @@ def allocate(num_bytes: int) -> Tensor:
     The system assigns pages at their first write. Huge pages, if available, reduce the page lookups
     of each step.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mapped(num_bytes)
     with suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def mapped(num_bytes: int) -> mmap.mmap:
+    """Map zeroed memory of this process."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
@@ -46,7 +51,10 @@ class HostBlocks:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.memory = allocate(num_blocks * block_bytes).view(num_blocks, block_bytes)
+        # Without huge pages: their first write takes several times as long, and copies need few
+        # page lookups.
+        memory = torch.frombuffer(mapped(num_blocks * block_bytes), dtype=torch.uint8)
+        self.memory = memory.view(num_blocks, block_bytes)
 
     def store(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the arena [num_blocks, block_bytes] to host blocks, in order.

@@ -21,6 +21,7 @@ MAGIC, VERSION = b"specserve-kv", 1
 ENTRY = Struct("<32sQI")  # key, time of the last use, CRC-32 of the block; then CRC-32 of these
 CHECKSUM = Struct("<I")
 ENTRY_BYTES = 64  # bytes per entry of the index, and of its header
+READERS = 2  # threads, so that one reads while the other computes a checksum
 UNKNOWN = 2e9  # bytes per second; first estimate of reads
 FADE = 0.2  # weight of a read in the estimate
 
@@ -48,7 +49,7 @@ class DiskTier:
     write the entry. A process that is killed in between leaves a place without a key. A block with
     a wrong checksum is not found.
 
-    Threads read and write, one each. All other methods belong to the caller's thread.
+    Threads read and write. All other methods belong to the caller's thread.
     """
 
     def __init__(self, folder: Path, num_bytes: int, block_bytes: int) -> None:
@@ -70,8 +71,10 @@ class DiskTier:
             raise DiskInUse(f"{folder} is in use by another process") from e
         self.open()
         used = {*self.found.values()}
-        self.free = [place for place in reversed(range(self.num_blocks)) if place not in used]
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="KV reads")
+        # The last place is used first. Ends of prefixes are evicted before their beginnings, so a
+        # prefix lies in the order in which it is read.
+        self.free = [place for place in range(self.num_blocks) if place not in used]
+        self.reader = ThreadPoolExecutor(READERS, thread_name_prefix="KV reads")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="KV writes")
 
     def open(self) -> None:
@@ -194,7 +197,7 @@ class DiskTier:
             os.ftruncate(self.blocks, 0)
             self.found.clear()
             self.sums.clear()
-            self.free = [*reversed(range(self.num_blocks))]
+            self.free = [*range(self.num_blocks)]
 
     def close(self) -> None:
         """Write the order of eviction, and let other processes use the folder."""

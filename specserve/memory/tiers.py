@@ -261,11 +261,11 @@ class Tiers:
                 ended.append(load)
         return ended
 
-    def save(self, keys: Iterable[bytes]) -> None:
+    def save(self, keys: Sequence[bytes]) -> None:
         """Begin to write these blocks to disk, from the pool or the host tier. They are in `saving`
         until they are on disk, or lost.
         """
-        self.saving |= dict.fromkeys(keys)
+        self.saving |= dict.fromkeys(reversed(keys))  # in the order of evictions
 
     def save_some(self) -> None:
         """Store some of the blocks to save in the host tier; `write_stored` writes them."""

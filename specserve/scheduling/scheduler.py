@@ -268,7 +268,7 @@ def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
 
 
 FADE = 0.9  # factor per step on the largest recent drafting time
-LOADING = 0.15  # share of a step's time that loads may add while streams run
+LOADING = 0.1  # share of a step's time that loads may add while streams run
 PRESSED = 3.0  # slack below this multiple of its prompt's time makes a request urgent
 
 

@@ -34,8 +34,9 @@ def tier_of(folder, num_blocks=8, block_bytes=BYTES):
 
 
 def written(folder, numbers=range(3), **given):
-    """The folder of a tier that was closed after these blocks."""
+    """The folder of a tier that was closed after these blocks, which lie in order."""
     tier = tier_of(folder, **given)
+    tier.free.reverse()
     for i in numbers:
         tier.write(key_of(i), block_of(i)).result()
     tier.close()
@@ -48,6 +49,14 @@ def read(tier, i):
     is_found = tier.read(key_of(i), memoryview(out)).result()
     assert not is_found or out == block_of(i), "other content is found"
     return is_found
+
+
+def test_the_blocks_of_a_prefix_lie_in_the_order_of_reads(folder):
+    tier = tier_of(folder, 3)
+    for i in (2, 1, 0):  # as they are evicted
+        tier.write(key_of(i), block_of(i)).result()
+    assert [tier.found[key_of(i)] for i in range(3)] == [0, 1, 2]
+    tier.close()
 
 
 def found(folder, numbers=range(3), **given):

@@ -61,6 +61,7 @@ class Measured:
 
     def __init__(self, decoder: Decoder, name: str, most: int, folder: Path) -> None:
         self.engine = tiered(decoder, name, most, folder)
+        self.engine.target.arena.blocks.zero_()  # the system assigns the pages
         self.rng, self.vocab_size = random.Random(0), decoder.config.vocab_size
 
     def prompt(self, size: int) -> list[int]:
@@ -119,7 +120,7 @@ def tiered(decoder: Decoder, name: str, most: int, folder: Path) -> Engine:
     tokens = 2 * most + 1024
     engine = make_engine(decoder, name, most, tokens, {"drafter.name": "none"})
     block_bytes = engine.pool.block_bytes
-    num_bytes = 4 * engine.pool.num_blocks * block_bytes
+    num_bytes = 2 * engine.pool.num_blocks * block_bytes
     engine.close()
     settings = {
         "drafter.name": "none",
