@@ -246,6 +246,12 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="system message; default: none")
     p.add_argument(
+        "--session",
+        type=Path,
+        metavar="FILE",
+        help="file that keeps the conversation; a later chat with the same file continues it",
+    )
+    p.add_argument(
         "--show-drafts",
         action="store_true",
         help="color each token by the drafter that proposed it",
@@ -483,12 +489,13 @@ def chat(args: argparse.Namespace) -> None:
 
         refuse_with_url(args)
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
-        asked = {"model": args.model, **sampling(args)}
+        session = None if args.session is None else args.session.stem
+        asked = {"model": args.model, "prompt_cache_key": session, **sampling(args)}
         remote = Remote(args.url, key, asked, Colored() if args.show_drafts else None)
         say_scaled(remote.card.scaled)
         if args.show_drafts:
             show_legend(remote.card.sources)
-        converse(ChatSession(remote, args.system))
+        converse(ChatSession(remote, args.system, args.session))
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file needs a server. Name the server with --url")
@@ -504,7 +511,9 @@ def chat(args: argparse.Namespace) -> None:
         say_scaled(scaled_models(llm.folders[:3]))
         if args.show_drafts:
             show_legend(llm.speculation().known_sources)
-        converse(ChatSession(local, args.system))
+        converse(ChatSession(local, args.system, args.session))
+        if args.session is not None and llm.config.memory.disk_path is not None:
+            llm.save_cache()
 
 
 def say_scaled(models: "Sequence[Scaled]") -> None:

@@ -354,16 +354,22 @@ class Scheduler:
 
     def close(self, run_updates: Callable[[PendingUpdates], object]) -> None:
         """Write the blocks of pinned sessions to disk, and close the tiers."""
+        if self.tiers is not None and self.sessions is not None:
+            self.sessions.write()
+            self.save(self.sessions.pinned_keys, run_updates)
+            self.tiers.close()
+
+    def save(self, keys: Sequence[bytes], run_updates: Callable[[PendingUpdates], object]) -> None:
+        """Write these blocks to disk, from the pool or host memory, and wait until they are there.
+        No step may run meanwhile.
+        """
         tiers = self.tiers
-        if tiers is None or self.sessions is None:
-            return
-        self.sessions.write()
-        tiers.save(self.sessions.pinned_keys)
+        assert tiers is not None, "the config has tiers"
+        tiers.save(keys)
         while tiers.saving:
             run_updates(self.pool.updates)
             tiers.advance()
             tiers.wait(1.0)
-        tiers.close()
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert the invariants of pool and tiers; `tables` are the blocks of all tables."""
