@@ -21,7 +21,7 @@ from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import source_hash
 
 NO_IDENTITIES: Mapping[str, str] = MappingProxyType({})
-TIMED = 4  # blocks that are copied to measure the time of a load
+TIMED = 32  # blocks that are copied to measure the time of a load; more than caches hold
 
 
 def build_sessions(config: Config, pool: BlockPool, target: Runner) -> Sessions | None:

@@ -268,6 +268,7 @@ def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
 
 
 FADE = 0.9  # factor per step on the largest recent drafting time
+ALONE = 0.05  # seconds of loads in a launch without rows: then new requests are considered
 LOADING = 0.1  # share of a step's time that loads may add while streams run
 PRESSED = 3.0  # slack below this multiple of its prompt's time makes a request urgent
 
@@ -327,10 +328,11 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.stop_loads(request)
-        if self.sessions is not None and request.caller.session:
-            keys = [t.published_keys for t in (request.table, request.draft_table)]
-            self.sessions.record(request.caller.session, request.caller.tenant, *keys)
+        if self.sessions is not None:
+            self.sessions.tiers.leave(request.id)
+            if request.caller.session:
+                keys = [t.published_keys for t in (request.table, request.draft_table)]
+                self.sessions.record(request.caller.session, request.caller.tenant, *keys)
         leader = request.detach()
         if leader is not None and leader in self.waiting:
             self.waiting.line_up(leader)
@@ -405,7 +407,7 @@ class Scheduler:
             self.preempt((beams or self.running)[-1])
             return self.plan()
         if self.tiers is not None:
-            self.tiers.issue(LOADING * self.costs.of(self.step) if roots or chunks else inf)
+            self.tiers.issue(LOADING * self.costs.of(self.step) if roots or chunks else ALONE)
         return roots + chunks
 
     def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
@@ -590,11 +592,6 @@ class Scheduler:
             load.waiting.add(request.id)
         return load is not None
 
-    def stop_loads(self, request: Request) -> None:
-        """Cancel the loads for which only this request waits."""
-        if self.tiers is not None:
-            self.tiers.leave(request.id)
-
     def make_place(self, request: Request) -> bool:
         """Make room for a request, with preemption if necessary; return False if that is not
         possible.
@@ -692,7 +689,6 @@ class Scheduler:
         """
         is_waiting = request.num_uncomputed == 0
         self.running.remove(request)
-        self.stop_loads(request)
         request.release()
         if not is_waiting:
             self.add(request)

@@ -169,6 +169,35 @@ def test_a_load_that_is_slower_than_computing_is_not_used(pair):
         assert request.num_cached == num_cached and request.token_ids == first.token_ids
 
 
+def test_a_load_next_to_streams_takes_longer(pair):
+    """Its share of each step decides."""
+    engine = tiered(pair[0], kv_bytes=60 * BLOCK)
+    del engine.scheduler.is_load_faster
+    run(engine, [(prompt_of(0), sampling())])
+    seconds = engine.scheduler.costs.seconds(96, 96, 1) / 6 / 2  # half of computing a block
+    engine.scheduler.tiers.host_seconds = seconds
+    for has_stream, num_cached in ((True, 0), (False, 96)):
+        evict(engine)
+        stream = engine.add(prompt_of(1, 20), sampling(60))
+        engine.step()
+        if not has_stream:
+            engine.finish(stream.id)
+        request = engine.add(prompt_of(0), sampling())
+        while request.num_output == 0:
+            engine.step()
+        assert request.num_cached == num_cached
+        for each in (request, stream):
+            engine.finish(each.id)
+
+
+def test_a_request_for_prompt_logprobs_loads_nothing(pair):
+    engine = tiered(pair[0])
+    run(engine, [(prompt_of(0), sampling())])
+    evict(engine)
+    run(engine, [(prompt_of(0), sampling(prompt_logprobs=1))])
+    assert engine.scheduler.tiers.stats["host"].hits == 0
+
+
 def test_requests_with_one_prefix_share_a_load(pair):
     engine = tiered(pair[0], kv_bytes=60 * BLOCK)
     run(engine, [(prompt_of(0), sampling())])
