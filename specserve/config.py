@@ -134,6 +134,39 @@ class MemoryConfig(Section, frozen=True):
             "to a key which prefixes other keys have sent"
         ),
     ] = False
+    host_bytes: Annotated[
+        Natural,
+        about(
+            "host memory in bytes for KV blocks that leave the pool; requests load them back if "
+            "this is faster than computing them; 0: none"
+        ),
+    ] = 0
+    disk_path: Annotated[
+        Name | None,
+        about(
+            "folder for KV blocks that leave the pool, also for the next start; needs host_bytes. "
+            "One server at a time uses it. Unset: none"
+        ),
+    ] = None
+    disk_bytes: Annotated[
+        Positive | None, about("size of the blocks in disk_path, in bytes; needs disk_path")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.host_bytes and not self.prefix_cache:
+            raise ValueError(
+                "memory.host_bytes has no effect if memory.prefix_cache = false. Remove one of them"
+            )
+        if self.disk_path and not self.host_bytes:
+            raise ValueError(
+                "memory.disk_path needs memory.host_bytes, because blocks pass through host "
+                "memory. Set memory.host_bytes, for example to a tenth of memory.disk_bytes"
+            )
+        if (self.disk_path is None) != (self.disk_bytes is None):
+            set_name, other = "disk_path", "disk_bytes"
+            if self.disk_path is None:
+                set_name, other = other, set_name
+            raise ValueError(f"memory.{set_name} needs memory.{other}. Set both or none")
 
 
 class SchedulerConfig(Section, frozen=True):

@@ -25,7 +25,7 @@ def allocate(num_bytes: int) -> Tensor:
     The system assigns pages at their first write. Huge pages, if available, reduce the page lookups
     of each step.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mapped(num_bytes)
     with suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -54,6 +54,11 @@ def offload(x: Tensor) -> Tensor | None:
     return None
 
 
+def mapped(num_bytes: int) -> mmap.mmap:
+    """Map zeroed memory of this process."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy whole blocks of the arena, in the given order.
 
@@ -62,6 +67,44 @@ def copy_blocks(blocks: Tensor, source: Tensor, target: Tensor) -> None:
     """
     for s, t in zip(source.tolist(), target.tolist(), strict=True):
         blocks[t].copy_(blocks[s])
+
+
+class HostBlocks:
+    """Blocks in host memory, and copies between them and the arena's blocks.
+
+    memory  [num_blocks, block_bytes]  uint8, zeroed
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        # Without huge pages: their first write takes several times as long, and copies need few
+        # page lookups.
+        memory = torch.frombuffer(mapped(num_blocks * block_bytes), dtype=torch.uint8)
+        self.memory = memory.view(num_blocks, block_bytes)
+
+    def store(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks of the arena [num_blocks, block_bytes] to host blocks, in order.
+
+        `pairs` are (block of the arena, host block). Forwards that are launched later may write to
+        the arena's blocks at once.
+        """
+        for block, host_block in pairs:
+            self.memory[host_block].copy_(blocks[block])
+
+    def load(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy host blocks to the arena, in order; `pairs` are (host block, block of the arena).
+
+        Until `is_idle`, no forward may read these blocks of the arena.
+        """
+        for host_block, block in pairs:
+            blocks[block].copy_(self.memory[host_block])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all copies are complete."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
 
 
 def free_memory() -> int:

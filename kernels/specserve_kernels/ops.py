@@ -100,6 +100,21 @@ class Program(Protocol):
         ...
 
 
+class HostMemory(Protocol):
+    """Blocks in host memory. `specserve_kernels.host.HostBlocks` defines the methods."""
+
+    memory: Tensor
+
+    def store(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None: ...
+
+    def load(self, blocks: Tensor, pairs: Iterable[tuple[int, int]]) -> None: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
 class Ops(Protocol):
     """The ops of a build. The docstrings of the reference build are the contract.
 
@@ -118,6 +133,8 @@ class Ops(Protocol):
     def place(self, x: Tensor) -> Tensor: ...
 
     def allocate(self, num_bytes: int) -> Tensor: ...
+
+    def host_blocks(self, num_blocks: int, block_bytes: int) -> HostMemory: ...
 
     def free_memory(self) -> int: ...
 

@@ -326,7 +326,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         modules = modules_of(self.config, self.adapters.model)
         # In the loop's thread, because the process ends with the thread that started it.
         engines = ForkServer(self.config, folders.drafters)
-        client = EngineClient(engines.start(), engines.start)
+        saves_blocks = self.config.memory.disk_path is not None
+        client = EngineClient(engines.start(), engines.start, saves_blocks)
         try:
             await client.connect()
             paths = folders.target, folders.draft, self.config.model.chat_template

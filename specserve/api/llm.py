@@ -28,7 +28,7 @@ from specserve.config import Config
 from specserve.engine.build import build
 from specserve.engine.loading import Model, Weights, check_device
 from specserve.engine.process import Control
-from specserve.errors import RequestError, Sleeping, of_failure
+from specserve.errors import ConfigError, RequestError, Sleeping, of_failure
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import SamplingParams, choices_of, for_prompt
@@ -417,6 +417,16 @@ class LLM(BaseLLM[None]):
     def check_awake(self) -> None:
         if self.control.is_asleep:
             raise Sleeping("the LLM sleeps. Call wake_up() first")
+
+    def save_cache(self) -> None:
+        """Write the prefix cache to `memory.disk_path`, for the next start. ConfigError if that is
+        unset.
+        """
+        scheduler = self.engine.scheduler
+        if scheduler.tiers is None or scheduler.tiers.disk is None:
+            raise ConfigError("save_cache() needs a folder. Set memory.disk_path")
+        with self.lock, interrupts_held():
+            scheduler.save([*scheduler.pool.found], self.engine.target.run_updates)
 
     def close(self) -> None:
         """Abort all running requests, and close the engine."""

@@ -3,16 +3,21 @@
 Does not import torch, because a chat with a server does not need it.
 """
 
+import json
+import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+
 from specserve.api.watch import Colored, harmless
-from specserve.errors import PromptTooLong, RequestError, SpecserveError
+from specserve.errors import ConfigError, PromptTooLong, RequestError, SpecserveError
 from specserve.models.folder import name_of
 from specserve.text.template_messages import Message
 
@@ -76,13 +81,34 @@ class Answerer(Protocol):
 class ChatSession:
     """The messages of a chat. An aborted response is kept up to its last token."""
 
-    def __init__(self, answerer: Answerer, system: str | None = None) -> None:
-        self.answerer = answerer
+    def __init__(
+        self, answerer: Answerer, system: str | None = None, file: Path | None = None
+    ) -> None:
+        """`file` keeps the messages, and has those of an earlier chat if it exists. ConfigError for
+        an invalid file.
+        """
+        self.answerer, self.file = answerer, file
         self.opening = [] if system is None else [{"role": "system", "content": system}]
-        self.reset()
+        earlier = [] if file is None else read_messages(file)
+        self.messages: list[Message] = earlier or [*self.opening]
+        if earlier and system is not None and earlier[0] != self.opening[0]:
+            raise ConfigError(
+                f"--system has no effect: {file} has a conversation with another system message. "
+                "Remove --system, or name a new file with --session"
+            )
 
     def reset(self) -> None:
-        self.messages: list[Message] = [*self.opening]
+        self.messages = [*self.opening]
+        self.keep()
+
+    def keep(self) -> None:
+        """Replace the file. A failure is printed, and the chat goes on."""
+        if self.file is None:
+            return
+        try:
+            write_messages(self.file, self.messages)
+        except OSError as e:
+            print(f"error: --session {self.file} cannot be written ({e})", file=sys.stderr)
 
     @property
     def introduction(self) -> str:
@@ -109,6 +135,7 @@ class ChatSession:
         print(harmless(ending), file=sys.stderr, flush=True)
         if is_kept:
             self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+            self.keep()
 
     def show(
         self, pieces: Generator[str, None, AnswerStatistics], parts: list[str]
@@ -136,6 +163,27 @@ class ChatSession:
         has_past = len(self.messages) > len(self.opening)
         hint = " (/reset removes the earlier messages)" if is_too_long and has_past else ""
         return f"error: {' '.join(str(error).split())}{hint}"
+
+
+def read_messages(file: Path) -> list[Message]:
+    """The messages of an earlier chat; none if the file does not exist."""
+    try:
+        messages = json.loads(file.read_bytes())
+        msgspec.convert(messages, list[dict[str, str]])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, msgspec.ValidationError) as e:
+        raise ConfigError(f"--session {file} is not a conversation ({e}). Name a new file") from e
+    return list[Message](messages)
+
+
+def write_messages(file: Path, messages: Sequence[Message]) -> None:
+    """Replace the file atomically. Only this user can read it."""
+    temporary = file.with_name(f"{file.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        json.dump(messages, out)  # with escapes, also of surrogates, for undecodable input
+    os.replace(temporary, file)
 
 
 def converse(chat: ChatSession) -> None:

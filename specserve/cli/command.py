@@ -246,6 +246,12 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     add_drafting(p)
     p.add_argument("--system", metavar="TEXT", help="system message; default: none")
     p.add_argument(
+        "--session",
+        type=Path,
+        metavar="FILE",
+        help="file that keeps the conversation; a later chat with the same file continues it",
+    )
+    p.add_argument(
         "--show-drafts",
         action="store_true",
         help="color each token by the drafter that proposed it",
@@ -449,7 +455,7 @@ def serve(args: argparse.Namespace) -> int:
         )
     from specserve import logs
     from specserve.api.lora import modules_of
-    from specserve.exchange.spawn import ForkServer
+    from specserve.exchange.spawn import ForkServer, tenants_of
     from specserve.models import preflight
     from specserve.models.selection import served_name
     from specserve.server.keys import read_admin_keys, read_keys
@@ -457,15 +463,16 @@ def serve(args: argparse.Namespace) -> int:
     from specserve.server.tls import tls_of
 
     logs.configure(config.server.log_format)
-    if config.server.api_key_file is not None:
-        read_keys(Path(config.server.api_key_file))
+    keys, key_file = list[str](), config.server.api_key_file
+    if key_file is not None:
+        keys = read_keys(Path(key_file))
     if config.server.admin_key_file is not None:
         read_admin_keys(Path(config.server.admin_key_file))
     tls = tls_of(config.server)
     folders = preflight.check(config)
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
-        engines = ForkServer(config, folders.drafters)
+        engines = ForkServer(config, folders.drafters, tenants_of(config, keys))
         spawned = engines.start()  # imports and loads in parallel with this process
         from specserve.server.serve import Start, serve
 
@@ -482,12 +489,13 @@ def chat(args: argparse.Namespace) -> None:
 
         refuse_with_url(args)
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
-        asked = {"model": args.model, **sampling(args)}
+        session = None if args.session is None else args.session.stem
+        asked = {"model": args.model, "prompt_cache_key": session, **sampling(args)}
         remote = Remote(args.url, key, asked, Colored() if args.show_drafts else None)
         say_scaled(remote.card.scaled)
         if args.show_drafts:
             show_legend(remote.card.sources)
-        converse(ChatSession(remote, args.system))
+        converse(ChatSession(remote, args.system, args.session))
         return
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file needs a server. Name the server with --url")
@@ -503,7 +511,9 @@ def chat(args: argparse.Namespace) -> None:
         say_scaled(scaled_models(llm.folders[:3]))
         if args.show_drafts:
             show_legend(llm.speculation().known_sources)
-        converse(ChatSession(local, args.system))
+        converse(ChatSession(local, args.system, args.session))
+        if args.session is not None and llm.config.memory.disk_path is not None:
+            llm.save_cache()
 
 
 def say_scaled(models: "Sequence[Scaled]") -> None:

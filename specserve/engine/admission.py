@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from specserve.engine.adapters import Adapters
 from specserve.engine.grammars import Grammars
+from specserve.engine.runner import Runner
 from specserve.errors import RequestError
 from specserve.exchange.messages import AdapterRef, Caller, ResumeState
 from specserve.exchange.sampling_params import Sampling, SpeculationParams
@@ -150,12 +151,18 @@ class Admission:
         for choices, failure in () if self.adapters is None else self.adapters.ready():
             yield Admitted(choices, failure, "model" if failure else "")
 
-    def wait(self) -> None:
-        """Wait up to MOMENT seconds for a grammar or an adapter."""
+    def wait(self, target: Runner) -> None:
+        """Do pending KV updates without a forward. If there are none, wait up to MOMENT seconds for
+        a grammar, an adapter, or a load from disk.
+        """
+        if target.run_updates(self.scheduler.pool.updates):
+            return
         if self.grammars is not None and self.grammars.waiting:
             self.grammars.wait(MOMENT)
         elif self.adapters is not None and (self.adapters.waiting or self.adapters.loading):
             self.adapters.wait(MOMENT)
+        elif self.scheduler.tiers is not None:
+            self.scheduler.tiers.wait(MOMENT)
 
     def drop(self, request: Request) -> None:
         """Drop a request that has ended."""

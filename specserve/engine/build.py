@@ -10,6 +10,7 @@ import msgspec
 
 from specserve.config import Config
 from specserve.engine.adapters import Adapters
+from specserve.engine.cache import NO_IDENTITIES, build_sessions, kv_identities, tier_words
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
@@ -68,13 +69,15 @@ def build(
     is_served: bool = False,
     known_sources: Iterable[str] = (),
     first: Drafters | None = None,
+    tenants: tuple[str, ...] = (),
 ) -> Loaded:
     """Load the config's models and build an engine; ConfigError states what to change.
 
     Models in `known`, from earlier engines, are shared instead of loaded again; so is the
     `vocabulary`. A served engine reads the vocabulary for grammars before it is ready, because a
     large one would delay a step by a second. `known_sources` are the sources whose bits an earlier
-    engine's requests use, and `first` are the drafters of the first engine.
+    engine's requests use, and `first` are the drafters of the first engine. `tenants` identifies
+    each API key.
     """
     phases = phases or Phases()
     check_drafter(config)
@@ -88,8 +91,12 @@ def build(
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
         models = Models(*decoders, weights.draft_head, weights.num_ids)
-        engine = assemble(config, models, max_len, known_sources, grammars, is_served, True)
+        identities = kv_identities(config, weights), tenants
+        given = known_sources, grammars, is_served, True, *identities
+        engine = assemble(config, models, max_len, *given)
         phases.note("pool", pool_words(config, engine.pool))
+        if engine.scheduler.tiers is not None:
+            phases.note("tiers", tier_words(engine.scheduler.tiers))
         file = acceptance_file(config, engine.target.decoder)
         if isinstance(engine.speculator, AdaptiveSpeculator) and read_kept(file, Prior) is not None:
             phases.note("acceptance", f"learned by specserve tune: {file}")
@@ -104,7 +111,7 @@ def build(
             num_slots = engine.num_slots if runner is engine.target else 0
             words = tune(model, runner, engine.pool, config, max_len, num_slots)
             phases.note(f"{name} threads", words)
-        if engine.speculator is not None:
+        if engine.speculator is not None or engine.scheduler.tiers is not None:
             with phases.phase(f"{name} steps"):
                 words = measure(runner, engine.pool, costs, config, max_len)
                 phases.note(f"{name} steps", words)
@@ -124,6 +131,8 @@ def assemble(
     grammars: Grammars | None = None,
     is_served: bool = False,
     keeps_costs: bool = False,
+    identities: Mapping[str, str] = NO_IDENTITIES,
+    tenants: tuple[str, ...] = (),
 ) -> Engine:
     """Build an engine for loaded models."""
     adapters = build_adapters(config, models.target)
@@ -131,7 +140,8 @@ def assemble(
         models = models._replace(target=adapters.slots.decoder)
     target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len)
-    scheduler = Scheduler(step_budget(config, target, draft), pool)
+    sessions = build_sessions(config, pool, runners.target)
+    scheduler = Scheduler(step_budget(config, target, draft), pool, sessions=sessions)
     draft_model, head = None, None
     if runners.draft is not None and draft is not None:
         num_ids = num_ids or min(target.config.vocab_size, draft.config.vocab_size)
@@ -146,7 +156,7 @@ def assemble(
     return Engine(
         runners.target,
         scheduler,
-        kv_tables(config, pool, runners.target, draft_model),
+        kv_tables(config, pool, runners.target, draft_model, identities, tenants),
         draft_model=draft_model,
         head=head,
         speculator=build_speculator(config, parts),
@@ -159,7 +169,12 @@ def assemble(
 
 
 def kv_tables(
-    config: Config, pool: BlockPool, target: Runner, draft_model: DraftModel | None
+    config: Config,
+    pool: BlockPool,
+    target: Runner,
+    draft_model: DraftModel | None,
+    identities: Mapping[str, str] = NO_IDENTITIES,
+    tenants: tuple[str, ...] = (),
 ) -> KVTables:
     """Return the tables of KV. Only models with a name get a prefix cache; a name identifies the
     weights and dtype of their KV.
@@ -169,7 +184,8 @@ def kv_tables(
     if draft_model is not None:
         draft, sizes["draft"] = draft_model.runner.decoder, draft_model.runner.kv.block_size
     names = kv_names(config, target.decoder, draft) if config.memory.prefix_cache else {}
-    return KVTables(pool, sizes, names, not config.memory.share_prefix_cache)
+    names = {model: name + identities.get(model, "") for model, name in names.items()}
+    return KVTables(pool, sizes, names, not config.memory.share_prefix_cache, tenants)
 
 
 def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:

@@ -108,8 +108,8 @@ class Engine:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether an adapter is being read for later requests."""
-        return self.adapters is not None and len(self.adapters.loading) > 0
+        """Return whether an adapter or KV blocks are being read or written for later requests."""
+        return self.scheduler.is_busy or bool(self.adapters is not None and self.adapters.loading)
 
     @property
     def is_idle(self) -> bool:
@@ -126,10 +126,10 @@ class Engine:
             except KVLost as e:
                 return refused + self.give_up([], e)
         scheduled = self.scheduler.plan()
-        if not scheduled:
-            self.admission.wait()
-            return refused
         try:
+            if not scheduled:
+                self.admission.wait(self.target)
+                return refused
             with self.target.ops.lock:  # engines on one device share the buffers of a forward
                 self.draft(scheduled)
                 scheduled.sort(key=lambda s: not s.draft.is_chain)  # rows with masks come last
@@ -318,7 +318,7 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Empty the prefix cache; running requests continue."""
-        self.pool.reset_cache()
+        self.scheduler.reset_cache()
         self.stats.num_resets += 1
 
     def change_draft_model(
@@ -417,8 +417,9 @@ class Engine:
             costs.write()
 
     def close(self) -> None:
-        """Store step costs, and stop compiling grammars and reading adapters."""
+        """Store step costs and queued KV blocks; stop compiling grammars and reading adapters."""
         self.keep_costs()
+        self.scheduler.close(self.target.run_updates)
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
@@ -426,20 +427,19 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is free, cached, or used by as many tables as its count."""
         each = self.requests.values()
-        self.pool.check([t.blocks for r in each for t in (r.table, r.draft_table)])
+        self.scheduler.check([t.blocks for r in each for t in (r.table, r.draft_table)])
 
     def speculation(self, tenant: int = 0) -> SpeculationState:
         """Return the state that decides about draft tokens, for a tenant's requests without a
         salt.
         """
-        models = {"draft": self.draft_model, "head": self.head}
-        costs = {name: model.costs for name, model in models.items() if model is not None}
+        models = {"target": self.scheduler, "draft": self.draft_model, "head": self.head}
         state = SpeculationState(
             sources=self.sources,
             known_sources=self.known_sources,
             max_nodes=self.scheduler.budget.max_nodes,
             max_step_nodes=self.scheduler.budget.max_step_nodes,
-            costs={k: cost_state(c) for k, c in ({"target": self.scheduler.costs} | costs).items()},
+            costs={k: cost_state(m.costs) for k, m in models.items() if m is not None},
             plain_steps=self.plain_steps.state,
             tenant=tenant,
         )

@@ -115,6 +115,16 @@ class Weights(NamedTuple):
         return None if self.draft is None else self.draft.num_ids
 
     @property
+    def folders(self) -> dict[str, list[Path]]:
+        """Return where the weights come from that the KV of each model depends on."""
+        target = [model for model in (self.target, self.head) if model is not None]
+        draft = [] if self.draft is None else [self.draft]
+        return {
+            name: [Path(model.key.folder) for model in models]
+            for name, models in {"target": target, "draft": draft}.items()
+        }
+
+    @property
     def draft_head(self) -> DraftHead | None:
         head = None if self.head is None else self.head.decoder
         assert head is None or isinstance(head, DraftHead)
@@ -238,7 +248,9 @@ def settled(config: Config, target: Model) -> Config:
     """
     if target.is_row_invariant in (None, True):
         return config
-    memory = replace(config.memory, prefix_cache=False)
+    memory = replace(
+        config.memory, prefix_cache=False, host_bytes=0, disk_path=None, disk_bytes=None
+    )
     return replace(config, memory=memory, speculation=replace(config.speculation, max_nodes=0))
 
 

@@ -19,6 +19,7 @@ from specserve.engine.build import (
     kv_tables,
     step_budget,
 )
+from specserve.engine.cache import kv_identities
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_models, settled
@@ -39,6 +40,8 @@ from specserve.exchange.messages import (
     Loading,
     Ready,
     Report,
+    SessionReport,
+    SessionTask,
     StepOutput,
     decode_commands,
 )
@@ -155,7 +158,9 @@ class Control:
                 runner, most = draft_model.runner, self.loaded.max_model_len
                 tune(draft, runner, engine.pool, config, most)
                 kept = [kept_costs(config, runner, draft_model.costs)]
-            tables = kv_tables(config, engine.pool, engine.target, draft_model)
+            identities = kv_identities(config, weights._replace(draft=draft))
+            named = identities, engine.tables.tenants
+            tables = kv_tables(config, engine.pool, engine.target, draft_model, *named)
             engine.change_draft_model(draft_model, tables, kept)
         decoders = weights.target.decoder, None if draft is None else draft.decoder
         engine.change_speculator(speculator, step_budget(config, *decoders))
@@ -209,8 +214,9 @@ def run(
 ) -> None:
     """Build an engine, and run steps until the other end closes the socket: EOFError."""
     try:
-        began = begin.sources, begin.first
-        loaded = build(begin.config, progress_to(link), phases, *shared, True, *began)
+        first, tenants = begin.first, begin.tenants
+        given = *shared, True, begin.sources, first, tenants
+        loaded = build(begin.config, progress_to(link), phases, *given)
     except ConfigError as e:
         link.send(Failed(str(e)))
         return
@@ -255,13 +261,17 @@ def serve(link: Link, control: Control) -> None:
             sleep_due = commands.sleep or sleep_due
             if commands.wake_up:
                 link.send(slept(partial(control.wake_up, commands.wake_up)))
+            for task in commands.sessions:
+                if (report_now := begin_task(engine, task)) is not None:
+                    link.send(report_now)
         if control.is_preparing and engine.is_idle:
             control.wait(MOMENT)
         if control.is_due:
             link.send(change(control))
-        for answer in loaded_adapters(engine):
+        for answer in (*loaded_adapters(engine), *finished_tasks(engine)):
             link.send(answer)
-        if sleep_due and not (control.is_preparing or engine.is_loading):
+        is_busy = control.is_preparing or engine.is_loading or engine.scheduler.is_busy
+        if sleep_due and not is_busy:
             link.send(slept(partial(control.sleep, sleep_due)))
             sleep_due = 0
         outputs = [] if control.is_asleep else engine.step()
@@ -293,6 +303,35 @@ def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
             yield AdapterLoaded(folder, found)
         else:
             yield AdapterLoaded(folder, None, found)
+
+
+NO_TIERS = "this server keeps no sessions. Its operator can set memory.host_bytes"
+NO_DISK = "this server has no disk tier. Its operator can set memory.disk_path"
+
+
+def begin_task(engine: Engine, task: SessionTask) -> SessionReport | None:
+    """Begin a task for sessions; return its report if it has ended already."""
+    sessions = engine.scheduler.sessions
+    if sessions is None:
+        return SessionReport(task.id, refusal=NO_TIERS)
+    if task.action in ("pin", "unpin"):
+        sessions.pin(task.session, task.action == "pin")
+        return SessionReport(task.id, *sessions.count(task.session))
+    if sessions.tiers.disk is None:
+        return SessionReport(task.id, refusal=NO_DISK)
+    begin = sessions.save if task.action == "save" else sessions.load
+    begin(task.id, task.session)
+    return None
+
+
+def finished_tasks(engine: Engine) -> Iterator[SessionReport]:
+    """Yield the reports of session tasks that have ended since the last step."""
+    sessions = engine.scheduler.sessions
+    if sessions is None:
+        return
+    for id, name in sessions.finished():
+        disk = sessions.tiers.disk
+        yield SessionReport(id, *sessions.count(name), "" if disk is None else disk.failure)
 
 
 def change(control: Control) -> Changed:
@@ -359,6 +398,8 @@ def draft_head_card(weights: Weights) -> DraftHeadCard | None:
 
 def report(engine: Engine, outputs: list[StepOutput]) -> Report:
     scheduler = engine.scheduler
+    if scheduler.tiers is not None:
+        engine.stats.tiers = scheduler.tiers.stats
     return Report(
         outputs=outputs,
         num_running=len(scheduler.running),

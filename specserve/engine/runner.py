@@ -601,13 +601,30 @@ class Runner:
         self.outputs = None
         self.program.forget()
 
+    def run_updates(self, pending: PendingUpdates) -> bool:
+        """Do the pending updates without a forward; return whether there were any. Waits for their
+        copies. KVLost if they fail.
+        """
+        if not pending:
+            return False
+        with self.ops.lock:
+            self.update(pending.take())
+            if self.arena.host is not None:
+                self.arena.host.wait()
+        return True
+
     def update(self, updates: KVUpdates) -> None:
-        """Do the moves of every model, then the copies; KVLost if one fails."""
+        """Do the updates in the order of `KVUpdates`; KVLost if one fails."""
+        blocks, host = self.arena.blocks, self.arena.host
         try:
             for name, slots in updates.moves.items():
                 self.ops.move_kv(self.arena.views[name], *columns(slots))
+            if host is not None and updates.stores:
+                host.store(blocks, updates.stores)
             if updates.copies:
-                self.ops.copy_blocks(self.arena.blocks, *columns(updates.copies))
+                self.ops.copy_blocks(blocks, *columns(updates.copies))
+            if host is not None and updates.loads:
+                host.load(blocks, updates.loads)
         except Exception as e:
             raise KVLost(f"KV updates failed ({e})") from e
 

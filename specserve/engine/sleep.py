@@ -86,7 +86,7 @@ class Sleeper:
         engine.scheduler.release_kv()
         if engine.head is not None:
             engine.head.drop()
-        engine.pool.updates.take()  # of blocks that are free
+        engine.target.run_updates(engine.pool.updates)  # stores of evicted blocks
         engine.pool.reset_cache()
         assert engine.pool.is_whole, "a request holds blocks after all were released"
         for runner in (engine.target, *(model.runner for model in engine.draft_models)):

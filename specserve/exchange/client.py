@@ -9,7 +9,7 @@ from contextlib import suppress
 from signal import SIGKILL
 from socket import SHUT_WR
 from subprocess import TimeoutExpired
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -35,6 +35,8 @@ from specserve.exchange.messages import (
     Ready,
     Report,
     ResumeState,
+    SessionReport,
+    SessionTask,
     SpeculationState,
     StepOutput,
     frame,
@@ -49,6 +51,7 @@ from specserve.memory.blocks import Keys
 log = logging.getLogger("specserve")
 
 LAST_SECONDS = 0.5  # seconds for the engine process to exit by itself, after its current step
+SAVE_SECONDS = 60.0  # the same, if it writes KV blocks to disk
 PAUSES = (0.0, 0.5, 1.0, 2.0)  # seconds before the 1st, 2nd, ... restart after recent deaths
 RETRIES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try if no process can be started
 END_SECONDS = 10.0  # seconds for a killed process to exit; a device may delay it
@@ -131,8 +134,15 @@ class EngineClient(asyncio.Protocol):
     the others continue: see `resume`.
     """
 
-    def __init__(self, spawned: Spawned, respawn: Callable[[], Spawned] | None = None) -> None:
+    def __init__(
+        self,
+        spawned: Spawned,
+        respawn: Callable[[], Spawned] | None = None,
+        saves_blocks: bool = False,
+    ) -> None:
+        """`saves_blocks`: the engine process writes KV blocks to disk before it exits."""
         self.process, self.socket = spawned
+        self.last_seconds = SAVE_SECONDS if saves_blocks else LAST_SECONDS
         self.respawn = respawn
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self.loop.create_future()
@@ -150,7 +160,7 @@ class EngineClient(asyncio.Protocol):
         # Sets the config of the next process. None, also in `on_change`, is the first config.
         self.begin_with: Callable[[Config | None, tuple[str, ...]], None] = lambda *_: None
         self.owed_since: float | None = None  # since when a message of the engine is due
-        self.next_id, self.frames = 0, Frames()
+        self.next_id, self.num_tasks, self.frames = 0, 0, Frames()
         self.adds: list[Add] = []
         self.finishes: list[int] = []
         self.resets: dict[asyncio.Future[None], int] = {}  # -> num_resets that completes each
@@ -161,6 +171,8 @@ class EngineClient(asyncio.Protocol):
         self.loads: list[str] = []  # folders of adapters
         self.forgets: list[str] = []  # digests of adapters
         self.loading: dict[asyncio.Future[AdapterRef], str] = {}  # -> the folder
+        self.tasks: list[SessionTask] = []  # not yet sent
+        self.reporting: dict[int, asyncio.Future[SessionReport]] = {}  # by task
         self.changes = asyncio.Lock()  # one at a time
         self.change_due: Config | None = None
         self.changing: tuple[Config, asyncio.Future[Ready]] | None = None
@@ -285,6 +297,22 @@ class EngineClient(asyncio.Protocol):
         self.loading[future] = folder
         return await future
 
+    async def session(
+        self, action: Literal["save", "load", "pin", "unpin"], session: str
+    ) -> SessionReport:
+        """Run a task for the KV of a session. Overloaded if the engine process ends first."""
+        if self.died.is_set():
+            raise EngineDied("the engine process has ended")
+        self.check_awake()
+        if not self.is_up:
+            raise Overloaded(REPLACED)
+        self.flush_soon()
+        self.num_tasks += 1
+        self.tasks.append(SessionTask(self.num_tasks, action, session))
+        future: asyncio.Future[SessionReport] = self.loop.create_future()
+        self.reporting[self.num_tasks] = future
+        return await future
+
     def forget_adapter(self, digest: str) -> None:
         """Free an adapter that no request will use. A new engine process never has it."""
         if self.is_up:
@@ -336,7 +364,7 @@ class EngineClient(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Send everything that is queued in one turn of the event loop as one message."""
-        lists = self.adds, self.finishes, self.loads, self.forgets
+        lists = self.adds, self.finishes, self.loads, self.forgets, self.tasks
         others = self.is_reset_due, self.is_state_due, self.change_due
         if not any((*lists, *others, self.sleep_due, self.wake_due)):
             self.loop.call_soon(self.flush)
@@ -349,7 +377,7 @@ class EngineClient(asyncio.Protocol):
         tenants = sorted({*self.asking.values()}) if self.is_state_due else []
         due = self.is_reset_due, tenants, self.change_due
         adapters, sleep = (self.loads, self.forgets), (self.sleep_due, self.wake_due)
-        commands = EngineCommands(self.adds, self.finishes, *due, *adapters, *sleep)
+        commands = EngineCommands(self.adds, self.finishes, *due, *adapters, *sleep, self.tasks)
         self.num_resets += self.is_reset_due
         self.clear_queue()
         if self.transport is not None and not self.died.is_set():
@@ -357,7 +385,7 @@ class EngineClient(asyncio.Protocol):
 
     def clear_queue(self) -> None:
         """Drop everything that the next message would send."""
-        self.adds, self.finishes, self.loads, self.forgets = [], [], [], []
+        self.adds, self.finishes, self.loads, self.forgets, self.tasks = [], [], [], [], []
         self.is_reset_due, self.is_state_due, self.change_due = False, False, None
         self.sleep_due, self.wake_due = 0, []
 
@@ -367,7 +395,7 @@ class EngineClient(asyncio.Protocol):
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutError):
                 self.socket.shutdown(SHUT_WR)
-                async with asyncio.timeout(LAST_SECONDS):
+                async with asyncio.timeout(self.last_seconds):
                     await self.died.wait()
         self.kill()
 
@@ -377,7 +405,7 @@ class EngineClient(asyncio.Protocol):
         if self.ready.done() and not self.died.is_set():
             with suppress(OSError, TimeoutExpired):
                 self.socket.shutdown(SHUT_WR)
-                self.process.wait(LAST_SECONDS)
+                self.process.wait(self.last_seconds)
         self.kill()
 
     def kill(self) -> None:
@@ -407,6 +435,10 @@ class EngineClient(asyncio.Protocol):
                 case SleepState() as slept:
                     if self.sleeping is not None and not self.sleeping.done():
                         self.sleeping.set_result(slept)
+                case SessionReport(id) as report:
+                    future = self.reporting.pop(id)
+                    if not future.done():  # else the caller was cancelled
+                        future.set_result(report)
                 case Loading(name, done, total):
                     self.on_loading(name, done, total)
                 case Ready() as ready:
@@ -455,11 +487,12 @@ class EngineClient(asyncio.Protocol):
             (_, future), self.changing = self.changing, None
             future.set_exception(Overloaded(REPLACED))
         loading, self.loading = self.loading, {}
-        for adapter in loading:
-            if not adapter.done():
-                adapter.set_exception(Overloaded(REPLACED))
-        if self.sleeping is not None and not self.sleeping.done():
-            self.sleeping.set_exception(Overloaded(REPLACED))
+        reporting, self.reporting = self.reporting, {}
+        futures: list[asyncio.Future[Any]] = [*loading, *reporting.values()]
+        futures += [] if self.sleeping is None else [self.sleeping]
+        for future in futures:
+            if not future.done():
+                future.set_exception(Overloaded(REPLACED))
         if not self.ready.done():
             self.ready.set_exception(EngineDied("the engine process ended while it was loading"))
         is_known = not self.ready.cancelled() and self.ready.exception() is None

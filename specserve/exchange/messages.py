@@ -4,6 +4,7 @@ import socket
 from array import array
 from collections.abc import Iterable, Iterator
 from struct import Struct
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +12,7 @@ from specserve.config import Config
 from specserve.exchange.sampling_params import Sampling
 from specserve.exchange.sleep import SleepState
 from specserve.memory.blocks import Keys, KVFormat
+from specserve.memory.disk_tier import TierStats
 from specserve.models.selection import Drafters
 from specserve.models.weight_forms import WeightForms
 
@@ -29,6 +31,7 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     call: int  # id of the call's first request; earlier calls have smaller numbers
     tenant: int = 0  # index of the API key in the key file; 0 without keys
     request_id: str = ""  # of the HTTP request, for log lines
+    session: str = ""  # the request's `prompt_cache_key`
 
 
 VERSION = 1  # of the messages; a process that receives another version fails
@@ -254,6 +257,7 @@ class Stats(msgspec.Struct):
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_resets: int = 0  # of the prefix cache
     sources: dict[str, SourceStats] = {}  # by draft source
+    tiers: dict[str, TierStats] = {}  # "host" and "disk", if they exist
 
     @property
     def drafter_errors(self) -> int:
@@ -304,6 +308,25 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: Config
     sources: tuple[str, ...] = ()  # numbered in details so far, see `Ready.known_sources`
     first: Drafters | None = None  # of the first engine process, whose head stays loaded
+    tenants: tuple[str, ...] = ()  # digest of each API key, if blocks are kept on disk
+
+
+class SessionTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task for the KV blocks of the requests with one `prompt_cache_key`."""
+
+    id: int
+    action: Literal["save", "load", "pin", "unpin"]
+    session: str
+
+
+class SessionReport(msgspec.Struct, frozen=True, tag=True):
+    """The reply to a SessionTask. If nothing was done, `refusal` is the reason."""
+
+    id: int
+    num_blocks: int = 0  # 0: no session has the name
+    num_in_memory: int = 0
+    num_on_disk: int = 0
+    refusal: str = ""
 
 
 class EngineCommands(msgspec.Struct, frozen=True):
@@ -318,6 +341,7 @@ class EngineCommands(msgspec.Struct, frozen=True):
     forget_adapters: list[str] = []  # digests of adapters that requests can no longer name
     sleep: int = 0  # level to sleep at; the reply is a `SleepState`
     wake_up: list[str] = []  # tags to wake up; the reply is a `SleepState`
+    sessions: list[SessionTask] = []  # the replies, some steps later, are `SessionReport`
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -394,9 +418,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
-FromEngine = (
-    Loading | Failed | Ready | Report | SpeculationState | Changed | AdapterLoaded | SleepState
-)
+EngineReply = SpeculationState | Changed | AdapterLoaded | SleepState | SessionReport
+FromEngine = Loading | Failed | Ready | Report | EngineReply
 
 decode_commands = msgspec.msgpack.Decoder(EngineCommands).decode
 decode_reply = msgspec.msgpack.Decoder(FromEngine).decode

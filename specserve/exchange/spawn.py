@@ -1,10 +1,12 @@
 """Starts child processes, each connected to this one by a socket pair."""
 
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from struct import Struct
 from typing import NamedTuple
@@ -34,8 +36,12 @@ class ForkServer:
     Restarts the fork server if it has ended.
     """
 
-    def __init__(self, config: Config, drafters: Drafters | None = None) -> None:
+    def __init__(
+        self, config: Config, drafters: Drafters | None = None, tenants: Iterable[str] = ()
+    ) -> None:
+        """`tenants` identifies each API key, see `EngineStart`."""
         self.config, self.drafters = config, drafters or resolve_drafters(config)
+        self.tenants = tuple(tenants)
         self.server: Child | None = None
         self.begin_with(config)
 
@@ -43,7 +49,7 @@ class ForkServer:
         """Set the config of the next engine process; None: the first config. `sources`: see
         `EngineStart`.
         """
-        start = EngineStart(config or self.config, sources, self.drafters)
+        start = EngineStart(config or self.config, sources, self.drafters, self.tenants)
         self.first = pack(msgspec.msgpack.encode(start))
 
     def start(self) -> Spawned:
@@ -63,6 +69,15 @@ class ForkServer:
         if self.server is not None:
             with suppress(BrokenPipeError, ConnectionResetError):  # the next one has none
                 self.server[1].sendall(RELEASE)
+
+
+def tenants_of(config: Config, keys: Iterable[str]) -> list[str]:
+    """Return what identifies API keys in block keys on disk; nothing if no block is kept there.
+    The index of a key would belong to another key after a change of the key file.
+    """
+    if config.memory.disk_path is None:
+        return []
+    return [hashlib.sha256(b"KV " + key.encode()).hexdigest() for key in keys]
 
 
 class Forked:

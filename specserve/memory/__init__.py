@@ -1,1 +1,1 @@
-"""The paged KV cache: block pool, block tables, prefix-cache keys, and the memory arena."""
+"""The paged KV cache: block pool, block tables, prefix-cache keys, the memory arena, and tiers."""

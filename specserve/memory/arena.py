@@ -6,7 +6,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve_kernels import KVCache, KVLayer
+from specserve_kernels import HostMemory, KVCache, KVLayer
 
 ALIGNMENT = 16  # bytes, for vector loads
 
@@ -64,12 +64,14 @@ class Arena:
 
     blocks  [num_blocks, block_bytes]  uint8, zeroed
     views   by model name: all blocks as that model's KV; one model at a time uses a block
+    host    the blocks of the host tier; None without one
     """
 
     def __init__(self, memory: Tensor, block_bytes: int) -> None:
         num_blocks = len(memory) // block_bytes
         self.blocks = memory[: num_blocks * block_bytes].view(num_blocks, block_bytes)
         self.views: dict[str, KVCache] = {}
+        self.host: HostMemory | None = None
 
     def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
         """Add and return a `view`; later updates of this model's KV use it."""

@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -42,11 +42,14 @@ class KVFormat(msgspec.Struct, frozen=True):
     name: str  # the model, and the dtype of its KV
     block_size: int  # tokens
     is_per_tenant: bool = False  # an API key finds only blocks of its own requests
+    tenants: tuple[str, ...] = ()  # what identifies each API key after a restart; () if nothing
 
     def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
         """A hasher for one request; `adapter` is the digest of its LoRA adapter, or ""."""
         parts: list[str | int] = [salt, adapter] if adapter else [salt]
-        if self.is_per_tenant and tenant:
+        if self.is_per_tenant and self.tenants:
+            parts.append(f"tenant {self.tenants[tenant]}")  # differs from any adapter's digest
+        elif self.is_per_tenant and tenant:
             parts.append(tenant)  # an int, so that it differs from any adapter
         return BlockHasher(root_key(self.name, *parts), self.block_size)
 
@@ -70,30 +73,43 @@ def prompt_keys(
 
 
 class KVUpdates(NamedTuple):
-    """Updates of the arena at the start of a launch: the moves in order, then the copies.
+    """Updates of the arena at the start of a launch, in this order.
 
     moves   by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
+    stores  (block, host block): an evicted block moves to the host tier
     copies  (from block, to block) of whole blocks
+    loads   (host block, block): a block comes back from the host tier
     """
 
     moves: dict[str, list[tuple[int, int]]]
+    stores: list[tuple[int, int]]
     copies: list[tuple[int, int]]
+    loads: list[tuple[int, int]]
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.copies)
+        return any(self)
 
 
 class PendingUpdates:
     """Updates for the next launch.
 
     The next launch of either model moves the accepted nodes of the last step before another
-    request can write to their blocks. Copies are added while a step is planned or drafted, after
-    the moves of the last step.
+    request can write to their blocks. The other updates are added while a step is planned or
+    drafted, after the moves of the last step.
+
+    Evicted blocks are stored before copies and loads overwrite them. Loads come last: a block that
+    a copy reads or writes may become free, and then be the target of a load. No copy reads a block
+    that is loaded in the same launch, because requests find it later.
     """
 
     def __init__(self) -> None:
         self.moves: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.stores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
+        self.loads: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return any((any(self.moves.values()), self.stores, self.copies, self.loads))
 
     def move(self, model: str, slots: Iterable[tuple[int, int]]) -> None:
         assert not self.copies, "a launch would run this move before the earlier copies"
@@ -105,8 +121,8 @@ class PendingUpdates:
     def take(self) -> KVUpdates:
         """Return and clear all pending updates; the caller must run them."""
         moves = {model: slots for model, slots in self.moves.items() if slots}
-        updates = KVUpdates(moves, self.copies)
-        self.moves, self.copies = defaultdict(list), []
+        updates = KVUpdates(moves, self.stores, self.copies, self.loads)
+        self.moves, self.stores, self.copies, self.loads = defaultdict(list), [], [], []
         return updates
 
 
@@ -125,6 +141,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.updates = PendingUpdates()
+        # Called for each block that is evicted with a key, before the key is dropped.
+        self.on_evict: Callable[[int, bytes], None] = lambda block, key: None
         # A stack, so that recently used memory is reused first.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
@@ -162,8 +180,16 @@ class BlockPool:
 
     def evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
+        key = self.keys[block]
+        assert key is not None, "a cached block has a key"
+        self.on_evict(block, key)
         self.forget(block)
         return block
+
+    def evict_all(self) -> None:
+        """Evict all cached blocks, the least recently used first."""
+        while self.cached:
+            self.free.append(self.evict())
 
     def forget(self, block: int) -> None:
         key = self.keys[block]
@@ -326,6 +352,11 @@ class BlockTable:
         assert reserved, "fewer blocks are available than `spare`"
         return num_slots
 
+    @property
+    def published_keys(self) -> list[bytes]:
+        """The keys of the blocks that have one."""
+        return [] if self.hasher is None else self.hasher.keys[: self.num_published]
+
     def num_keys(self, token_ids: "array[int]") -> int:
         """Maximum number of full blocks that a lookup of these tokens returns. They end before the
         last token, which is always computed because its logits are needed.
@@ -337,12 +368,16 @@ class BlockTable:
             return None
         return self.hasher.extend(token_ids, len(token_ids) - 1)[place]
 
-    def find(self, token_ids: "array[int]") -> list[int]:
-        """The cached blocks for these tokens that follow the blocks in the table."""
+    def keys_after(self, token_ids: "array[int]", place: int) -> list[bytes]:
+        """The keys of these tokens from a place on that a lookup may use."""
         if self.hasher is None:
             return []
         keys = self.hasher.extend(token_ids, len(token_ids) - 1)
-        return self.pool.find(keys[len(self.blocks) : self.num_keys(token_ids)])
+        return keys[place : self.num_keys(token_ids)]
+
+    def find(self, token_ids: "array[int]") -> list[int]:
+        """The cached blocks for these tokens that follow the blocks in the table."""
+        return self.pool.find(self.keys_after(token_ids, len(self.blocks)))
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by all blocks that the prefix cache finds, if its last block is full.
@@ -446,13 +481,15 @@ class KVTables:
         block_sizes: Mapping[str, int],
         names: Mapping[str, str] | None = None,
         is_per_tenant: bool = False,
+        tenants: tuple[str, ...] = (),
     ) -> None:
         """`block_sizes` is in tokens, by model. `names` identifies each model's KV; a model without
         a name has no prefix cache. `is_per_tenant`: a tenant finds only KV of its own requests.
+        `tenants` identifies them, if KV is used after a restart.
         """
-        self.pool, self.block_sizes = pool, block_sizes
+        self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
         self.formats = {
-            model: KVFormat(name, block_sizes[model], is_per_tenant)
+            model: KVFormat(name, block_sizes[model], is_per_tenant, tenants)
             for model, name in (names or {}).items()
             if model in block_sizes
         }

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from time import perf_counter
@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.memory.blocks import BlockPool
+from specserve.memory.blocks import BlockPool, PendingUpdates
+from specserve.memory.sessions import Sessions
+from specserve.memory.tiers import Load
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import Step, StepCosts
@@ -107,7 +109,7 @@ class Waiter(NamedTuple):
 
 class Queue:
     """Waiting requests: in lines, or set aside while a running request computes blocks that they
-    need.
+    need, or while these blocks are loaded.
 
     The next request has the smallest priority. Within a priority, the order is: the tenant with the
     fewest places, the call with the fewest places, the earliest request. The time to find it
@@ -116,6 +118,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all requests, by id
+        self.loading: dict[int, Request] = {}  # requests that wait for a load, by id
         self.lines: dict[int, dict[int, TenantQueue]] = {}  # by priority and tenant; none is empty
         self.aside: dict[int, tuple[Request, list[Waiter]]] = {}  # by the leader's id
 
@@ -149,6 +152,8 @@ class Queue:
 
     def remove(self, request: Request) -> None:
         del self.requests[request.id]
+        if self.loading.pop(request.id, None) is not None:
+            return
         for _, waiters in self.aside.values():
             for waiter in waiters:
                 if waiter.request is request:
@@ -170,6 +175,17 @@ class Queue:
         self.leave_line(request)
         _, waiters = self.aside.setdefault(leader.id, (leader, []))
         insort(waiters, Waiter(num_blocks, request), key=lambda w: -w.num_blocks)
+
+    def wait_for(self, request: Request, load: Load) -> None:
+        """Take a request out of its line until `loaded` is called for this load."""
+        self.leave_line(request)
+        self.loading[request.id] = request
+        load.waiting.add(request.id)
+
+    def loaded(self, load: Load) -> None:
+        """Put the requests that wait for a load back in line."""
+        for id in sorted(load.waiting & self.loading.keys()):
+            self.line_up(self.loading.pop(id))
 
     def resume(self, running: Collection[Request]) -> None:
         """Put requests back in line if their leader has published the blocks, or cannot publish
@@ -252,6 +268,8 @@ def fill(given: Counter[int], prompts: Iterable[Request], rows: int) -> None:
 
 
 FADE = 0.9  # factor per step on the largest recent drafting time
+ALONE = 0.05  # seconds of loads in a launch without rows: then new requests are considered
+LOADING = 0.1  # share of a step's time that loads may add while streams run
 PRESSED = 3.0  # slack below this multiple of its prompt's time makes a request urgent
 
 
@@ -279,9 +297,18 @@ class Scheduler:
     `running` is in order of rank; if blocks run out, the last request is preempted first.
     """
 
-    def __init__(self, budget: StepBudget, pool: BlockPool, costs: StepCosts | None = None) -> None:
-        """`costs` holds the known costs of the target's steps."""
-        self.budget, self.pool = budget, pool
+    def __init__(
+        self,
+        budget: StepBudget,
+        pool: BlockPool,
+        costs: StepCosts | None = None,
+        sessions: Sessions | None = None,
+    ) -> None:
+        """`costs` holds the known costs of the target's steps. `sessions` has the tiers with
+        evicted blocks.
+        """
+        self.budget, self.pool, self.sessions = budget, pool, sessions
+        self.tiers = None if sessions is None else sessions.tiers
         self.costs = costs or StepCosts(budget.max_batched_tokens)
         self.waiting = Queue()
         self.running: list[Request] = []
@@ -301,10 +328,57 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if self.sessions is not None:
+            self.sessions.tiers.leave(request.id)
+            if request.caller.session:
+                keys = [t.published_keys for t in (request.table, request.draft_table)]
+                self.sessions.record(request.caller.session, request.caller.tenant, *keys)
         leader = request.detach()
         if leader is not None and leader in self.waiting:
             self.waiting.line_up(leader)
         request.release()
+
+    def reset_cache(self) -> None:
+        """Drop the keys of all blocks, and all blocks of the tiers. Requests stop waiting for
+        loads.
+        """
+        if self.tiers is not None:
+            for load in self.tiers.reset():
+                self.waiting.loaded(load)
+        if self.sessions is not None:
+            self.sessions.reset()
+        self.pool.reset_cache()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether sessions are being saved or loaded."""
+        return self.sessions is not None and self.sessions.is_busy
+
+    def close(self, run_updates: Callable[[PendingUpdates], object]) -> None:
+        """Write the blocks of pinned sessions to disk, and close the tiers."""
+        if self.tiers is not None and self.sessions is not None:
+            self.sessions.write()
+            self.save(self.sessions.pinned_keys, run_updates)
+            self.tiers.close()
+
+    def save(self, keys: Sequence[bytes], run_updates: Callable[[PendingUpdates], object]) -> None:
+        """Write these blocks to disk, from the pool or host memory, and wait until they are there.
+        No step may run meanwhile.
+        """
+        tiers = self.tiers
+        assert tiers is not None, "the config has tiers"
+        tiers.save(keys)
+        while tiers.saving:
+            run_updates(self.pool.updates)
+            tiers.advance()
+            tiers.wait(1.0)
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert the invariants of pool and tiers; `tables` are the blocks of all tables."""
+        if self.tiers is not None:
+            self.tiers.check()
+            tables = [*tables, *self.tiers.tables]
+        self.pool.check(tables)
 
     def share_prompt(self, request: Request) -> None:
         """Share a request's computed prompt with its followers, and put them in line."""
@@ -332,6 +406,8 @@ class Scheduler:
             beams = [request for request in self.running if request.num_uncomputed == 0]
             self.preempt((beams or self.running)[-1])
             return self.plan()
+        if self.tiers is not None:
+            self.tiers.issue(LOADING * self.costs.of(self.step) if roots or chunks else ALONE)
         return roots + chunks
 
     def prompt_rows(self, roots: Sequence[ScheduledRequest], left: int) -> int:
@@ -427,6 +503,8 @@ class Scheduler:
         """
         now = perf_counter()
         self.waiting.resume(self.running)
+        for load in () if self.tiers is None else self.tiers.advance():
+            self.waiting.loaded(load)
         while self.waiting.lines and (
             request := self.waiting.next(RunningCounts(self.running), now)
         ):
@@ -434,6 +512,8 @@ class Scheduler:
                 continue
             if not self.make_place(request):
                 return
+            if self.begin_load(request):
+                continue
             request.find_prefix()
             if request.admitted_at == 0.0:
                 request.num_cached = request.num_computed
@@ -451,6 +531,66 @@ class Scheduler:
                 self.waiting.set_aside(request, leader, num_blocks)
                 return True
         return False
+
+    def begin_load(self, request: Request) -> bool:
+        """Load the blocks of a request's known tokens that the pool lacks and the tiers have, if
+        this takes less time than computing them. Return whether the request waits for a load.
+        """
+        tiers, table = self.tiers, request.table
+        if tiers is None or table.blocks or request.is_scoring:
+            return False
+        found = table.find(request.token_ids)
+        keys = table.keys_after(request.token_ids, len(found))
+        keys = keys[: tiers.count(keys)]
+        if not keys:
+            return False
+        load = tiers.loading.get(keys[0])
+        if load is None:
+            tokens = (len(found) + len(keys)) * table.block_size
+            rows, seconds = len(keys) * table.block_size, tiers.seconds(keys)
+            if not self.is_load_faster(rows, tokens, seconds, self.costs):
+                return False
+            load = tiers.begin("target", found, keys)
+        if load is None:
+            return False
+        self.waiting.wait_for(request, load)
+        return True
+
+    def is_load_faster(self, rows: int, context: int, seconds: float, costs: StepCosts) -> bool:
+        """Return whether a load takes less time than computing its `rows`, which end at `context`.
+        While requests run, a load takes another step, and a share of each step. Without measured
+        steps, loads are assumed to be faster.
+        """
+        if not costs.has_steps:
+            return True
+        most = self.budget.max_batched_tokens
+        if self.running:
+            seconds = seconds / LOADING + self.costs.of(self.step)
+            most = self.budget.prefill_chunk
+        num_steps = -(-rows // most)
+        return seconds < num_steps * costs.seconds(-(-rows // num_steps), context, 1)
+
+    def begin_draft_load(self, request: Request, spare: int, costs: StepCosts) -> bool:
+        """Load the draft KV of a request's known tokens as `begin_load`, into at most `spare`
+        blocks. Return whether a load of it runs. `costs` are those of the draft model.
+        """
+        tiers, table = self.tiers, request.draft_table
+        if tiers is None or table.num_computed % table.block_size:
+            return False
+        if any(request.id in load.waiting for load in tiers.loads):
+            return True
+        keys = table.keys_after(request.token_ids, len(table.blocks))
+        keys = keys[: min(tiers.count(keys), spare)]
+        if not keys or keys[0] in tiers.loading:
+            return bool(keys)
+        rows = len(keys) * table.block_size
+        context = table.num_computed + rows
+        if not self.is_load_faster(rows, context, tiers.seconds(keys), costs):
+            return False
+        load = tiers.begin("draft", [], keys)
+        if load is not None:
+            load.waiting.add(request.id)
+        return load is not None
 
     def make_place(self, request: Request) -> bool:
         """Make room for a request, with preemption if necessary; return False if that is not
@@ -497,9 +637,9 @@ class Scheduler:
         kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
             return False
-        tables = [r.draft_table for r in self.running]
-        tables += [r.table for r in (*self.waiting, *victims) if r is not request]
-        holders = Counter(block for table in tables for block in table.blocks)
+        tables: list[Sequence[int]] = [r.draft_table.blocks for r in self.running]
+        tables += [r.table.blocks for r in (*self.waiting, *victims) if r is not request]
+        holders = Counter(block for blocks in tables for block in blocks)
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())
         usable += self.pool.num_available
         usable -= sum(self.pool.counts[block] == holders[block] for block in found)
@@ -521,10 +661,21 @@ class Scheduler:
         max(holding, key=lambda r: r.rank).release()
         return True
 
+    def cancel_load(self) -> bool:
+        """Cancel a load, if any, so that a running request gets its blocks. Admission never does
+        this: two waiting requests could cancel each other's loads forever.
+        """
+        if self.tiers is None or not self.tiers.loads:
+            return False
+        load = self.tiers.loads[-1]
+        self.tiers.cancel(load)
+        self.waiting.loaded(load)
+        return True
+
     def make_room(self, request: Request) -> bool:
         """Reserve the root's slot; return False if the request was the last and is preempted."""
         while not request.table.try_reserve(request.num_computed + 1):
-            if self.reclaim(request):
+            if self.cancel_load() or self.reclaim(request):
                 continue
             victim = self.running[-1]
             self.preempt(victim)
@@ -544,11 +695,15 @@ class Scheduler:
         self.num_preempted += 1
 
     def release_kv(self) -> None:
-        """Free the blocks of all requests. Running requests are queued again."""
+        """Free all blocks. Running requests are queued again, and the tiers get cached blocks."""
+        while self.cancel_load():
+            self.pool.evict_all()
         while self.running:
             self.preempt(self.running[-1])
         for request in self.waiting:
             request.release()
+        if self.tiers is not None:
+            self.pool.evict_all()
 
     def plan_roots(self) -> list[ScheduledRequest]:
         """Plan a row for every running request that is due; the last are preempted for the
@@ -590,8 +745,9 @@ class Scheduler:
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
         if end == begin:
             return 0
-        while table.missing(end) > self.pool.num_available and self.reclaim(request):
-            pass
+        while table.missing(end) > self.pool.num_available:
+            if not (self.cancel_load() or self.reclaim(request)):
+                break
         chunk.end = max(begin, table.reserve_some(end, self.pool.num_available))
         return chunk.end - begin
 

@@ -267,7 +267,7 @@ class KeyGuard:
                 why += "server.api_key_file"
             return StatusError(401, why, "invalid_api_key")
         # Without admin keys, all clients can reset the cache.
-        if needed is None or (needed == "cache" and not self.admins):
+        if needed is None or (scope["path"] == "/v1/cache/reset" and not self.admins):
             return None
         if not self.admins:
             return StatusError(

@@ -39,7 +39,7 @@ ELSEWHERE = {  # unknown fields, often sent by mistake -> where their content be
 
 # OpenAI's fields without a meaning in specserve: accepted with any value, and ignored.
 HARMLESS = {
-    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("metadata", "prompt_cache_retention", "safety_identifier"),
     *("service_tier", "user", "verbosity"),
 }
 
@@ -254,6 +254,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_tokens_as_token_ids  write the tokens of logprobs as ids
     timeout_ms      milliseconds from arrival after which the request ends with an error
     reasoning_effort  amount of reasoning, if the chat template reads it
+    prompt_cache_key  name of the conversation, for /v1/cache/save and routers
     stream          return server-sent events
     stream_options  include_obfuscation: pad events, so that their sizes reveal little
     """
@@ -267,6 +268,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     timeout_ms: Milliseconds | None = None
     reasoning_effort: Effort | None = None
+    prompt_cache_key: str | None = None
     stream: bool = False
     stream_options: PaddingOptions | None = None
     read_past: tuple[str, ...] = ()  # ignored fields of the request; clients cannot send this

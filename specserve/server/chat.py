@@ -236,7 +236,8 @@ async def begin(
     """
     service: Service = request.app.state.service
     tools = conversation.tools
-    arrived = arrived._replace(adapter=service.check_model(asked.model))
+    adapter, session = service.check_model(asked.model), asked.prompt_cache_key or ""
+    arrived = arrived._replace(adapter=adapter, session=session)
     params = asked.params
     checking = service.check_params(params, 1, "messages", asked.form_field)
     sampling = await while_connected(request, checking)

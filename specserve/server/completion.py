@@ -70,6 +70,7 @@ class Arrival(NamedTuple):
     deadline: Deadline | None = None
     account: Account | None = None  # of its API key, if keys have limits
     adapter: NamedAdapter | None = None  # chosen by the request
+    session: str = ""  # its prompt_cache_key
 
 
 def tenant_of(scope: Scope) -> int:
@@ -123,7 +124,8 @@ class LiveCompletion:
         self, engine: EngineClient, live: "set[LiveCompletion]", metrics: Metrics, arrived: Arrival
     ) -> None:
         self.engine, self.live, self.metrics, self.arrived = engine, live, metrics, arrived
-        self.caller = Caller(engine.next_id, arrived.tenant, request_id.get())
+        origin = arrived.tenant, request_id.get(), arrived.session
+        self.caller = Caller(engine.next_id, *origin)
         self.generations: list[Generation] = []
         self.firsts: list[Generation] = []  # the first choice of each prompt
         self.num_tokens = 0  # of all choices

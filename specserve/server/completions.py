@@ -109,7 +109,8 @@ async def begin(
 ) -> tuple[LiveCompletion, Sequence[str]]:
     """Queue the prompts. Also return the echoed texts, which the choices begin with."""
     service: Service = request.app.state.service
-    arrived = arrived._replace(adapter=service.check_model(asked.model))
+    adapter, session = service.check_model(asked.model), asked.prompt_cache_key or ""
+    arrived = arrived._replace(adapter=adapter, session=session)
     params = asked.params
     checking = service.check_params(params, len(prompts), "prompt", asked.form_field)
     sampling = await while_connected(request, checking)

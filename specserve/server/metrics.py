@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 from specserve.exchange.sleep import AWAKE, STATES, SleepState
+from specserve.memory.disk_tier import TierStats
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -107,6 +108,35 @@ class SourceMetrics(Collector):
 
     def labels(self, source: str) -> list[str]:
         return [self.model, "0", source]
+
+
+class TierMetrics(Collector):
+    """Counters per KV tier, from the `sums` of the last report; absent without tiers."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.sums: Mapping[str, TierStats] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.sums:
+            return
+        labels = ["model_name", "engine", "tier"]
+        words = {
+            "hits": "KV blocks that came back to the pool.",
+            "stores": "KV blocks that a tier got.",
+            "evictions": "KV blocks that a tier evicted.",
+            "skips": "Evicted KV blocks that were not stored, because the tier was busy.",
+            "failures": "KV blocks that could not be written or read.",
+        }
+        for field, text in words.items():
+            counter = CounterMetricFamily(f"specserve_kv_tier_{field}", text, labels=labels)
+            for tier, sums in self.sums.items():
+                counter.add_metric([self.model, "0", tier], getattr(sums, field))
+            yield counter
+        gauge = GaugeMetricFamily("specserve_kv_tier_bytes", "Bytes in a tier.", labels=labels)
+        for tier, sums in self.sums.items():
+            gauge.add_metric([self.model, "0", tier], sums.num_bytes)
+        yield gauge
 
 
 class AdapterMetrics(Collector):
@@ -199,6 +229,8 @@ class Metrics:
         self.per_position, self.accepted_at = per_position, list[Counter]()
         self.sources = SourceMetrics(model, max_nodes)
         self.registry.register(self.sources)
+        self.tiers = TierMetrics(model)
+        self.registry.register(self.tiers)
         self.make_room(max_nodes)
         self.rows = self.counter("specserve_rows", "Rows that the target model computed.")
         by_kind = Counter(
@@ -365,7 +397,7 @@ class Metrics:
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)
-        self.sources.sums = stats.sources
+        self.sources.sums, self.tiers.sums = stats.sources, stats.tiers
 
     def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:
         """Count a step's tokens. `last_token_at` is the time of earlier tokens; 0: none."""

@@ -102,6 +102,21 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     adapter: AdapterDetails | UnsetType = UNSET
 
 
+class SessionStatus(Struct):
+    """The KV of a conversation.
+
+    prompt_cache_key  of its requests
+    blocks          blocks of KV in the pool's size
+    blocks_in_memory  blocks that the pool or host memory has
+    blocks_on_disk  blocks that the folder memory.disk_path has
+    """
+
+    prompt_cache_key: str
+    blocks: int
+    blocks_in_memory: int
+    blocks_on_disk: int
+
+
 class Deleted(Struct, tag_field="object", tag="model"):
     id: str
     deleted: Literal[True]

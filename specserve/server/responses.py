@@ -134,7 +134,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     metadata        up to 16 texts by name, which the response repeats
     user            repeated by the response
     safety_identifier  repeated by the response
-    prompt_cache_key  repeated by the response
     """
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -183,7 +182,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     messages: tuple[dict[str, Any], ...] = ()  # from `input` and `instructions`
 
     @property

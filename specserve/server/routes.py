@@ -41,6 +41,7 @@ from specserve.server.protocol import (
     ModelCard,
     ModelList,
     ResponseObject,
+    SessionStatus,
     SleepStatus,
     SpeculationStatus,
     Status,
@@ -50,6 +51,13 @@ from specserve.server.protocol import (
 from specserve.server.refusal import json_response
 from specserve.server.response_input import ITEMS, FunctionTool
 from specserve.server.responses import ResponsesBody, responses
+from specserve.server.sessions import (
+    PinBody,
+    SessionBody,
+    load_session,
+    pin_session,
+    save_session,
+)
 from specserve.server.sleep import OF_SLEEP, OF_WAKE_UP, is_sleeping, sleep, wake_up
 from specserve.server.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from specserve.version import VERSION
@@ -275,6 +283,24 @@ OPERATIONS = (
         Status,
         statuses=WITH_ENGINE,
         scope="cache",
+    ),
+    *(
+        Operation(
+            "POST",
+            f"/v1/cache/{action}",
+            route,
+            what,
+            SessionStatus,
+            body,
+            required=["prompt_cache_key"],
+            statuses=[*WITH_ENGINE, 404, 409],
+            scope="cache",
+        )
+        for action, route, what, body in (
+            ("save", save_session, "Write the KV of a conversation to disk", SessionBody),
+            ("load", load_session, "Read the KV of a conversation from disk", SessionBody),
+            ("pin", pin_session, "Keep the KV of a conversation in the tiers", PinBody),
+        )
     ),
     Operation(
         "POST",

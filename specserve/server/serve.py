@@ -89,7 +89,8 @@ def serve(start: Start) -> int:
 
 
 async def run(start: Start) -> int:
-    engine = EngineClient(start.spawned, start.engines.start)
+    saves_blocks = start.config.memory.disk_path is not None
+    engine = EngineClient(start.spawned, start.engines.start, saves_blocks)
     engine.begin_with = start.engines.begin_with
     service = Service(start.config, engine)
     service.sleep_control.release_shared = start.engines.release

@@ -57,7 +57,7 @@ class DraftModel(ModelExecutor):
         groups, rows = [], self.scheduler.catch_up_rows
         ahead: list[Request] = []
         for request in sorted(requests, key=lambda r: r.draft_gap):
-            if self.waits(request) or self.is_shared(request, ahead):
+            if self.waits(request) or self.is_loading(request) or self.is_shared(request, ahead):
                 continue
             group = self.known_rows(request, rows)
             if group is None:
@@ -94,6 +94,12 @@ class DraftModel(ModelExecutor):
         """Reuse the cached draft KV of the request's known tokens, within the spare blocks."""
         if request.draft_gap > USUAL_LAG and not self.waits(request):
             request.find_draft_prefix(self.spare)
+
+    def is_loading(self, request: Request) -> bool:
+        """Return whether draft KV of the request comes back from a tier; begin this if possible."""
+        if request.draft_gap <= USUAL_LAG:
+            return False
+        return self.scheduler.begin_draft_load(request, self.spare, self.costs)
 
     def expand(self, nodes: Sequence[Nodes]) -> tuple[list[int], Tensor]:
         fit, groups, rows_of = self.number(nodes), list[RowGroup](), list[tuple[int, int]]()

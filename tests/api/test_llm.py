@@ -797,3 +797,29 @@ def test_a_logits_processor_cannot_generate_with_the_same_llm(llm):
         llm.generate("ab", SamplingParams(max_tokens=3), logits_processors=[ask])
     said = [token for _, ids in (first, *stream) for token in ids]
     assert said == llm.generate("ab", GREEDY)[0].token_ids
+
+
+def test_a_saved_cache_serves_the_next_start_with_the_same_weights(folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    tiers = {
+        "memory.host_bytes": 1 << 20,
+        "memory.disk_path": str(tmp_path / "kv"),
+        "memory.disk_bytes": 1 << 22,
+    }
+    prompt = "the cat sat on the mat and read the file " * 3
+
+    def cached_tokens():
+        with load(model, **tiers) as llm:
+            (output,) = llm.generate(prompt, GREEDY)
+            llm.save_cache()
+            return output.token_ids, output.usage.cached_tokens
+
+    text, before = cached_tokens()
+    again, hits = cached_tokens()
+    assert (again, before) == (text, 0) and hits >= 32
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    assert cached_tokens() == (text, 0), "the weights may be others"
+    with load(folder) as llm, pytest.raises(ConfigError, match=r"memory\.disk_path"):
+        llm.save_cache()

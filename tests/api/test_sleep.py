@@ -312,3 +312,19 @@ def test_released_memory_has_the_same_address_and_neighbors_keep_their_bytes(ops
     first, last = -at % 4096, len(inner) - (at + len(inner)) % 4096
     assert not inner[first:last].any() and last > first
     assert inner[:first].all() and inner[last:].all() and memory[3 * 4096 :].all()
+
+
+def test_a_host_tier_keeps_the_prefix_cache_over_a_sleep(tmp_path):
+    settings = {"memory.host_bytes": 1 << 24, "memory.block_size": 4, "drafter.name": "none"}
+    with closing(loaded(tiny_checkpoint(tmp_path / "m"), **settings)) as llm:
+        first = outputs(llm)
+        found = []
+        for level in (1, 2):
+            llm.sleep(level)
+            assert not llm.engine.pool.cached and llm.engine.pool.is_whole
+            llm.wake_up()
+            hits = llm.engine.scheduler.tiers.stats["host"].hits
+            assert outputs(llm) == first
+            found.append(llm.engine.scheduler.tiers.stats["host"].hits - hits)
+            llm.engine.scheduler.check([])
+    assert min(found) > 0, "prompts came back from the tier"

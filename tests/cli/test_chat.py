@@ -20,7 +20,7 @@ from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.cli.chat import AnswerStatistics, ChatSession, LocalModel
 from specserve.cli.remote import CUT, events
-from specserve.errors import PromptTooLong, RequestError
+from specserve.errors import ConfigError, PromptTooLong, RequestError
 from tests.checkpoints import tiny_checkpoint
 from tests.server.server_process import SETTINGS, ServerProcess, eventually
 
@@ -502,3 +502,36 @@ def test_what_no_message_could_mend_is_said_at_the_start(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(RequestError, match="no chat template"):
         LocalModel(llm, SamplingParams())
+
+
+class Parrot:
+    """Repeats how many messages it got."""
+
+    name, colored = "parrot", None
+
+    def stream_answer(self, messages):
+        yield f"{len(messages)}"
+        return AnswerStatistics("stop")
+
+
+def test_a_session_file_continues_a_conversation(tmp_path, capsys):
+    file = tmp_path / "talk.json"
+    ChatSession(Parrot(), "Be brief.", file).ask("one")
+    again = ChatSession(Parrot(), None, file)
+    again.ask("two \udcff")
+    assert [m["content"] for m in again.messages] == ["Be brief.", "one", "2", "two \udcff", "4"]
+    assert ChatSession(Parrot(), "Be brief.", file).messages == again.messages
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="--system has no effect"):
+        ChatSession(Parrot(), "Be long.", file)
+    again.reset()
+    assert ChatSession(Parrot(), None, file).messages == []
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": "b"}', '[{"role": 3}]'])
+def test_a_file_that_is_no_conversation_is_refused_and_kept(tmp_path, content):
+    file = tmp_path / "notes.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="is not a conversation"):
+        ChatSession(Parrot(), None, file)
+    assert file.read_text() == content

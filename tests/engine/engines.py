@@ -73,6 +73,9 @@ def engine_for(
         "prefix_cache": "memory",
         "kv_dtype": "memory",
         "share_prefix_cache": "memory",
+        "host_bytes": "memory",
+        "disk_path": "memory",
+        "disk_bytes": "memory",
         "max_nodes": "speculation",
         "max_step_nodes": "speculation",
         "options": "drafter",
@@ -194,6 +197,7 @@ class Watch:
         self.emitted = {}  # by request: what its outputs add up to
         self.behind = set()  # requests whose draft KV had to catch up
         self.arena = engine.target.arena
+        engine.scheduler.is_load_faster = lambda *_: True  # no clock decides about it
         self.poisoned = set()
 
     def of_ngrams(self):
@@ -282,6 +286,9 @@ class Watch:
                 engine.scheduler.reclaim(running[0])
         elif event == "reset":
             engine.reset_cache()
+        elif event == "evict":
+            pool = engine.pool
+            pool.release(reversed(pool.try_allocate(pool.num_available)))
         elif event == "swap":
             engine.speculator = next(self.others)()
 
@@ -314,6 +321,9 @@ class Watch:
             self.check_tables()
             step += 1
         self.seen["preempted"] += self.engine.scheduler.num_preempted
+        if (tiers := self.engine.scheduler.tiers) is not None:
+            self.seen["loaded"] += tiers.stats["host"].hits
+            assert not tiers.loads, "a load goes on at idle"
         assert pool.is_whole, "blocks held at idle"
         if not is_kept:
             self.engine.reset_cache()

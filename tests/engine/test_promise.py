@@ -113,7 +113,7 @@ cases = st.builds(
     leaves=st.none() | st.none() | st.integers(1, 40),
     n=st.sampled_from([1, 1, 1, 2, 5]),
 )
-EVENTS = ["squeeze", "preempt", "drop", "reset", "swap"]
+EVENTS = ["squeeze", "preempt", "drop", "reset", "swap", "evict"]
 steps = st.integers(1, 60)
 scenarios = {
     "scenario": st.lists(cases, min_size=1, max_size=6),
@@ -125,6 +125,7 @@ scenarios = {
     | st.dictionaries(steps, st.sampled_from(EVENTS), min_size=8),
     "prefix_cache": st.sampled_from([True, True, True, False]),
     "max_running": st.sampled_from([2, 6]),
+    "host_bytes": st.sampled_from([0, 1 << 19, 1 << 24]),
 }
 
 
@@ -278,8 +279,9 @@ def recycling(texts):
 
 
 def stretched(limits):
-    """Room in a step for two trees of full size."""
-    return limits | {"max_step_nodes": 2 * limits["max_nodes"]}
+    """Room in a step for two trees of full size; a host tier only with a prefix cache."""
+    host_bytes = limits["host_bytes"] if limits["prefix_cache"] else 0
+    return limits | {"max_step_nodes": 2 * limits["max_nodes"], "host_bytes": host_bytes}
 
 
 def check(engine, scenario, events, want):
@@ -310,6 +312,7 @@ def test_the_runs_above_met_what_is_hard():
         "caught up",
         "copied",
         "found",
+        "loaded",
         "merged",
         "repeated",
         "predicted",

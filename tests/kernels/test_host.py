@@ -1,12 +1,14 @@
 """The memory of weights and KV."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from specserve_kernels import cpu
-from specserve_kernels.host import allocate
+from specserve_kernels.cuda.pinned import PinnedBlocks
+from specserve_kernels.host import HostBlocks, allocate
 from tests.kernels.maps import random_codes
 from tests.kernels.random_steps import random_tensor
 
@@ -40,3 +42,16 @@ def test_what_steps_read_asks_for_huge_pages(make):
 
 def test_memory_is_zeroed():
     assert not allocate(12345).any()
+
+
+@pytest.mark.parametrize("make", [HostBlocks, partial(PinnedBlocks, device=torch.device("cpu"))])
+def test_blocks_are_stored_in_host_memory_and_loaded_whole_and_in_order(make):
+    blocks = torch.randint(0, 256, (5, 48), dtype=torch.uint8)
+    before, host = blocks.clone(), make(3, 48)
+    assert host.memory.shape == (3, 48) and not host.memory.any()
+    host.store(blocks, [(4, 0), (1, 2), (3, 0)])
+    host.load(blocks, [(0, 1), (2, 4), (0, 2)])
+    host.wait()
+    assert host.is_idle
+    assert torch.equal(host.memory[[0, 2]], before[[3, 1]]) and not host.memory[1].any()
+    assert torch.equal(blocks, before[[0, 3, 3, 3, 1]])

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable
+from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable, KVFormat
 
 SIZES = [1, 4, 5, 5]  # tokens a block, of a table each
 TABLES = st.integers(0, len(SIZES) - 1)
@@ -224,3 +224,16 @@ def test_a_broken_invariant_is_noticed(damage, words):
     damage(pool)
     with pytest.raises(AssertionError, match=words):
         pool.check([[0]])
+
+
+def test_keys_of_a_tenant_follow_its_api_key_and_not_its_place():
+    """If its digest is known: the key file may change before a restart."""
+    names = {"name": "m", "block_size": 2, "is_per_tenant": True}
+    known = KVFormat(**names, tenants=("ann", "bob")), KVFormat(**names, tenants=("bob", "ann"))
+    text = array("i", [1, 2, 3])
+
+    def keys(format, tenant):
+        return format.hasher("", tenant=tenant).extend(text, 3)
+
+    assert keys(known[0], 0) == keys(known[1], 1) != keys(known[0], 1) == keys(known[1], 0)
+    assert keys(known[0], 0) != KVFormat(**names).hasher("", adapter="ann").extend(text, 3)

@@ -58,6 +58,7 @@ def grouping(expression):
 def told(paced_threads):
     """The labels of each series that a server tells, once each kind of thing has happened."""
     tight = {"server.max_queued_requests": 1, "scheduler.max_running": 1}
+    tight["memory.host_bytes"] = 1 << 20
     with paced_threads(**tight) as server:
         assert server.post(COMPLETIONS, saying(2)).status == 200
         with started(server, saying(400, ms=50)):

@@ -45,7 +45,7 @@ FIGURES = {  # what they measure, without arguments
 # These have `add_arguments`. They take long, and are measured only if they come first.
 LONG = (
     *("speculation", "open-loop", "replicas", "heads", "lm-eval", "structured", "sources"),
-    *("versions", "real", "busy"),
+    *("versions", "real", "busy", "tiers"),
 )
 
 

@@ -36,6 +36,7 @@ from specserve_kernels.cpu.ops import (
 )
 from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
+from specserve_kernels.host import HostBlocks as host_blocks
 from specserve_kernels.host import (
     allocate,
     copy_blocks,
@@ -60,6 +61,7 @@ __all__ = [
     "experts",
     "free_memory",
     "has_bf16",
+    "host_blocks",
     "layer_norm",
     "library",
     "linear",

@@ -29,6 +29,7 @@ from specserve_kernels.cuda.graph_inputs import CudaPlan, PlacedRows
 from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import sight
+from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
@@ -89,6 +90,9 @@ class CudaOps:
     def allocate(self, num_bytes: int) -> Tensor:
         # FlashInfer multiplies hidden values by 0, so unwritten KV must be finite.
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def host_blocks(self, num_blocks: int, block_bytes: int) -> PinnedBlocks:
+        return PinnedBlocks(num_blocks, block_bytes, self.device)
 
     def free_memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)

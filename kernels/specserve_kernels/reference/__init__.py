@@ -4,6 +4,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 
 from specserve_kernels.codes import quantize
+from specserve_kernels.host import HostBlocks as host_blocks
 from specserve_kernels.host import (
     allocate,
     copy_blocks,
@@ -52,6 +53,7 @@ __all__ = [
     "experts",
     "free_memory",
     "has_bf16",
+    "host_blocks",
     "layer_norm",
     "linear",
     "linear_add",

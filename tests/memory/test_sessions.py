@@ -1,0 +1,72 @@
+"""Sessions keep the blocks of conversations, for the next start as well."""
+
+import pytest
+
+from specserve.memory import sessions as module
+from specserve.memory.blocks import BlockPool
+from specserve.memory.disk_tier import DiskTier
+from specserve.memory.sessions import Sessions
+from specserve.memory.tiers import HostTier, Tiers
+from specserve_kernels.host import HostBlocks
+
+BYTES = 64
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts of a server with one folder."""
+    started = []
+
+    def start():
+        for each in started:
+            each.tiers.close()
+        disk = DiskTier(tmp_path, 16 * BYTES, BYTES)
+        tiers = Tiers(BlockPool(8, BYTES), HostTier(8), HostBlocks(8, BYTES), disk)
+        started[:] = [Sessions(tiers, tmp_path / "sessions")]
+        return started[0]
+
+    yield start
+    started[0].tiers.close()
+
+
+def key_of(i):
+    return bytes([i]) * 32
+
+
+def test_pins_survive_a_restart(begin):
+    first = begin()
+    first.record("talk", 0, [key_of(1), key_of(2)], [key_of(3)])
+    first.record("talk", 1, [key_of(4)], [])
+    first.record("other", 0, [key_of(5)], [])
+    first.pin("talk", True)
+    again = begin()
+    assert again.pinned_keys == [key_of(i) for i in (1, 2, 3, 4)]
+    assert again.tiers.disk.pinned == {key_of(i) for i in (1, 2, 3, 4)}
+    again.record("talk", 1, [key_of(4), key_of(6)], [])
+    assert key_of(6) in again.tiers.disk.pinned, "a pinned conversation goes on"
+    again.pin("talk", False)
+    assert not again.tiers.disk.pinned and not begin().pinned_keys
+
+
+def test_the_oldest_sessions_that_are_not_pinned_are_dropped(begin, monkeypatch):
+    monkeypatch.setattr(module, "MOST_KEYS", 3)
+    sessions = begin()
+    sessions.record("pinned", 0, [key_of(0)], [])
+    sessions.pin("pinned", True)
+    for i in range(1, 5):
+        sessions.record(f"{i}", 0, [key_of(i)], [])
+    assert [name for name, _ in sessions.known] == ["pinned", "3", "4"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00", b"[[1]]", b"\x93\x01\x02\x03"])
+def test_a_damaged_file_is_ignored_with_a_warning(begin, tmp_path, caplog, content):
+    (tmp_path / "sessions").write_bytes(content)
+    assert not begin().known
+    assert "cannot be read" in caplog.text
+
+
+def test_only_the_user_can_read_the_sessions(begin, tmp_path):
+    sessions = begin()
+    sessions.record("talk", 0, [key_of(1)], [])
+    sessions.write()
+    assert (tmp_path / "sessions").stat().st_mode & 0o777 == 0o600
