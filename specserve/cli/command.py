@@ -463,20 +463,19 @@ def serve(args: argparse.Namespace) -> int:
     from specserve.server.tls import tls_of
 
     logs.configure(config.server.log_format)
-    keys, key_file = list[str](), config.server.api_key_file
-    if key_file is not None:
-        keys = read_keys(Path(key_file))
+    key_file = config.server.api_key_file
+    keys = None if key_file is None else read_keys(Path(key_file))
     if config.server.admin_key_file is not None:
         read_admin_keys(Path(config.server.admin_key_file))
     tls = tls_of(config.server)
     folders = preflight.check(config)
     modules_of(config, served_name(config))
     with listen(config.server) as listener:
-        engines = ForkServer(config, folders.drafters, tenants_of(config, keys))
+        engines = ForkServer(config, folders.drafters, tenants_of(config, keys or ()))
         spawned = engines.start()  # imports and loads in parallel with this process
         from specserve.server.serve import Start, serve
 
-        return serve(Start(config, folders, engines, spawned, listener, started_at, tls))
+        return serve(Start(config, folders, engines, spawned, listener, started_at, tls, keys))
 
 
 def chat(args: argparse.Namespace) -> None:

@@ -53,10 +53,13 @@ LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
 GENERATING_ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 
 
-def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
+def make_app(
+    service: Service, tracer: Tracer | None = None, keys: Sequence[str] | None = None
+) -> Starlette:
+    """`keys` are those of the file, if it was read already: each read may find other keys."""
     app = Starlette(
         routes=[*(operation.route for operation in OPERATIONS), *ROUTES],
-        middleware=list(guards(service, tracer)),
+        middleware=list(guards(service, tracer, keys)),
         exception_handlers={
             SpecserveError: refuse,
             HTTPException: refuse_route,
@@ -69,7 +72,9 @@ def make_app(service: Service, tracer: Tracer | None = None) -> Starlette:
     return app
 
 
-def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
+def guards(
+    service: Service, tracer: Tracer | None, keys: Sequence[str] | None
+) -> Iterable[Middleware]:
     """Yield middleware, outermost first. CORS precedes keys: preflight requests have no key."""
     limits = service.limits
     yield Middleware(CanonicalPath, service=service)
@@ -90,7 +95,8 @@ def guards(service: Service, tracer: Tracer | None) -> Iterable[Middleware]:
             expose_headers=["X-Request-Id"],
         )
     file, admin_file = limits.api_key_file, limits.admin_key_file
-    keys = None if file is None else read_keys(Path(file))
+    if keys is None and file is not None:
+        keys = read_keys(Path(file))
     admins = {} if admin_file is None else read_admin_keys(Path(admin_file))
     yield Middleware(KeyGuard, keys=keys, admins=admins)
     if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:

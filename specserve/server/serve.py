@@ -67,6 +67,7 @@ class Start(NamedTuple):
     listener: socket.socket
     started_at: float  # perf_counter
     tls: TLS | None = None
+    keys: Sequence[str] | None = None  # API keys, see `make_app`
 
 
 def serve(start: Start) -> int:
@@ -95,7 +96,7 @@ async def run(start: Start) -> int:
     service = Service(start.config, engine)
     service.sleep_control.release_shared = start.engines.release
     tracer = start_tracing(os.environ, service.name)
-    server = Server(service, start.tls, tracer)
+    server = Server(service, start.tls, tracer, start.keys)
     await engine.connect()  # last, because waiting messages are handled at once
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
@@ -234,10 +235,14 @@ class Server(uvicorn.Server):
     flush_seconds = FLUSH_SECONDS
 
     def __init__(
-        self, service: Service, tls: TLS | None = None, tracer: Tracer | None = None
+        self,
+        service: Service,
+        tls: TLS | None = None,
+        tracer: Tracer | None = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
         config = uvicorn.Config(
-            make_app(service, tracer),
+            make_app(service, tracer, keys),
             http=bounded(service.limits),
             ws="none",
             lifespan="off",
