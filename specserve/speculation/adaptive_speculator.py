@@ -278,9 +278,12 @@ class AdaptiveSpeculator:
             if name not in self.estimating_names:
                 self.ask_by_share(asked, id, name, account)
             elif account.is_due or self.asks_always:
-                promised = self.promise(source.expected_accepted(id, text))
+                expected = source.expected_accepted(id, text)
                 account.is_estimated = True
                 account.spent += -start + (start := perf_counter())
+                if expected <= 0 and not self.asks_always:
+                    continue
+                promised = self.promise(expected)
                 net = account.trust.value * promised - account.seconds
                 if net > 0:
                     best = max(best, net)
