@@ -4,7 +4,7 @@ from time import perf_counter
 
 from specserve.engine import admission, engine, tuning
 from specserve.engine.runner import Runner
-from specserve.scheduling import scheduler
+from specserve.scheduling import request, scheduler
 from specserve.speculation import (
     adaptive_speculator,
     draft_depth,
@@ -21,6 +21,7 @@ TIMED = (
     engine,
     head_model,
     recycler,
+    request,
     scheduler,
     speculator,
 )

@@ -12,6 +12,7 @@ from specserve.api.input_processor import TextFiles, make_input_processor
 from specserve.config import Config, load_config
 from specserve.errors import RequestError
 from specserve.exchange.messages import Ready, StepOutput, TokenLogprobs
+from specserve.exchange.sleep import AWAKE
 from specserve.server.completion import ServedModel, Service
 from specserve.server.listen import listen
 from specserve.server.serve import Server, formats_of
@@ -32,7 +33,10 @@ class ScriptedEngine:
         self.died, self.next_id, self.added, self.script = asyncio.Event(), 0, [], ([], [])
         self.finished = set()
         self.loop = asyncio.get_running_loop()
-        self.silence = 0.0
+        self.silence, self.sleep_state = 0.0, AWAKE
+
+    def check_awake(self):
+        pass
 
     def add(self, token_ids, samplings, listeners, keys=None, caller=None, adapter=None):
         ids = [*range(self.next_id, self.next_id + len(samplings))]

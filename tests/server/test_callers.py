@@ -44,6 +44,7 @@ def open_service():
     """A service whose engine keeps what it is asked."""
     engine = SimpleNamespace(live={}, held=[], is_up=True, next_id=0, adds=[], died=asyncio.Event())
     engine.loop, engine.silence, engine.flush_soon = asyncio.get_running_loop(), 0.0, lambda: None
+    engine.check_awake = lambda: None
     engine.add = lambda *args: EngineClient.add(engine, *args)
     service = Service(Config(), engine)
     processor = InputProcessor(tiny_tokenizer(), GenerationDefaults(), 9000, 320)

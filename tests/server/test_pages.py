@@ -18,7 +18,9 @@ NAMESPACE = "http://www.w3.org/2000/svg"
 
 def client(base="http://127.0.0.1:8000", **limits):
     limits = ServerConfig(**limits)
-    return TestClient(make_app(SimpleNamespace(limits=limits, is_alive=True)), base_url=base)
+    return TestClient(
+        make_app(SimpleNamespace(limits=limits, is_alive=True, is_asleep=False)), base_url=base
+    )
 
 
 @pytest.mark.parametrize("path", FILES)

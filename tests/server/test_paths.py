@@ -88,7 +88,7 @@ def test_slashes_open_nothing_to_clients_without_a_key(tmp_path):
 
 
 def test_the_log_has_the_path_of_the_route(caplog):
-    service = SimpleNamespace(limits=ServerConfig(access_log=True), is_ready=True)
+    service = SimpleNamespace(limits=ServerConfig(access_log=True), is_ready=True, is_asleep=False)
     with caplog.at_level("INFO"), TestClient(make_app(service)) as client:
         client.get("http://testserver//version//")
         client.get("http://testserver//health/")  # polled: no line
