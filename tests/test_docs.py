@@ -71,8 +71,8 @@ COMMANDS = sorted({line for line in LINES if line.startswith("specserve ")} - KN
 KEPT_TABLES = (
     *("families", "implementations", "maps", "mixtures", "sampling", "versions"),
     *("adapters", "fairness", "host", "kv", "memory", "real", "replicas", "restart", "sources"),
-    *("steps", "swap", "speculation", "open-loop", "heads", "merged", "targets", "structured"),
-    *("key-isolation", "load-gaps", "lm-eval", "server"),
+    *("steps", "swap", "speculation", "open-loop", "heads", "merged", "targets", "tiers"),
+    *("key-isolation", "load-gaps", "lm-eval", "server", "structured"),
 )
 ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none does
     "curl ": "tests/server/test_readme.py",
