@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     decoder = load_decoder(model, "bf16", load(torch.device("cpu")), most)
     assert isinstance(decoder, Decoder)
     with TemporaryDirectory(prefix="specserve-bench-", dir=args.folder) as folder:
-        measured = Measured(decoder, str(model), most, Path(folder))
+        measured = Measured(decoder, str(model), HIT + 64, Path(folder))
         try:
             figures = measured.hits(args.rounds) | measured.streams(args.rounds)
         finally:
@@ -60,7 +60,7 @@ class Measured:
     """An engine with both tiers. Its disk blocks leave the page cache before each read."""
 
     def __init__(self, decoder: Decoder, name: str, most: int, folder: Path) -> None:
-        self.engine = tiered(decoder, name, most, folder)
+        self.engine = tiered(decoder, name, most, folder, prompts=2)
         self.engine.target.arena.blocks.zero_()  # the system assigns the pages
         self.rng, self.vocab_size = random.Random(0), decoder.config.vocab_size
 
@@ -115,12 +115,14 @@ class Measured:
         return {"streams": round(ratio, 3), "loading_steps": len(loading)}
 
 
-def tiered(decoder: Decoder, name: str, most: int, folder: Path) -> Engine:
-    """An engine whose pool has room for two of the longest prompts, and whose tiers have more."""
-    tokens = 2 * most + 1024
+def tiered(decoder: Decoder, name: str, most: int, folder: Path, prompts: int = 1) -> Engine:
+    """An engine whose pool has room for so many of the longest prompts, and whose tiers have
+    `prompts` times its room.
+    """
+    tokens = prompts * most + 1024
     engine = make_engine(decoder, name, most, tokens, {"drafter.name": "none"})
     block_bytes = engine.pool.block_bytes
-    num_bytes = 2 * engine.pool.num_blocks * block_bytes
+    num_bytes = prompts * engine.pool.num_blocks * block_bytes
     engine.close()
     settings = {
         "drafter.name": "none",
