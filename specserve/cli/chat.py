@@ -93,7 +93,7 @@ class ChatSession:
         self.messages: list[Message] = earlier or [*self.opening]
         if earlier and system is not None and earlier[0] != self.opening[0]:
             raise ConfigError(
-                f"--system has no effect: {file} has a conversation with another system message. "
+                f"--system has no effect: {file} has a conversation without this system message. "
                 "Remove --system, or name a new file with --session"
             )
 
