@@ -78,7 +78,7 @@ class Overloaded(SpecserveError):
 
 
 class Sleeping(Overloaded):
-    def __init__(self, message: str = "the engine sleeps. Wake it up (POST /wake_up), and retry"):
+    def __init__(self, message: str = "the engine sleeps. Wake it up, and retry"):
         super().__init__(message, retry_after=5)
         self.code = "server_is_sleeping"
 

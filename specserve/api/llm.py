@@ -420,13 +420,17 @@ class LLM(BaseLLM[None]):
 
     def save_cache(self) -> None:
         """Write the prefix cache to `memory.disk_path`, for the next start. ConfigError if that is
-        unset.
+        unset, or cannot be written.
         """
         scheduler = self.engine.scheduler
-        if scheduler.tiers is None or scheduler.tiers.disk is None:
+        tiers = scheduler.tiers
+        if tiers is None or tiers.disk is None:
             raise ConfigError("save_cache() needs a folder. Set memory.disk_path")
         with self.lock, interrupts_held():
-            scheduler.save([*scheduler.pool.found], self.engine.target.run_updates)
+            keys = [*scheduler.pool.found]
+            scheduler.save(keys, self.engine.target.run_updates)
+        if failure := tiers.write_failure(keys):
+            raise ConfigError(f"memory.disk_path: {failure}")
 
     def close(self) -> None:
         """Abort all running requests, and close the engine."""

@@ -89,13 +89,7 @@ class ChatSession:
         """
         self.answerer, self.file = answerer, file
         self.opening = [] if system is None else [{"role": "system", "content": system}]
-        earlier = [] if file is None else read_messages(file)
-        self.messages: list[Message] = earlier or [*self.opening]
-        if earlier and system is not None and earlier[0] != self.opening[0]:
-            raise ConfigError(
-                f"--system has no effect: {file} has a conversation with another system message. "
-                "Remove --system, or name a new file with --session"
-            )
+        self.messages = earlier_messages(file, system) or [*self.opening]
 
     def reset(self) -> None:
         self.messages = [*self.opening]
@@ -163,6 +157,19 @@ class ChatSession:
         has_past = len(self.messages) > len(self.opening)
         hint = " (/reset removes the earlier messages)" if is_too_long and has_past else ""
         return f"error: {' '.join(str(error).split())}{hint}"
+
+
+def earlier_messages(file: Path | None, system: str | None) -> list[Message]:
+    """The messages of an earlier chat; none if there is no file. ConfigError for an invalid file,
+    or one without this system message.
+    """
+    earlier = [] if file is None else read_messages(file)
+    if earlier and system is not None and earlier[0] != {"role": "system", "content": system}:
+        raise ConfigError(
+            f"--system has no effect: {file} has a conversation without this system message. "
+            "Remove --system, or name a new file with --session"
+        )
+    return earlier
 
 
 def read_messages(file: Path) -> list[Message]:

@@ -480,7 +480,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> None:
     from specserve.api.watch import Colored
-    from specserve.cli.chat import ChatSession, LocalModel, converse
+    from specserve.cli.chat import ChatSession, LocalModel, converse, earlier_messages
 
     if args.url is not None:
         from specserve.cli.remote import Remote
@@ -499,6 +499,7 @@ def chat(args: argparse.Namespace) -> None:
     if args.api_key_file is not None:
         raise ConfigError("--api-key-file needs a server. Name the server with --url")
     sampled, settings = checked_sampling(args), checked(args)
+    earlier_messages(args.session, args.system)  # errors come before the model is loaded
     if sys.stderr.isatty():  # importing torch takes seconds without any output
         print("loading the model", file=sys.stderr)
     from specserve import LLM, SamplingParams

@@ -13,7 +13,7 @@ from specserve.engine.loading import Weights, asked_for
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool
-from specserve.memory.disk_tier import DiskInUse, DiskTier
+from specserve.memory.disk_tier import DiskInUse, DiskTier, ForeignFile
 from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import HostTier, Tiers
 from specserve.models.source import open_source
@@ -61,8 +61,12 @@ def open_disk(folder: Path, num_bytes: int, block_bytes: int) -> DiskTier:
         return DiskTier(folder, num_bytes, block_bytes)
     except DiskInUse as e:
         raise ConfigError(f"memory.disk_path: {e}. Stop that server, or set another folder") from e
+    except ForeignFile as e:
+        raise ConfigError(f"memory.disk_path: {e}. Set a new folder") from e
     except OSError as e:
-        raise ConfigError(f"memory.disk_path = {str(folder)!r} cannot be used ({e})") from e
+        raise ConfigError(
+            f"memory.disk_path = {str(folder)!r} cannot be used ({e}). Set a writable folder"
+        ) from e
 
 
 def seconds_per_block(target: Runner, pool: BlockPool) -> float:

@@ -38,7 +38,6 @@ from specserve_kernels import DeviceError, Ops, Threads, load
 
 log = logging.getLogger("specserve")
 Progress = Callable[[str, int, int], None]  # phase, done, total
-Load = Callable[[Progress | None], LoadedModel]
 
 
 class ModelKey(NamedTuple):
@@ -59,7 +58,7 @@ class Model:
     def __init__(
         self,
         key: ModelKey,
-        load: Load,
+        load: Callable[[Progress | None], LoadedModel],
         progress: Progress | None = None,
         base: "Model | None" = None,
     ) -> None:

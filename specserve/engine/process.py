@@ -305,7 +305,7 @@ def loaded_adapters(engine: Engine) -> Iterator[AdapterLoaded]:
             yield AdapterLoaded(folder, None, found)
 
 
-NO_TIERS = "this server keeps no sessions. Its operator can set memory.host_bytes"
+NO_TIERS = "this server keeps no conversations. Its operator can set memory.host_bytes"
 NO_DISK = "this server has no disk tier. Its operator can set memory.disk_path"
 
 
@@ -329,9 +329,9 @@ def finished_tasks(engine: Engine) -> Iterator[SessionReport]:
     sessions = engine.scheduler.sessions
     if sessions is None:
         return
-    for id, name in sessions.finished():
-        disk = sessions.tiers.disk
-        yield SessionReport(id, *sessions.count(name), "" if disk is None else disk.failure)
+    for id, name, failure in sessions.finished():
+        refusal = failure and f"memory.disk_path: {failure}"
+        yield SessionReport(id, *sessions.count(name), refusal)
 
 
 def change(control: Control) -> Changed:

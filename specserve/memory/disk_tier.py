@@ -30,6 +30,10 @@ class DiskInUse(OSError):
     """Another process uses the folder."""
 
 
+class ForeignFile(OSError):
+    """The folder has a file that belongs to another program."""
+
+
 class TierStats(msgspec.Struct):
     """Sums of one tier, in blocks; a block has the target's or the draft model's KV."""
 
@@ -53,7 +57,9 @@ class DiskTier:
     """
 
     def __init__(self, folder: Path, num_bytes: int, block_bytes: int) -> None:
-        """DiskInUse if another process uses the folder, OSError if it cannot be used."""
+        """DiskInUse if another process uses the folder, ForeignFile if its `index` is another
+        program's, OSError if it cannot be used.
+        """
         self.block_bytes, self.num_blocks = block_bytes, num_bytes // block_bytes
         self.seconds = block_bytes / UNKNOWN  # estimated time to read a block
         self.stats, self.lock = TierStats(), Lock()
@@ -69,7 +75,11 @@ class DiskTier:
         except BlockingIOError as e:
             self.close_files()
             raise DiskInUse(f"{folder} is in use by another process") from e
-        self.open()
+        try:
+            self.open(folder)
+        except OSError:
+            self.close_files()
+            raise
         used = {*self.found.values()}
         # The last place is used first. Ends of prefixes are evicted before their beginnings, so a
         # prefix lies in the order in which it is read.
@@ -77,10 +87,15 @@ class DiskTier:
         self.reader = ThreadPoolExecutor(READERS, thread_name_prefix="KV reads")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="KV writes")
 
-    def open(self) -> None:
-        """Read the index. A file with another header is replaced by an empty one."""
+    def open(self, folder: Path) -> None:
+        """Read the index. An index of another version or of blocks of another size is emptied."""
         header = HEADER.pack(MAGIC, VERSION, self.block_bytes)
-        if os.pread(self.index, len(header), 0) != header:
+        known_header = os.pread(self.index, len(header), 0)
+        if known_header != header:
+            if any(known_header) and not known_header.startswith(MAGIC):
+                raise ForeignFile(f"{folder / 'index'} belongs to another program")
+            if os.fstat(self.blocks).st_size > 0:
+                log.warning("memory.disk_path: dropping all blocks, which have another size")
             os.ftruncate(self.index, 0)
             os.ftruncate(self.blocks, 0)
             os.pwrite(self.index, header.ljust(ENTRY_BYTES, b"\0"), 0)

@@ -121,14 +121,17 @@ class Sessions:
     def is_busy(self) -> bool:
         return bool(self.tasks)
 
-    def finished(self) -> list[tuple[int, str]]:
-        """Return the id and name of saves and loads that have ended since the last call."""
-        tiers, ended = self.tiers, list[tuple[int, str]]()
+    def finished(self) -> list[tuple[int, str, str]]:
+        """Return the id and name of saves and loads that have ended since the last call, and why
+        a save failed; empty if it did not.
+        """
+        tiers, ended = self.tiers, list[tuple[int, str, str]]()
         for task in [*self.tasks]:
             busy = tiers.saving if task.is_save else tiers.reads
             if not any(key in busy for key in task.keys):
                 self.tasks.remove(task)
-                ended.append((task.id, task.name))
+                failure = tiers.write_failure(task.keys) if task.is_save else ""
+                ended.append((task.id, task.name, failure))
         return ended
 
     def count(self, name: str) -> tuple[int, int, int]:

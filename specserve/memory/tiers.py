@@ -267,6 +267,15 @@ class Tiers:
         """
         self.saving |= dict.fromkeys(reversed(keys))  # in the order of evictions
 
+    def write_failure(self, keys: Iterable[bytes]) -> str:
+        """Return why some of these blocks cannot be written to disk; empty if they are there, or no
+        write has failed.
+        """
+        disk = self.disk
+        if disk is None or not disk.failure or all(key in disk for key in keys):
+            return ""
+        return f"an earlier write failed ({disk.failure}). Repair the disk, then restart"
+
     def save_some(self) -> None:
         """Store some of the blocks to save in the host tier; `write_stored` writes them."""
         disk, left = self.disk, SAVED

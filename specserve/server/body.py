@@ -554,8 +554,10 @@ def choices_of(kind: Any, path: str) -> str:
         if struct is None or name not in fields(struct):
             return ""
         kind = fields(struct)[name]
-    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
-    values = [str(value) for part in literals for value in get_args(part)]
+    parts = kind, *get_args(kind)
+    values = ["true", "false"] if bool in parts else []
+    literals = [part for part in parts if get_origin(part) is Literal]
+    values += [str(value) for part in literals for value in get_args(part)]
     return f"send one of {', '.join(values)}" if values else ""
 
 

@@ -68,7 +68,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def route(method: str, path: str, its: dict[str, Any]) -> str:
-    rows = [(code(p["name"]), kind(p["schema"]), "in the path") for p in its.get("parameters", ())]
+    rows = [(code(p["name"]), kind(p["schema"]), place(p)) for p in its.get("parameters", ())]
     if "requestBody" in its:
         rows += [("body", kind(json_schema(its["requestBody"]["content"])), "JSON")]
     for status, response in its["responses"].items():
@@ -77,6 +77,12 @@ def route(method: str, path: str, its: dict[str, Any]) -> str:
             rows.append((status, what, f"{escape(media)}: {escape(response['description'])}"))
     title = f"<b>{method.upper()}</b> {code(path)} <span class=dim>{escape(its['summary'])}</span>"
     return f"<details><summary>{title}</summary>{table(rows)}</details>\n"
+
+
+def place(parameter: dict[str, Any]) -> str:
+    """Return where a request has this parameter, and its meaning."""
+    words = [f"in the {parameter['in']}", escape(parameter.get("description", ""))]
+    return "; ".join(filter(None, words))
 
 
 def reported_for(schema: dict[str, Any]) -> dict[str, Any]:

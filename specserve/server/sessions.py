@@ -70,8 +70,10 @@ async def done(
     if report.refusal:
         raise StatusError(409, report.refusal)
     if report.num_blocks == 0:
-        message = f"prompt_cache_key: no request with {cut(session)!r} has left KV"
+        message = (
+            f"prompt_cache_key: no conversation {cut(session)!r} is known. Send its text first"
+        )
         raise StatusError(404, message, param="prompt_cache_key")
-    log.info("session %s: %s", escaped(cut(session)), action)
+    log.info("conversation %s: %s", escaped(cut(session)), action)
     counts = report.num_blocks, report.num_in_memory, report.num_on_disk
     return json_response(SessionStatus(session, *counts))

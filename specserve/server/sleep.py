@@ -62,7 +62,7 @@ async def wake_up(request: Request) -> Response:
     except ConfigError as e:
         log.error("wake-up failed: %s", e)
         raise StatusError(409, str(e), "cannot_wake_up") from e
-    log.info("wake-up: %s", f"{' and '.join(state.tags)} still sleep" if state.tags else "awake")
+    log.info("wake-up: %s", f"{' and '.join(state.tags)} still asleep" if state.tags else "awake")
     return status_of_sleep(state)
 
 

@@ -821,5 +821,10 @@ def test_a_saved_cache_serves_the_next_start_with_the_same_weights(folder, tmp_p
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
     assert cached_tokens() == (text, 0), "the weights may be others"
+    with load(model, **tiers) as llm:
+        llm.engine.scheduler.tiers.disk.failure = "No space left"
+        llm.generate("another prompt " * 20, GREEDY)
+        with pytest.raises(ConfigError, match="No space left"):
+            llm.save_cache()
     with load(folder) as llm, pytest.raises(ConfigError, match=r"memory\.disk_path"):
         llm.save_cache()

@@ -535,3 +535,13 @@ def test_a_file_that_is_no_conversation_is_refused_and_kept(tmp_path, content):
     with pytest.raises(ConfigError, match="is not a conversation"):
         ChatSession(Parrot(), None, file)
     assert file.read_text() == content
+
+
+def test_a_wrong_session_file_is_reported_before_the_model_is_loaded(
+    talk, folder, tmp_path, monkeypatch
+):
+    file = tmp_path / "notes.json"
+    file.write_text("{")
+    monkeypatch.setattr("specserve.LLM", None)  # loading would raise a TypeError
+    code, _, error = talk([], "--model", str(folder), "--session", str(file))
+    assert code == 1 and "is not a conversation" in error

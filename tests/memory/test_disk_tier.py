@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from specserve.memory import disk_tier
-from specserve.memory.disk_tier import ENTRY_BYTES, DiskInUse, DiskTier
+from specserve.memory.disk_tier import ENTRY_BYTES, DiskInUse, DiskTier, ForeignFile
 
 BYTES = 4096
 
@@ -106,7 +106,7 @@ DAMAGES = {  # -> the blocks that are found
     "an entry's key": (lambda f: overwrite(f / "index", 2 * ENTRY_BYTES + 3, b"x"), [0, 2]),
     "an entry's checksum": (lambda f: overwrite(f / "index", 2 * ENTRY_BYTES + 41, b"x"), [0, 2]),
     "another version": (lambda f: overwrite(f / "index", 12, b"\x09"), []),
-    "a foreign index": (lambda f: (f / "index").write_bytes(b"#!/bin/sh\n" * 99), []),
+    "a cleared index": (lambda f: (f / "index").write_bytes(bytes(990)), []),
     "an empty index": (lambda f: (f / "index").write_bytes(b""), []),
     "a cut index": (lambda f: os.truncate(f / "index", 2 * ENTRY_BYTES + 20), [0]),
     "cut blocks": (lambda f: os.truncate(f / "blocks", 2 * BYTES + 5), [0, 1]),
@@ -124,11 +124,24 @@ def test_damaged_blocks_are_not_found_and_can_be_written_again(folder, damage, l
     assert found(folder) == [0, 1, 2]
 
 
-def test_blocks_of_another_size_are_dropped(folder):
+def test_blocks_of_another_size_are_dropped_with_a_warning(folder, caplog):
     written(folder)
+    assert not caplog.messages
     other = tier_of(folder, block_bytes=2 * BYTES)
     assert len(other) == 0
+    assert caplog.messages == ["memory.disk_path: dropping all blocks, which have another size"]
     other.close()
+
+
+def test_files_of_another_program_stay_as_they_are(folder):
+    folder.mkdir()
+    files = {"index": b"DIRC" * 99, "blocks": b"data"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    for _ in range(2):  # the first one leaves the folder unlocked
+        with pytest.raises(ForeignFile, match="index belongs to another program"):
+            tier_of(folder)
+    assert {name: (folder / name).read_bytes() for name in files} == files
 
 
 def test_fewer_bytes_keep_fewer_blocks_and_free_the_disk(folder):

@@ -70,3 +70,22 @@ def test_only_the_user_can_read_the_sessions(begin, tmp_path):
     sessions.record("talk", 0, [key_of(1)], [])
     sessions.write()
     assert (tmp_path / "sessions").stat().st_mode & 0o777 == 0o600
+
+
+def test_after_a_failed_write_saves_fail_with_the_reason_and_loads_do_not(begin):
+    sessions = begin()
+    disk = sessions.tiers.disk
+    disk.write(key_of(1), memoryview(bytes(BYTES))).result()
+    disk.failure = "No space left"
+    sessions.record("on disk", 0, [key_of(1)], [])
+    sessions.record("in memory", 0, [key_of(1), key_of(2)], [])
+    sessions.save(1, "on disk")
+    sessions.save(2, "in memory")
+    sessions.load(3, "in memory")
+    while sessions.tiers.saving or sessions.tiers.reads:
+        sessions.tiers.advance()
+    assert [(id, bool(failure)) for id, _, failure in sessions.finished()] == [
+        (1, False),
+        (2, True),
+        (3, False),
+    ]

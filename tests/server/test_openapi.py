@@ -185,6 +185,7 @@ def test_the_page_shows_the_document_and_asks_nobody_for_anything(document, serv
     assert sorted(page.ids) == sorted(schemas)
     assert {link.removeprefix("#") for link in page.links} <= {"openapi.json", *schemas}
     assert {"#ChatCompletionChunk", "#CompletionChunk", "#TextDelta"} <= {*page.links}
+    assert "in the query; the parts to wake up" in answer.body and "in the path" in answer.body
     assert not any(tag in ("script", "img", "iframe", "link", "form") for tag, _ in page.tags)
     assert not any({"src", "style", "onclick"} & attributes.keys() for _, attributes in page.tags)
 

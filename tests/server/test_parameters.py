@@ -432,6 +432,8 @@ def test_an_effort_that_no_template_reads_is_reported(server, path, asked, told)
             "text, json_object"),
         (CHAT, {"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "user"),
         (RESPONSES, {"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "high"),
+        (COMPLETIONS, {"prompt": "a", "early_stopping": "x"}, "early_stopping",
+            "true, false, never"),
     ],
 )  # fmt: skip
 def test_the_error_for_a_wrong_choice_lists_the_choices(server, path, body, field, some):

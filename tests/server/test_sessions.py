@@ -104,7 +104,7 @@ def loads(server):
 
 REFUSED = {
     "no name": ({}, 400, "prompt_cache_key is missing"),
-    "an unknown name": ({"prompt_cache_key": "nobody"}, 404, "no request with"),
+    "an unknown name": ({"prompt_cache_key": "nobody"}, 404, "no conversation 'nobody' is known"),
     "an unknown field": ({"prompt_cache_key": "x", "key": 1}, 400, "key"),
 }
 
