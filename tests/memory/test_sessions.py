@@ -71,10 +71,10 @@ def test_a_damaged_file_is_ignored_with_a_warning(begin, tmp_path, caplog, conte
 
 def settle(sessions):
     """Steps of an engine that does nothing else, until all tasks have ended."""
-    tiers = sessions.tiers
+    tiers, arena = sessions.tiers, torch.zeros(8, BYTES, dtype=torch.uint8)
     for _ in range(100):
         tiers.advance()
-        tiers.memory.store(torch.zeros(8, BYTES, dtype=torch.uint8), tiers.pool.updates.take().stores)
+        tiers.memory.store(arena, tiers.pool.updates.take().stores)
         tiers.wait(1.0)
         if sessions.finished():
             return
