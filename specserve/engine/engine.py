@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -369,20 +370,22 @@ class Engine:
         also this error if another process can continue the requests.
 
         The requests' blocks are released, with everything that the step wrote. If KV updates
-        failed, blocks of any request may be damaged: all requests end, and the prefix cache is
-        emptied.
+        failed, blocks of any request may be damaged: all requests end. Blocks in memory are then
+        found no more, nor after an error that is raised: its step may have lost updates.
         """
         requests = [s.request for s in scheduled]
         if self.head is not None:
             self.head.drop()
         cause = error.__cause__ if isinstance(error, KVLost) else error
-        if cause is None or not is_out_of_memory(cause):
-            raise error
-        if self.is_replaceable:
-            log.error("A step ran out of memory. If this happens often, %s", LESS_MEMORY)
+        is_memory = cause is not None and is_out_of_memory(cause)
+        if self.is_replaceable or not is_memory:
+            if is_memory:
+                log.error("A step ran out of memory. If this happens often, %s", LESS_MEMORY)
+            with suppress(Exception):  # the device may have failed
+                self.scheduler.forget_kv()
             raise error
         if isinstance(error, KVLost):
-            self.reset_cache()
+            self.scheduler.forget_kv()
             requests = list(self.requests.values())
         failure = (
             "the device ran out of memory in a step of this request. Try again later; the server's "

@@ -12,7 +12,8 @@ ABORTED = "the engine was put to sleep before the response was complete. Wake it
 
 
 class SleepControl:
-    """Commands run one at a time. `Sleeper` describes their effect on the engine.
+    """Commands run one at a time. `Sleeper` describes their effect on the engine. A command runs to
+    its end even if its caller is cancelled, because the engine completes it as well.
 
     A process that ends while it sleeps is replaced at the next wake-up.
     """
@@ -37,6 +38,9 @@ class SleepControl:
 
         ConfigError, with the engine awake, if it cannot sleep. Overloaded if its process ends.
         """
+        return await asyncio.shield(asyncio.create_task(self.sleep_alone(level, mode)))
+
+    async def sleep_alone(self, level: int, mode: str) -> SleepState:
         async with self.commands:
             client = self.client
             client.is_falling_asleep = True
@@ -63,6 +67,9 @@ class SleepControl:
         ConfigError if memory or files are missing; the engine still sleeps then. Overloaded if
         its process ends.
         """
+        return await asyncio.shield(asyncio.create_task(self.wake_up_alone(tags)))
+
+    async def wake_up_alone(self, tags: Sequence[str]) -> SleepState:
         async with self.commands:
             before = self.state
             if before.level == 0:

@@ -68,15 +68,14 @@ class DiskTier:
         self.pinned: frozenset[bytes] = frozenset()  # keys that are not evicted
         self.failure = ""  # why nothing more is written; empty if blocks are written
         self.time = 0  # of the last use of any block
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.index, self.blocks = (open_file(folder / name) for name in ("index", "blocks"))
         try:
             fcntl.flock(self.index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.open(folder)
         except BlockingIOError as e:
             self.close_files()
             raise DiskInUse(f"{folder} is in use by another process") from e
-        try:
-            self.open(folder)
         except OSError:
             self.close_files()
             raise
@@ -234,8 +233,10 @@ class DiskTier:
 
 
 def open_file(path: Path) -> int:
-    """Open a file that only this user can read; create it if it does not exist."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Open a file that only this user can read; create it if it does not exist. OSError for a
+    symbolic link: another user could have set it, and the file that it leads to would be lost.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def write_all(file: int, data: bytes | memoryview, at: int) -> None:

@@ -13,7 +13,7 @@ from specserve.memory.tiers import Tiers
 
 log = logging.getLogger("specserve")
 
-MOST_KEYS = 1 << 20  # of all sessions; older sessions are dropped
+MOST_BYTES = 1 << 27  # about the most memory of all sessions; older sessions are dropped
 MOST_READ = 0.5  # share of the host tier that a load may fill
 
 
@@ -31,6 +31,10 @@ class Session(msgspec.Struct):
     @property
     def every_key(self) -> list[bytes]:
         return [*self.keys, *self.draft_keys]
+
+    def num_bytes(self, name: str) -> int:
+        """About the memory of the session and its name."""
+        return 512 + 4 * len(name) + 80 * (len(self.keys) + len(self.draft_keys))
 
 
 class Task(NamedTuple):
@@ -51,35 +55,43 @@ class Sessions:
     def __init__(self, tiers: Tiers, file: Path | None = None) -> None:
         self.tiers, self.file = tiers, file
         self.known: OrderedDict[tuple[str, int], Session] = OrderedDict()  # the oldest first
-        self.num_keys = 0
+        self.num_bytes = 0
         self.tasks: list[Task] = []
         for name, tenant, session in () if file is None else read(file):
             self.put(name, tenant, session)
         self.pin_keys()
 
     def put(self, name: str, tenant: int, session: Session) -> None:
-        """Add or replace a session. The oldest sessions that are not pinned are dropped if they
-        have too many keys.
+        """Add or replace a session. The oldest sessions that are not pinned are dropped if all
+        together take too much memory.
         """
-        before = self.known.pop((name, tenant), None)
+        before = self.known.get((name, tenant))
         if before is not None:
-            self.num_keys -= len(before.every_key)
             session.is_pinned |= before.is_pinned
+            self.drop(name, tenant)
         self.known[name, tenant] = session
-        self.num_keys += len(session.every_key)
-        for each in [*self.known]:
-            if self.num_keys <= MOST_KEYS:
+        self.num_bytes += session.num_bytes(name)
+        old, left = list[tuple[str, int]](), self.num_bytes
+        for each, other in self.known.items():
+            if left <= MOST_BYTES:
                 break
-            if not self.known[each].is_pinned:
-                self.num_keys -= len(self.known.pop(each).every_key)
+            if not other.is_pinned:
+                old.append(each)
+                left -= other.num_bytes(each[0])
+        for each in old:
+            self.drop(*each)
+
+    def drop(self, name: str, tenant: int) -> None:
+        self.num_bytes -= self.known.pop((name, tenant)).num_bytes(name)
 
     def record(
         self, name: str, tenant: int, keys: Sequence[bytes], draft_keys: Sequence[bytes]
     ) -> None:
         """Set the blocks of a session to those of its last request."""
         if keys:
-            self.put(name, tenant, Session([*keys], [*draft_keys]))
-            if self.known[name, tenant].is_pinned:
+            session = Session([*keys], [*draft_keys])
+            self.put(name, tenant, session)
+            if session.is_pinned:
                 self.pin_keys()
 
     def named(self, name: str) -> list[Session]:
@@ -147,7 +159,7 @@ class Sessions:
     def reset(self) -> None:
         """Drop all sessions."""
         self.known.clear()
-        self.num_keys = 0
+        self.num_bytes = 0
         self.pin_keys()
         self.write()
 
@@ -158,7 +170,8 @@ class Sessions:
         rows = [(*each, session) for each, session in self.known.items()]
         temporary = self.file.with_suffix(".new")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            descriptor = os.open(temporary, flags, 0o600)
             with os.fdopen(descriptor, "wb") as out:
                 out.write(msgspec.msgpack.encode(rows))
             os.replace(temporary, self.file)

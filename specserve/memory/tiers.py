@@ -27,7 +27,7 @@ class HostTier:
         self.found: dict[bytes, int] = {}
         self.idle: OrderedDict[bytes, None] = OrderedDict()  # not held, in order of eviction
         self.holders: dict[bytes, int] = {}  # number of copies that read or write the block
-        self.pinned: set[bytes] = set()  # keys that are not evicted
+        self.pinned: dict[bytes, None] = {}  # keys that are not evicted
         self.stats = TierStats()
 
     def touch(self, key: bytes) -> None:
@@ -76,18 +76,18 @@ class HostTier:
         """Keep the blocks of exactly these keys until the next call. They fill at most half of the
         tier, so that other blocks can pass through it.
         """
-        self.pinned = set(islice(keys, self.num_blocks // 2))
-        held = self.pinned | self.holders.keys()
-        self.idle = OrderedDict.fromkeys(
-            [*(key for key in self.idle if key not in held)]
-            + [key for key in self.found if key not in self.idle and key not in held]
-        )
+        before, self.pinned = self.pinned, dict.fromkeys(islice(keys, self.num_blocks // 2))
+        for key in before:
+            if key in self.found and key not in self.pinned and key not in self.holders:
+                self.idle[key] = None
+        for key in self.pinned:
+            self.idle.pop(key, None)
 
     def check(self) -> None:
         """Assert the invariant."""
         used = [*self.free, *self.found.values()]
         assert sorted(used) == list(range(self.num_blocks)), "a host block is lost or used twice"
-        kept = self.holders.keys() | self.pinned & self.found.keys()
+        kept = self.holders.keys() | self.pinned.keys() & self.found.keys()
         assert self.found.keys() == self.idle.keys() | kept, "a host block is never evicted"
         assert not self.idle.keys() & kept, "a held host block can be evicted"
 
@@ -137,9 +137,9 @@ class Tiers:
         self.host_seconds = host_seconds
         self.loads: list[Load] = []
         self.loading: dict[bytes, Load] = {}  # by key
-        self.stored: list[bytes] = []  # keys whose blocks the next launch stores
+        self.stored: dict[bytes, None] = {}  # keys whose blocks the next launch stores, in order
         self.reads: dict[bytes, Future[bool]] = {}  # from disk to host blocks
-        self.writes: dict[bytes, Future[None]] = {}
+        self.writes: OrderedDict[bytes, Future[None]] = OrderedDict()  # they end in this order
         self.saving: dict[bytes, None] = {}  # keys that shall be on disk, in order
         pool.on_evict = self.store
 
@@ -160,7 +160,7 @@ class Tiers:
         self.host.stats.stores += 1
         self.pool.updates.stores.append((block, host_block))
         if self.disk is not None:
-            self.stored.append(key)
+            self.stored[key] = None
 
     def has(self, key: bytes) -> bool:
         return key in self.host.found or (self.disk is not None and key in self.disk)
@@ -263,7 +263,7 @@ class Tiers:
 
     def save(self, keys: Sequence[bytes]) -> None:
         """Begin to write these blocks to disk, from the pool or the host tier. They are in `saving`
-        until they are on disk, or lost.
+        until their writes have ended, or they are lost.
         """
         self.saving |= dict.fromkeys(reversed(keys))  # in the order of evictions
 
@@ -287,7 +287,7 @@ class Tiers:
             if key in self.writes or key in self.stored:
                 continue
             if key in self.host.found and (disk is None or key not in disk):
-                self.stored.append(key)
+                self.stored[key] = None
             elif disk is not None and key not in disk and key in self.pool.found:
                 self.store(self.pool.found[key], key)
                 left -= 1
@@ -297,7 +297,7 @@ class Tiers:
     def fetch(self, keys: Iterable[bytes], most: int) -> None:
         """Begin to read at most so many blocks from disk to the host tier."""
         for key in keys:
-            if key in self.host.found or key in self.pool.found:
+            if key in self.host.found or key in self.pool.found or not self.has(key):
                 continue
             if most == 0 or not self.try_read(key):
                 return
@@ -358,10 +358,13 @@ class Tiers:
         disk = self.disk
         if disk is None:
             return
-        for key in [key for key, write in self.writes.items() if write.done()]:
-            del self.writes[key]
+        while self.writes and next(iter(self.writes.values())).done():
+            key, _ = self.writes.popitem(last=False)
             self.host.release(key)
+            self.saving.pop(key, None)  # also if the disk has no place for it
         for key in self.stored:
+            if key in self.reads:
+                continue  # the host block is not complete
             if key in self.host.found and key not in disk and key not in self.writes:
                 # Blocks that wait for the disk cannot be evicted, so they are at most half.
                 if 2 * len(self.writes) >= self.host.num_blocks or not disk.is_writable:
@@ -378,17 +381,24 @@ class Tiers:
 
     def reset(self) -> list[Load]:
         """Drop all blocks of all tiers, and return the loads that were cancelled."""
+        cancelled = self.forget()
+        if self.disk is not None:
+            self.disk.clear()
+        return cancelled
+
+    def forget(self) -> list[Load]:
+        """Drop all blocks of the host tier, and return the loads that were cancelled."""
         cancelled = [*self.loads]
         for load in cancelled:
             self.cancel(load)
         wait_for(self.reads.values())
         self.finish_reads()
+        for write in self.writes.values():
+            write.cancel()
         self.finish_writes()
         self.saving.clear()
         for key in [*self.host.found]:
             self.host.drop(key)
-        if self.disk is not None:
-            self.disk.clear()
         return cancelled
 
     def finish_writes(self) -> None:

@@ -48,6 +48,7 @@ class Request(msgspec.Struct, eq=False):
     caller: Caller
     num_prompt: int = 0  # prompt tokens; 0 counts all tokens
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_found: int = -1  # blocks in the pool when it began to wait for a load; -1: never
     arrived_at: float = 0.0  # seconds, perf_counter
     admitted_at: float = 0.0  # seconds, first admission
     first_token_at: float = 0.0

@@ -342,11 +342,16 @@ class Scheduler:
         """Drop the keys of all blocks, and all blocks of the tiers. Requests stop waiting for
         loads.
         """
-        if self.tiers is not None:
-            for load in self.tiers.reset():
-                self.waiting.loaded(load)
         if self.sessions is not None:
+            for load in self.sessions.tiers.reset():
+                self.waiting.loaded(load)
             self.sessions.reset()
+        self.pool.reset_cache()
+
+    def forget_kv(self) -> None:
+        """Drop the keys of all blocks in memory, after KV updates were lost. The disk stays."""
+        for load in () if self.tiers is None else self.tiers.forget():
+            self.waiting.loaded(load)
         self.pool.reset_cache()
 
     @property
@@ -515,6 +520,7 @@ class Scheduler:
             if self.begin_load(request):
                 continue
             request.find_prefix()
+            request.num_found = -1
             if request.admitted_at == 0.0:
                 request.num_cached = request.num_computed
                 request.admitted_at = perf_counter()
@@ -535,6 +541,9 @@ class Scheduler:
     def begin_load(self, request: Request) -> bool:
         """Load the blocks of a request's known tokens that the pool lacks and the tiers have, if
         this takes less time than computing them. Return whether the request waits for a load.
+
+        A request loads again only if the pool has more of its blocks than at the last load. So it
+        does not wait forever if its loads are cancelled, or their blocks are evicted.
         """
         tiers, table = self.tiers, request.table
         if tiers is None or table.blocks or request.is_scoring:
@@ -542,7 +551,7 @@ class Scheduler:
         found = table.find(request.token_ids)
         keys = table.keys_after(request.token_ids, len(found))
         keys = keys[: tiers.count(keys)]
-        if not keys:
+        if not keys or len(found) <= request.num_found:
             return False
         load = tiers.loading.get(keys[0])
         if load is None:
@@ -553,6 +562,7 @@ class Scheduler:
             load = tiers.begin("target", found, keys)
         if load is None:
             return False
+        request.num_found = len(found)
         self.waiting.wait_for(request, load)
         return True
 

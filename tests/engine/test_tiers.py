@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 
+from specserve.engine.runner import KVLost
 from specserve.exchange.messages import Caller
 from specserve.exchange.sampling_params import Sampling
 from tests.checkpoints import tiny_checkpoint
@@ -309,3 +311,49 @@ def test_a_damaged_block_ends_the_hit_before_it(pair, tmp_path):
     data[place * BLOCK + 5] ^= 1
     (tmp_path / "blocks").write_bytes(data)
     assert found(pair[0], tmp_path, asked) == 48
+
+
+def test_no_block_is_kept_whose_copy_was_lost(pair, tmp_path):
+    """A step that fails before its updates has not stored the blocks that were evicted for it."""
+    engine = tiered(pair[0], folder=tmp_path)
+    run(engine, [(prompt_of(0), sampling())], Caller(0, 0, "", "talk"))
+    engine.scheduler.sessions.pin("talk", True)
+    evict(engine)
+    engine.target.launch = Mock(side_effect=RuntimeError("the device has failed"))
+    engine.add(prompt_of(1), sampling())
+    with pytest.raises(RuntimeError, match="failed"):
+        engine.step()
+    engine.close()
+    assert found(pair[0], tmp_path, (prompt_of(0), sampling())) == 0
+
+
+def test_lost_updates_empty_the_cache_and_keep_the_disk(pair, tmp_path):
+    asked = prompt_of(0), sampling()
+    keep(pair[0], tmp_path, asked)
+    engine = tiered(pair[0], folder=tmp_path)
+    run(engine, [(prompt_of(1), sampling())])
+    engine.add(prompt_of(2), sampling())
+    with pytest.MonkeyPatch.context() as patch:
+        lost = KVLost("KV updates failed")
+        lost.__cause__ = MemoryError()
+        patch.setattr(engine.target, "launch", Mock(side_effect=lost))
+        assert [output.finish_reason for output in engine.step()] == ["error"]
+    engine.check()
+    assert not engine.pool.found and not engine.scheduler.tiers.host.found
+    _, (request,) = run(engine, [asked])
+    assert request.num_cached == 96
+    engine.close()
+
+
+def test_a_request_whose_loads_are_cancelled_computes_its_prompt(pair):
+    engine = tiered(pair[0])
+    run(engine, [(prompt_of(0), sampling())])
+    evict(engine)
+    request, steps = engine.add(prompt_of(0), sampling()), 0
+    while request.num_output == 0:
+        engine.step()
+        engine.scheduler.cancel_load()  # as a running request does that needs its blocks
+        steps += 1
+        assert steps < 10, "the request waits forever"
+    assert request.num_cached == 0
+    engine.finish(request.id)

@@ -24,7 +24,8 @@ from specserve.exchange.messages import (
     pack,
 )
 from specserve.exchange.sampling_params import Sampling
-from specserve.exchange.sleep import SleepState
+from specserve.exchange.sleep import SLEEP_TAGS, SleepState
+from specserve.exchange.sleep_control import SleepControl
 
 READY = Ready({}, "none", 320, 512, "bf16", "bf16", "generic", 16, 100, {})
 
@@ -216,3 +217,26 @@ def test_a_fork_server_that_does_not_report_of_an_end_is_ended_too():
     process = SimpleNamespace(kill=lambda: done.append("kill"), wait=wait)
     process.end = lambda: done.append("end")
     assert ended(process) == -9 and done == ["kill", "end"]
+
+
+def test_a_sleep_takes_place_although_its_caller_is_cancelled():
+    """The engine has the command: its state would otherwise be unknown."""
+
+    async def run():
+        engine, wire = EngineClient((None, None)), Wire()
+        engine.connection_made(wire)
+        control = SleepControl(engine)
+        for command, state, tags in (
+            (control.sleep(1, "keep"), SleepState(1, SLEEP_TAGS), SLEEP_TAGS),
+            (control.wake_up(["weights"]), SleepState(1, ("kv_cache",)), ("kv_cache",)),
+        ):
+            asking = asyncio.create_task(command)
+            while engine.sleeping is None:
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.sleep(0)
+            engine.data_received(frame(state))
+            async with control.commands:
+                assert control.state.tags == tags
+
+    asyncio.run(asyncio.wait_for(run(), 10))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 
@@ -242,3 +243,23 @@ def test_a_kill_at_any_point_of_a_write_leaves_only_right_blocks(folder, monkeyp
             tier.close_files()
             left = found(folder, range(3), num_blocks=2)
             assert set(left) >= {1}, "a kill damaged another block"
+
+
+@pytest.mark.parametrize("name", ["index", "blocks"])
+def test_a_symbolic_link_is_refused_and_its_file_stays(folder, tmp_path, name):
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    folder.mkdir()
+    (folder / name).symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        tier_of(folder)
+    assert other.read_text() == "of somebody else"
+
+
+def test_a_folder_that_cannot_be_used_is_not_locked(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "open", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            tier_of(folder)
+    tier_of(folder).close()
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -2,7 +2,9 @@
 
 from array import array
 from collections import Counter
+from concurrent.futures import wait as wait_for
 from random import Random
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -287,3 +289,41 @@ def test_a_host_tier_without_a_place_loses_the_block_only():
     tiers.cancel(load)
     tiers.check()
     pool.check([])
+
+
+def test_a_block_is_written_to_disk_only_after_it_was_read(tmp_path):
+    """The disk may evict a block while it is read, and a session with it may then be saved."""
+    pool, memory, disk = BlockPool(4, BYTES), HostBlocks(2, BYTES), DiskTier(tmp_path, BYTES, BYTES)
+    tiers, may_read, read_now = Tiers(pool, HostTier(2), memory, disk), Event(), disk.read_now
+    disk.write(b"1" * 32, memoryview(bytes([1] * BYTES))).result()
+    disk.read_now = lambda key, out: may_read.wait(10) and read_now(key, out)
+    memory.memory[:] = 7
+    tiers.fetch([b"1" * 32], 1)
+    disk.write(b"2" * 32, memoryview(bytes([2] * BYTES))).result()
+    tiers.save([b"1" * 32])
+    for _ in range(3):
+        tiers.advance()
+        tiers.check()
+        assert not tiers.writes and tiers.saving
+    may_read.set()
+    wait_for(tiers.reads.values())
+    tiers.advance()
+    assert not tiers.has(b"1" * 32) and tiers.has(b"2" * 32)
+    tiers.close()
+
+
+def test_a_reset_does_not_wait_for_blocks_that_wait_for_the_disk(tmp_path):
+    disk = DiskTier(tmp_path, 16 * BYTES, BYTES)
+    tiers = Tiers(BlockPool(4, BYTES), HostTier(8), HostBlocks(8, BYTES), disk)
+    may_write = Event()
+    disk.writer.submit(may_write.wait, 10)
+    for i in range(4):
+        tiers.store(i, b"%d" % i * 32)
+    tiers.pool.updates.take()
+    tiers.advance()
+    assert len(tiers.writes) == 4
+    Timer(0.05, may_write.set).start()
+    tiers.reset()
+    tiers.check()
+    assert disk.stats.stores == 0 and len(disk) == 0
+    tiers.close()
