@@ -104,11 +104,15 @@ def identity_of(folders: Iterable[Path], build: str) -> str:
     for folder in folders:
         for part in open_source(folder).identity():
             digest.update(part)
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-        for file in files:  # `identity` has samples of the weights only
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(stamp_of(folder).encode())  # `identity` has samples of the weights only
     return digest.hexdigest()
+
+
+def stamp_of(folder: Path) -> str:
+    """Return names, sizes and times of a model's weight files, in a folder or in one file."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+    each = ((file.name, file.stat()) for file in files)
+    return "".join(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in each)
 
 
 def tier_words(tiers: Tiers) -> str:

@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specserve.engine.build import Loaded
+from specserve.engine.cache import stamp_of
 from specserve.engine.engine import Engine
 from specserve.engine.loading import Model
 from specserve.errors import ConfigError
@@ -40,6 +42,7 @@ class Sleeper:
         self.adapters: list[Offloaded] = []
         self.weights: list[Offloaded] = []
         self.dropped: list[Model] = []
+        self.stamps: list[str] = []  # of their files
 
     @torch.inference_mode()
     def sleep(self, loaded: Loaded, level: int) -> SleepState:
@@ -59,6 +62,7 @@ class Sleeper:
             self.release_kv(loaded.engine)
         if level == 2 and not self.dropped:
             self.weights, self.dropped = [], models
+            self.stamps = [stamp_of(Path(model.key.folder)) for model in models]
             self.release_dropped()
         self.state = SleepState(level, SLEEP_TAGS)
         return self.state
@@ -115,8 +119,9 @@ class Sleeper:
             for memory, copy in every:
                 self.ops.renew(memory)
                 memory.copy_(copy)
-            for model in self.dropped:  # the target before its head, which shares parts of it
-                self.refill(model.storages, read_again(model))
+            # The target comes before its head, which shares parts of it.
+            for model, stamp in zip(self.dropped, self.stamps, strict=True):
+                self.refill(model.storages, read_again(model, stamp))
         except BaseException:
             self.ops.release(each.memory for each in every)
             self.release_dropped()
@@ -165,12 +170,15 @@ def adapter_storages(engine: Engine) -> list[Tensor]:
     return [] if engine.adapters is None else storages_of(engine.adapters.slots.layers)
 
 
-def read_again(model: Model) -> list[Tensor]:
-    """Read a model, and return its storages. ConfigError if their sizes have changed."""
+def read_again(model: Model, stamp: str) -> list[Tensor]:
+    """Read a model, and return its storages. ConfigError if its files have changed: KV in the tiers
+    and texts of kept requests belong to the earlier ones.
+    """
+    folder = model.key.folder
     fresh = model.storages_in(model.load(None))
-    if [*map(len, fresh)] != [*map(len, model.storages)]:
+    if stamp_of(Path(folder)) != stamp or [*map(len, fresh)] != [*map(len, model.storages)]:
         raise ConfigError(
-            f"{model.key.folder}: the checkpoint has other tensors than before the sleep. Restore "
-            "its files, or start a new engine"
+            f"{folder}: the checkpoint has changed since the sleep began. Restore its files, or "
+            "start a new engine"
         )
     return fresh

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specserve import LLM, ConfigError, RequestError, SamplingParams
 from specserve.engine.fork_server import released
@@ -215,6 +216,12 @@ def test_weights_that_another_llm_uses_are_not_dropped(llm, folder):
     llm.sleep()
 
 
+def write_changed(source, target):
+    """Write the same tensors with other values: all sizes stay."""
+    tensors = load_file(source)
+    save_file({name: x + 1 for name, x in tensors.items()}, target)
+
+
 def test_a_wake_up_that_fails_can_be_repeated(tmp_path):
     folder = tiny_checkpoint(tmp_path / "m", seed=1)
     other = tiny_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=3)
@@ -226,10 +233,14 @@ def test_a_wake_up_that_fails_can_be_repeated(tmp_path):
         with pytest.raises(ConfigError, match=r"model\.safetensors"):
             llm.wake_up()
         assert llm.is_sleeping()
+        write_changed(away, file)
+        with pytest.raises(ConfigError, match="has changed since the sleep began"):
+            llm.wake_up()
+        file.unlink()
         (folder / "config.json").rename(tmp_path / "config")
         (folder / "config.json").write_text((other / "config.json").read_text())
         (other / "model.safetensors").rename(file)
-        with pytest.raises(ConfigError, match="other tensors than before the sleep"):
+        with pytest.raises(ConfigError, match="has changed since the sleep began"):
             llm.wake_up()
         (tmp_path / "config").rename(folder / "config.json")
         away.rename(file)
