@@ -54,15 +54,19 @@ def choose_threads(
     runner: Runner, pool: BlockPool, config: Config, max_len: int, num_slots: int = 0
 ) -> tuple[Threads, str]:
     """Return the choice of the ops' build, which may run steps of up to the largest number of
-    rows.
+    rows. ConfigError if requests hold the blocks that it needs.
     """
     table = BlockTable(pool, runner.kv.block_size)
     positions = positions_of(runner, pool, max_len)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
+    if not table.try_reserve(start + max(most, TREE_SLOTS)):
+        raise ConfigError(
+            "running requests hold the KV blocks that are needed to prepare the model. Retry "
+            "when fewer requests run"
+        )
 
     def step(rows: int) -> Tensor:
-        table.try_reserve(start + max(most, TREE_SLOTS))
         tree = RowGroup(table, [0] * 3, start, 3, start, [0b1, 0b11, 0b101])
         run(runner, [tree], num_slots)
         # On a GPU the first use of a KV move compiles its kernel.

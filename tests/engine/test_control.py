@@ -169,6 +169,18 @@ def test_nothing_of_a_draft_model_is_left_when_another_one_comes(folders, eager)
         llm.end([generation])
 
 
+def test_a_draft_model_is_refused_while_requests_hold_the_blocks_that_it_needs(folders):
+    with load(folders) as llm:
+        pool = llm.engine.pool
+        held = pool.try_allocate(pool.num_available)
+        with pytest.raises(ConfigError, match="running requests hold the KV blocks"):
+            llm.load_draft_model(folders["same"])
+        assert llm.engine.draft_model is None
+        pool.release(held)
+        llm.load_draft_model(folders["same"])
+        assert llm.engine.draft_model is not None
+
+
 def test_sources_that_come_draft_for_requests_that_run(folders, eager):
     asked = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     regex = {"regex": "(the cat sat on the mat ){9,12}"}
