@@ -439,7 +439,7 @@ def test_a_gpu_holds_no_weights_and_no_kv_while_the_engine_sleeps(
     folder = tiny_checkpoint(tmp_path / "m", "llama", seed=1)
     aux = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
     write_head(tmp_path / "head", without=["embed_tokens.weight"], **aux)
-    key = loading.ModelKey("m", "cuda", "auto", "fp32", MAX_LEN)
+    key = loading.ModelKey(str(folder), "cuda", "auto", "fp32", MAX_LEN)
     target = loading.Model(key, lambda _: load_decoder(folder, "fp32", cuda, MAX_LEN))
     head = loading.Model(
         key, lambda _: load_eagle_head(tmp_path / "head", target.decoder), base=target
