@@ -99,7 +99,7 @@ def slow_target(monkeypatch):
     def slow(self, step):
         target.append(self)  # the first one that a start measures is the target
         if self is target[0]:
-            time.sleep(0.005)
+            time.sleep(0.02)
         return launch(self, step)
 
     monkeypatch.setattr(Runner, "launch", slow)
