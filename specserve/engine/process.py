@@ -270,8 +270,7 @@ def serve(link: Link, control: Control) -> None:
             link.send(change(control))
         for answer in (*loaded_adapters(engine), *finished_tasks(engine)):
             link.send(answer)
-        is_busy = control.is_preparing or engine.is_loading or engine.scheduler.is_busy
-        if sleep_due and not is_busy:
+        if sleep_due and not (control.is_preparing or engine.is_loading):
             link.send(slept(partial(control.sleep, sleep_due)))
             sleep_due = 0
         outputs = [] if control.is_asleep else engine.step()

@@ -126,7 +126,7 @@ class Sleeper:
             self.ops.release(each.memory for each in every)
             self.release_dropped()
             raise
-        self.adapters, self.weights, self.dropped = [], [], []
+        self.adapters, self.weights, self.dropped, self.stamps = [], [], [], []
 
     def refill(self, memory: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
         """Move the contents of fresh storages into released ones."""
