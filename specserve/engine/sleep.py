@@ -41,18 +41,18 @@ class Sleeper:
         self.state = AWAKE
         self.adapters: list[Offloaded] = []
         self.weights: list[Offloaded] = []
-        self.dropped: list[Model] = []
-        self.stamps: list[str] = []  # of their files
+        self.dropped: list[tuple[Model, str]] = []  # with the stamp of their files
 
     @torch.inference_mode()
     def sleep(self, loaded: Loaded, level: int) -> SleepState:
         """Release memory, unless it is released already. A sleep never becomes less deep.
 
-        ConfigError, with nothing changed, if another engine of this process runs a model, or if
-        host memory is missing.
+        ConfigError, with nothing changed, if another engine of this process runs a model, if host
+        memory is missing, or if level 2 could not read the weights again.
         """
         models = models_of(loaded)
         check_alone(models)
+        dropped = stamped(models) if level == 2 and not self.dropped else []
         if WEIGHTS in self.state.tags:
             level = max(level, self.state.level)
         else:
@@ -60,9 +60,8 @@ class Sleeper:
                 self.offload(loaded.engine, models if level == 1 else [])
         if KV_CACHE not in self.state.tags:
             self.release_kv(loaded.engine)
-        if level == 2 and not self.dropped:
-            self.weights, self.dropped = [], models
-            self.stamps = [stamp_of(Path(model.key.folder)) for model in models]
+        if dropped:
+            self.weights, self.dropped = [], dropped
             self.release_dropped()
         self.state = SleepState(level, SLEEP_TAGS)
         return self.state
@@ -110,7 +109,7 @@ class Sleeper:
         return [Offloaded(x, copy) for x, copy in each if copy is not None]
 
     def release_dropped(self) -> None:
-        for model in self.dropped:
+        for model, _ in self.dropped:
             self.ops.release(model.storages)
 
     def restore_weights(self) -> None:
@@ -120,13 +119,13 @@ class Sleeper:
                 self.ops.renew(memory)
                 memory.copy_(copy)
             # The target comes before its head, which shares parts of it.
-            for model, stamp in zip(self.dropped, self.stamps, strict=True):
+            for model, stamp in self.dropped:
                 self.refill(model.storages, read_again(model, stamp))
         except BaseException:
             self.ops.release(each.memory for each in every)
             self.release_dropped()
             raise
-        self.adapters, self.weights, self.dropped, self.stamps = [], [], [], []
+        self.adapters, self.weights, self.dropped = [], [], []
 
     def refill(self, memory: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
         """Move the contents of fresh storages into released ones."""
@@ -151,6 +150,13 @@ def naming_memory(what: str) -> Iterator[None]:
 
 def models_of(loaded: Loaded) -> list[Model]:
     return [model for model in loaded.weights if model is not None]
+
+
+def stamped(models: Iterable[Model]) -> list[tuple[Model, str]]:
+    try:
+        return [(model, stamp_of(Path(model.key.folder))) for model in models]
+    except OSError as e:
+        raise ConfigError(f"the weights cannot be read again ({e}). Sleep at level 1") from e
 
 
 def check_alone(models: Iterable[Model]) -> None:

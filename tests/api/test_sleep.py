@@ -216,6 +216,23 @@ def test_weights_that_another_llm_uses_are_not_dropped(llm, folder):
     llm.sleep()
 
 
+def test_weights_whose_file_is_gone_are_not_dropped(tmp_path):
+    made = write(tmp_path, "llama", **WIDE)
+    with loaded(made.file) as llm:
+        before = outputs(llm)
+        made.file.rename(tmp_path / "away")
+        with pytest.raises(ConfigError, match=r"cannot be read again.* Sleep at level 1"):
+            llm.sleep(2)
+        assert not llm.is_sleeping() and outputs(llm) == before
+        (tmp_path / "away").rename(made.file)
+        llm.sleep(2)
+        llm.sleep(2)
+        llm.wake_up()
+        llm.sleep(1)
+        llm.wake_up()
+        assert outputs(llm) == before
+
+
 def write_changed(source, target):
     """Write the same tensors with other values: all sizes stay."""
     tensors = load_file(source)
