@@ -541,11 +541,14 @@ class AdaptiveSpeculator:
 
     def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
         """Build the plan's drafts, and reserve their slots."""
-        for i, (root, nodes) in enumerate(zip(roots, plan.nodes, strict=True)):
-            if nodes:
-                root.scheduled.draft, root.nodes, root.sources = root.trie.draft(nodes)
-                root.expected = plan.expected[i] if plan.expected else 0.0
-        chosen = [root.scheduled for root in roots if root.nodes]
+        chosen = list[ScheduledRequest]()
+        for root, (found, expected) in zip(
+            roots, plan.cut([root.ask for root in roots]), strict=True
+        ):
+            if found.nodes:
+                root.scheduled.draft, root.nodes, root.sources = found
+                root.expected = expected
+                chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
 

@@ -37,7 +37,7 @@ from specserve.speculation.constants import (
 )
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.base import make_calibration
-from specserve_drafters.candidates import Selection
+from specserve_drafters.candidates import ChosenDraft, Selection, WeighedSizes
 from specserve_drafters.trie import (
     CHILDREN_BY,
     AcceptancePrior,
@@ -311,19 +311,25 @@ class AcceptanceStats:
 
 
 class Plan(msgspec.Struct):
-    """Chosen nodes per request, most likely first, and the step's expected results."""
+    """The chosen draft tokens, and the step's expected results."""
 
-    nodes: list[list[int]]
+    found: Selection
+    size: int  # the first of these nodes are chosen
     rows: int  # including draft tokens
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
-    expected: list[float] = []  # accepted draft tokens per request, by the estimates alone
 
     @property
     def rate(self) -> float:
         """Return expected tokens per second."""
         return self.tokens / self.seconds
+
+    def cut(self, asks: Sequence[RequestCandidates]) -> list[tuple[ChosenDraft, float]]:
+        """Return the draft of each request, and how many of its likely nodes the estimates alone
+        expect to be accepted.
+        """
+        return asks[0].trie.cut(asks, self.found, self.size, LEAST_EXPECTED)
 
 
 class ExplorationSchedule:
@@ -363,12 +369,34 @@ def choose(
 ) -> Plan:
     """Choose at most `most` draft tokens so that the step has the highest expected rate.
 
+    If rows of unknown cost may be better, is_tried(rows) decides.
+    """
+    weighed = asks[0].trie.weigh(asks, most, step.native, costs.native) if asks else None
+    found, known, hoped = weighed or weigh(asks, step, costs, most)
+    best, rival = known, None
+    if known.size and costs.is_stale(step.rows):
+        plain = costs.of(step)
+        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
+        if known.seconds < SEEM_FREE * (step.spent + plain):
+            seconds = step.spent + HOPED * plain
+            none = Size(0, 0.0, seconds, step.root_tokens / seconds)
+            hoped = max(hoped, none, key=lambda size: size.rate)
+    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
+        best, rival = hoped, step.kept * known.rate
+    tokens = step.num_roots + step.kept * best.gain
+    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival)
+
+
+def weigh(
+    asks: Sequence[RequestCandidates], step: Step, costs: StepCosts, most: int
+) -> WeighedSizes:
+    """Select draft tokens, and find the best number of them. Tries in C++ do the same.
+
     Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free. A
-    step that exceeds the allowed time gets none. If rows of unknown cost may be better,
-    is_tried(rows) decides.
+    step that exceeds the allowed time gets none.
     """
     found = select(asks, most)
-    num, gains = len(found.values), [*accumulate(found.values, initial=0.0)]
+    num, sums = len(found.values), [*accumulate(found.values, initial=0.0)]
     first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
     last = bisect_left(costs.edges, step.rows + num, hi=last)
     sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
@@ -376,42 +404,28 @@ def choose(
         sizes += [size for size in FEW if size < num]
     if num:
         sizes.append(num)
-    tokens = [step.root_tokens + gains[size] for size in sizes]
-
-    known = best_of(step, sizes, tokens, costs, is_hopeful=False)
-    best, hoped, rival = known, known, None
-    if not costs.are_known(step, sizes):
-        hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
-    if known.size and costs.is_stale(step.rows):
-        plain = costs.of(step)
-        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
-        if known.seconds < SEEM_FREE * (step.spent + plain):
-            seconds = step.spent + HOPED * plain
-            hoped = max(hoped, Size(0, seconds, tokens[0] / seconds), key=lambda size: size.rate)
-    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival = hoped, step.kept * known.rate
-
-    nodes = found.by_request(best.size, len(asks))
-    expected = [0.0] * len(asks)
-    for place, value in zip(found.places[: best.size], found.values, strict=False):
-        expected[place] += value if value > LEAST_EXPECTED else 0.0
-    tokens_of_step = step.num_roots + step.kept * gains[best.size]
-    return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival, expected)
+    gains = [sums[size] for size in sizes]
+    known = best_of(step, sizes, gains, costs, is_hopeful=False)
+    if costs.are_known(step, sizes):
+        return WeighedSizes(found, known, known)
+    return WeighedSizes(found, known, best_of(step, sizes, gains, costs, is_hopeful=True))
 
 
 class Size(NamedTuple):
-    """A number of draft tokens, and its expected time and rate."""
+    """See `specserve_drafters.candidates`."""
 
     size: int
+    gain: float
     seconds: float
     rate: float
 
 
 def best_of(
-    step: Step, sizes: Sequence[int], tokens: Sequence[float], costs: StepCosts, is_hopeful: bool
+    step: Step, sizes: Sequence[int], gains: Sequence[float], costs: StepCosts, is_hopeful: bool
 ) -> Size:
-    """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
+    """Return the size with the highest rate; `gains` holds each size's expected draft tokens."""
     spent, worth, allowed = step.spent, 0.0, inf
+    tokens = [step.root_tokens + gain for gain in gains]
     takes = [spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
     if step.prompt_rows or step.allowed < inf:
         roots = costs.of(step.without_prompts, 0, is_hopeful)
@@ -421,7 +435,7 @@ def best_of(
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no draft token, if nothing is allowed
-    return Size(sizes[best], takes[best], tokens[best] / takes[best])
+    return Size(sizes[best], gains[best], takes[best], tokens[best] / takes[best])
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:
