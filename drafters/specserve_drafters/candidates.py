@@ -225,7 +225,7 @@ class Selection(NamedTuple):
         return found
 
 
-class Size(Protocol):
+class Size(NamedTuple):
     """A number of draft tokens for a step."""
 
     size: int

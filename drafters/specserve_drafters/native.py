@@ -23,6 +23,7 @@ from specserve_drafters.candidates import (
     Draft,
     Rules,
     Selection,
+    Size,
     WeighedSizes,
 )
 from specserve_drafters.tenants import PerTenantSource
@@ -169,15 +170,16 @@ class NativeCalibration:
     """`trie.Calibration` in C++."""
 
     def __init__(self, prior: AcceptancePrior | None = None) -> None:
-        from specserve_kernels.cpu.drafting import TrieSettings, trie_functions
+        from specserve_kernels.cpu import drafting
 
-        settings = TrieSettings(
+        self.types = drafting
+        settings = drafting.TrieSettings(
             trie.BOUNDS,
             *(trie.LEAST, trie.MOST, trie.UNSCORED, trie.FINDS),
             *(trie.PRIOR, trie.MEMORY, trie.SHIFT_PRIOR, trie.SHIFT_MEMORY),
             *(trie.MAX_SHIFT, trie.WORTH, trie.WORTH_RATE),
         )
-        self.prior, self.native = prior or {}, trie_functions()
+        self.prior, self.native = prior or {}, drafting.trie_functions()
         self.handle = self.native.calibration(byref(settings))
         weakref.finalize(self, self.native.free_calibration, self.handle)
         self.numbers: dict[str, int] = {}  # of sources, in the order of their first use
@@ -282,9 +284,7 @@ def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
 
 
 def limits_of(asks: Sequence[Any]) -> Any:
-    from specserve_kernels.cpu.drafting import Limits
-
-    limits = (Limits * len(asks))()
+    limits = (asks[0].trie.calibration.types.Limits * len(asks))()
     for own, ask in zip(limits, asks, strict=True):
         own.trie, own.limit = ask.trie.handle, ask.limit
         own.max_depth, own.behind = ask.max_depth, ask.behind
@@ -315,11 +315,9 @@ class NativeTrie(BaseTrie):
 
     def __getattr__(self, name: str) -> Any:
         """Return one of COLUMNS."""
-        from specserve_kernels.cpu.drafting import TrieColumns
-
         if name not in COLUMNS:
             raise AttributeError(name)
-        self.native.columns(self.handle, byref(columns := TrieColumns()))
+        self.native.columns(self.handle, byref(columns := self.calibration.types.TrieColumns()))
         return getattr(columns, name)[: len(self) + 1]
 
     def child(self, node: int, token: int) -> int | None:
@@ -398,13 +396,13 @@ class NativeTrie(BaseTrie):
         return Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
 
     def weigh(self, asks: Sequence[Any], most: int, step: Any, costs: Any) -> WeighedSizes:
-        from specserve_kernels.cpu.drafting import Size
-
-        limits, out, best = limits_of(asks), BUFFERS, (Size * 2)()
+        limits, out, best = limits_of(asks), BUFFERS, (self.calibration.types.SizeFields * 2)()
         addresses = out.of_doubles, *out.of_ints[:2], byref(best)
         given = min(most, ROOM), trie.LEAST_VALUE, byref(step), byref(costs)
         n = self.native.weigh(byref(limits), len(asks), *given, *addresses)
-        return WeighedSizes(Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n]), *best)
+        found = Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
+        sizes = [Size(own.size, own.gain, own.seconds, own.rate) for own in best]
+        return WeighedSizes(found, *sizes)
 
     def cut(
         self, asks: Sequence[Any], found: Selection, size: int, likely: float

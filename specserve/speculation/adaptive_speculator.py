@@ -2,9 +2,9 @@
 verify.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
-from statistics import fmean
 from time import perf_counter
 from typing import NamedTuple
 
@@ -242,9 +242,9 @@ class AdaptiveSpeculator:
     def weigh_tokens(self) -> None:
         """Set what an accepted draft token of this step saves, and what its row takes."""
         costs, step = self.planner.costs, self.step
-        self.part = costs.of(step.without_prompts) / max(step.num_roots, 1)
         none, *some = costs.of_each(step, (0, *FEW))
-        rows = zip(some, FEW, strict=True)
+        roots = costs.of(step.without_prompts) if step.prompt_rows else none
+        self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
         self.row_share = min((seconds - none) / size for seconds, size in rows) / self.part
 
     def promise(self, expected: float) -> float:
@@ -309,21 +309,26 @@ class AdaptiveSpeculator:
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
-        kept = fmean(root.served.kept.value for root in roots)
-        self.step = msgspec.structs.replace(self.step, kept=kept)
+        self.step = step = copy(self.step)
+        step.kept = sum(root.served.kept.value for root in roots) / len(roots)
         self.note_targets(roots)
         self.asking = 0.0
         for model_source in self.model_sources:
             model_source.begin()
+        by_source = dict[str, list[RequestDraft]]()
+        for root in roots:
+            for name in root.asked:
+                by_source.setdefault(name, []).append(root)
         try:
             for source in self.sources:
-                self.ask(source, [root for root in roots if source.name in root.asked])
+                if source.name in by_source:
+                    self.ask(source, by_source[source.name])
             self.extend(roots)
-            growing = self.grow(roots)
+            growing = self.grow(by_source)
         finally:
             for model in self.models:
                 model.take_back()
-        self.step = msgspec.structs.replace(self.step, spent=self.asking + growing)
+        step.spent = self.asking + growing
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, self.plan)
@@ -454,8 +459,6 @@ class AdaptiveSpeculator:
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
         """Add a source's candidates."""
-        if not roots:
-            return
         name, start = source.name, perf_counter()
         try:
             found = source.candidates([root.item for root in roots])
@@ -493,17 +496,16 @@ class AdaptiveSpeculator:
         self.spec_stats.took(name, seconds)
         return each
 
-    def grow(self, roots: Sequence[RequestDraft]) -> float:
+    def grow(self, by_source: Mapping[str, Sequence[RequestDraft]]) -> float:
         """Run models one after the other while their levels are worth the time; return the seconds
         to charge to the step. Those with cheap levels go first.
         """
-        asked = {name for root in roots for name in self.model_names.intersection(root.asked)}
+        asked = [one for one in self.model_sources if one.name in by_source]
         if not asked:
             return 0.0
         policy = self.depth_policy([root.ask for root in self.roots.values()])
-        for one in sorted(self.model_sources, key=lambda one: one.model.costs.seconds(1, 0, 1)):
-            if one.name in asked:
-                self.grow_by(one, [root for root in roots if one.name in root.asked], policy)
+        for one in sorted(asked, key=lambda one: one.model.costs.seconds(1, 0, 1)):
+            self.grow_by(one, by_source[one.name], policy)
         return policy.spent
 
     def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
@@ -559,13 +561,14 @@ class AdaptiveSpeculator:
         self.planner.observe(plan, step, seconds)
         # Other load slows all rows alike.
         costs, num_draft_tokens = self.planner.costs, plan.rows - step.rows
-        without = seconds * costs.of(step) / costs.of(step, num_draft_tokens)
+        none, drafted = costs.of_each(step, (0, num_draft_tokens))
+        without = seconds * none / drafted
         # Bound the first estimates: draft tokens took time, but not more per row than other rows.
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
         extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         # An accepted token spares later steps a root's part of them, but no rows of prompts.
-        roots = without * costs.of(step.without_prompts) / costs.of(step)
+        roots = without * costs.of(step.without_prompts) / none
         self.saved_per_draft_token = roots / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 

@@ -253,7 +253,7 @@ def add_differences(
                 sums[i][k] += weight * more[i] * more[k]
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct):
     """A step before its draft tokens are chosen, and its allowed time."""
 
     rows: int  # roots and prompt rows
@@ -269,11 +269,11 @@ class Step(msgspec.Struct, frozen=True):
     kept: float = 1.0  # share of the expected draft tokens that are accepted
 
     @property
-    def native(self) -> drafting.Step:
+    def native(self) -> drafting.StepFields:
         """Return it for code in C++."""
         rows = self.rows, self.num_roots, self.prompt_rows
         context = self.context, self.requests, self.attended, self.root_context
-        return drafting.Step(*rows, *context, self.spent, self.allowed, self.kept)
+        return drafting.StepFields(*rows, *context, self.spent, self.allowed, self.kept)
 
     @property
     def root_tokens(self) -> float:
@@ -562,12 +562,12 @@ class StepCosts:
             hoped = min(hoped, self.least_by_edge[i], self.by_edge[i])
             self.least_by_edge[i] = hoped
         self.by_rows, self.least_by_rows = map(self.spread, (self.by_edge, self.least_by_edge))
-        self.columns = Columns(self)
+        self.columns = columns_of(self)
 
     @property
-    def native(self) -> drafting.Costs:
+    def native(self) -> drafting.CostColumns:
         """Return the estimates for code in C++, until the next change."""
-        found = self.columns.native
+        found = self.columns
         found.per_token, found.per_row, found.per_request = self.added
         found.slowdown = self.slowdown
         return found
@@ -646,17 +646,16 @@ class StepCosts:
         return dict(zip(self.edges, self.by_edge, strict=True))
 
 
-class Columns:
-    """Estimates for code in C++."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        known = array("b", [bucket.estimate > 0 for bucket in costs.buckets.values()])
-        by_rows, least_by_rows = array("d", costs.by_rows), array("d", costs.least_by_rows)
-        edges, few = array("q", costs.edges), array("q", FEW)
-        columns = by_rows, least_by_rows, edges, known, few
-        sizes = len(by_rows) - 1, len(edges), len(few), FINE
-        self.native = drafting.Costs(*(column.buffer_info()[0] for column in columns), *sizes)
-        self.native.columns = columns  # they live as long
+def columns_of(costs: StepCosts) -> drafting.CostColumns:
+    """Return the estimates by column, for code in C++."""
+    known = array("b", map(costs.is_known, costs.edges))
+    by_rows, least_by_rows = array("d", costs.by_rows), array("d", costs.least_by_rows)
+    edges, few = array("q", costs.edges), array("q", FEW)
+    columns = by_rows, least_by_rows, edges, known, few
+    sizes = len(by_rows) - 1, len(edges), len(few), FINE
+    found = drafting.CostColumns(*(column.buffer_info()[0] for column in columns), *sizes)
+    found.columns = columns  # they live as long
+    return found
 
 
 class PlainSteps:

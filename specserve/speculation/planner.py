@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,7 +36,7 @@ from specserve.speculation.constants import (
 )
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.base import make_calibration
-from specserve_drafters.candidates import ChosenDraft, Selection, WeighedSizes
+from specserve_drafters.candidates import ChosenDraft, Selection, Size, WeighedSizes
 from specserve_drafters.trie import (
     CHILDREN_BY,
     AcceptancePrior,
@@ -409,15 +408,6 @@ def weigh(
     if costs.are_known(step, sizes):
         return WeighedSizes(found, known, known)
     return WeighedSizes(found, known, best_of(step, sizes, gains, costs, is_hopeful=True))
-
-
-class Size(NamedTuple):
-    """See `specserve_drafters.candidates`."""
-
-    size: int
-    gain: float
-    seconds: float
-    rate: float
 
 
 def best_of(

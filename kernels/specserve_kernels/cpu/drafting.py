@@ -135,7 +135,7 @@ class Limits(Structure):
     _fields_ += [("behind", c_double)]
 
 
-class Costs(Structure):
+class CostColumns(Structure):
     """Estimated seconds of a model's steps. Pointers refer to arrays: of C's double by number of
     rows, of 64-bit integers, and of bytes by edge.
     """
@@ -147,7 +147,7 @@ class Costs(Structure):
     ]
 
 
-class Step(Structure):
+class StepFields(Structure):
     """A step before its draft tokens are chosen."""
 
     _fields_ = [
@@ -157,7 +157,7 @@ class Step(Structure):
     ]
 
 
-class Size(Structure):
+class SizeFields(Structure):
     """A number of draft tokens, with the sum of their values and the step's expected seconds and
     rate.
     """
