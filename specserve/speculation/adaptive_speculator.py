@@ -5,6 +5,7 @@ verify.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
+from math import ceil, log
 from time import perf_counter
 from typing import NamedTuple
 
@@ -251,11 +252,12 @@ class AdaptiveSpeculator:
         """Return the seconds that draft tokens save beyond the time of their rows, if so many are
         expected to be accepted. Each is right with the same probability if the one before is.
         """
-        p = value = expected / (1 + expected)
-        tokens, number = 0.0, 0
-        while value > self.row_share and number < MAX_NODES:
-            tokens, value, number = tokens + value - self.row_share, value * p, number + 1
-        return self.part * tokens
+        p, share = expected / (1 + expected), self.row_share
+        if p <= share:
+            return 0.0
+        # Those whose probability, a power of p, is above what a row takes
+        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
+        return self.part * (expected * (1 - p**number) - number * share)
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
         """Give sources the grammar of a request; they serve it from now on."""
