@@ -31,6 +31,7 @@ from specserve.speculation.constants import (
     PATIENCE,
     PAUSE,
     RATE,
+    REINVESTED,
     SCOPE_RATE,
     SEEM_FREE,
 )
@@ -60,6 +61,10 @@ class SavedShare:
     def add(self, saved: float) -> None:
         self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
         self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
+
+    def charge(self, lost: float) -> None:
+        """Spread a loss over the steps of the average."""
+        self.saved -= max(1 / max(self.num_steps, PATIENCE), self.rate) * lost
 
     @property
     def pays(self) -> bool:
@@ -159,26 +164,36 @@ class SourceAccount:
     ) -> None:
         """Count a step with `num_roots` roots: the shares that were saved, and whether each is of a
         trial. `more` counts further parts of the step's time that were lost.
+
+        If a source pays, other losses, such as catching up with a prompt, are spread over what it
+        saves: they decide about new requests, but not about those that go on. Trials and sources
+        that do not pay lose their budget.
         """
-        if not self.is_warm or not outcomes:
+        tried = [saved for _, saved, is_trial in outcomes if is_trial]
+        if not self.is_warm:
             self.is_warm |= len(outcomes) > 0
             self.lose(more / num_roots, is_trial=False)
             return
-        tried = [saved for _, saved, is_trial in outcomes if is_trial]
-        lost = more - sum(tried)
-        for share, saved, _ in outcomes:
+        lost, once = more - sum(tried), 0.0
+        if self.all.pays and not tried:
+            lost, once = 0.0, more / max(len(outcomes), 1)
+        for share, saved, is_trial in outcomes:
             did_pay = share.pays
             share.add(saved)
-            self.all.add(saved)
+            self.all.add(saved - once)
+            if not is_trial:
+                lost -= REINVESTED * max(saved, 0.0)
             if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
                 lost -= share.saved * min(share.num_steps, 1 / RATE)
+        if not outcomes:
+            self.all.charge(once)
         self.lose(lost / num_roots, is_trial=len(tried) > 0)
 
     def lose(self, lost: float, is_trial: bool) -> None:
         """Charge the budget."""
         if is_trial:
             self.loss += (max(lost, 0.0) - self.loss) / 2
-        self.left = max(self.left - lost, -MOST_LOST)
+        self.left = min(max(self.left - lost, -MOST_LOST), AT_FIRST)
 
     def settle(self, part: float) -> None:
         """Count the step of a source that estimates; `part` is the scope's part of the step, in
