@@ -55,6 +55,7 @@ class Checkpoint:
         self.folder = folder
         self.files: dict[str, Any] = {}  # tensor name -> the open file with the tensor
         self.paths: dict[int, Path] = {}  # id() of an open file -> its path
+        self.other_parts: list[str] = []  # parts of a multimodal checkpoint that are not read
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
             file = self.open(folder if folder.is_file() else folder / SINGLE)

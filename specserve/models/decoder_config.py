@@ -10,8 +10,10 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, ConfigKeys, Family
+from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
+from specserve.models.multimodal import text_fields, text_type
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
@@ -23,6 +25,7 @@ ALPHA = 1.702  # slope of clamped gates in `Ops.experts`
 SINKS = "self_attn.sinks"  # tensor name within a layer
 # Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> `Ops.linear_gated`'s names
 
 
@@ -58,6 +61,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     """Everything besides the weights that the decoder needs to run a model."""
 
     implementation = "native"
+    is_multimodal: bool = False  # the checkpoint has parts that are not read
     norm_eps: float
     activation: str  # of the MLP's gate, in `Ops.linear_gated`'s names
     score_scale: float
@@ -141,12 +145,14 @@ def names_family(written: Mapping[str, Any]) -> bool:
     """Whether a config.json names a supported architecture, or none at all."""
     named = written.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
-    return not named or (isinstance(first, str) and first in FAMILIES)
+    return not named or (isinstance(first, str) and first in ARCHITECTURES)
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ValueError for unsupported models."""
     architecture, family = find_family(written)
+    is_multimodal = architecture in MULTIMODAL
+    written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
     if fields.get("use_bidirectional_attention"):
         raise ValueError(
@@ -166,6 +172,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
 
     return DecoderConfig(
         architecture=architecture,
+        is_multimodal=is_multimodal,
         num_layers=len(rotates),
         hidden_size=positive(fields, "hidden_size"),
         num_heads=heads,
@@ -184,8 +191,8 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         logit_cap=optional_number(fields, keys.logit_cap),
         tied=flag(fields, "tie_word_embeddings"),
         qkv_bias=either(family.qkv_bias, fields, keys.qkv_bias),
-        out_bias=either(family.out_bias, fields, "attention_bias"),
-        mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
+        out_bias=either(family.out_bias, fields, keys.out_bias),
+        mlp_bias=either(family.mlp_bias, fields, keys.mlp_bias),
         family=family,
         windows=seen,
         rope=rotates,
@@ -206,8 +213,8 @@ def num_mtp_layers(fields: Mapping[str, Any]) -> int:
 
 def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantization | None:
     found = quantized.parse(written)
-    is_stacked = family.experts is not None and family.experts.is_stacked
-    if found is not None and found.method == "mxfp4" and not is_stacked:
+    is_gpt_oss = family.experts is not None and family.experts.has_biases
+    if found is not None and found.method == "mxfp4" and not is_gpt_oss:
         raise ValueError("quantization_config.quant_method = 'mxfp4' is supported only for gpt-oss")
     return found
 
@@ -259,16 +266,18 @@ def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
-    named = fields.get("architectures")
+    """The architecture, and the family of the model or of its text model."""
+    named, supported = fields.get("architectures"), ", ".join(ARCHITECTURES)
     if not named:
-        raise ValueError(
-            f"architectures is missing or empty. Supported architectures: {', '.join(FAMILIES)}"
-        )
-    if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
-        return named[0], FAMILIES[named[0]]
+        raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
+    first = named[0] if isinstance(named, list) and isinstance(named[0], str) else ""
+    if first in FAMILIES:
+        return first, FAMILIES[first]
+    if first in MULTIMODAL:
+        texts = MULTIMODAL[first].texts
+        return first, texts[text_type(fields, [*texts])]
     raise ValueError(
-        f"architectures = {named!r} is not supported. Supported architectures: "
-        f"{', '.join(FAMILIES)}"
+        f"architectures = {named!r} is not supported. Supported architectures: {supported}"
     )
 
 

@@ -6,6 +6,18 @@ from typing import Any
 import msgspec
 
 
+class StackedNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors that all experts of a layer share: their names within the module, and their form.
+
+    `gate_up` is [E, 2 F, hidden], and `down` [E, hidden, F].
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    is_transposed: bool | None = True  # the last two dimensions are swapped; None: see the shape
+    has_pairs: bool = False  # rows of gate and up alternate; else gate has the first half
+
+
 class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a family's mixtures of experts."""
 
@@ -18,7 +30,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     has_biases: bool = False  # router and experts
     limit: str | None = None  # field with the limit of clamped gates; None: not clamped
     shared_width: str | None = None  # field with the shared expert's width; None: no such expert
-    is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
+    stacked: StackedNames | None = None  # None: each expert has its own tensors
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +86,10 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
             yield self.shared_gate, (1, hidden, False)
 
 
-ROUTERS = (".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".block_sparse_moe.gate")
+ROUTERS = (
+    *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
+    *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer"),
+)
 
 
 def is_router(module: str) -> bool:

@@ -1,13 +1,11 @@
-"""The supported model families: their properties, and the names and defaults of config fields."""
+"""The supported model families: their properties, and the defaults of config fields."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from specserve.models.experts import (
-    ExpertStyle,
-)
+from specserve.models.experts import ExpertStyle, StackedNames
+from specserve.models.family import ConfigKeys, Family, Multimodal, Norms
 
 LLAMA: dict[str, Any] = {  # defaults of missing fields
     "attention_bias": False,
@@ -37,8 +35,6 @@ QWEN2 = LLAMA | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-
-
 GEMMA2 = LLAMA | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -58,20 +54,6 @@ GEMMA2 = LLAMA | {
     "vocab_size": 256000,
 }
 
-
-class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of a layer's norms in a checkpoint; None: no norm at this place.
-
-    Norms before attention and MLP normalize their input, norms after them normalize their output
-    before it is added to the residual stream.
-    """
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
 NORMS_AFTER = Norms(
     before_attention=None,
     after_attention="post_attention_layernorm",
@@ -83,64 +65,12 @@ NORMS_OF_GEMMA = Norms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-
-
-class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's names of fields in config.json; None: it has no such field."""
-
-    activation: str = "hidden_act"
-    qkv_bias: str = "attention_bias"
-    norm_eps: str = "rms_norm_eps"
-    query_scalar: str | None = None  # scores are divided by its square root
-    score_scale: str | None = None  # factor of scores; both None: 1 / sqrt(head_dim)
-    embedding_scale: str | None = None
-    residual_scale: str | None = None  # factor of additions to the residual stream
-    logit_scale: str | None = None
-    logit_divisor: str | None = None
-    score_cap: str | None = None
-    logit_cap: str | None = None
-    local_theta: str | None = None  # of layers with a window
-
-
 GEMMA_KEYS = ConfigKeys(
     activation="hidden_activation",
     query_scalar="query_pre_attn_scalar",
     score_cap="attn_logit_softcapping",
     logit_cap="final_logit_softcapping",
 )
-
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a model family. None: the config's field decides."""
-
-    models: str  # known models, for the documentation
-    defaults: Mapping[str, Any]
-    keys: ConfigKeys = ConfigKeys()
-    qkv_bias: bool | None = None  # None: attention_bias, or the name in `keys`
-    out_bias: bool | None = None  # None: attention_bias
-    mlp_bias: bool | None = None  # None: mlp_bias
-    qk_norm: Literal["none", "heads", "width"] = "none"  # norm per head, or over all heads
-    has_sinks: bool = False  # attention sinks: one additional score per head, without a value
-    norms: Norms = Norms()
-    adds_one: bool = False  # norms multiply by 1 + weight
-    is_centered: bool = False  # norms are LayerNorm
-    is_parallel: bool = False  # attention and MLP read the same input
-    scales_by_width: bool = False  # embeddings are multiplied by sqrt(hidden_size)
-    fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
-    fuses_gate_up: bool = False
-    rotates_a_share: bool = False  # partial_rotary_factor of each head's dimensions rotates
-    rotates_neighbors: bool = False  # pairs are dimensions 2i and 2i + 1, not i and i + D/2
-    rope_names: Mapping[str, str] = {}  # the family's names of RoPE types
-    # Layers with the sliding_window if layer_types is missing. `all`: all layers. `pattern`: all
-    # except every sliding_window_pattern-th. The others need use_sliding_window. `asked`: all
-    # layers. `upper`: layers from max_window_layers on. `lower`: every second layer below it.
-    # `unrotated`: layers without rotary embedding.
-    windowed: Literal["none", "all", "asked", "upper", "lower", "unrotated", "pattern"] = "none"
-    # Layers with rotary embedding. `named`: see no_rope_layers. `windowed`: layers with a window.
-    # `windowed if any`: layers with a window, or all layers if there is no sliding_window.
-    rotated: Literal["named", "windowed", "windowed if any"] = "named"
-    experts: ExpertStyle | None = None
-
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
 FAMILIES = {
@@ -244,7 +174,7 @@ FAMILIES = {
             "sliding_window_pattern": 6,
             "vocab_size": 262208,
         },
-        keys=msgspec.structs.replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
+        keys=replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
         mlp_bias=False,
         qk_norm="heads",
         norms=NORMS_OF_GEMMA,
@@ -258,6 +188,58 @@ FAMILIES = {
         mlp_bias=False,
         qk_norm="width",
         norms=NORMS_AFTER,
+    ),
+    "Olmo3ForCausalLM": Family(
+        models="OLMo 3",
+        defaults=LLAMA
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "vocab_size": 50304,
+        },
+        keys=ConfigKeys(local_theta="rope_theta"),  # scaling is only for layers without a window
+        mlp_bias=False,
+        qk_norm="width",
+        norms=NORMS_AFTER,
+        windowed="pattern",
+    ),
+    "SeedOssForCausalLM": Family(
+        models="Seed-OSS",
+        defaults=LLAMA
+        | {
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "head_dim": 128,
+            "intermediate_size": 27648,
+            "max_position_embeddings": 524288,
+            "num_attention_heads": 80,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 155136,
+        },
+        keys=ConfigKeys(out_bias="attention_out_bias"),
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        models="ERNIE 4.5, dense",
+        defaults=LLAMA
+        | {
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "vocab_size": 103424,
+        },
+        keys=ConfigKeys(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+        rotates_neighbors=True,
     ),
     "GraniteForCausalLM": Family(
         models="Granite 3, dense",
@@ -469,7 +451,99 @@ FAMILIES = {
             normalizes=True,  # the softmax covers only the chosen experts
             has_biases=True,
             limit="swiglu_limit",
-            is_stacked=True,
+            stacked=StackedNames(has_pairs=True),
         ),
+    ),
+}
+
+GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
+MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
+QWEN25_VL = replace(
+    FAMILIES["Qwen2ForCausalLM"],
+    defaults=QWEN2
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "max_window_layers": 80,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 152064,
+    },
+    rope_names=MROPE,
+)
+QWEN3_VL = replace(
+    FAMILIES["Qwen3ForCausalLM"],
+    defaults=QWEN2
+    | {
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500_000.0,
+        "sliding_window": None,
+    },
+    rope_names=MROPE,
+    windowed="none",
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    defaults={
+        **QWEN3_MOE.defaults,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500_000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+    },
+    rope_names=MROPE,
+    windowed="none",
+    experts=ExpertStyle(
+        width="moe_intermediate_size",
+        number=60,
+        normalizes=True,
+        stacked=StackedNames(is_transposed=None),  # published with swapped dimensions, and without
+    ),
+)
+GLM4V = replace(
+    FAMILIES["Glm4ForCausalLM"],
+    defaults={
+        **FAMILIES["Glm4ForCausalLM"].defaults,
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+    },
+    qkv_bias=True,
+    rope_names=MROPE,
+)
+MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": Multimodal(
+        models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
+    ),
+    "Mistral3ForConditionalGeneration": Multimodal(
+        models="Mistral Small 3.1 and 3.2, Ministral 3",
+        texts={"mistral": FAMILIES["MistralForCausalLM"]},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Multimodal(
+        models="Qwen 2.5 VL", texts={"qwen2_5_vl_text": QWEN25_VL}
+    ),
+    "Qwen3VLForConditionalGeneration": Multimodal(
+        models="Qwen 3 VL, dense", texts={"qwen3_vl_text": QWEN3_VL}
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal(
+        models="Qwen 3 VL with experts: 30B-A3B and others",
+        texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Glm4vForConditionalGeneration": Multimodal(
+        models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}
+    ),
+    "Glm46VForConditionalGeneration": Multimodal(
+        models="GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}
     ),
 }

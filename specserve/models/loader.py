@@ -21,7 +21,7 @@ from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.source import open_source
-from specserve.models.tensor_views import part_experts
+from specserve.models.tensor_views import part_experts, show_text_model
 from specserve.models.weight import (
     AS_STORED,
     Rounding,
@@ -69,6 +69,9 @@ def load_decoder(
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
     weights = read_weights(reader, config, tables)
+    if reader.checkpoint.other_parts:
+        parts = ", ".join(reader.checkpoint.other_parts)
+        log.warning("%s: only the text model is loaded, without %s", folder, parts)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
@@ -115,9 +118,11 @@ def open_reader(
 ) -> "Reader":
     """Open a checkpoint. Raises ConfigError unless its tensors match config.json."""
     checkpoint = Checkpoint(folder)
+    if config.is_multimodal:
+        show_text_model(checkpoint)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
-    if config.mixture is not None and config.mixture.style.is_stacked:
-        part_experts(checkpoint, config.mixture.num_experts)
+    if config.mixture is not None:
+        part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even if config.json has tie_word_embeddings
         shapes[HEAD] = shapes[EMBEDDING]

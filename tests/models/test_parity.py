@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
 from specserve_kernels import cpu
-from tests.checkpoints import FAMILIES, tiny_checkpoint
+from tests.checkpoints import FAMILIES, MULTIMODAL, oracle, tiny_checkpoint
 from tests.models.formats import change_config
 from tests.models.forward import (
     builds,
@@ -102,6 +102,10 @@ CASES = {  # family, what departs from its tiny checkpoint
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": [SLIDING, FULL]}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5, biases": ("ernie4_5", {"use_bias": True}),
     "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
     "granite": ("granite", {"attention_bias": True}),
     "glm4": ("glm4", {}),
@@ -130,7 +134,9 @@ CASES = {  # family, what departs from its tiny checkpoint
         {"rope_parameters": LLAMA_LONGROPE | {"original_max_position_embeddings": 16}},
     ),
     "rope in the old style": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "qwen3_vl, tied": ("qwen3_vl", {"tie_word_embeddings": True}),
 }
+CASES |= {name: (name, {}) for name in MULTIMODAL}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
@@ -138,10 +144,8 @@ def case(request, tmp_path_factory):
     """A checkpoint, a prompt, and transformers' logits and residuals at each of its tokens."""
     family, overrides = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    ids = prompt(model.config.vocab_size, 37)
+    model = oracle(folder, attn_implementation="eager")
+    ids = prompt(model.config.get_text_config().vocab_size, 37)
     with torch.inference_mode():
         found = model(ids[None], output_hidden_states=True)
         return folder, ids, found.logits[0], [h[0] for h in found.hidden_states]
@@ -226,11 +230,11 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
     assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL])
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
-    fields = FAMILIES[family]
+    fields = FAMILIES[family] if family in FAMILIES else MULTIMODAL[family][2]
     num_experts = fields.get("num_experts") or fields.get("num_local_experts")
     sizes = {"num_experts_per_tok": num_experts} if num_experts else {}  # nor which they are
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
