@@ -51,6 +51,47 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     },
     "seed_oss": {"model_type": "seed_oss", "attention_out_bias": True},
     "ernie4_5": {"model_type": "ernie4_5"},
+    "hunyuan": {"model_type": "hunyuan_v1_dense"},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.5,
+        },
+        "max_position_embeddings": 64,
+    },
+    "cohere": {"model_type": "cohere", "logit_scale": 0.6},
+    "command_r_plus": {"model_type": "cohere", "logit_scale": 0.6, "use_qk_norm": True},
+    "starcoder2": {"model_type": "starcoder2"},
+    "stablelm": {"model_type": "stablelm", "partial_rotary_factor": 0.5},
+    "nemotron": {"model_type": "nemotron"},
+    "arcee": {"model_type": "arcee"},
+    "apertus": {"model_type": "apertus"},
+    "granite_moe": {
+        "model_type": "granitemoe",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.7,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.3,
@@ -105,6 +146,7 @@ GLM_ROPE = {"rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rot
 MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_vision": ("gemma3", {"model_type": "siglip_vision_model"} | VISION, FAMILIES["gemma3"]),
     "mistral3": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["mistral"]),
+    "ministral3_vision": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["ministral3"]),
     "qwen2_5_vl": (
         "qwen2_5_vl",
         QWEN_VISION,
@@ -143,6 +185,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # wide enough that greedy output varies from prompt to prompt
 }
 
+CORRECTION = "e_score_correction_bias"  # a parameter, or a buffer
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -215,6 +258,9 @@ def random_model(config: Any, seed: int) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
+        for name, tensor in model.state_dict().items():  # the others are zeros
+            if name.endswith(CORRECTION) and not tensor.any():
+                tensor += 0.2 * torch.randn_like(tensor)
     return model.eval()
 
 

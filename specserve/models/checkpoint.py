@@ -21,7 +21,8 @@ from specserve.models.weight_files import INDEX, SINGLE, Slice, find_weights, un
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # maximum resident bytes of a file
 IGNORED = re.compile(  # buffers from old versions, which are computed from config.json
-    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids)"
+    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids"
+    r"|act_fn\.(beta|eps))"  # constants of xIELU
 )
 
 

@@ -54,6 +54,42 @@ GEMMA2 = LLAMA | {
     "vocab_size": 256000,
 }
 
+GRANITE = LLAMA | {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+}
+COHERE = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+}
+MINISTRAL3 = LLAMA | {
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "vocab_size": 131072,
+}
+UNGATED = "mlp.up_proj", "mlp.down_proj"
 NORMS_AFTER = Norms(
     before_attention=None,
     after_attention="post_attention_layernorm",
@@ -70,6 +106,13 @@ GEMMA_KEYS = ConfigKeys(
     query_scalar="query_pre_attn_scalar",
     score_cap="attn_logit_softcapping",
     logit_cap="final_logit_softcapping",
+)
+
+GRANITE_KEYS = ConfigKeys(
+    score_scale="attention_multiplier",
+    embedding_scale="embedding_multiplier",
+    residual_scale="residual_multiplier",
+    logit_divisor="logits_scaling",
 )
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
@@ -241,21 +284,154 @@ FAMILIES = {
         keys=ConfigKeys(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
         rotates_neighbors=True,
     ),
-    "GraniteForCausalLM": Family(
-        models="Granite 3, dense",
+    "GraniteForCausalLM": Family(models="Granite 3, dense", defaults=GRANITE, keys=GRANITE_KEYS),
+    "GraniteMoeForCausalLM": Family(
+        models="Granite 3 with experts: 1B-A400M, 3B-A800M",
+        defaults=GRANITE | {"num_experts_per_tok": 2},
+        keys=GRANITE_KEYS,
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            router="router.layer",
+            width="intermediate_size",
+            number=8,
+            normalizes=True,  # the softmax covers only the chosen experts
+            stacked=StackedNames(
+                gate_up="input_linear.weight", down="output_linear.weight", is_transposed=False
+            ),
+        ),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        models="Hunyuan, dense: 0.5B to 7B",
+        defaults=LLAMA | {"rms_norm_eps": 1e-5, "vocab_size": 290943},
+        mlp_bias=False,
+        qk_norm="heads",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        norms_after_rope=True,
+        rope_names={"dynamic": "ntk_alpha"},  # the frequencies depend on no length
+    ),
+    "Ministral3ForCausalLM": Family(
+        models="Ministral 3 without vision",
+        defaults=MINISTRAL3,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="all",
+    ),
+    "CohereForCausalLM": Family(
+        models="Command R, Command R+",
+        defaults=COHERE | {"rope_theta": 500_000.0, "use_qk_norm": False},
+        keys=ConfigKeys(
+            norm_eps="layer_norm_eps", logit_scale="logit_scale", qk_norm="use_qk_norm"
+        ),
+        mlp_bias=False,
+        qk_norm="each",
+        norms=Norms(before_mlp=None),
+        is_centered=True,
+        is_parallel=True,
+        rotates_neighbors=True,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        models="StarCoder2",
         defaults=LLAMA
         | {
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "vocab_size": 49152,
         },
         keys=ConfigKeys(
-            score_scale="attention_multiplier",
-            embedding_scale="embedding_multiplier",
-            residual_scale="residual_multiplier",
-            logit_divisor="logits_scaling",
+            qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_eps="norm_epsilon"
         ),
+        is_centered=True,
+        norm_bias=True,
+        ungated=("mlp.c_fc", "mlp.c_proj"),
+        windowed="all",
+    ),
+    "StableLmForCausalLM": Family(
+        models="StableLM 2 1.6B, StableLM 3B, StableCode",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "qk_layernorm": False,
+            "use_parallel_residual": False,
+            "use_qkv_bias": False,
+            "vocab_size": 50304,
+        },
+        keys=ConfigKeys(qkv_bias="use_qkv_bias", norm_eps="layer_norm_eps"),
+        out_bias=False,
+        mlp_bias=False,
+        is_centered=True,
+        norm_bias=True,
+        rotates_a_share=True,
+        refused=("qk_layernorm", "use_parallel_residual"),
+    ),
+    "NemotronForCausalLM": Family(
+        models="Nemotron 4, Minitron",
+        defaults=LLAMA
+        | {
+            "hidden_act": "relu2",
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "num_attention_heads": 48,
+            "partial_rotary_factor": 0.5,
+            "vocab_size": 256000,
+        },
+        keys=ConfigKeys(norm_eps="norm_eps"),
+        adds_one=True,
+        is_centered=True,
+        norm_bias=True,
+        ungated=UNGATED,
+        rotates_a_share=True,
+    ),
+    "ArceeForCausalLM": Family(
+        models="Arcee AFM 4.5B",
+        defaults=LLAMA
+        | {
+            "hidden_act": "relu2",
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        ungated=UNGATED,
+    ),
+    "ApertusForCausalLM": Family(
+        models="Apertus",
+        defaults=LLAMA
+        | {
+            "hidden_act": "xielu",
+            "intermediate_size": 14336,
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12_000_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "rope_theta": 12_000_000.0,
+            "vocab_size": 131072,
+        },
+        mlp_bias=False,
+        qk_norm="heads",
+        norms=Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+        ungated=UNGATED,
     ),
     "Glm4ForCausalLM": Family(
         models="GLM-4 of 2025: GLM-4-0414, GLM-Z1",
@@ -280,20 +456,7 @@ FAMILIES = {
     ),
     "Cohere2ForCausalLM": Family(
         models="Command R7B, Command A",
-        defaults=LLAMA
-        | {
-            "hidden_size": 8192,
-            "intermediate_size": 22528,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.0625,
-            "max_position_embeddings": 8192,
-            "num_attention_heads": 64,
-            "num_hidden_layers": 40,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "tie_word_embeddings": True,
-            "vocab_size": 256000,
-        },
+        defaults=COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         keys=ConfigKeys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
         mlp_bias=False,
         norms=Norms(before_mlp=None),
@@ -415,6 +578,77 @@ FAMILIES = {
             width="moe_intermediate_size", number=60, shared_width="shared_expert_intermediate_size"
         ),
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        models="MiniMax M2",
+        defaults=LLAMA
+        | {
+            "head_dim": 128,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "max_position_embeddings": 196608,
+            "num_attention_heads": 48,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 8,
+            "rope_theta": 5_000_000.0,
+            "vocab_size": 200064,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="width",
+        rotates_a_share=True,
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            maps=("w1", "w3", "w2"),
+            width="intermediate_size",
+            number=256,
+            normalizes=True,
+            is_sigmoid=True,
+            correction="e_score_correction_bias",
+        ),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        models="ERNIE 4.5 with experts: 21B-A3B, 300B-A47B",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 2,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "vocab_size": 103424,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        rotates_neighbors=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=64,
+            number_keys=("moe_num_experts",),
+            active_key="moe_k",
+            normalizes=True,
+            correction="moe_statics.e_score_correction_bias",
+            correction_rank=2,
+            shared_width="moe_intermediate_size",
+            shared_count="moe_num_shared_experts",
+            shared_name="shared_experts",
+            has_shared_gate=False,
+        ),
+        refused=("use_bias",),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -528,7 +762,10 @@ MULTIMODAL = {
     ),
     "Mistral3ForConditionalGeneration": Multimodal(
         models="Mistral Small 3.1 and 3.2, Ministral 3",
-        texts={"mistral": FAMILIES["MistralForCausalLM"]},
+        texts={
+            "mistral": FAMILIES["MistralForCausalLM"],
+            "ministral3": FAMILIES["Ministral3ForCausalLM"],
+        },
     ),
     "Qwen2_5_VLForConditionalGeneration": Multimodal(
         models="Qwen 2.5 VL", texts={"qwen2_5_vl_text": QWEN25_VL}

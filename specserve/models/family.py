@@ -38,6 +38,7 @@ class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
     score_cap: str | None = None
     logit_cap: str | None = None
     local_theta: str | None = None  # of layers with a window
+    qk_norm: str | None = None  # whether there are norms of queries and keys; None: as `qk_norm`
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,15 +50,22 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool | None = None
     out_bias: bool | None = None
     mlp_bias: bool | None = None
-    qk_norm: Literal["none", "heads", "width"] = "none"  # norm per head, or over all heads
+    # Norms of queries and keys. `heads`: of each head, with one weight for all heads. `each`:
+    # LayerNorm of each head, with its own weight. `width`: over all heads.
+    qk_norm: Literal["none", "heads", "each", "width"] = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norms_after_rope: bool = False  # norms of queries and keys come after the rotation
     has_sinks: bool = False  # attention sinks: one additional score per head, without a value
     norms: Norms = Norms()
     adds_one: bool = False  # norms multiply by 1 + weight
     is_centered: bool = False  # norms are LayerNorm
+    norm_bias: bool = False  # norms have a bias
     is_parallel: bool = False  # attention and MLP read the same input
     scales_by_width: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
     fuses_gate_up: bool = False
+    # Names of an MLP without a gate: activation(up(x)) is the input of down; None: it has a gate.
+    ungated: tuple[str, str] | None = None
     rotates_a_share: bool = False  # partial_rotary_factor of each head's dimensions rotates
     rotates_neighbors: bool = False  # pairs are dimensions 2i and 2i + 1, not i and i + D/2
     rope_names: Mapping[str, str] = {}  # the family's names of RoPE types
@@ -70,6 +78,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     # `windowed if any`: layers with a window, or all layers if there is no sliding_window.
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
     experts: ExpertStyle | None = None
+    refused: tuple[str, ...] = ()  # fields that must be false, because native code lacks them
 
 
 class Multimodal(msgspec.Struct, frozen=True, kw_only=True):

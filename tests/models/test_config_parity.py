@@ -36,6 +36,17 @@ MODEL_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "SeedOssForCausalLM": "seed_oss",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "Ministral3ForCausalLM": "ministral3",
+    "CohereForCausalLM": "cohere",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "StableLmForCausalLM": "stablelm",
+    "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -207,6 +218,14 @@ REFUSED = {  # by transformers
     "Qwen2MoeForCausalLM": re.compile("as many KV heads"),
     "qwen3_vl_moe_text": re.compile("as many KV heads"),
     "GptOssForCausalLM": re.compile("as many KV heads"),
+    "HunYuanDenseV1ForCausalLM": re.compile("yarn"),
+    "Ministral3ForCausalLM": re.compile("as many KV heads"),
+    "ministral3": re.compile("as many KV heads"),
+    "Starcoder2ForCausalLM": re.compile("as many KV heads"),
+    "StableLmForCausalLM": re.compile("as many KV heads|longrope"),
+    "NemotronForCausalLM": re.compile("longrope"),
+    "MiniMaxM2ForCausalLM": re.compile("as many KV heads"),
+    "Ernie4_5_MoeForCausalLM": re.compile("as many KV heads"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
 TABLE = {
@@ -250,7 +269,7 @@ def rope_of(config, layer_type):
 def windows_of(config):
     types = getattr(config, "layer_types", None)
     if types is None:  # Mistral's are all alike; Llama's attention has no window
-        windowed = ("mistral", "phi3", "mixtral", "qwen3_moe")
+        windowed = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe", "starcoder2")
         has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
@@ -272,7 +291,7 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     want, got = theirs(fields), decoder_config.parse(fields)
     assert got.num_layers == want.num_hidden_layers
     assert got.num_heads == want.num_attention_heads
-    assert got.num_kv_heads == want.num_key_value_heads
+    assert got.num_kv_heads == (want.num_key_value_heads or want.num_attention_heads)
     assert got.head_dim == (
         getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
     )

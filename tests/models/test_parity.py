@@ -106,6 +106,27 @@ CASES = {  # family, what departs from its tiny checkpoint
     "seed_oss": ("seed_oss", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5, biases": ("ernie4_5", {"use_bias": True}),
+    "hunyuan": ("hunyuan", {}),
+    "hunyuan, a larger theta": (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ministral3": ("ministral3", {}),
+    "cohere": ("cohere", {}),
+    "command_r_plus": ("command_r_plus", {"attention_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, biases": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "nemotron": ("nemotron", {}),
+    "nemotron, biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "apertus": ("apertus", {}),
+    "granite_moe": ("granite_moe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe without shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    "ernie4_5_moe, every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}),
     "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
     "granite": ("granite", {"attention_bias": True}),
     "glm4": ("glm4", {}),
@@ -196,21 +217,28 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
 
 def ops_of(config):
     """The C++ ops of a forward that returns the inputs of all layers."""
-    family, norms = config.family, config.family.norms
+    norms, style = config.family.norms, config.mixture and config.mixture.style
 
     def when(condition, *names):
         return names if condition else ()
 
     attention = [
         *("copy", *when(norms.before_attention, "norm"), "linear"),
-        *when(family.qk_norm == "width", "norm", "norm"),
+        *when(config.qk_norm == "width", "norm", "norm"),
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
         *when(norms.before_mlp, "norm"),
     ]
     has_shared = config.mixture is not None and config.mixture.shared_width
-    shared = when(has_shared, "linear", "linear", "linear", "add_gated")
+    shared = when(has_shared, "linear", "linear")
+    shared += when(has_shared and style.has_shared_gate, "linear", "add_gated")
+    is_ungated = config.family.ungated is not None
     maps = {
-        False: ("linear", "linear", *when(norms.after_mlp, "norm")),
+        False: (
+            "linear",
+            *when(is_ungated, "elementwise"),
+            "linear",
+            *when(norms.after_mlp, "norm"),
+        ),
         True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
     }
     layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
@@ -235,8 +263,10 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
     fields = FAMILIES[family] if family in FAMILIES else MULTIMODAL[family][2]
-    num_experts = fields.get("num_experts") or fields.get("num_local_experts")
-    sizes = {"num_experts_per_tok": num_experts} if num_experts else {}  # nor which they are
+    experts = ("num_experts", "num_local_experts", "moe_num_experts")
+    num_experts = next((fields[name] for name in experts if name in fields), None)
+    active = "moe_k" if "moe_k" in fields else "num_experts_per_tok"
+    sizes = {active: num_experts} if num_experts else {}  # nor which they are
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
