@@ -142,6 +142,15 @@ QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_head
 QWEN_VISION |= {"out_hidden_size": 64}
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}
 GLM_ROPE = {"rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+GLM_MOE: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+}
+FAMILIES |= {
+    "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, "num_mtp_layers": 0} | GLM_MOE
+}
 # name -> the model_type of the whole, its vision config, and the fields of its text model
 MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_vision": ("gemma3", {"model_type": "siglip_vision_model"} | VISION, FAMILIES["gemma3"]),
@@ -170,6 +179,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4v": ("glm4v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm46v": ("glm46v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
+    "glm4v_moe": (
+        "glm4v_moe",
+        QWEN_VISION,
+        {"model_type": "glm4v_moe_text"} | GLM_ROPE | GLM_MOE,
+    ),
 }
 
 SIZES: dict[str, Any] = {

@@ -26,7 +26,7 @@ CASES |= {
         *("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4"),
         *("olmo3", "seed_oss", "ernie4_5", "hunyuan", "ministral3", "cohere", "command_r_plus"),
         *("starcoder2", "stablelm", "nemotron", "arcee", "apertus"),
-        *("granite_moe", "minimax_m2", "ernie4_5_moe", *MULTIMODAL),
+        *("granite_moe", "minimax_m2", "ernie4_5_moe", "glm4_moe", *MULTIMODAL),
     )
 }
 # By transformers' modules: those that native code lacks, and one where they are asked for.

@@ -252,7 +252,10 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
     if not any(layers):
         return None
     check_gate(fields, style)
+    if fields.get("n_group", 1) != 1:
+        raise ValueError(f"n_group = {fields['n_group']!r} is not supported, only 1")
     count = natural(fields, style.shared_count) if style.shared_count else 1
+    factors = (style.factor, family.keys.residual_scale)
     return Mixture(
         num_experts=num_experts,
         num_active=positive(fields, style.active_key, num_experts),
@@ -262,7 +265,7 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
         style=style,
         limit=optional_number(fields, style.limit),
         shared_width=count * positive(fields, style.shared_width) if style.shared_width else 0,
-        factor=optional_number(fields, family.keys.residual_scale) or 1.0,
+        factor=math.prod(optional_number(fields, key) or 1.0 for key in factors),
     )
 
 
@@ -272,8 +275,8 @@ def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[boo
     for name in ("decoder_sparse_step", "moe_layer_interval"):
         every = positive(fields, name) if name in fields else every
     first, last = 0, num_layers - 1
-    if "moe_layer_start_index" in fields:
-        first = natural(fields, "moe_layer_start_index")
+    for name in ("moe_layer_start_index", "first_k_dense_replace"):
+        first = natural(fields, name) if name in fields else first
     if fields.get("moe_layer_end_index", -1) != -1:  # -1: up to the last layer
         last = natural(fields, "moe_layer_end_index")
     if not isinstance(without, list):

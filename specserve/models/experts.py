@@ -33,6 +33,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     is_sigmoid: bool = False  # scores are sigmoids of the router's logits, else a softmax
     correction: str | None = None  # tensor with the router's correction, within the module
     correction_rank: int = 1  # its dimensions: [E], or [1, E]
+    factor: str | None = None  # field with a factor of the weights; None: no factor
     has_biases: bool = False  # router and experts
     limit: str | None = None  # field with the limit of clamped gates; None: not clamped
     shared_width: str | None = None  # field with the shared expert's width; None: no such expert

@@ -649,6 +649,45 @@ FAMILIES = {
         ),
         refused=("use_bias",),
     ),
+    "Glm4MoeForCausalLM": Family(
+        models="GLM-4.5, GLM-4.6, GLM-4.7 and their Air models",
+        defaults=LLAMA
+        | {
+            "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+        },
+        keys=ConfigKeys(qk_norm="use_qk_norm"),
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        rotates_a_share=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=128,
+            number_keys=("n_routed_experts",),
+            is_sigmoid=True,
+            correction="gate.e_score_correction_bias",
+            factor="routed_scaling_factor",
+            shared_width="moe_intermediate_size",
+            shared_count="n_shared_experts",
+            shared_name="shared_experts",
+            has_shared_gate=False,
+        ),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -756,6 +795,18 @@ GLM4V = replace(
     qkv_bias=True,
     rope_names=MROPE,
 )
+GLM4V_MOE = replace(
+    FAMILIES["Glm4MoeForCausalLM"],
+    defaults={
+        **FAMILIES["Glm4MoeForCausalLM"].defaults,
+        "attention_bias": True,
+        "max_position_embeddings": 65536,
+        "vocab_size": 151424,
+    },
+    keys=ConfigKeys(),
+    qk_norm="none",
+    rope_names=MROPE,
+)
 MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
@@ -780,7 +831,11 @@ MULTIMODAL = {
     "Glm4vForConditionalGeneration": Multimodal(
         models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}
     ),
+    "Glm4vMoeForConditionalGeneration": Multimodal(
+        models="GLM-4.5V, GLM-4.6V", texts={"glm4v_moe_text": GLM4V_MOE}
+    ),
     "Glm46VForConditionalGeneration": Multimodal(
-        models="GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}
+        models="GLM-4.6V-Flash, GLM-4.6V",
+        texts={"glm4v_text": GLM4V, "glm4v_moe_text": GLM4V_MOE},
     ),
 }

@@ -93,8 +93,10 @@ class Tables(NamedTuple):
 
 def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
     def table(told: RopeParameters) -> Rotary:
-        tables = rotary.tables(told.of_context(context), config.head_dim, context + TREE_SLOTS)
-        return Rotary(*(None if x is None else ops.place(x) for x in tables))
+        cos, sin, scale = rotary.tables(
+            told.of_context(context), config.head_dim, context + TREE_SLOTS
+        )
+        return Rotary(ops.place(cos), ops.place(sin), None if scale is None else ops.place(scale))
 
     told, local = config.rope_parameters, config.local_rope_parameters
     everywhere = table(told)

@@ -47,6 +47,7 @@ MODEL_TYPES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -226,6 +227,9 @@ REFUSED = {  # by transformers
     "NemotronForCausalLM": re.compile("longrope"),
     "MiniMaxM2ForCausalLM": re.compile("as many KV heads"),
     "Ernie4_5_MoeForCausalLM": re.compile("as many KV heads"),
+    # The heads of their defaults have no whole size.
+    "Glm4MoeForCausalLM": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
+    "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
 TABLE = {

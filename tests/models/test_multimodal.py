@@ -89,7 +89,7 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
     "another text model": (
         "mistral3",
         {"text_config": {"model_type": "gpt2"}},
-        "text_config.model_type = 'gpt2' is not supported, only mistral",
+        "text_config.model_type = 'gpt2' is not supported, only mistral, ministral3",
     ),
     "a text model that is none": ("mistral3", {"text_config": [1]}, r"text_config = \[1\] is not"),
     "Llama 4": (
@@ -97,6 +97,12 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
         {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
         "'Llama4ForConditionalGeneration'.*Gemma3ForConditionalGeneration.*only text models run",
     ),
+    "Gemma 4": (
+        "qwen3_vl",
+        {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
+        "only text models run",
+    ),
+    "groups of experts": ("glm4v_moe", {"text_config": {"n_group": 2}}, "n_group = 2 is not"),
     "a size that is none": (
         "qwen3_vl",
         {"text_config": {"hidden_size": 0}},

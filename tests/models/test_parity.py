@@ -125,6 +125,11 @@ CASES = {  # family, what departs from its tiny checkpoint
     "granite_moe": ("granite_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, weights that are not normalized": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+    ),
     "ernie4_5_moe without shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     "ernie4_5_moe, every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}),
     "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
@@ -263,7 +268,7 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
     fields = FAMILIES[family] if family in FAMILIES else MULTIMODAL[family][2]
-    experts = ("num_experts", "num_local_experts", "moe_num_experts")
+    experts = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
     num_experts = next((fields[name] for name in experts if name in fields), None)
     active = "moe_k" if "moe_k" in fields else "num_experts_per_tok"
     sizes = {active: num_experts} if num_experts else {}  # nor which they are
