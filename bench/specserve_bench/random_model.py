@@ -75,7 +75,7 @@ class RandomWeights:
     def layer(self, config: DecoderConfig, index: int, tables: Tables) -> Layer:
         hidden, inner, norms = config.hidden_size, config.intermediate_size, config.family.norms
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        is_dense, is_gated = config.mixture is None, config.family.ungated is None
+        is_dense = config.mixture is None
 
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else self.ones(hidden)
@@ -91,15 +91,20 @@ class RandomWeights:
             out_bias=None,
             after_attention=norm(norms.after_attention),
             mlp_norm=norm(norms.before_mlp),
-            gate_up=self.map(f"gate_up {index}", (1 + is_gated) * inner, hidden, is_gated)
-            if is_dense
-            else None,
+            gate_up=self.first_map(config, index) if is_dense else None,
             gate_up_bias=None,
             down=self.map(f"down {index}", hidden, inner) if is_dense else None,
             down_bias=None,
             after_mlp=norm(norms.after_mlp),
             experts=None if is_dense else self.experts(config),
         )
+
+    def first_map(self, config: DecoderConfig, index: int) -> Any:
+        """The first map of an MLP with or without a gate."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if config.family.ungated is not None:
+            return self.map(f"up {index}", inner, hidden)
+        return self.map(f"gate_up {index}", 2 * inner, hidden, True)
 
     def qk_norm(self, config: DecoderConfig) -> QKNorm:
         q, k = (self.ops.place(torch.ones(shape)) for shape in config.qk_norm_shapes)

@@ -102,7 +102,11 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
         {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
         "only text models run",
     ),
-    "groups of experts": ("glm4v_moe", {"text_config": {"n_group": 2}}, "n_group = 2 is not"),
+    "groups of experts": (
+        "glm4v_moe",
+        {"text_config": {"n_group": 2, "head_dim": 128}},
+        "n_group = 2 is not",
+    ),
     "a size that is none": (
         "qwen3_vl",
         {"text_config": {"hidden_size": 0}},
