@@ -21,7 +21,7 @@ from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.models import decoder_config
-from specserve.models.families import FAMILIES
+from specserve.models.families import FAMILIES, MULTIMODAL
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
@@ -428,8 +428,8 @@ def test_the_site_is_built_without_a_broken_link(tmp_path):
 
 def test_the_table_of_models_has_every_family_and_no_other():
     text = (ROOT / "docs/models.md").read_text()
-    rows = re.findall(r"^\| `(\w+ForCausalLM)` \| (.*) \|$", text, re.MULTILINE)
-    assert rows == [(name, family.models) for name, family in FAMILIES.items()]
+    rows = re.findall(r"^\| `(\w+For\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [(name, kind.models) for name, kind in (FAMILIES | MULTIMODAL).items()]
 
 
 def prose_of(page):

@@ -59,9 +59,9 @@ class LoadedModel(ModelForward, Protocol):
 
 
 class SharedExpert(NamedTuple):
-    """The expert that all rows use, weighted per row by `gate`; maps are packed."""
+    """The expert that all rows use, weighted per row by `gate` if there is one; maps are packed."""
 
-    gate: Any  # [1, hidden]
+    gate: Any  # [1, hidden], or None
     gate_up: Any
     down: Any
 
@@ -74,6 +74,9 @@ class Experts(NamedTuple):
     down: Any
     num_active: int
     normalizes: bool
+    is_sigmoid: bool = False
+    correction: Tensor | None = None  # of `Ops.route`
+    factor: float = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
     limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
@@ -110,6 +113,9 @@ class Layer(NamedTuple):
     after_mlp: Tensor | None = None
     sinks: Tensor | None = None  # `sinks` of `Ops.attention`
     experts: Experts | None = None  # if set, the MLP's maps are None
+    attention_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    alphas: tuple[float, float] = (0.0, 0.0)  # of `Ops.activate`
     adapters: LayerAdapters = LayerAdapters()
 
 
@@ -119,6 +125,7 @@ class DecoderWeights(NamedTuple):
     embedding  [V, hidden]  in the model's dtype, or quantized
     layers     one per layer
     norm       [hidden]     before the head, float32
+    norm_bias  [hidden]     float32, or None
     head       packed [V, hidden]
     dtype      of the activations
     forms      the quantization of the weights, and their size in bytes
@@ -130,6 +137,7 @@ class DecoderWeights(NamedTuple):
     head: Any
     dtype: torch.dtype
     forms: WeightForms = WeightForms()
+    norm_bias: Tensor | None = None
 
 
 class Decoder:
@@ -206,20 +214,28 @@ class Decoder:
     ) -> Tensor:
         """The residual after a layer. `qkv` is added to queries, keys and values."""
         ops, c = self.ops, self.config
-        read = self.norm(residual, layer.attention_norm)
+        read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         q = self.write(layer, read, cache, plan, qkv)
         scores = c.score_scale, layer.window, c.score_cap, layer.sinks
         h = ops.attention(q, cache, plan, *scores)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
-            read = self.norm(residual, layer.mlp_norm)
+            read = self.norm(residual, layer.mlp_norm, layer.mlp_norm_bias)
         if layer.experts is not None:
             return add_experts(ops, read, layer.experts, residual)
-        added = self.added(read, layer.adapters.gate_up, plan)
-        h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation, added)
+        h = self.inner(layer, read, plan)
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+
+    def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
+        """The input of the MLP's last map."""
+        ops, activation = self.ops, self.config.activation
+        added = self.added(read, layer.adapters.gate_up, plan)
+        if self.config.family.ungated is None:
+            return ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, activation, added)
+        up = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
+        return ops.activate(up, activation, layer.alphas)
 
     def write(
         self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
@@ -231,17 +247,18 @@ class Decoder:
             qkv = ops.linear(h, layer.qkv, layer.qkv_bias, added)
         else:
             qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
-        if qk_norm is not None and c.family.qk_norm == "width":
+        if qk_norm is not None and c.qk_norm == "width":
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
             qk_norm = None
         return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
 
-    def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+    def norm(self, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         if weight is None:
             return residual
-        norm = self.ops.layer_norm if self.config.family.is_centered else self.ops.rms_norm
-        return norm(residual, weight, self.config.norm_eps)
+        if self.config.family.is_centered:
+            return self.ops.layer_norm(residual, weight, self.config.norm_eps, bias)
+        return self.ops.rms_norm(residual, weight, self.config.norm_eps)
 
     def added(self, x: Tensor, slots: Any, plan: Any) -> Any:
         """The addition of adapters to a linear map of x; None without slots."""
@@ -270,7 +287,7 @@ class Decoder:
         ->        [n, V]       float32
         """
         ops, weights = self.ops, self.weights
-        hidden = self.norm(ops.take_rows(residual, rows), weights.norm)
+        hidden = self.norm(ops.take_rows(residual, rows), weights.norm, weights.norm_bias)
         logits = ops.lm_head(hidden, weights.head)
         cap = self.config.logit_cap
         return logits if cap is None else ops.soft_cap(logits, cap)
@@ -279,9 +296,13 @@ class Decoder:
 def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
     """Add the output of each row's experts to the residual."""
     logits = ops.linear(h, layer.router, layer.router_bias)
-    routing = ops.route(logits, layer.num_active, layer.normalizes)
+    rule = layer.is_sigmoid, layer.correction, layer.factor
+    routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
     residual = ops.experts(h, routing, layer.gate_up, layer.down, residual, layer.limit)
     if layer.shared is None:
         return residual
-    found = ops.linear(ops.linear_gated(h, layer.shared.gate_up), layer.shared.down)
+    inner = ops.linear_gated(h, layer.shared.gate_up)
+    if layer.shared.gate is None:
+        return ops.linear_add(inner, layer.shared.down, None, residual)
+    found = ops.linear(inner, layer.shared.down)
     return ops.add_gated(found, ops.linear(h, layer.shared.gate), residual)

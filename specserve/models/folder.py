@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,14 @@ def scaled_from(folder: Path) -> Scaled | None:
         return msgspec.convert(read_json(file).get(SCALED), Scaled | None)
     except msgspec.ValidationError as e:
         raise ConfigError(f"{file}: {SCALED}: {e}. Scale the model again") from e
+
+
+def text_part(written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config.json's text model: in `text_config`, or next to other fields."""
+    part = written.get("text_config") or written
+    if not isinstance(part, Mapping):
+        raise ValueError(f"text_config = {part!r} is not an object")
+    return part
 
 
 def read_json(path: Path) -> dict[str, Any]:

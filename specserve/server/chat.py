@@ -446,7 +446,8 @@ def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise RequestError(
-            f"{path}.type: {cut(str(kind))!r} is not supported. Send text", f"{path}.type"
+            f"{path}.type: {cut(str(kind))!r} is not supported: models read only text. Send text",
+            f"{path}.type",
         )
     check_keys(part, ["type", "text"], f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))

@@ -12,6 +12,7 @@ from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
+    CURVES,
     FLOATS,
     GATES,
     PLAIN,
@@ -214,9 +215,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(arguments.norm(0, x, weight, out := torch.empty_like(x), eps), out)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     out = torch.empty_like(x)
-    return _norm(arguments.norm(0, x, weight, out, eps, is_centered=True), out)
+    return _norm(arguments.norm(0, x, weight, out, eps, bias=bias, is_centered=True), out)
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
@@ -242,8 +243,12 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return _curve(x, SOFT_CAP, cap)
 
 
-def _curve(x: Tensor, curve: int, number: float) -> Tensor:
-    run("elementwise", arguments.elementwise(0, x, curve, number), len(x), x.numel())
+def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    return _curve(x, CURVES[curve], *alphas)
+
+
+def _curve(x: Tensor, curve: int, *numbers: float) -> Tensor:
+    run("elementwise", arguments.elementwise(0, x, curve, *numbers), len(x), x.numel())
     return x
 
 
@@ -416,12 +421,20 @@ def prepack_experts(
     return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
 
 
-def route(logits: Tensor, k: int, normalizes: bool) -> RoutedPairs:
+def route(
+    logits: Tensor,
+    k: int,
+    normalizes: bool,
+    is_sigmoid: bool = False,
+    correction: Tensor | None = None,
+    factor: float = 1.0,
+) -> RoutedPairs:
     R, E = logits.shape
     chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
     begins = torch.zeros(E + 1, dtype=torch.int32)
     routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
-    run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
+    rule = normalizes, is_sigmoid, correction, factor
+    run("route", arguments.route(0, logits, routing, *rule), R, R * E * k)
     return routing
 
 

@@ -13,7 +13,7 @@ from specserve.models.quantized.formats import FLOATS, FORMATS, MXFP4_BITS, MXFP
 from specserve.models.quantized.stored import SCALES, UNUSED, NotFinite, Stored, is_finite
 from specserve_kernels import Codes
 
-PLAIN = {"weight", "bias"}
+PLAIN = {"weight", "bias", "e_score_correction_bias"}  # the last one is of a router
 UNTOLD = "but config.json has no quantization_config"
 SIZES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}  # bytes, by type
 REMEDY = "Download the model again, or use another quantization of it"
