@@ -306,7 +306,7 @@ class AdaptiveSpeculator:
         self, asked: dict[str, AskedSource], id: int, name: str, account: SourceAccount
     ) -> None:
         share = account.of(id)
-        if share.pays or account.is_exploring:
+        if share.pays or account.may_try(share):
             asked[name] = AskedSource(share, not share.pays)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:

@@ -50,15 +50,17 @@ from specserve_drafters.trie import (
 class SavedShare:
     """Average share of a request's step time that draft tokens of a source save."""
 
-    __slots__ = ("free", "num_steps", "rate", "saved")
+    __slots__ = ("free", "num_own", "num_steps", "rate", "saved")
 
     def __init__(
         self, saved: float = 0.0, num_steps: int = 0, rate: float = RATE, free: float = FREE
     ) -> None:
         """`rate`: weight of a step. `free`: share that may be lost."""
         self.saved, self.num_steps, self.rate, self.free = saved, num_steps, rate, free
+        self.num_own = 0  # steps of its own; it begins with those of others
 
     def add(self, saved: float) -> None:
+        self.num_own += 1
         self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
         self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
 
@@ -117,6 +119,7 @@ class SourceAccount:
         self.trust = Trust()
         self.seconds = 0.0  # usual seconds of asking for a request
         self.left = AT_FIRST  # steps' time that trials may lose
+        self.earned = 0.0  # the same, for finding out about new requests
         self.loss = 0.0  # recent average loss of a trial
         # False until the first result, which takes far more time than later ones
         self.is_warm = False
@@ -138,8 +141,12 @@ class SourceAccount:
 
     @property
     def is_exploring(self) -> bool:
-        """Return whether this step tries requests that do not pay."""
+        """Return whether the budget allows a trial."""
         return self.left >= min(self.loss, AT_FIRST)
+
+    def may_try(self, share: SavedShare) -> bool:
+        """Return whether this step tries a request that does not pay."""
+        return self.is_exploring or (share.num_own == 0 and self.earned >= min(self.loss, AT_FIRST))
 
     def of(self, id: int) -> SavedShare:
         """Return a request's savings. A new request starts with the average of all."""
@@ -174,26 +181,31 @@ class SourceAccount:
             self.is_warm |= len(outcomes) > 0
             self.lose(more / num_roots, is_trial=False)
             return
-        lost, once = more - sum(tried), 0.0
+        lost, once, found_out, gained = more - sum(tried), 0.0, 0.0, 0.0
         if self.all.pays and not tried:
             lost, once = 0.0, more / max(len(outcomes), 1)
         for share, saved, is_trial in outcomes:
-            did_pay = share.pays
+            did_pay, is_new = share.pays, share.num_own < PATIENCE
+            if is_trial and share.num_own == 0:
+                found_out -= saved
+            gained += 0.0 if is_trial else max(saved, 0.0)
             share.add(saved)
             self.all.add(saved - once)
-            if not is_trial:
-                lost -= REINVESTED * max(saved, 0.0)
             if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
-                lost -= share.saved * min(share.num_steps, 1 / RATE)
+                seemed = -share.saved * min(share.num_steps, 1 / RATE)
+                lost, found_out = lost + seemed, found_out + (seemed if is_new else 0.0)
         if not outcomes:
             self.all.charge(once)
-        self.lose(lost / num_roots, is_trial=len(tried) > 0)
+            found_out = lost
+        paid = min(max(found_out, 0.0) / num_roots, self.earned)
+        self.earned = min(self.earned - paid + REINVESTED * gained / num_roots, AT_FIRST)
+        self.lose(lost / num_roots, len(tried) > 0, paid)
 
-    def lose(self, lost: float, is_trial: bool) -> None:
-        """Charge the budget."""
+    def lose(self, lost: float, is_trial: bool, paid: float = 0.0) -> None:
+        """Charge the budget, except for what is paid from gains."""
         if is_trial:
             self.loss += (max(lost, 0.0) - self.loss) / 2
-        self.left = min(max(self.left - lost, -MOST_LOST), AT_FIRST)
+        self.left = max(self.left - lost + paid, -MOST_LOST)
 
     def settle(self, part: float) -> None:
         """Count the step of a source that estimates; `part` is the scope's part of the step, in
