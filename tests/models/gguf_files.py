@@ -20,8 +20,34 @@ from tests.checkpoints import tiny_checkpoint
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"smollm3": "smollm3"}
-TYPES = "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
-HALVES = {"Q4_K": {0: 3e-4, 2: 2e-3}, "Q5_K": {0: 1.5e-4, 2: 2e-3}, "Q6_K": {208: 1e-4}}
+SCALES = {  # type -> where a block has scales: byte -> one that makes small weights of random bytes
+    "IQ1_M": {48: 1e-3},  # in the upper bits of four words
+    "IQ1_S": {0: 2e-3},
+    "IQ2_S": {0: 2e-4},
+    "IQ2_XS": {0: 2e-4},
+    "IQ2_XXS": {0: 2e-4},
+    "IQ3_S": {0: 1e-4},
+    "IQ3_XXS": {0: 1e-4},
+    "IQ4_NL": {0: 3e-4},
+    "IQ4_XS": {0: 1e-5},
+    "Q2_K": {80: 1e-3, 82: 2e-3},
+    "Q3_K": {108: 3e-4},
+    "Q4_K": {0: 3e-4, 2: 2e-3},
+    "Q5_K": {0: 1.5e-4, 2: 2e-3},
+    "Q6_K": {208: 1e-4},
+    "Q8_K": {0: 3e-4},  # a float32
+}
+WRITTEN = {  # types that the `gguf` package can quantize to
+    "Q4_0": {0: 0},
+    "Q4_1": {0: 0, 2: 0},
+    "Q5_0": {0: 0},
+    "Q5_1": {0: 0, 2: 0},
+    "Q8_0": {0: 0},
+    "MXFP4": {},
+    "TQ1_0": {52: 0},
+    "TQ2_0": {64: 0},
+}
+TYPES = "F32", "F16", "BF16", *WRITTEN, *SCALES
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # of which every type has whole blocks
 
 
@@ -166,7 +192,7 @@ def add_tensors(writer, plain, config, type):
         theirs = names.get_name(name, (".weight", ".bias"))
         kind = kind_of(tensor, type(theirs) if callable(type) else type)
         stored = quantized(tensor.numpy(), kind)
-        values = gguf.quants.dequantize(stored, kind)
+        values = dequantized(stored, kind)
         meant[name] = torch.from_numpy(values.reshape(tensor.shape).copy())
         if writer.arch in ("llama", "smollm3") and theirs.split(".")[-2] in ("attn_q", "attn_k"):
             heads = len(stored) // config.head_dim
@@ -185,14 +211,38 @@ def kind_of(tensor, name):
 
 def quantized(values, kind):
     """Blocks of the values; for types that the package cannot write, random blocks."""
-    if kind.name not in HALVES:
+    if kind.name not in SCALES:
         return gguf.quants.quantize(values, kind)
-    width, size = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(values.size)
-    blocks = random.integers(
-        256, size=(len(values), values.shape[1] // width, size), dtype=np.uint8
-    )
-    for place, scale in HALVES[kind.name].items():
-        halves = np.full((*blocks.shape[:2], 1), scale, dtype=np.float16)
-        blocks[..., place : place + 2] = halves.view(np.uint8)
+    width, _ = gguf.GGML_QUANT_SIZES[kind]
+    dice = np.random.default_rng(values.size)
+    blocks = random_blocks(kind.name, (len(values), values.shape[1] // width), dice)
+    for place, scale in SCALES[kind.name].items():
+        put_scales(kind.name, blocks, place, np.full((*blocks.shape[:2], 1), scale))
     return blocks.reshape(len(values), -1)
+
+
+def random_blocks(name, shape, dice):
+    _, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = dice.integers(256, size=(*shape, size), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = dice.integers(118, 124, size=shape)  # exponents of 2
+    return blocks
+
+
+def put_scales(name, blocks, place, scales):
+    """Write scales [N, blocks, 1] at a byte of every block."""
+    octets = scales.astype(np.float32 if name == "Q8_K" else np.float16).view(np.uint8)
+    if name != "IQ1_M":
+        blocks[..., place : place + octets.shape[-1]] = octets
+        return
+    for i in range(4):
+        word = blocks[..., place + 2 * i + 1]
+        word[:] = word & 15 | (octets[..., i // 2] >> 4 * (i % 2) & 15) << 4
+
+
+def dequantized(stored, kind):
+    if kind.name != "Q8_K":
+        return gguf.quants.dequantize(stored, kind)
+    blocks = stored.reshape(len(stored), -1, 292)
+    scales, codes = blocks[..., :4].copy().view(np.float32), blocks[..., 4:260].view(np.int8)
+    return (scales * codes.astype(np.float32)).reshape(len(stored), -1)

@@ -147,7 +147,7 @@ DAMAGE = {  # what is wrong with the bytes -> words of the complaint
     "2^60 keys": (at(16, struct.pack("<Q", 1 << 60)), "1152921504606846976 keys"),
     "a long key": (at(24, struct.pack("<Q", 1 << 40)), "1099511627776 bytes of text"),
     "a type to come": (of_type(999), "has the type number 999. Use another quantization"),
-    "a type of three bits": (of_type(11), "has the type Q3_K. Use another quantization"),
+    "a type of other floats": (of_type(40), "has the type NVFP4. Use another quantization"),
     "a quantized norm": (of_type(8), "only linear maps may be quantized"),
     "no dimensions": (
         lambda data: after_name(data, "output_norm.weight", 0, struct.pack("<I", 0)),

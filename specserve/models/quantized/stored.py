@@ -25,6 +25,12 @@ class NotFinite(ValueError):
     """The tensor with this suffix has values that are not finite."""
 
 
+MXFP4_GROUP = 32
+# Twice the values of 4-bit floats, which are integers.
+MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+BIAS, NAN = 127, 255  # exponent bias and NaN of e8m0 numbers
+
+
 class WeightFormat(Protocol):
     """Reads linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
 
@@ -44,6 +50,22 @@ def is_finite(values: Tensor) -> bool:
     """
     total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(values.isfinite().all())
+
+
+def tabled(table: Tensor, index: Tensor, scale: Tensor) -> Codes:
+    """Codes for table[index] * scale. The table has up to 16 integers from -128 to 127; each scale
+    belongs to an equal share of a row's columns.
+    """
+    N, scale = len(index), scale.reshape(len(index), -1)
+    q = (table + 128).to(torch.uint8)[index.reshape(N, -1).int()]
+    return Codes(8, q.shape[1] // scale.shape[1], q, scale)
+
+
+def e8m0_halves(exponents: Tensor) -> Tensor:
+    """Half of each e8m0 number, as float32. Raises NotFinite for NaN."""
+    if (exponents == NAN).any():
+        raise NotFinite("scales")
+    return torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - BIAS)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
