@@ -17,6 +17,7 @@ import msgspec
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
+from specserve.models.gguf import ollama
 
 FULL = errno.ENOSPC, errno.EDQUOT
 
@@ -78,6 +79,8 @@ def expanded(path: str) -> Path:
 
 
 def found(path: str, folder: Path) -> Path:
+    if path.startswith(ollama.PREFIX):
+        return ollama.find(path)
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"{path} is a broken link. Check the link")
     if folder.is_dir():
@@ -89,9 +92,9 @@ def found(path: str, folder: Path) -> Path:
         raise ConfigError(
             f"{path} is not a GGUF file. Name a GGUF file, or the folder with config.json"
         )
-    if folder.suffix == GGUF:
+    if folder.suffix == GGUF and ":" not in path:
         raise ConfigError(f"{path}: no such file. Check the path")
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if path.startswith(("/", ".", "~")) or path.partition(":")[0].count("/") > 1:
         raise ConfigError(f"{path}: no such folder. Check the path, or name a hub id like org/name")
     return download(path)
 
@@ -102,11 +105,21 @@ def is_made(path: Path) -> bool:
 
 
 def download(path: str) -> Path:
-    """The folder of a hub repository, downloaded if necessary."""
+    """The folder or the GGUF file of a hub repository, downloaded if necessary. `path` is a hub id,
+    or `id:type` for a GGUF file.
+    """
     from huggingface_hub import snapshot_download  # slow to import, and only downloads need it
 
+    from specserve.models.gguf.hub import fetch
+
+    repo, _, type = path.partition(":")
     try:
-        return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        if type:
+            return fetch(repo, type) or Path()
+        folder = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return folder if any(folder.glob("*.safetensors")) else fetch(repo, "") or folder
+    except ConfigError:
+        raise
     except Exception as e:  # the hub's client does not wrap errors of its transport
         reason = str(e).partition("\n")[0]
         if is_full(e):
@@ -161,6 +174,8 @@ def check_pointer(file: Path) -> None:
 
 def name_of(path: str) -> str:
     """A model's name: the name of its folder, of its GGUF file without suffix, or its hub id."""
+    if path.startswith(ollama.PREFIX):
+        return path.removeprefix(ollama.PREFIX)
     file = expanded(path)
     if is_made(file):
         return file.name.removesuffix(".json")

@@ -38,7 +38,7 @@ def put(**values):
 
 def other_architecture(writer):
     writer.kv_data[0].pop("general.architecture")
-    writer.add_string("general.architecture", "gemma3")
+    writer.add_string("general.architecture", "mamba")
 
 
 def add_factors(dtype=np.float32, size=8, value=2):
@@ -71,9 +71,20 @@ def at(place, written):
 EDITS = {  # what is wrong when it is written -> words of the complaint
     "another architecture": (
         other_architecture,
-        "GGUF files of architecture 'gemma3' are not supported",
+        "GGUF files of architecture 'mamba' are not supported",
     ),
-    "a mixture of experts": (put(expert_count=8), "llama.expert_count = 8 is not supported"),
+    "experts that are not there": (
+        put(expert_count=8, expert_used_count=2),
+        "the tensor blk.0.ffn_gate_inp.weight is missing",
+    ),
+    "more active experts than experts": (
+        put(expert_count=8, expert_used_count=9),
+        "num_experts_per_tok = 9 must be a whole number from 1 to 8",
+    ),
+    "experts of a sigmoid": (
+        put(expert_gating_func=2),
+        "llama.expert_gating_func = 2 is not supported",
+    ),
     "no layers": (put(block_count=None), "the key llama.block_count is missing"),
     "a number in words": (put(block_count="2"), "num_hidden_layers = '2' must be a whole number"),
     "a number a layer": (put(attention__head_count=[4, 4]), "= an array of 2 must be"),
@@ -116,7 +127,7 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
     "no tokenizer": (put_tokenizer(model=None), "tokenizer.ggml.model = None is not supported"),
     "an unknown split": (
         put_tokenizer(pre=("unheard-of", 8)),
-        "tokenizer.ggml.pre = 'unheard-of' is not supported, only deepseek-r1-qwen",
+        "tokenizer.ggml.pre = 'unheard-of' is not supported, only a.x-4.0",
     ),
 }
 TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded

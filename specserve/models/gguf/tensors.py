@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specserve.models.decoder_config import tensor_shapes
 from specserve.models.gguf import header
 from specserve.models.gguf.blocks import codes_of
-from specserve.models.gguf.config import checkpoint_name, is_turned
 from specserve.models.gguf.header import BY_NAME, QUANTIZED
+from specserve.models.gguf.names import Place
 from specserve.models.gguf.source import GgufFile
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.stored import NotFinite, Stored
@@ -43,6 +45,14 @@ def type_of(parts: Mapping[str, object]) -> str:
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class Part(NamedTuple):
+    """A tensor of the checkpoint, in a tensor of the file."""
+
+    place: Place
+    entry: header.Tensor
+    shape: tuple[int, ...]  # with the bytes of a row, if it is quantized
+
+
 class GgufTensors:
     """The tensors of a GGUF file. A quantized weight `module.weight` has its type in its name, e.g.
     `module.Q8_0`, and consists of the bytes of its rows.
@@ -52,42 +62,42 @@ class GgufTensors:
 
     def __init__(self, path: Path) -> None:
         source = GgufFile(path)
-        self.head_dim = source.config().head_dim
-        self.architecture = str(source.header.metadata["general.architecture"])
-        self.tensors: dict[str, tuple[str, header.Tensor]] = {}  # name -> llama.cpp's name, entry
-        for name, tensor in source.header.tensors.items():
-            ours = checkpoint_name(name)
-            if ours is not None and not tensor.type.is_plain:
-                ours = ours.removesuffix("weight") + tensor.type.name
-            if ours is not None:
-                self.tensors[ours] = name, tensor
-        files = {tensor.file for _, tensor in self.tensors.values()}
+        config, entries = source.config(), source.header.tensors
+        self.head_dim, shapes = config.head_dim, tensor_shapes(config)
+        self.parts: dict[str, Part] = {}
+        for name, place in source.places().items():
+            entry, shape = entries[place.name], shapes[name]
+            if not entry.type.is_plain:
+                name = name.removesuffix("weight") + entry.type.name
+                shape = *shape[:-1], row_bytes(entry)
+            self.parts[name] = Part(place, entry, shape)
+        files = {part.entry.file for part in self.parts.values()}
         self.bytes = {
             file: torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             for file in files
         }
 
     def keys(self) -> list[str]:
-        return list(self.tensors)
+        return list(self.parts)
 
     def get_slice(self, name: str) -> Slice:
-        _, tensor = self.tensors[name]
-        if tensor.type.is_plain:
-            return Slice(tensor.shape, tensor.type.name)
-        return Slice((*tensor.shape[:-1], row_bytes(tensor)), "U8")
+        _, entry, shape = self.parts[name]
+        return Slice(shape, entry.type.name if entry.type.is_plain else "U8")
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor: mapped, not copied, unless its rows must be reordered."""
-        theirs, tensor = self.tensors[name]
-        stored = self.bytes[tensor.file][tensor.offset : tensor.offset + tensor.size]
-        if tensor.type.is_plain:
-            stored = stored.view(DTYPES[tensor.type.name]).view(tensor.shape)
+        place, entry, shape = self.parts[name]
+        stored = self.bytes[entry.file][entry.offset : entry.offset + entry.size]
+        if entry.type.is_plain:
+            stored = stored.view(DTYPES[entry.type.name]).view(entry.shape)
         else:
-            stored = stored.view(*tensor.shape[:-1], row_bytes(tensor))
-        if not is_turned(self.architecture, theirs):
-            return stored
-        neighbours = stored.view(-1, self.head_dim // 2, 2, *stored.shape[1:])
-        return neighbours.transpose(1, 2).reshape(stored.shape)
+            stored = stored.view(*entry.shape[:-1], row_bytes(entry))
+        if place.expert is not None:
+            stored = stored[place.expert][place.rows]
+        if place.is_turned:
+            neighbours = stored.view(-1, self.head_dim // 2, 2, *stored.shape[1:])
+            stored = neighbours.transpose(1, 2)
+        return stored.reshape(shape)
 
 
 def row_bytes(tensor: header.Tensor) -> int:
