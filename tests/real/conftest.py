@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from specserve import LLM
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
@@ -74,8 +74,8 @@ def exact(load):
 
 @pytest.fixture(scope="session")
 def gemma(models):
-    """Gemma without draft tokens, of the dtype of its folder: bf16."""
-    with LLM(models.gemma_folder, drafter="none", set=SETTINGS, progress=False) as llm:
+    """Gemma without draft tokens."""
+    with LLM(models.gemma, drafter="none", set=SETTINGS, progress=False) as llm:
         yield llm
 
 
@@ -86,9 +86,11 @@ def smollm2_of_transformers(models):
 
 @pytest.fixture(scope="session")
 def gemma_of_transformers(models):
-    return of_transformers(models.gemma_folder)
+    """From the file itself, because its folder has rounded weights."""
+    file, told = models.gemma, GgufConfig(dequantize=True)
+    return of_transformers(file.parent, gguf_file=file.name, quantization_config=told)
 
 
-def of_transformers(folder):
+def of_transformers(folder, **others):
     """Transformers' modules in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **others).eval()
