@@ -37,8 +37,8 @@ from tests.models.forward import logits, prompt
 from tests.models.gguf_files import GEMMA3, TIED, WEIGHTS, WIDE, write
 
 QUANTIZED = [type.name for type in TYPES.values() if not type.is_plain]
-# Of codes; those of other types have 8.
-FOUR_BITS = {"Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0"}
+# Of codes; those of other types have 4.
+EIGHT_BITS = {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K", "Q8_K"}
 
 
 def test_types_are_those_of_the_gguf_package():
@@ -65,7 +65,7 @@ def test_blocks_mean_what_the_gguf_package_says(name):
         gguf_files.put_scales(name, blocks, place, scales)
     want = gguf_files.dequantized(blocks.reshape(64, -1), GGMLQuantizationType[name])
     got = read(name, blocks)
-    assert (got.bits, int(got.q.max()) >> got.bits) == (4 if name in FOUR_BITS else 8, 0)
+    assert (got.bits, int(got.q.max()) >> got.bits) == (8 if name in EIGHT_BITS else 4, 0)
     assert np.array_equal(got.widen(torch.float32).numpy(), want)
 
 

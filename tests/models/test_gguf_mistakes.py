@@ -1,16 +1,19 @@
 """What is wrong with a GGUF file is told in a line, before torch is imported."""
 
+import gc
 import re
 import struct
 import sys
+from pathlib import Path
 from subprocess import run
 
 import numpy as np
 import pytest
-from gguf import GGUFEndian, GGUFWriter, TokenType
+from gguf import GGUFEndian, GGUFValueType, GGUFWriter, TokenType
 
 from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
+from specserve.models.source import open_source
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_preflight import refusal
 
@@ -223,6 +226,47 @@ def test_what_is_wrong_with_a_tokenizer_is_reported(tmp_path, edit, complaint):
     file, _ = write(tmp_path, "llama", edit=edit)
     with pytest.raises(ConfigError, match=f"model.gguf: .*{re.escape(complaint)}"):
         load_text_files(file)
+
+
+@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer"])
+def test_a_refused_file_is_not_mapped(tmp_path, wrong):
+    edits = {"metadata": put(expert_gating_func=2), "tensors": without("blk.1.ffn_up.weight")}
+    edits["tokenizer"] = put_tokenizer(tokens=None)
+    file = write(tmp_path, "llama", edit=edits.get(wrong)).file
+    if wrong == "header":
+        file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ConfigError):
+        source = open_source(file)
+        source.check()
+        source.tokenizer()
+    del source
+    gc.collect()
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_unknown_keys_change_nothing(tmp_path):
+    def edit(writer):
+        put(quantizer__date="2026-11-27", some__array=[1, 2])(writer)
+        writer.add_string("quantize.imatrix.file", "imatrix.dat")
+
+    odd, plain = (write(tmp_path / str(e), "llama", edit=e).file for e in (edit, None))
+    open_source(odd).check()
+    assert open_source(odd).config() == open_source(plain).config()
+
+
+def test_a_chat_begins_once(tmp_path):
+    """Although the template and the tokenizer's flag both add a token at the beginning."""
+
+    def edit(writer):
+        writer.kv_data[0].pop("tokenizer.chat_template")
+        writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+        put_tokenizer(
+            add_bos_token=(True, GGUFValueType.BOOL), bos_token_id=(1, GGUFValueType.UINT32)
+        )(writer)
+
+    tokenizer = open_source(write(tmp_path, "llama", edit=edit).file).tokenizer()
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "the cat"}])
+    assert ids == tokenizer.encode("the cat") and ids.count(1) == 1
 
 
 def test_a_big_endian_file_is_reported(tmp_path):

@@ -54,8 +54,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--gguf",
         metavar="FILE",
-        help="GGUF file instead of a model, measured without drafting; only specserve, llama.cpp and "
-        "ik_llama.cpp read it",
+        help="GGUF file instead of a model, measured without drafting on specserve, llama.cpp and "
+        "ik_llama.cpp",
     )
     p.add_argument(
         "--draft",

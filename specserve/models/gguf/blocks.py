@@ -144,9 +144,7 @@ def q8_k(blocks: Tensor) -> Codes:
     return codes(8, blocks[..., 4:260] ^ 128, scale)
 
 
-NON_LINEAR = torch.tensor(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-)
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def iq4_nl(blocks: Tensor) -> Codes:
@@ -172,7 +170,7 @@ class Lattice(NamedTuple):
     def codes(self, points: Tensor, signs: Tensor, scale: Tensor) -> Codes:
         """`points` [N, blocks, n] are numbers of points; `signs` has a bit per value."""
         levels = grid(self.type)[points].flatten(-2)
-        signed = torch.tensor([*self.levels, *(-level for level in self.levels)])
+        signed = [*self.levels, *(-level for level in self.levels)]
         return tabled(signed, levels + signs * len(self.levels), scale)
 
 
@@ -224,12 +222,12 @@ def iq3_s(blocks: Tensor) -> Codes:
 
 
 # Values -1, 0 and 1, each plus or minus an eighth, in eighths.
-EIGHTHS = torch.tensor([-7, 1, 9, -9, -1, 7])
+EIGHTHS = (-7, 1, 9, -9, -1, 7)
 
 
 def eighths(points: Tensor, is_minus: Tensor, scale: Tensor) -> Codes:
     """`is_minus` [N, blocks, n] has a bit per point."""
-    levels = grid("IQ1_S")[points] + 3 * is_minus[..., None]
+    levels = grid("IQ1_S")[points] + 3 * is_minus[..., None].to(torch.uint8)
     return tabled(EIGHTHS, levels.flatten(-2), scale / 8)
 
 

@@ -226,21 +226,19 @@ def other_parts(path: Path, count: int) -> Iterator[Path]:
     """Yield the parts after the first part `path`."""
     named = PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
-        raise ConfigError(
+        raise refused(
             f"{path} is one of {count} parts, but its name does not show this. Rename the parts to "
             f"NAME-00001-of-{count:05}.gguf and so on"
         )
     if int(named["number"]) != 1:
-        raise ConfigError(
+        raise refused(
             f"{path} is not the first part. Name {named['stem']}-00001-of-{count:05}.gguf"
         )
     home = path.parent.resolve()
     for number in range(2, int(named["count"]) + 1):
         part = path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
         if not part.exists():
-            raise ConfigError(
-                f"{part} is missing, but {path.name} needs it. Download the model again"
-            )
+            raise refused(f"{part} is missing, but {path.name} needs it. Download the model again")
         check_is_at_home(home, part)
         yield part
 
@@ -250,7 +248,7 @@ def read_file(path: Path) -> Header:
         stat = path.stat()
         return read_version(path, stat.st_size, stat.st_mtime_ns)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
+        raise refused(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
 
 
 @lru_cache(maxsize=8)
@@ -267,7 +265,13 @@ def read_version(path: Path, size: int, changed_at: int) -> Header:
 
 
 def damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is not a valid GGUF file ({reason}). Download it again")
+    return refused(f"{path} is not a valid GGUF file ({reason}). Download it again")
+
+
+def refused(message: str) -> ConfigError:
+    """An error for a file that is not used. Headers are dropped, because they map their files."""
+    read_version.cache_clear()
+    return ConfigError(message)
 
 
 def parse(path: Path, data: mmap.mmap) -> Header:
@@ -296,15 +300,15 @@ def check_version(path: Path, head: bytes) -> None:
     version, swapped = (int.from_bytes(head[4:], order) for order in ("little", "big"))
     if head[:4] != MAGIC:
         check_pointer(path)
-        raise ConfigError(
+        raise refused(
             f"{path} does not begin with GGUF. Name a GGUF file, or the folder with config.json"
         )
     if len(head) < 8:
         raise ValueError("the file ends too early")
     if swapped in VERSIONS:
-        raise ConfigError(f"{path} is a big-endian GGUF file. Use a little-endian file")
+        raise refused(f"{path} is a big-endian GGUF file. Use a little-endian file")
     if version not in VERSIONS:
-        raise ConfigError(
+        raise refused(
             f"{path}: version {version} of GGUF is not supported, only {VERSIONS[0]} and "
             f"{VERSIONS[1]}. Convert the model again"
         )
@@ -322,7 +326,7 @@ def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
         raise ValueError(f"{name!r:.80} has the shape {sizes[::-1]}")
     if number not in TYPES:
         supported = ", ".join(type.name for type in TYPES.values())
-        raise ConfigError(
+        raise refused(
             f"{path}: the tensor {name!r:.80} has the type {OTHERS.get(number, f'number {number}')}"
             f". Use another quantization of the model: {supported} are supported"
         )

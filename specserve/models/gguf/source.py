@@ -13,7 +13,7 @@ from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
 from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.config import find_architecture, read_config
-from specserve.models.gguf.header import QUANTIZED, Header, read_header
+from specserve.models.gguf.header import QUANTIZED, Header, read_header, refused
 from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, Place, files_shapes, places
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
 from specserve.models.gguf.tokenizer import (
@@ -60,7 +60,7 @@ class GgufFile:
             if told.kind == FACTORS and factors != pairs:
                 raise ValueError(f"{ROPE_FACTORS} has {factors} entries, not {pairs}")
         except ValueError as e:
-            raise ConfigError(f"{self.path}: {e}. Use another model, or another file of it") from e
+            raise refused(f"{self.path}: {e}. Use another model, or another file of it") from e
         # Norms of a file include the 1 that some families add.
         family = msgspec.structs.replace(config.family, adds_one=False)
         config = msgspec.structs.replace(config, family=family)
@@ -118,7 +118,7 @@ class GgufFile:
         return Tokenizer(backend, str(self.path), template, variables=named)
 
     def refusal(self, e: Exception) -> ConfigError:
-        return ConfigError(
+        return refused(
             f"{self.path}: the tokenizer cannot be built ({e}). Use another file of the model, or "
             "its folder in the Hugging Face layout"
         )
@@ -133,7 +133,7 @@ class GgufFile:
             self.check_tensor(name, shape)
         for name in self.header.tensors:
             if name not in expected and name not in OF_CONFIG:
-                raise ConfigError(
+                raise refused(
                     f"{self.path}: the tensor {name!r:.80} is not part of a "
                     f"{config.architecture}. Use a file of a supported architecture"
                 )
@@ -156,15 +156,15 @@ class GgufFile:
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
         if found is None:
-            raise ConfigError(f"{self.path}: the tensor {name} is missing. Download the file again")
+            raise refused(f"{self.path}: the tensor {name} is missing. Download the file again")
         if found.shape != shape:
-            raise ConfigError(
+            raise refused(
                 f"{self.path}: the tensor {name} has the shape {list(found.shape)}, but the "
                 f"metadata require {list(shape)}. Download the file again"
             )
         is_map = len(shape) > 1 and name.endswith(".weight")
         if found.type.name in QUANTIZED and not is_map:
-            raise ConfigError(
+            raise refused(
                 f"{self.path}: the tensor {name} has the type {found.type.name}, but only linear "
                 "maps may be quantized. Use another quantization of the model"
             )

@@ -1,6 +1,6 @@
 """The stored form of a quantized linear map: several tensors of a module."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ class NotFinite(ValueError):
 
 MXFP4_GROUP = 32
 # Twice the values of 4-bit floats, which are integers.
-MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 BIAS, NAN = 127, 255  # exponent bias and NaN of e8m0 numbers
 
 
@@ -52,13 +52,13 @@ def is_finite(values: Tensor) -> bool:
     return bool(total.isfinite()) or bool(values.isfinite().all())
 
 
-def tabled(table: Tensor, index: Tensor, scale: Tensor) -> Codes:
-    """Codes for table[index] * scale. The table has up to 16 integers from -128 to 127; each scale
-    belongs to an equal share of a row's columns.
+def tabled(values: Sequence[int], q: Tensor, scale: Tensor) -> Codes:
+    """Codes for values[q] * scale. There are up to 16 values from -128 to 127; each scale belongs
+    to an equal share of a row's columns.
     """
-    N, scale = len(index), scale.reshape(len(index), -1)
-    q = (table + 128).to(torch.uint8)[index.reshape(N, -1).int()]
-    return Codes(8, q.shape[1] // scale.shape[1], q, scale)
+    N, scale = len(q), scale.reshape(len(q), -1)
+    q, table = q.reshape(N, -1), (*values, *[0] * (16 - len(values)))
+    return Codes(4, q.shape[1] // scale.shape[1], q, scale, table=table)
 
 
 def e8m0_halves(exponents: Tensor) -> Tensor:
