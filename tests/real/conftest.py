@@ -4,11 +4,15 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specserve import LLM
+from specserve.models.gguf.source import GgufFile
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -86,11 +90,25 @@ def smollm2_of_transformers(models):
 
 @pytest.fixture(scope="session")
 def gemma_of_transformers(models):
-    """From the file itself, because its folder has rounded weights."""
-    file, told = models.gemma, GgufConfig(dequantize=True)
-    return of_transformers(file.parent, gguf_file=file.name, quantization_config=told)
+    """With the file's values in fp32: its folder has rounded ones, and transformers takes half a
+    minute to read the file.
+    """
+    config = AutoConfig.from_pretrained(models.gemma_folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    file, parameters = GgufFile(models.gemma), dict(model.named_parameters())
+    for name, place in file.places().items():
+        values = values_of(file.header.tensors[place.name])
+        # Norms of a file include the 1 that Gemma's modules add.
+        parameters[name].data = values - 1 if name.endswith("norm.weight") else values
+    return model
 
 
-def of_transformers(folder, **others):
+def values_of(entry):
+    octets = np.fromfile(entry.file, np.uint8, entry.size, offset=entry.offset)
+    rows = octets.reshape(*entry.shape[:-1], -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[entry.type.name]))
+
+
+def of_transformers(folder):
     """Transformers' modules in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **others).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
