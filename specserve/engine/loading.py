@@ -286,7 +286,8 @@ def load_model(
             progress(folder.name, done, total)
 
     dtype, most = config.model.dtype, config.scheduler.max_model_len
-    check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding), ops)
+    if shape.implementation == "native":  # the other sizes are estimates
+        check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding), ops)
     try:
         if shape.implementation == "transformers":
             from specserve.models.transformers_loader import load_transformers  # slow to import

@@ -282,13 +282,25 @@ def greedy(model, ids):
     return out[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
-    target = write(tmp_path / "a", family, "Q4_K", seed=1, **WIDE)
-    draft = write(tmp_path / "b", family, "Q6_K", seed=1, num_hidden_layers=1, **WIDE)
+TEXTS = {  # family, type, what departs from its tiny checkpoint
+    "llama": ("llama", "Q4_K", {}),
+    "qwen3": ("qwen3", "Q5_K", {}),
+    "gemma3": ("gemma3", "Q3_K", GEMMA3),
+    "qwen3moe": ("qwen3_moe", "IQ4_XS", {"moe_intermediate_size": 256}),
+    "gpt-oss": ("gpt_oss", "Q2_K", {"swiglu_limit": 7.0}),
+}
+
+
+@pytest.mark.parametrize(("family", "type", "overrides"), TEXTS.values(), ids=TEXTS)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrides):
+    fields = WIDE | overrides
+    target = write(tmp_path / "a", family, type, seed=1, **fields)
+    small = fields | {"num_hidden_layers": 1}
+    draft = write(tmp_path / "b", family, "Q6_K", seed=1, **small)
     model = AutoModelForCausalLM.from_pretrained(target.plain, dtype=torch.float32)
     want = [greedy(model, ids) for ids in PROMPTS]
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.dtype": "fp32"}
+    settings["scheduler.max_model_len"] = 256  # gpt-oss has a long context
     params = SamplingParams(temperature=0, max_tokens=NEW)
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
         with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
