@@ -396,7 +396,8 @@ def print_completion(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     from specserve.models import preflight
-    from specserve.models.folder import GGUF, resolve
+    from specserve.models.folder import resolve
+    from specserve.models.hub import GGUF
 
     source = resolve(args.source)
     if source.is_file():

@@ -6,7 +6,6 @@ Does not import torch.
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from io import BytesIO
@@ -17,7 +16,8 @@ import msgspec
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
-from specserve.models.gguf import ollama
+from specserve.models import ollama
+from specserve.models.hub import FIRST_PART, GGUF, LATER_PART, fetch
 
 FULL = errno.ENOSPC, errno.EDQUOT
 
@@ -41,12 +41,8 @@ SCALED = "specserve_scaled"  # key in config.json of a demo model padded to a la
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Second copies of the weights in repositories of Mistral and Llama models.
 UNWANTED = ["consolidated*", "*/*"]
-GGUF, MAGIC = ".gguf", b"GGUF"  # suffix and first bytes of GGUF files
+MAGIC = b"GGUF"  # first bytes of GGUF files
 LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
-FIRST_PART, LATER_PART = (
-    re.compile(r"-00001-of-\d{5}$"),
-    re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
-)
 # Bytes that identify a file of weights: at its beginning, and at SAMPLES places. Reading the whole
 # file would take minutes.
 BEGINNING = 1 << 20
@@ -110,12 +106,10 @@ def download(path: str) -> Path:
     """
     from huggingface_hub import snapshot_download  # slow to import, and only downloads need it
 
-    from specserve.models.gguf.hub import fetch
-
     repo, _, type = path.partition(":")
     try:
-        if type:
-            return fetch(repo, type) or Path()
+        if type and (file := fetch(repo, type)) is not None:
+            return file
         folder = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
         return folder if any(folder.glob("*.safetensors")) else fetch(repo, "") or folder
     except ConfigError:

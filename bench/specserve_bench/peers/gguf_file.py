@@ -13,7 +13,7 @@ from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.gguf.architectures import ARCHITECTURES as OF_GGUF
-from specserve.models.gguf.names import Place, places
+from specserve.models.gguf.names import TensorPlace, places
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -92,7 +92,7 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def rotation(place: Place, config: DecoderConfig, tensor: Tensor) -> Tensor:
+def rotation(place: TensorPlace, config: DecoderConfig, tensor: Tensor) -> Tensor:
     """llama.cpp's `llama` turns the pairs (2i, 2i + 1) of a head, checkpoints have (i, i + D/2)."""
     if not place.is_turned:
         return tensor

@@ -34,7 +34,7 @@ ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
 OF_CONFIG = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor of a checkpoint is: a whole tensor of the file, one expert of a stack
     [experts, ...], or some rows of an expert.
     """
@@ -67,24 +67,24 @@ def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, 
 
 def places(
     config: DecoderConfig, architecture: Architecture, stored: Container[str] = ()
-) -> dict[str, Place]:
+) -> dict[str, TensorPlace]:
     """The places of all tensors of a checkpoint; `stored` are the file's tensors."""
     shapes, inner = tensor_shapes(config), layer_names(config, architecture)
     found = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
         if module in OUTER:
-            found[name] = Place(f"{OUTER[module]}.{kind}", shape)
+            found[name] = TensorPlace(f"{OUTER[module]}.{kind}", shape)
             continue
         number, _, rest = name.removeprefix("model.layers.").partition(".")
         block = f"blk.{number}."
         if rest == SINKS:
-            found[name] = Place(f"{block}attn_sinks.weight", shape)
+            found[name] = TensorPlace(f"{block}attn_sinks.weight", shape)
         elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
             turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
             # The file's gate of a shared expert is a vector, not a matrix of one row.
             flat = shape[1:] if theirs == "ffn_gate_inp_shexp" else shape
-            found[name] = Place(f"{block}{theirs}.{kind}", flat, is_turned=turns)
+            found[name] = TensorPlace(f"{block}{theirs}.{kind}", flat, is_turned=turns)
         else:
             found[name] = expert_place(config, block, rest, shape, stored)
     return found
@@ -92,7 +92,7 @@ def places(
 
 def expert_place(
     config: DecoderConfig, block: str, rest: str, shape: tuple[int, ...], stored: Container[str]
-) -> Place:
+) -> TensorPlace:
     """The place of an expert's tensor; `rest` is its name within the layer."""
     mixture = config.mixture
     assert mixture is not None, rest
@@ -104,11 +104,11 @@ def expert_place(
         height = shape[0]
         begin = height if which == "up" else 0
         whole = mixture.num_experts, 2 * height, *shape[1:]
-        return Place(fused, whole, int(expert), slice(begin, begin + height))
+        return TensorPlace(fused, whole, int(expert), slice(begin, begin + height))
     name = f"{block}ffn_{which}_exps.{kind}"
-    return Place(name, (mixture.num_experts, *shape), int(expert))
+    return TensorPlace(name, (mixture.num_experts, *shape), int(expert))
 
 
-def files_shapes(found: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
+def files_shapes(found: Mapping[str, TensorPlace]) -> dict[str, tuple[int, ...]]:
     """The tensors that a file must have."""
     return {place.name: place.shape for place in found.values()}

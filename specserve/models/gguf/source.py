@@ -14,7 +14,7 @@ from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samp
 from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.config import find_architecture, read_config
 from specserve.models.gguf.header import QUANTIZED, Header, read_header, refused
-from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, Place, files_shapes, places
+from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
 from specserve.models.gguf.tokenizer import (
     PREFIX,
@@ -68,7 +68,7 @@ class GgufFile:
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPlace]:
         """Where the file has the tensors of a checkpoint, by Hugging Face name."""
         architecture = ARCHITECTURES[find_architecture(self.header)]
         return places(self.config(), architecture, self.header.tensors)

@@ -11,7 +11,7 @@ from specserve.models.decoder_config import tensor_shapes
 from specserve.models.gguf import header
 from specserve.models.gguf.blocks import codes_of
 from specserve.models.gguf.header import BY_NAME, QUANTIZED
-from specserve.models.gguf.names import Place
+from specserve.models.gguf.names import TensorPlace
 from specserve.models.gguf.source import GgufFile
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.stored import NotFinite, Stored
@@ -48,7 +48,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Part(NamedTuple):
     """A tensor of the checkpoint, in a tensor of the file."""
 
-    place: Place
+    place: TensorPlace
     entry: header.Tensor
     shape: tuple[int, ...]  # with the bytes of a row, if it is quantized
 

@@ -11,8 +11,12 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from specserve.errors import ConfigError
-from specserve.models.folder import FIRST_PART, GGUF, LATER_PART
 
+GGUF = ".gguf"
+FIRST_PART, LATER_PART = (
+    re.compile(r"-00001-of-\d{5}$"),
+    re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
+)
 USUAL = "Q4_K_M"
 TYPE = re.compile(
     r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32|FP16|FP32)",

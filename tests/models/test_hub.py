@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from specserve.errors import ConfigError
+from specserve.models import hub
 from specserve.models.folder import name_of, resolve
-from specserve.models.gguf import hub
-from specserve.models.gguf.hub import choose, parts_of, type_of
+from specserve.models.hub import choose, parts_of, type_of
 from tests.models.gguf_files import write
 
 TYPES = {
