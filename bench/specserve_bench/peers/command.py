@@ -204,11 +204,12 @@ def described(
 def step_costs(target: Path, sizes: PeerSizes, quantize: str | None) -> dict[str, Cost]:
     config = open_source(target).config()
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
-    costs = {n: cost(config, size, quantize) for n, size in steps.items() if size is not None}
+    sizes_of = {name: size for name, size in steps.items() if size is not None}
+    costs = {name: cost(config, size, quantize) for name, size in sizes_of.items()}
     if not is_gguf(target):
         return costs
     weights = stored_bytes(read_header(target))
-    kv = {name: sum(steps[name].contexts) * kv_token_bytes(config) for name in costs}
+    kv = {name: sum(size.contexts) * kv_token_bytes(config) for name, size in sizes_of.items()}
     return {name: each._replace(num_bytes=weights + kv[name]) for name, each in costs.items()}
 
 

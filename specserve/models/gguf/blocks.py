@@ -191,7 +191,7 @@ def seventh_bits(word: Tensor) -> Tensor:
 
 
 def iq2_xxs(blocks: Tensor) -> Codes:
-    pairs = blocks[..., 2:66].unflatten(-1, (8, 8))
+    pairs = blocks[..., 2:66].reshape(*blocks.shape[:-1], 8, 8)
     points, word = pairs[..., 0:4].flatten(-2), words(pairs[..., 4:8].flatten(-2), 4)
     scale = half(blocks, 0) * (0.5 + (word >> 28)) * 0.25
     return Lattice("IQ2_XXS", IQ2_LEVELS).codes(points.int(), even_signs(seventh_bits(word)), scale)

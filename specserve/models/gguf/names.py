@@ -49,20 +49,22 @@ class TensorPlace(NamedTuple):
 def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, str]:
     """The names of a layer's modules, without experts: the checkpoint's -> llama.cpp's."""
     norms, mixture = config.family.norms, config.mixture
-    names: dict[str | None, str] = {
-        **IN_LAYER,
-        norms.before_attention: "attn_norm",
-        norms.after_attention: "post_attention_norm",
-        norms.before_mlp: "ffn_norm",
-        norms.after_mlp: "post_ffw_norm",
-    }
+    names = dict(IN_LAYER)
+    for name, theirs in (
+        (norms.before_attention, "attn_norm"),
+        (norms.after_attention, "post_attention_norm"),
+        (norms.before_mlp, "ffn_norm"),
+        (norms.after_mlp, "post_ffw_norm"),
+    ):
+        if name is not None:
+            names[name] = theirs
     if mixture is not None:
         names[mixture.router] = "ffn_gate_inp"
         names[mixture.shared_gate] = "ffn_gate_inp_shexp"
         for part in ("gate", "up", "down"):
             names[f"{mixture.shared}.{part}_proj"] = f"ffn_{part}_shexp"
     replaced = architecture.names
-    return {ours: replaced.get(theirs, theirs) for ours, theirs in names.items() if ours}
+    return {ours: replaced.get(theirs, theirs) for ours, theirs in names.items()}
 
 
 def places(
