@@ -46,7 +46,11 @@ class ModelConfig(Section, frozen=True):
     """The target model, which decides every output token."""
 
     path: Annotated[
-        Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo models")
+        Name | None,
+        about(
+            "a local folder, a .gguf file, a hub id, ID:TYPE for a GGUF file of a hub repository, "
+            "or ollama:NAME:TAG; unset: the demo models"
+        ),
     ] = None
     demo_compute: Annotated[
         Literal["qwen3-0.6b", "llama-3.1-8b"] | None,

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -121,10 +120,9 @@ def folders(tmp_path_factory):
 
 
 def gguf_of(folder):
-    """A GGUF file, and one with a name like Ollama's."""
-    file = gguf_files.write(folder).file
-    blob = shutil.copy(file, folder / "sha256-0123abcd")
-    return {"path/to/model.gguf": file, "~/.ollama/models/blobs/sha256-0123abcd": blob}
+    """A GGUF file, by its path, and by names of the hub and of Ollama."""
+    names = "path/to/model.gguf", "org/repo-GGUF:Q8_0", "ollama:llama3.2:1b"
+    return dict.fromkeys(names, gguf_files.write(folder).file)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -181,8 +181,8 @@ class Checkpoint:
         while isinstance(file, TensorView):
             file, name = file.file, file.name
         if isinstance(file, GgufTensors):
-            stored_name, tensor = file.tensors[name]
-            return tensor.file, stored_name
+            place, entry, _ = file.parts[name]
+            return entry.file, place.name
         return self.paths.get(id(file), self.folder), name
 
 

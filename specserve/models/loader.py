@@ -241,6 +241,8 @@ class Reader:
     def read_embedding(self) -> Weight:
         """Read the embedding table onto the ops' device."""
         table = self.weight("model.embed_tokens")
+        if isinstance(table, Codes):
+            table = table.without_table()
         parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
         self.num_bytes += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         if isinstance(table, Tensor):

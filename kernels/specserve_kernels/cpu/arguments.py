@@ -36,6 +36,7 @@ class Coding(NamedTuple):
     has_zeros: bool
     has_offsets: bool
     rounds_rows: bool = False
+    has_table: bool = False
 
 
 class Packed(NamedTuple):
@@ -180,6 +181,7 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
 def gather_codes(table: Codes, out: Tensor) -> Structure:
     parts = table.q, table.zero, table.scale, table.offset
     assert all(x is None or x.is_contiguous() for x in parts), "the table is not contiguous"
+    assert table.table is None, "an embedding has no codes with a table"
     pointers = (None if x is None else x.data_ptr() for x in parts)
     sizes = out.shape[1], table.group, table.middle
     fields = "i64 is_bf16 ptr q zero scale offset out i64 width group middle"
