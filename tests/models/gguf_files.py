@@ -20,6 +20,17 @@ from tests.checkpoints import tiny_checkpoint
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {  # model_type -> llama.cpp's architecture
+    "arcee": "arcee",
+    "cohere": "command-r",
+    "ernie4_5": "ernie4_5",
+    "granitemoe": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "nemotron": "nemotron",
+    "olmo3": "olmo2",
+    "seed_oss": "seed_oss",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "cohere2": "cohere2",
     "exaone4": "exaone4",
     "gemma2": "gemma2",
@@ -39,7 +50,16 @@ ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
-TURNED = "llama", "mistral", "mixtral", "smollm3", "granite"  # whose rows of q and k are turned
+TURNED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "arcee",
+    "ministral3",
+)  # whose rows of q and k are turned
 SCALES = {  # type -> where a block has scales: byte -> one that makes small weights of random bytes
     "IQ1_M": {48: 1e-3},  # in the upper bits of four words
     "IQ1_S": {0: 2e-3},
@@ -145,8 +165,10 @@ def add_shape(writer, config):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    if config.model_type == "cohere2":
-        writer.add_layer_norm_eps(config.layer_norm_eps)
+    centered = {"cohere2": "layer_norm_eps", "cohere": "layer_norm_eps"}
+    centered |= {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"}
+    if config.model_type in centered:
+        writer.add_layer_norm_eps(getattr(config, centered[config.model_type]))
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -174,8 +196,17 @@ SOFT_CAPS = {
     "add_attn_logit_softcapping": "attn_logit_softcapping",
     "add_final_logit_softcapping": "final_logit_softcapping",
 }
+GRANITE = {
+    "add_attention_scale": "attention_multiplier",
+    "add_embedding_scale": "embedding_multiplier",
+    "add_logit_scale": "logits_scaling",
+    "add_residual_scale": "residual_multiplier",
+}
 WINDOW = {"add_sliding_window": "sliding_window"}
 FIELDS = {  # model_type -> further metadata: the writer's method -> field of the config
+    "cohere": {"add_logit_scale": "logit_scale"},
+    "olmo3": WINDOW,
+    "starcoder2": WINDOW,
     "cohere2": WINDOW | {"add_logit_scale": "logit_scale"},
     "exaone4": WINDOW,
     "gemma2": WINDOW | SOFT_CAPS,
@@ -186,12 +217,8 @@ FIELDS = {  # model_type -> further metadata: the writer's method -> field of th
         "add_expert_count": "num_local_experts",
         "add_expert_feed_forward_length": "intermediate_size",
     },
-    "granite": {
-        "add_attention_scale": "attention_multiplier",
-        "add_embedding_scale": "embedding_multiplier",
-        "add_logit_scale": "logits_scaling",
-        "add_residual_scale": "residual_multiplier",
-    },
+    "granite": GRANITE,
+    "granitemoe": GRANITE | MIXTURE | {"add_expert_count": "num_local_experts"},
     "mistral": WINDOW,
     "mixtral": WINDOW | MIXTURE | {"add_expert_count": "num_local_experts"},
     "olmoe": MIXTURE | {"add_expert_count": "num_experts"},
@@ -209,6 +236,8 @@ def add_rope(writer, config, rope):
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config, rope))
     if rope["rope_type"] == "longrope":
@@ -274,7 +303,11 @@ def add_tensors(writer, plain, config, type):
     meant = {name: tensor.clone() for name, tensor in tensors.items()}
     for name, views in stacks(meant).items():
         array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
-        shift = 1 if writer.arch.startswith("gemma") and name.endswith("norm.weight") else 0
+        shift = (
+            1
+            if writer.arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight")
+            else 0
+        )
         theirs = names.get_name(name, (".weight", ".bias"))
         theirs += ".weight" if theirs.endswith("sinks") else ""
         kind = kind_of(array, theirs, type(theirs) if callable(type) else type)
@@ -312,6 +345,10 @@ def stacks(tensors):
             if all[2] == "gate_up":
                 parts = {"gate": wide[:, 0::2], "up": wide[:, 1::2]}
             found |= {f"{all[1]}{part}_proj{kind}": [views] for part, views in parts.items()}
+        elif name.endswith(".input_linear.weight"):
+            gate, up = tensor.chunk(2, dim=1)
+            experts = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
+            found |= {experts.format("gate"): [gate], experts.format("up"): [up]}
         else:
             found[name] = [tensor]
     return found

@@ -216,7 +216,7 @@ def with_end(tokenizer):
     return tokenizer
 
 
-@pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS.keys() & PRE_TOKENIZERS.keys())
+@pytest.mark.parametrize("name", sorted(GGUF_PRE_TOKENIZER_SPLITS.keys() & PRE_TOKENIZERS.keys()))
 def test_texts_are_split_as_by_transformers(name):
     assert find_pre_tokenizer(name).splits == (GGUF_PRE_TOKENIZER_SPLITS[name],)
 

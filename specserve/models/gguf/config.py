@@ -6,7 +6,8 @@ from math import prod
 from typing import Any
 
 from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
-from specserve.models.families import FAMILIES, Family
+from specserve.models.families import FAMILIES
+from specserve.models.family import Family
 from specserve.models.gguf.architectures import ARCHITECTURES, Architecture
 from specserve.models.gguf.header import Array, Header, Tensor
 from specserve.models.gguf.names import (
@@ -79,7 +80,9 @@ def read_config(header: Header) -> dict[str, Any]:
     named = architecture.family
     if values.get("expert_count") and architecture.mixture is not None:
         named = architecture.mixture
-    family = FAMILIES[named]
+    if values.get("attention.sliding_window") and architecture.windowed is not None:
+        named = architecture.windowed
+    family, keys = FAMILIES[named], FAMILIES[named].keys
     refuse_unsupported(name, architecture, family, values)
     names = NAMES | {NORM_EPS[family.is_centered]: family.keys.norm_eps}
     for key in names:
@@ -89,14 +92,17 @@ def read_config(header: Header) -> dict[str, Any]:
         raise ValueError(f"the tensor {EMBEDDING} is missing")
     fields = {names[key]: values[key] for key in names} | {
         "architectures": [named],
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        keys.mlp_bias: "blk.0.ffn_up.bias" in header.tensors,
+        keys.out_bias: "blk.0.attn_output.bias" in header.tensors,
+        keys.qkv_bias: "blk.0.attn_q.bias" in header.tensors,
         "num_key_value_heads": values.get("attention.head_count_kv"),
         "rope_parameters": None,
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": HEAD not in header.tensors,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
     }
+    if keys.qk_norm is not None:
+        fields[keys.qk_norm] = "blk.0.attn_q_norm.weight" in header.tensors
     fields |= architecture.fields
     fields |= {field: values[k] for k, field in architecture.keys.items() if k in values}
     fields |= head_size(name, family, values) | windows(architecture, values)
@@ -121,7 +127,7 @@ def refuse_unsupported(
     name: str, architecture: Architecture, family: Family, values: Mapping[str, Any]
 ) -> None:
     allowed = WITHOUT_EFFECT | {"rope.freq_base_swa": (values.get("rope.freq_base", 10_000.0),)}
-    read = set(architecture.keys)
+    read = {*architecture.keys, *architecture.rope_keys}
     if family.experts is not None:
         read.add("expert_count")
     if family.rope_names:  # LongRoPE
@@ -175,7 +181,7 @@ def experts(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     if style is None:
         return {}
     number, active = values.get("expert_count", 0), values.get("expert_used_count")
-    fields = {"num_experts": number, "num_experts_per_tok": active}
+    fields = {style.number_keys[-1]: number, style.active_key: active}
     if "expert_weights_norm" in values:
         fields["norm_topk_prob"] = values["expert_weights_norm"]
     has_sizes = isinstance(inner, int) and isinstance(active, int) and active
@@ -214,7 +220,8 @@ def rope(header: Header, architecture: Architecture, values: Mapping[str, Any]) 
     if kind == "longrope":
         raise ValueError(f"rope type {kind!r} is not supported without {LONG_FACTORS}")
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0))
-    others = {name: values[key] for key, name in YARN.items() if key in values}
+    keys = YARN | dict(architecture.rope_keys)
+    others = {name: values[key] for key, name in keys.items() if key in values}
     scaling = {"rope_type": kind, "factor": factor, **others, **architecture.rope}
     return {"rope_scaling": scaling}
 

@@ -58,6 +58,12 @@ def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, 
     ):
         if name is not None:
             names[name] = theirs
+    for name, theirs in zip(
+        config.family.qk_norm_names, ("attn_q_norm", "attn_k_norm"), strict=True
+    ):
+        names[f"self_attn.{name}"] = theirs
+    for name, theirs in zip(config.family.ungated or (), ("ffn_up", "ffn_down"), strict=False):
+        names[name] = theirs
     if mixture is not None:
         names[mixture.router] = "ffn_gate_inp"
         names[mixture.shared_gate] = "ffn_gate_inp_shexp"
