@@ -65,6 +65,10 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 B = TypeVar("B", bound=Body)
+EFFORT = "reasoning_effort"  # its name in templates
+SWITCHES = "enable_thinking", "thinking"  # names of variables that turn reasoning on or off
+# The efforts of gpt-oss, whose template accepts any text.
+CHANNEL_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 THINKING = "thinking"  # the type of a part, and the field with its text
 JSON_KINDS = "json", "json_object"  # formats that can be combined with tools or reasoning
 
@@ -208,23 +212,33 @@ async def chat(request: Request) -> Response:
 async def fit_to_template(
     service: Service, asked: B, kwargs: dict[str, Any] | None, tools: ToolsAsked
 ) -> B:
-    """Return the body with the reasoning effort as a variable of the template.
+    """Return the body with the reasoning effort as variables of the template.
 
-    An effort or tools that the template does not read are reported as ignored fields.
+    An effort or tools that the template does not read, and a budget of a model without reasoning,
+    are reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
-    if effort is None and not tools.tools:
-        return asked
-    given, past, in_thread = kwargs or {}, list[str](), service.prompts.in_thread
-    variable = "reasoning_effort"  # its name in templates
-    is_free = template is not None and effort is not None and variable not in given
-    if template is not None and is_free and await in_thread(template.reads, variable):
-        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, variable: effort})
-    elif effort not in (None, "none"):
+    in_thread, past = service.prompts.in_thread, list[str]()
+    wanted = dict[str, Any]()
+    if effort is not None:
+        levels = CHANNEL_EFFORTS if service.served.formats.has_channels else {}
+        wanted[EFFORT] = levels.get(effort, effort)
+    if asked.thinks is not None:
+        wanted |= dict.fromkeys(SWITCHES, asked.thinks)
+    if template is not None and wanted:
+        read = await in_thread(lambda: [each for each in wanted if template.reads(each)])
+        new = {each: wanted[each] for each in read if each not in (kwargs or {})}
+        if new:
+            asked = msgspec.structs.replace(asked, chat_template_kwargs={**(kwargs or {}), **new})
+            effort = None
+    if effort not in (None, "none"):
         past.append(name)
     if template is not None and tools.tools and not await in_thread(template.reads_tools):
         past.append("tools")
-    return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
+    if service.served.formats.reasoning == "none" and asked.thinking_token_budget is not None:
+        past.append(asked.budget_field)
+        asked = msgspec.structs.replace(asked, thinking_token_budget=None)
+    return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past)) if past else asked
 
 
 async def begin(
@@ -285,14 +299,14 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         return
     if formats.tools == "none":
         raise RequestError(
-            "tools: the server has no tool parser for this model. Send tool_choice = "
-            '"required" or a function; its operator can set server.tool_parser',
+            "tools: the server has no tool parser. Force a call with tool_choice; its operator "
+            "can set server.tool_parser",
             "tools",
         )
     if asked.strict and formats.enforced != formats.tools:
         raise RequestError(
             "tools: the server cannot enforce a schema for calls of this model within other text. "
-            'Omit strict, or send tool_choice = "required" or a function',
+            "Omit strict, or force a call with tool_choice",
             "tools",
         )
 
@@ -305,9 +319,9 @@ def check_form(service: Service, asked: Body, tools: ToolsAsked) -> None:
         return
     formats = service.served.formats
     if tools.is_enforced:
-        why = 'the response must be a call. Send one of them, or tool_choice = "auto"'
+        why = "the response must be a call. Send one of them, or the tool_choice auto"
     elif formats.tools not in ("hermes", "mistral"):
-        why = 'text and calls of this model look alike. Send one of them, or tool_choice = "none"'
+        why = "text and calls of this model look alike. Send one of them, or the tool_choice none"
     elif asked.form.kinds[0] not in JSON_KINDS:
         why = "tools only allow a JSON schema or json_object. Send one of these, or omit tools"
     else:

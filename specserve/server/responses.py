@@ -245,6 +245,8 @@ class OpenItem:
 class ResponseFormatter:
     """A `Formatter` for OpenAI's response object and the events that build it."""
 
+    keep_alive = COMMENT
+
     def __init__(
         self,
         served: ServedModel,

@@ -1,7 +1,7 @@
 """Formats of tool calls and reasoning, and the parsers for a request's responses."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,7 @@ from specserve.text.answer.response_template import (
     TemplateParser,
     read_template,
 )
+from specserve.text.tokenizer import Tokenizer
 
 DEFAULT = "hermes"  # format of enforced calls if the model's format is unknown
 MARKERS = {  # markers that may be special tokens, which detokenized text omits
@@ -49,6 +50,14 @@ MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "none": (),
     "think": (THINK, END_THINK),
+}
+
+
+# Tokens that begin reasoning, and that end it.
+REASONING: dict[str, tuple[tuple[str, ...], ...]] = {
+    "none": (),
+    "template": (),
+    "think": ((THINK,), (END_THINK,)),
 }
 
 
@@ -242,6 +251,37 @@ def find_formats(
         think = "template" if template is not None else "think" if has_tag else "none"
     has_channels = {*tokens} >= {"<|channel|>", "<|message|>"}
     return Formats(tools, think, template, ARGS in source, START_ACTION in source, has_channels)
+
+
+def formats_of(
+    tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Formats:
+    """Return the formats of a model's tokenizer and chat template, see `find_formats`."""
+    template = tokenizer.chat_template
+    source = "" if template is None else "\n".join(template.sources)
+    known = source, tokenizer.get_vocab(), tokenizer.response_template
+    return find_formats(tool_parser, reasoning_parser, *known)
+
+
+class ReasoningMarkers(NamedTuple):
+    """Tokens around reasoning, see `ReasoningBudget`."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
+def reasoning_markers(formats: Formats, tokenizer: Tokenizer) -> ReasoningMarkers | None:
+    """Return the tokens around a model's reasoning.
+
+    None without reasoning, or if a marker is several tokens, because the model can write these
+    tokens in other ways.
+    """
+    vocabulary = tokenizer.get_vocab()
+    texts = REASONING[formats.reasoning]
+    if not texts or not all(text in vocabulary for each in texts for text in each):
+        return None
+    opening, closing = (tuple(vocabulary[text] for text in each) for each in texts)
+    return ReasoningMarkers(opening, closing)
 
 
 def unusable(reason: str) -> ConfigError:
