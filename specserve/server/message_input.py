@@ -198,7 +198,9 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("name: required for the type tool, and only there")
 
 
-AnyTool = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Tool"})]
+AnyMessageTool = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Tool"})
+]
 
 
 def read_message_tools(

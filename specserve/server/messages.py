@@ -25,7 +25,7 @@ from specserve.server.completion import ChoiceDelta, LiveCompletion, ServedModel
 from specserve.server.formatter import statistics
 from specserve.server.message_input import (
     AnyBlock,
-    AnyTool,
+    AnyMessageTool,
     InputMessage,
     ToolChoice,
     read_conversation,
@@ -158,7 +158,7 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     messages: Annotated[tuple[AnyInputMessage, ...], SOME] = ()
     system: str | tuple[AnyBlock, ...] = ""
     stop_sequences: Annotated[tuple[StopString, ...], Meta(max_length=1024)] = ()
-    tools: tuple[AnyTool, ...] | None = None
+    tools: tuple[AnyMessageTool, ...] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()

@@ -325,10 +325,9 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=5,
 )
-NAMES = st.sampled_from(
-    "messages system tools tool_choice thinking stop_sequences output_config metadata max_tokens "
-    "temperature top_k top_p stream role content type text id name input input_schema".split()
-)
+FIELDS = """messages system tools tool_choice thinking stop_sequences output_config metadata
+max_tokens temperature top_k top_p stream role content type text id name input input_schema"""
+NAMES = st.sampled_from(FIELDS.split())
 blocks = st.dictionaries(NAMES, values, max_size=4) | st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
     optional={"text": values, "id": values, "input": values, "tool_use_id": values},
