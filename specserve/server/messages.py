@@ -344,7 +344,7 @@ async def messages(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), MESSAGES)
-    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
@@ -357,7 +357,7 @@ async def count_tokens(request: Request) -> Response:
     service.check_loaded()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), MESSAGES)
     service.check_model(asked.model)
-    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
     _, ids = await while_connected(request, render(service, asked.conversation(tools)))
     return json_response(TokenCount(len(ids)), headers=asked.headers)
 

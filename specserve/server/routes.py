@@ -105,7 +105,7 @@ def details(served: ServedModel) -> dict[str, Any]:
         "drafter": served.drafter,
         "max_nodes": served.max_nodes,
         "sources": served.sources,
-        "tool_parser": served.formats.tools,
+        "tool_parser": served.formats.name,
         "reasoning_parser": served.formats.reasoning,
         "kv_dtype": served.kv_dtype,
         "weights": served.weights,

@@ -10,7 +10,6 @@ from specserve.server.body import drop_ignored
 from specserve.server.chat import ChatBody, fit_to_template
 from specserve.server.messages import MessagesBody, OutputConfig, Thinking
 from specserve.server.responses import ReasoningOptions, ResponsesBody
-from specserve.server.tools import NO_TOOLS, ToolsAsked
 from specserve.text.answer.formats import Formats
 from specserve.text.chat_template import ChatTemplate
 
@@ -47,7 +46,7 @@ def test_what_belongs_to_a_call_or_a_schema_stays():
     assert (drop_ignored(body), json.dumps(body)) == ((), before)
 
 
-def effort(source, body, tools=NO_TOOLS, **formats):
+def effort(source, body, **formats):
     """The body as the template gets it."""
 
     async def in_thread(do, *args):
@@ -57,7 +56,7 @@ def effort(source, body, tools=NO_TOOLS, **formats):
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     prompts = SimpleNamespace(processor=processor, in_thread=in_thread)
     service = SimpleNamespace(prompts=prompts, served=SimpleNamespace(formats=Formats(**formats)))
-    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs, tools))
+    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs))
 
 
 @pytest.mark.parametrize("value", ["none", "low", "max"])
@@ -72,17 +71,6 @@ def test_a_template_that_reads_the_effort_gets_it(value):
 def test_an_effort_that_a_template_does_not_read_is_reported(source):
     body = effort(source, ChatBody(reasoning_effort="low", read_past=("id",)))
     assert (body.chat_template_kwargs, body.read_past) == (None, ("id", "reasoning_effort"))
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("source", ["{{ messages }}", "{% for tools in [1] %}{% endfor %}"])
-def test_tools_that_a_template_does_not_show_are_reported(source, choice):
-    tools = ToolsAsked(({"type": "function", "function": {"name": "f"}},), choice=choice)
-    assert effort(source, ChatBody(), tools).read_past == ("tools",)
-    assert effort(source, ResponsesBody(), tools).read_past == ("tools",)
-    assert effort(source, ChatBody()).read_past == ()
-    for reads in ("{{ tools }}", "{% if not tools is defined %}{% set tools = 0 %}{% endif %}"):
-        assert effort(reads, ChatBody(), tools).read_past == ()
 
 
 def test_the_effort_of_a_templates_own_values_wins_and_the_other_is_reported():
@@ -117,7 +105,7 @@ def test_thinking_of_messages_turns_reasoning_on_or_off(given, thinks):
     ("value", "level"), [("minimal", "low"), ("medium", "medium"), ("max", "high")]
 )
 def test_a_model_of_channels_gets_an_effort_that_it_has(value, level):
-    body = effort(READS, ChatBody(reasoning_effort=value), has_channels=True)
+    body = effort(READS, ChatBody(reasoning_effort=value), family="harmony")
     assert body.chat_template_kwargs == {"reasoning_effort": level}
 
 

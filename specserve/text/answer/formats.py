@@ -15,6 +15,7 @@ from specserve.text.answer.events import (
     Reasoning,
     answer_of,
 )
+from specserve.text.answer.families import FAMILIES, family_of
 from specserve.text.answer.parsers import (
     ACTION,
     ARGS,
@@ -33,6 +34,7 @@ from specserve.text.answer.parsers import (
     MistralParser,
     ThinkParser,
 )
+from specserve.text.answer.pythonic import PythonicParser
 from specserve.text.answer.response_template import (
     FIELD_KINDS,
     ResponseTemplate,
@@ -41,14 +43,17 @@ from specserve.text.answer.response_template import (
     read_template,
 )
 from specserve.text.tokenizer import Tokenizer
+from specserve.text.tool_prompt import CALL
 
 DEFAULT = "hermes"  # format of enforced calls if the model's format is unknown
 MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "command_r": (START_ACTION, END_ACTION),
+    "generic": (CALL_BEGIN, CALL_END),
     "hermes": (CALL_BEGIN, CALL_END),
     "llama3_json": (PYTHON_TAG,),
     "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "none": (),
+    "pythonic": (),
     "think": (THINK, END_THINK),
 }
 
@@ -59,12 +64,14 @@ REASONING: dict[str, tuple[tuple[str, ...], ...]] = {
     "template": (),
     "think": ((THINK,), (END_THINK,)),
 }
+UNFRAMED = "none", "command_r", "pythonic"  # formats of calls that no grammar enforces
 
 
 class Formats(msgspec.Struct, frozen=True):
     """A model's formats of tool calls and reasoning.
 
-    tools      "hermes", "llama3_json", "mistral", "command_r", "template" or "none"
+    tools      "hermes", "llama3_json", "mistral", "command_r", "pythonic", "template", "generic"
+               (Hermes' format, which the server describes to the model) or "none"
     reasoning  "think", "template" or "none"
     """
 
@@ -73,17 +80,49 @@ class Formats(msgspec.Struct, frozen=True):
     template: ResponseTemplate | None = None
     has_args: bool = False  # "mistral": with [ARGS]
     has_actions: bool = False  # "command_r": with <|START_ACTION|>
-    has_channels: bool = False  # channels of gpt-oss, which are not parsed
+    family: str = ""  # name of the built-in template, if that is used
+
+    @property
+    def name(self) -> str:
+        """The name of the format of tool calls."""
+        return self.family if self.family and self.tools == "template" else self.tools
+
+    @property
+    def has_channels(self) -> bool:
+        return self.family == "harmony"
 
     @property
     def enforced(self) -> str:
         """The format of calls that a grammar enforces."""
         is_framed = self.tools != "template" or self.frame is not None
-        return self.tools if is_framed and self.tools not in ("none", "command_r") else DEFAULT
+        return self.tools if is_framed and self.tools not in UNFRAMED else DEFAULT
+
+    @property
+    def call(self) -> str:
+        """The form of a call in a text that describes tools, see `ChatOptions`."""
+        match self.enforced:
+            case "llama3_json":
+                return '{"name": "%s", "parameters": %s}'
+            case "mistral" if self.has_args:
+                return f"{TOOL_CALLS}%s{ARGS}%s"
+            case "mistral":
+                return f'{TOOL_CALLS}[{{"name": "%s", "arguments": %s}}]'
+        return CALL
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """The text before and after a call's arguments; None if calls have another form."""
+        if self.family and (call := FAMILIES[self.family].call) is not None:
+            return call[0].replace("{name}", name), call[1]
+        if self.frame is None:
+            return None
+        begin, end = self.frame
+        return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
 
     @property
     def frame(self) -> tuple[str, str] | None:
         """The text before and after the JSON of a call; None if calls do not have this form."""
+        if self.family and (call := FAMILIES[self.family].call) is not None:
+            return call[0].partition("{name}")[0], call[1]
         if self.template is None:
             return (f"{CALL_BEGIN}\n", f"\n{CALL_END}") if self.tools != "template" else None
         fields = self.template.fields.items()
@@ -98,13 +137,8 @@ class Formats(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        words = f"tool calls {self.tools}, reasoning {self.reasoning}"
-        if not self.has_channels or self.reasoning == "template":
-            return words
-        return (
-            f"{words}; the channels of this model (analysis, commentary, final) arrive as content, "
-            "because their format is not parsed"
-        )
+        how = " (described in the system text)" if self.tools == "generic" else ""
+        return f"tool calls {self.name}{how}, reasoning {self.reasoning}"
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -138,7 +172,7 @@ class AnswerReader:
         if self.tools not in ("none", "template") and self.reasoning == "template":
             self.reasoning = "none"  # the grammar does not allow it
         self.template, self.prompt = formats.template, ""
-        if "template" in (self.tools, self.reasoning) and formats.template is not None:
+        if self.reasoning == "template" and formats.template is not None:
             self.prompt = formats.template.prefilled(prompt)
 
     @property
@@ -168,12 +202,14 @@ class AnswerReader:
     def call_parser(self) -> AnswerParser:
         tools = self.wanted.tools
         match self.tools:
-            case "hermes":
+            case "hermes" | "generic":
                 return HermesParser()
             case "llama3_json":
                 return Llama3Parser({tool["function"]["name"] for tool in tools})
             case "mistral":
                 return MistralParser()
+            case "pythonic":
+                return PythonicParser()
             case "command_r":
                 return CommandRParser(self.formats.has_actions)
         if "template" not in (self.tools, self.reasoning) or self.template is None:
@@ -233,7 +269,7 @@ def find_formats(
     Formats that the config names are not detected. ConfigError if it names a template that cannot
     be used.
     """
-    template = None
+    template, family = None, ""
     if response_template is not None and tool_parser in ("auto", "template"):
         try:
             template = read_template(response_template)
@@ -245,12 +281,15 @@ def find_formats(
     tools = tool_parser
     if tools == "auto":
         tools = "template" if template is not None else tool_format(source, tokens)
+    if tools in FAMILIES:
+        tools, family = "template", tools
+        template = read_template(FAMILIES[family].template)
     think = reasoning_parser
     if think == "auto":
         has_tag = THINK in tokens or END_THINK in source
-        think = "template" if template is not None else "think" if has_tag else "none"
-    has_channels = {*tokens} >= {"<|channel|>", "<|message|>"}
-    return Formats(tools, think, template, ARGS in source, START_ACTION in source, has_channels)
+        has_field = template is not None and (not family or FAMILIES[family].reasoning)
+        think = "template" if has_field else "think" if has_tag else "none"
+    return Formats(tools, think, template, ARGS in source, START_ACTION in source, family)
 
 
 def formats_of(
@@ -278,6 +317,8 @@ def reasoning_markers(formats: Formats, tokenizer: Tokenizer) -> ReasoningMarker
     """
     vocabulary = tokenizer.get_vocab()
     texts = REASONING[formats.reasoning]
+    if formats.reasoning == "template" and formats.family:
+        texts = FAMILIES[formats.family].reasoning
     if not texts or not all(text in vocabulary for each in texts for text in each):
         return None
     opening, closing = (tuple(vocabulary[text] for text in each) for each in texts)
@@ -292,9 +333,9 @@ def unusable(reason: str) -> ConfigError:
 
 
 def tool_format(source: str, tokens: Collection[str]) -> str:
-    # Formats that begin like Hermes, but contain no JSON.
-    is_other = "<function=" in source or "<arg_key>" in source
-    if CALL_BEGIN in source and not is_other:
+    if (family := family_of(source)) is not None:
+        return family
+    if CALL_BEGIN in source:
         return "hermes"
     if TOOL_CALLS in source:
         return "mistral"
@@ -302,4 +343,4 @@ def tool_format(source: str, tokens: Collection[str]) -> str:
         return "command_r"
     if "tools" in source and (PYTHON_TAG in source or PYTHON_TAG in tokens):
         return "llama3_json"
-    return "none"
+    return "generic"

@@ -57,7 +57,9 @@ class CallGrammar(msgspec.Struct, frozen=True):
     def only_calls(self, is_parallel: bool) -> str:
         """Return one call, or one or more calls, as a part of a rule."""
         begin, separator, end = self.around
-        more = f"({self.literal(separator)} call)*" if is_parallel else ""
+        # The calls of a family end the response, or are in a section of their own.
+        has_more = is_parallel and not self.formats.family
+        more = f"({self.literal(separator)} call)*" if has_more else ""
         return f"{begin} call {more} {end}"
 
     def triggered(self) -> str:
@@ -141,8 +143,9 @@ class CallGrammar(msgspec.Struct, frozen=True):
                 return f"{TOOL_CALLS}{name}{ARGS}", ""
             case "mistral":
                 return f'{{"name": "{name}", "arguments": ', "}"
-        begin, end = self.frame
-        return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
+        found = self.formats.around(name)
+        assert found is not None, "a format without a frame cannot be enforced"
+        return found
 
     @property
     def thought(self) -> str:
@@ -178,7 +181,7 @@ def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:
 
     They are special tokens, and other added tokens in angle brackets.
     """
-    markers = [*(m for each in MARKERS.values() for m in each), *(formats.frame or ())]
+    markers = [*(m for each in MARKERS.values() for m in each), *(formats.around("") or ())]
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: id
