@@ -156,9 +156,9 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         return False
 
     def reads_tools(self) -> bool:
-        """Whether the template for requests with tools reads `tools`."""
+        """Whether the template shows tools: it reads `tools`, or is only used with tools."""
         with suppress(Exception):
-            return "tools" in sandbox().names_read(self.sources[-1])
+            return self.tool_use is not None or "tools" in sandbox().names_read(self.source)
         return False
 
     def prepare(self) -> None:
