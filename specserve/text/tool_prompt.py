@@ -8,15 +8,11 @@ from specserve.text.template_messages import Fields
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 PROMPT = """\
-You can call functions. Each line describes one function as JSON:
-<tools>
+You can call these functions:
 {tools}
-</tools>
-
-To call a function, write its name and its arguments in this form:
+To call a function, write:
 {call}
-The arguments are a JSON object that fits the parameters of the function. The results of calls \
-follow in <tool_response>. Call a function only if it helps you to answer."""
+Its result follows in <tool_response>. Call a function only if it helps."""
 RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
@@ -28,7 +24,7 @@ def with_tools_as_text(
     The system text describes the tools. Results are messages of the user, because roles alternate
     in many templates. `call` has the places of a call's name and arguments.
     """
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    lines = "\n".join(as_json(tool.get("function", tool)) for tool in tools)
     prompt = PROMPT.format(tools=lines, call=call % ("NAME", "{...}"))
     messages: list[Fields] = [{"role": "system", "content": prompt}]
     for message in chat:

@@ -439,7 +439,8 @@ def test_a_model_that_is_not_known_to_call_gets_a_prompt_and_a_grammar(unknown):
         assert (told["calls"], reason) == ([["now", '{"a": 1}']], "tool_calls")
         assert told["content"] == words.strip()
         prompt = unknown.tokenizer.decode(unknown.last.prompt)
-        assert "You can call functions" in prompt and json.dumps(TOOLS[0]) in prompt
+        assert "You can call these functions" in prompt
+        assert json.dumps(TOOLS[0]["function"]) in prompt
         grammar = unknown.last.sampling.grammar
         assert "get_weather" in grammar and ("triggered" in grammar) == (choice == "auto")
     assert unknown.post("/tokenize", {k: ASK[k] for k in ASK}).body["tokens"] == [

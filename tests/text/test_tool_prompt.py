@@ -23,7 +23,7 @@ WRITTEN = '<tool_call>\n{"name": "now", "arguments": {"zone": "é"}}\n</tool_cal
 
 def test_the_system_text_describes_the_tools():
     told, user = with_tools_as_text([USER], TOOLS)
-    assert told["role"] == "system" and json.dumps(TOOLS[0]) in told["content"]
+    assert told["role"] == "system" and json.dumps(TOOLS[0]["function"]) in told["content"]
     assert '{"name": "NAME", "arguments": {...}}' in told["content"] and user == USER
     own, _ = with_tools_as_text([{"role": "system", "content": "Be."}, USER], TOOLS)
     assert own["content"] == f"Be.\n\n{told['content']}"
@@ -44,16 +44,16 @@ def test_calls_and_results_are_texts_of_alternating_roles():
 @pytest.mark.parametrize("source", [PLAIN, STRICT])
 def test_a_template_that_does_not_show_tools_gets_them_as_text(source):
     text = ChatTemplate(source, {}).render([USER, ASKING, RESULT], ChatOptions(tools=TOOLS))
-    assert "You can call functions" in text and "What time?" in text and WRITTEN in text
+    assert "You can call these functions" in text and "What time?" in text and WRITTEN in text
     assert text.startswith("[system]") == (source == PLAIN)
     assert "You can call" not in ChatTemplate(source, {}).render([USER])
 
 
 def test_a_template_that_shows_tools_does_so_itself_unless_its_format_is_unknown():
     template, options = ChatTemplate(SHOWN, {}), ChatOptions(tools=TOOLS)
-    assert "You can call functions" not in template.render([USER], options)
+    assert "You can call these functions" not in template.render([USER], options)
     text = template.render([USER], ChatOptions(tools=TOOLS, are_tools_text=True))
-    assert "You can call functions" in text and text.startswith("None[system]")
+    assert "You can call these functions" in text and text.startswith("None[system]")
 
 
 def test_a_template_that_rejects_the_messages_for_another_reason_reports_that():
