@@ -55,7 +55,7 @@ from specserve.server.protocol import (
     TokenCount,
     ToolUseBlock,
 )
-from specserve.server.refusal import json_response, message_error
+from specserve.server.refusal import THREAD, json_response, message_error
 from specserve.server.stream import event, respond, while_connected
 from specserve.server.tools import ToolsAsked
 from specserve.text.answer.events import CallBegin, Content, Event, Reasoning
@@ -143,6 +143,7 @@ class MessagesBody(Body, frozen=True, kw_only=True):
         "max_thinking_tokens": "send thinking.budget_tokens",
         "stop": "send stop_sequences",
         "thinking_token_budget": "send thinking.budget_tokens",
+        THREAD: "the server does not store conversations; send all messages",
         "use_beam_search": "a message has one choice",
     }
     ignored: ClassVar[Mapping[str, set[str]]] = {

@@ -676,11 +676,19 @@ AnyEvent = (
 )
 
 
+class Unsupported(Struct):
+    """Features of a request that clients then do without."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class MessageErrorDetails(Struct):
     """The type and the text of Anthropic's errors."""
 
     type: str
     message: str
+    details: Unsupported | UnsetType = UNSET
 
 
 class MessageError(Struct, tag_field="type", tag="error"):

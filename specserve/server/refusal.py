@@ -6,7 +6,13 @@ import msgspec
 from starlette.responses import Response
 
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
-from specserve.server.protocol import Error, ErrorDetails, MessageError, MessageErrorDetails
+from specserve.server.protocol import (
+    Error,
+    ErrorDetails,
+    MessageError,
+    MessageErrorDetails,
+    Unsupported,
+)
 
 MESSAGES = "/v1/messages"
 MESSAGE_KINDS = {  # status -> Anthropic's type of the error; else by the class of the status
@@ -18,6 +24,7 @@ MESSAGE_KINDS = {  # status -> Anthropic's type of the error; else by the class 
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+THREAD = "thread"  # field of a request for storing the conversation
 MAX_ECHO = 200  # maximum characters of the input that an error repeats
 
 
@@ -98,8 +105,11 @@ def message_error(error: BaseException) -> MessageError:
     """Return the error in Anthropic's format."""
     status = status_of(error)
     usual = "invalid_request_error" if status < 500 else "api_error"
-    kind = MESSAGE_KINDS.get(status, usual)
-    return MessageError(MessageErrorDetails(kind, error_body(error).error.message))
+    its, kind = error_body(error).error, MESSAGE_KINDS.get(status, usual)
+    told = MessageError(MessageErrorDetails(kind, its.message))
+    if its.param == THREAD:  # clients then send the whole conversation
+        told.error.details = Unsupported("thread_unsupported_request", [THREAD])
+    return told
 
 
 def error_response(error: BaseException, path: str = "") -> Response:
