@@ -266,6 +266,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OP
     refused: ClassVar[Mapping[str, str]] = REFUSED
+    passed: ClassVar[set[str]] = FRONTENDS  # ignored, and listed in a response header
     ignored: ClassVar[Mapping[str, set[str]]] = IGNORED
     budget_field: ClassVar[str] = "thinking_token_budget"  # path of the limit of reasoning
 
@@ -422,7 +423,7 @@ def read(raw: bytes, kind: type[T]) -> T:
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
     for key, value in given.items():
-        if key not in known and key not in HARMLESS and key not in FRONTENDS:
+        if key not in known and key not in HARMLESS and key not in kind.passed:
             check_no_op(key, value, kind)
     body = from_fields({k: v for k, v in given.items() if k in known}, kind)
     for names in (
@@ -430,7 +431,7 @@ def read(raw: bytes, kind: type[T]) -> T:
         ("max_thinking_tokens", "thinking_token_budget"),
     ):
         body = merged(body, *names)
-    if past := [*(key for key in given if key in FRONTENDS and key not in known), *inside]:
+    if past := [*(key for key in given if key in kind.passed and key not in known), *inside]:
         body = msgspec.structs.replace(body, read_past=tuple(past))
     check_form(body)
     if body.stream_options is not None and not body.stream:
@@ -584,7 +585,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
     if key in kind.refused and value is not None:
         raise RequestError(f"{key} is refused: {kind.refused[key]}", key)
     if key not in kind.no_op and key not in kind.refused:
-        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *FRONTENDS])
+        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *kind.passed])
     if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
@@ -595,7 +596,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 def passed_over(kind: type[Body]) -> dict[str, Any]:
     """Return JSON schemas of the values that ignored and refused fields can have."""
     schemas: dict[str, Any] = {
-        **{name: {"description": "ignored"} for name in HARMLESS | FRONTENDS},
+        **{name: {"description": "ignored"} for name in HARMLESS | kind.passed},
         **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
         **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
     }

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import SamplingParams, StopString
-from specserve.server.body import NO_OP, OF_ANY, REFUSED, Body, BodyKind, Effort, read
+from specserve.server.body import FRONTENDS, NO_OP, OF_ANY, REFUSED, Body, BodyKind, Effort, read
 from specserve.server.chat import (
     SOME,
     Conversation,
@@ -120,12 +120,12 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NO_OP,
         "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
         "mcp_servers": ([],),
-        "speed": ("standard",),
-        "user_profile_id": (),
+    }
+    # Coding agents send these. Without them the model reads the whole conversation.
+    passed: ClassVar[set[str]] = FRONTENDS | {
+        *("billing_policy", "compaction", "context_management", "diagnostics", "fallbacks"),
+        *("inference_geo", "speed", "user_profile_id"),
     }
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
         "best_of": "a message has one choice",

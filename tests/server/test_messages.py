@@ -221,6 +221,18 @@ def test_what_a_client_adds_to_each_turn_does_not_break_the_prefix_cache(server)
     assert both["input_tokens"] + both["cache_read_input_tokens"] == num_second
 
 
+def test_fields_of_coding_agents_are_ignored_and_reported(server):
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    more = {"context_management": edits, "metadata": {"user_id": "u"}, "speed": "fast"}
+    beta = {"anthropic-beta": "a,b", "anthropic-version": "2023-06-01"}
+    answer = server.post(f"{MESSAGES}?beta=true", body_of(**more), headers=beta)
+    assert answer.status == 200
+    assert answer.headers["Warning"] == '299 specserve "ignored: context_management, speed"'
+    thread = server.post(MESSAGES, body_of(thread={"type": "create"}))
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert thread.status == 400 and thread.body["error"]["details"] == details
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 WRONG = {  # body, what the message says
