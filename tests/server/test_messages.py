@@ -1,6 +1,8 @@
 """/v1/messages answers as a chat does, in Anthropic's form, to Anthropic's own client."""
 
 import json
+import socket
+import time
 
 import anthropic
 import pytest
@@ -330,6 +332,26 @@ def test_a_stream_that_waits_gets_pings(paced_threads):
         assert message["stop_reason"] == "max_tokens"
         late = events_of(server, body_of(max_tokens=300, seed=300, timeout_ms=700))
         assert late[-1][0] == "error" and late[-1][1]["error"]["type"] == "timeout_error"
+
+
+def test_a_slow_reader_gets_the_same_message_in_fewer_events(qwen):
+    """Text that comes while it does not read is joined."""
+    text = "A long text. " * 20_000
+    body = {"messages": [USER], "tools": [TOOL]}
+    raw = json.dumps(body | {"stream": True}).encode()
+    head = f"POST {MESSAGES} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(raw)}"
+    with qwen.saying(text, 2), socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(30)
+        slow.connect(("127.0.0.1", qwen.port))
+        slow.sendall(f"{head}\r\n\r\n".encode() + raw)
+        time.sleep(0.5)
+        got = b"".join(iter(lambda: slow.recv(4096), b""))
+        whole = qwen.post(MESSAGES, body).body
+    lines = [line[6:] for line in got.splitlines() if line.startswith(b"data: ")]
+    events = [json.loads(line) for line in lines]
+    message = put_together([(event["type"], event) for event in events])
+    assert compared(message) == compared(whole) and message["content"]
 
 
 values = st.recursive(
