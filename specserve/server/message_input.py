@@ -90,6 +90,8 @@ def read_conversation(
         path = f"messages[{i}]"
         message: InputMessage = convert(raw, InputMessage, path)
         parts = blocks_of(message.content, message.role, f"{path}.content")
+        if not parts:
+            raise RequestError(f"{path}.content: empty. Send a text or a block", f"{path}.content")
         if message.role == "assistant":
             messages.append(answer_of(parts))
         for part in parts if message.role != "assistant" else ():

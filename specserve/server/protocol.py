@@ -676,7 +676,7 @@ AnyEvent = (
 )
 
 
-class Unsupported(Struct):
+class UnsupportedFeatures(Struct):
     """Features of a request that clients then do without."""
 
     error_code: str
@@ -688,7 +688,7 @@ class MessageErrorDetails(Struct):
 
     type: str
     message: str
-    details: Unsupported | UnsetType = UNSET
+    details: UnsupportedFeatures | UnsetType = UNSET
 
 
 class MessageError(Struct, tag_field="type", tag="error"):

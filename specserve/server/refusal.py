@@ -11,7 +11,7 @@ from specserve.server.protocol import (
     ErrorDetails,
     MessageError,
     MessageErrorDetails,
-    Unsupported,
+    UnsupportedFeatures,
 )
 
 MESSAGES = "/v1/messages"
@@ -108,7 +108,7 @@ def message_error(error: BaseException) -> MessageError:
     its, kind = error_body(error).error, MESSAGE_KINDS.get(status, usual)
     told = MessageError(MessageErrorDetails(kind, its.message))
     if its.param == THREAD:  # clients then send the whole conversation
-        told.error.details = Unsupported("thread_unsupported_request", [THREAD])
+        told.error.details = UnsupportedFeatures("thread_unsupported_request", [THREAD])
     return told
 
 

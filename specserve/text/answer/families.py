@@ -45,7 +45,7 @@ def listed(opening: str, closing: str | None, content: str) -> dict[str, Any]:
     return {"open": opening, **close, "repeats": True, "content": content}
 
 
-class Family(NamedTuple):
+class FormatFamily(NamedTuple):
     """A format of calls, and of reasoning if it does not use <think>.
 
     needles    texts that the chat template of the family contains
@@ -73,7 +73,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen3_coder": Family(
+    "qwen3_coder": FormatFamily(
         ("<function=", "<parameter="),
         {
             "tool_calls": xml(
@@ -84,7 +84,7 @@ FAMILIES = {
         },
         content=around("<tool_call>", "</tool_call>"),
     ),
-    "glm": Family(
+    "glm": FormatFamily(
         ("<arg_key>", "<arg_value>"),
         {
             "tool_calls": xml(
@@ -94,7 +94,7 @@ FAMILIES = {
             )
         },
     ),
-    "harmony": Family(
+    "harmony": FormatFamily(
         ("<|channel|>", "<|message|>", "analysis"),
         {
             "reasoning_content": {
@@ -122,7 +122,7 @@ FAMILIES = {
         ),
         ("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
     ),
-    "gemma4": Family(
+    "gemma4": FormatFamily(
         ("<|tool_call>",),
         {
             "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
@@ -139,17 +139,21 @@ FAMILIES = {
         {"close": ["<turn|>", "<|tool_response>", "<eos>"], **CONTENT},
         (("<|channel>", "thought"), ("<channel|>",)),
     ),
-    "gemma3": Family(("```tool_code",), {"tool_calls": listed("```tool_code", "```", "pythonic")}),
-    "lfm2": Family(
+    "gemma3": FormatFamily(
+        ("```tool_code",), {"tool_calls": listed("```tool_code", "```", "pythonic")}
+    ),
+    "lfm2": FormatFamily(
         ("<|tool_call_start|>",),
         {"tool_calls": listed("<|tool_call_start|>", "<|tool_call_end|>", "pythonic")},
     ),
-    "llama4": Family(
+    "llama4": FormatFamily(
         ("<|python_start|>",),
         {"tool_calls": listed("<|python_start|>", "<|python_end|>", "pythonic")},
     ),
-    "granite": Family(("<|tool_call|>",), {"tool_calls": listed("<|tool_call|>", None, "json")}),
-    "deepseek_v32": Family(
+    "granite": FormatFamily(
+        ("<|tool_call|>",), {"tool_calls": listed("<|tool_call|>", None, "json")}
+    ),
+    "deepseek_v32": FormatFamily(
         ("｜DSML｜", "invoke"),
         {
             "tool_calls": xml(
@@ -161,7 +165,7 @@ FAMILIES = {
         },
         content=around("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     ),
-    "deepseek": Family(
+    "deepseek": FormatFamily(
         ("<｜tool▁call▁begin｜>",),
         {
             "tool_calls": named_json(
@@ -173,7 +177,7 @@ FAMILIES = {
         },
         content=around("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    "kimi": Family(
+    "kimi": FormatFamily(
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         {
             "tool_calls": named_json(
@@ -185,7 +189,7 @@ FAMILIES = {
         },
         content=around("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    "minimax": Family(
+    "minimax": FormatFamily(
         ("<minimax:tool_call>",),
         {
             "tool_calls": xml(
