@@ -64,6 +64,7 @@ REASONING: dict[str, tuple[tuple[str, ...], ...]] = {
     "template": (),
     "think": ((THINK,), (END_THINK,)),
 }
+HERMES = f"{CALL_BEGIN}\n", f"\n{CALL_END}"  # text around the JSON of a call
 UNFRAMED = "none", "command_r", "pythonic"  # formats of calls that no grammar enforces
 
 
@@ -109,13 +110,11 @@ class Formats(msgspec.Struct, frozen=True):
                 return f'{TOOL_CALLS}[{{"name": "%s", "arguments": %s}}]'
         return CALL
 
-    def around(self, name: str) -> tuple[str, str] | None:
-        """The text before and after a call's arguments; None if calls have another form."""
+    def around(self, name: str) -> tuple[str, str]:
+        """The text before and after the arguments of a call that a grammar enforces."""
         if self.family and (call := FAMILIES[self.family].call) is not None:
             return call[0].replace("{name}", name), call[1]
-        if self.frame is None:
-            return None
-        begin, end = self.frame
+        begin, end = self.frame or HERMES
         return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
 
     @property
@@ -124,7 +123,7 @@ class Formats(msgspec.Struct, frozen=True):
         if self.family and (call := FAMILIES[self.family].call) is not None:
             return call[0].partition("{name}")[0], call[1]
         if self.template is None:
-            return (f"{CALL_BEGIN}\n", f"\n{CALL_END}") if self.tools != "template" else None
+            return HERMES if self.tools != "template" else None
         fields = self.template.fields.items()
         field = next((f for n, f in fields if FIELD_KINDS[n] == "tool_calls"), None)
         if field is None or not isinstance(field.open, str) or not isinstance(field.close, str):

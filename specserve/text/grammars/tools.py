@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from specserve.text.answer.formats import MARKERS, Formats
+from specserve.text.answer.formats import HERMES, MARKERS, Formats
 from specserve.text.answer.parsers import ARGS, END_THINK, PYTHON_TAG, THINK, TOOL_CALLS
 from specserve.text.grammars.compiled import GrammarError
 from specserve.text.grammars.structured_outputs import json_part, lark, quoted
@@ -91,9 +91,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
 
     @property
     def frame(self) -> tuple[str, str]:
-        found = self.formats.frame
-        assert found is not None, "a format without a frame cannot be enforced"
-        return found
+        return self.formats.frame or HERMES
 
     @property
     def around(self) -> tuple[str, str, str]:
@@ -143,9 +141,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
                 return f"{TOOL_CALLS}{name}{ARGS}", ""
             case "mistral":
                 return f'{{"name": "{name}", "arguments": ', "}"
-        found = self.formats.around(name)
-        assert found is not None, "a format without a frame cannot be enforced"
-        return found
+        return self.formats.around(name)
 
     @property
     def thought(self) -> str:
@@ -181,7 +177,7 @@ def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:
 
     They are special tokens, and other added tokens in angle brackets.
     """
-    markers = [*(m for each in MARKERS.values() for m in each), *(formats.around("") or ())]
+    markers = [*(m for each in MARKERS.values() for m in each), *formats.around("")]
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: id

@@ -11,6 +11,8 @@ from specserve.text.answer.events import CallArguments, CallBegin, answer_of, jo
 from specserve.text.answer.families import FAMILIES, family_of
 from specserve.text.answer.formats import AnswerReader, Wanted, find_formats
 from specserve.text.answer.pythonic import MOST, as_pythonic
+from specserve.text.grammars.structured_outputs import quoted
+from specserve.text.grammars.tools import CallGrammar
 from tests.text.answer.outputs import read, without_ids
 from tests.text.answer.transcripts import (
     CONVERSATIONS,
@@ -120,6 +122,17 @@ def test_every_family_can_be_chosen_by_name():
     for name in FAMILIES:
         assert find_formats(name, "auto", "", ()).name == name
     assert family_of("{{ messages }}") is None
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "pythonic", "generic", "hermes"])
+def test_an_enforced_call_is_read_in_the_form_that_the_grammar_writes(name):
+    formats = formats_of(name)
+    grammar = CallGrammar(formats, TOOLS, {})
+    before, after = grammar.written("now")
+    assert quoted(before) in json.loads(grammar.enforced())["grammars"][0]["lark_grammar"]
+    parser = AnswerReader(formats, Wanted(TOOLS, is_enforced=True), "").parser()
+    answer = answer_of([*parser.push(f'{before}{{"a": 1}}{after}'), *parser.finish()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [("now", '{"a": 1}')]
 
 
 def test_a_list_of_calls_may_be_the_whole_response():
