@@ -355,8 +355,11 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "think", "none"],
-        about("format of the model's reasoning: auto, think (<think>...</think>) or none"),
+        Literal["auto", "think", "mistral_think", "none"],
+        about(
+            "format of the model's reasoning: auto, think (<think>...</think>), mistral_think "
+            "([THINK]...[/THINK]) or none"
+        ),
     ] = "auto"
     api_key_file: Annotated[
         Name | None,

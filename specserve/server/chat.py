@@ -265,7 +265,7 @@ async def begin(
     enforced = tools.is_enforced, tools.is_named
     wanted = Wanted(tools.tools, *enforced, conversation.include_reasoning, most)
     reader = AnswerReader(formats, wanted, text)
-    form = asked.form if tools.tools or reader.reasoning == "think" else None
+    form = asked.form if tools.tools or reader.thinks else None
     has_kind = form is not None and form.kinds[0] in JSON_KINDS
     if asked.form is not None and not tools.tools and not has_kind:
         # The whole text has the format, which cannot contain reasoning.
@@ -347,7 +347,7 @@ def call_grammar(
     if not asked.is_enforced and not asked.strict and not is_guided and form is None:
         return ""
     special = special_tokens(service.prompts.processor.tokenizer, formats)
-    thinks = reader.reasoning == "think"
+    thinks = reader.thinks
     is_inside = thinks and reader.is_inside
     calls = CallGrammar(formats, asked.callable, special, thinks, is_inside, asked.strict)
     try:

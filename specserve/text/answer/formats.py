@@ -46,6 +46,10 @@ from specserve.text.tokenizer import Tokenizer
 from specserve.text.tool_prompt import CALL
 
 DEFAULT = "hermes"  # format of enforced calls if the model's format is unknown
+THINKING = {  # format of reasoning -> markers around reasoning at the beginning of a response
+    "think": (THINK, END_THINK),
+    "mistral_think": ("[THINK]", "[/THINK]"),
+}
 MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "command_r": (START_ACTION, END_ACTION),
     "generic": (CALL_BEGIN, CALL_END),
@@ -54,7 +58,7 @@ MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "none": (),
     "pythonic": (),
-    "think": (THINK, END_THINK),
+    **THINKING,
 }
 
 
@@ -62,7 +66,7 @@ MARKERS = {  # markers that may be special tokens, which detokenized text omits
 REASONING: dict[str, tuple[tuple[str, ...], ...]] = {
     "none": (),
     "template": (),
-    "think": ((THINK,), (END_THINK,)),
+    **{name: ((begin,), (end,)) for name, (begin, end) in THINKING.items()},
 }
 HERMES = f"{CALL_BEGIN}\n", f"\n{CALL_END}"  # text around the JSON of a call
 UNFRAMED = "none", "command_r", "pythonic"  # formats of calls that no grammar enforces
@@ -73,7 +77,7 @@ class Formats(msgspec.Struct, frozen=True):
 
     tools      "hermes", "llama3_json", "mistral", "command_r", "pythonic", "template", "generic"
                (Hermes' format, which the server describes to the model) or "none"
-    reasoning  "think", "template" or "none"
+    reasoning  "think", "mistral_think", "template" or "none"
     """
 
     tools: str = "none"
@@ -87,6 +91,11 @@ class Formats(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The name of the format of tool calls."""
         return self.family if self.family and self.tools == "template" else self.tools
+
+    @property
+    def thinking(self) -> tuple[str, str]:
+        """The markers around reasoning at the beginning of a response."""
+        return THINKING.get(self.reasoning, THINKING["think"])
 
     @property
     def has_channels(self) -> bool:
@@ -163,7 +172,7 @@ class AnswerReader:
     def __init__(self, formats: Formats, wanted: Wanted, prompt: str) -> None:
         """`prompt` is text, because templates may write the beginning of a response."""
         self.formats, self.wanted = formats, wanted
-        self.is_inside = prompt.rstrip().endswith(THINK)
+        self.is_inside = prompt.rstrip().endswith(formats.thinking[0])
         self.tools = "none"
         if wanted.tools:
             self.tools = formats.enforced if wanted.is_enforced else formats.tools
@@ -179,6 +188,11 @@ class AnswerReader:
         return self.reasoning != "none"
 
     @property
+    def thinks(self) -> bool:
+        """Whether reasoning can only begin the response."""
+        return self.reasoning in THINKING
+
+    @property
     def is_plain(self) -> bool:
         """Whether all text is content, so that no parsing is needed."""
         return self.tools == self.reasoning == "none"
@@ -192,8 +206,8 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         parser = self.call_parser()
-        if self.reasoning == "think":
-            parser = ThinkParser(parser, self.is_inside)
+        if self.thinks:
+            parser = ThinkParser(parser, self.is_inside, self.formats.thinking)
         wanted = self.wanted
         is_all = wanted.has_reasoning and wanted.most_calls is None and not wanted.is_enforced
         return parser if is_all else FilteringParser(parser, wanted)
@@ -285,9 +299,9 @@ def find_formats(
         template = read_template(FAMILIES[family].template)
     think = reasoning_parser
     if think == "auto":
-        has_tag = THINK in tokens or END_THINK in source
         has_field = template is not None and (not family or FAMILIES[family].reasoning)
-        think = "template" if has_field else "think" if has_tag else "none"
+        found = [n for n, (begin, end) in THINKING.items() if begin in tokens or end in source]
+        think = "template" if has_field else next(iter(found), "none")
     return Formats(tools, think, template, ARGS in source, START_ACTION in source, family)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from specserve.text.answer.formats import HERMES, MARKERS, Formats
-from specserve.text.answer.parsers import ARGS, END_THINK, PYTHON_TAG, THINK, TOOL_CALLS
+from specserve.text.answer.parsers import ARGS, PYTHON_TAG, TOOL_CALLS
 from specserve.text.grammars.compiled import GrammarError
 from specserve.text.grammars.structured_outputs import json_part, lark, quoted
 from specserve.text.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
         return self.lark(start, *self.up_to("triggered", trigger), *self.calls(True, trigger))
 
     def lark(self, *rules: str) -> str:
-        thoughts = self.up_to("thought", END_THINK) if self.thinks else ()
+        thoughts = self.up_to("thought", self.formats.thinking[1]) if self.thinks else ()
         return lark("\n".join([*rules, *thoughts, TERMINALS]))
 
     @property
@@ -150,7 +150,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             return ""
         if self.is_inside:
             return "thought GAP"
-        return f"({self.literal(THINK)} thought GAP)?"
+        return f"({self.literal(self.formats.thinking[0])} thought GAP)?"
 
     def up_to(self, rule: str, marker: str) -> Iterator[str]:
         """Write a rule of any text up to and including a marker."""

@@ -15,6 +15,7 @@ SOURCES = {  # what chat templates of model families have in them
     "Command R": ("{{ tools }}Action: ```json {'tool_name'}", (), "command_r", "none"),
     "Command R7B": ('{{ tools }}<|START_ACTION|>{"tool_name"}', (), "command_r", "none"),
     "a plan": ("{{ tools }}Action: think", (), "generic", "none"),
+    "Magistral": ("{{ tools }}[TOOL_CALLS][THINK][/THINK]", (), "mistral", "mistral_think"),
     "Hermes on Mistral": (QWEN, ("[TOOL_CALLS]",), "hermes", "none"),
     "Llama 3.1": ("{{ tools }}<|python_tag|>", ("<|python_tag|>",), "llama3_json", "none"),
     "Llama 3.2": ("{{ tools }}", ("<|python_tag|>",), "llama3_json", "none"),
