@@ -23,7 +23,6 @@ from specserve.models.end_tokens import EndTokens, find_end_tokens, report
 from specserve.models.source import open_source
 from specserve.text.answer.formats import (
     Formats,
-    ReasoningMarkers,
     formats_of,
     reasoning_markers,
 )
@@ -96,18 +95,13 @@ def make_input_processor(
     sources: tuple[str, ...] = (),
     formats: Formats | None = None,
 ) -> "InputProcessor":
-    """Return an InputProcessor, and log the end tokens. Ids beyond `vocab_size` are dropped.
-
-    The formats of responses are detected if they are not given.
-    """
+    """Return an InputProcessor, and log the end tokens. Ids beyond `vocab_size` are dropped."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
     defaults = msgspec.structs.replace(files.defaults, eos_token_ids=ends)
     log.info(
         "%s", report({id: names for id, names in files.ends.items() if id in ends}, files.tokenizer)
     )
-    formats = formats_of(files.tokenizer) if formats is None else formats
-    markers = reasoning_markers(formats, files.tokenizer)
-    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources, markers)
+    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources, formats)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
@@ -118,7 +112,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     sources: tuple[str, ...] = ()  # draft sources of the engine
-    markers: ReasoningMarkers | None = None  # None: reasoning cannot be limited
+    formats: Formats | None = None  # of responses; None: they are detected
     known_words: dict[
         tuple[str, ...], tuple[tuple[int, ...], ...]
     ] = {}  # the last bad words, and their tokens
@@ -299,13 +293,15 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return sampling
 
     def budget(self, max_tokens: int) -> ReasoningBudget:
-        if self.markers is None:
+        formats = formats_of(self.tokenizer) if self.formats is None else self.formats
+        markers = reasoning_markers(formats, self.tokenizer)
+        if markers is None:
             raise RequestError(
                 "thinking_token_budget: the server cannot limit the reasoning of this model, whose "
                 "markers are unknown or several tokens. Omit it",
                 "thinking_token_budget",
             )
-        return ReasoningBudget(max_tokens, *self.markers)
+        return ReasoningBudget(max_tokens, *markers)
 
     def predicted(self, prediction: str | Prediction) -> tuple[int, ...]:
         """Return the tokens of a predicted text."""

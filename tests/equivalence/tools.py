@@ -21,7 +21,10 @@ from tests.server.in_process import server_threads
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 NUM, CONCURRENT = 300, 6
 SOME = {"enum": ["Rome", "Paris", "a b", 'c "d"']}
-CITY = {"type": "object", "properties": {"city": SOME, "days": {"type": "integer", "maximum": 9}}}
+CITY = {
+    "type": "object",
+    "properties": {"city": SOME, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
 CITY |= {"required": ["city", "days"], "additionalProperties": False}
 FLAGS = {"type": "object", "properties": {"on": {"type": "boolean"}, "of": {"enum": ["x", "yy"]}}}
 FLAGS |= {"required": ["on"], "additionalProperties": False}
