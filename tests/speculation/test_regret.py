@@ -101,6 +101,17 @@ OTHERS = {
     "a draft model drifts": World(
         stairs, lookup=always(0.2), model=drifting(0.2, 0.85), level=level(0.1)
     ),
+    "short requests, a draft model that drifts": World(
+        stairs,
+        model=lambda request, place: 0.05 if request // 50 % 2 else 0.85,
+        level=level(0.15),
+        catching_up=0.004,
+        output=24,
+        seed=2,
+    ),
+    "short requests, a draft model": World(
+        stairs, model=always(0.7), level=level(0.2), catching_up=0.005, output=24, streams=4
+    ),
     "a noisy machine": World(linear, lookup=always(0.3), noise=0.2),
     "load comes and goes": World(
         linear, lookup=always(0.2), covers=0.5, streams=16, load=by_steps(1, 1.25, 1.5, 1.25)

@@ -37,6 +37,7 @@ class World:
     host: float = 0.0  # seconds of planning for a request
     model: Callable[[int, int], float] | None = None  # how often a draft model is right
     level: Callable[[int], float] = lambda rows: 0.0  # rows -> seconds of a level
+    catching_up: float = 0.0  # seconds of the model for a new request's prompt
     streams: int = 1  # requests at a time
     prompt: int = 64
     output: int = 240
@@ -111,6 +112,7 @@ class ScriptedModel:
 
     def __init__(self, engine):
         self.engine, self.num_rows, self.context = engine, 0, 0
+        self.known = set()  # requests whose prompt the model has run
         self.costs, self.first_costs = StepCosts(512), StepCosts(512)
         self.source = self.model = self
         self.begin()
@@ -123,7 +125,15 @@ class ScriptedModel:
         return 1
 
     def missing(self, request):
-        return 0
+        is_new = self.engine.world.catching_up > 0 and request.id not in self.known
+        return request.num_prompt if is_new else 0
+
+    def catch_up(self, item):
+        """Run a new request's prompt."""
+        if self.engine.world.catching_up and item.id not in self.known:
+            self.known.add(item.id)
+            self.num_rows += len(item.known)
+            self.engine.clock.now += self.engine.world.catching_up
 
     def lend(self, requests):
         pass
@@ -145,6 +155,7 @@ class ScriptedModel:
             before, ends = [], []
             for i, node in rows:
                 item, trie, proposed = request_tries[i]
+                self.catch_up(item)
                 place = len(item.known) + trie.depths[node]
                 tokens = self.engine.texts[item.id].children(place)
                 trie.ask(node, self.name)
@@ -175,6 +186,8 @@ class FixedPlan:
                 self.engine.clock.now += self.engine.world.level(len(roots))
         for item in roots:
             request, size = item.request, min(self.size, item.draft_limit)
+            if self.source == "model" and request.num_output == 1:
+                self.engine.clock.now += self.engine.world.catching_up
             text, place = self.engine.texts[request.id], len(request.token_ids)
             if self.source == "lookup":
                 tokens = text.look_up(place, size)
