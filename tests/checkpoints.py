@@ -111,9 +111,12 @@ def tiny_checkpoint(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    kind: Any = AutoModelForCausalLM,
     **overrides: Any,
 ) -> Path:
     """Write a checkpoint with its tokenizer; `overrides` are fields of the transformers config.
+
+    `kind` is the auto class whose head the model has.
 
     Same arguments, same bytes: two checkpoints that differ in `seed` make a target and a draft.
     """
@@ -122,7 +125,7 @@ def tiny_checkpoint(
     fields = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad} | fields
     model_type = fields.pop("model_type")
     config = CONFIG_MAPPING[model_type](**fields)
-    save_quietly(random_model(config, seed).to(dtype), folder)
+    save_quietly(random_model(config, seed, kind).to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -150,11 +153,11 @@ def with_another_token(folder: Path) -> Path:
     return folder
 
 
-def random_model(config: Any, seed: int) -> Any:
+def random_model(config: Any, seed: int, kind: Any = AutoModelForCausalLM) -> Any:
     """Random weights, norms and biases included: ones and zeros would hide a missing operation."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn_like(parameter)

@@ -166,6 +166,12 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--served-model-name", help="model name for clients; default: the folder's, or the hub id"
     )
+    p.add_argument(
+        "--task",
+        metavar="auto|embed|rank",
+        help="besides generating text: embed returns embeddings, rank returns scores of documents; "
+        "default: auto, by the model's files",
+    )
     p.add_argument("--host", help="address to listen on; default: 127.0.0.1")
     p.add_argument("--port", type=int, help="port to listen on; 0: any free port; default: 8000")
     p.add_argument("--api-key-file", help="file with the accepted API keys, one per line")
@@ -600,6 +606,7 @@ def configured(args: argparse.Namespace) -> Config:
         for key in ("host", "port", "served_model_name", "allow_no_keys", *files, *others):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
         flags |= {
+            "--task": ("model.task", args.task),
             "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
             "--max-loras": ("lora.max_loras", args.max_loras),
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),

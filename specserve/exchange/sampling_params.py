@@ -268,6 +268,17 @@ class BeamSearch(msgspec.Struct, frozen=True):
     early_stopping: EarlyStopping = False
 
 
+class Pooling(msgspec.Struct, frozen=True):
+    """The vector that the engine returns for a prompt, instead of tokens.
+
+    kind  last: the hidden state of the last token; mean: the mean of all hidden states; score: the
+          outputs of a sequence classifier; logits: the logits of `token_ids` after the last token
+    """
+
+    kind: Literal["last", "mean", "score", "logits"]
+    token_ids: tuple[int, ...] = ()
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved parameters of one request. The engine only accepts these.
 
@@ -285,6 +296,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs     the same for the prompt's tokens
     prediction          tokens of the predicted text
     beam_search         None: no beam search; else the choices of the prompt are its beams
+    pooling             None: tokens are generated; else the prompt's vector is the only output
     """
 
     max_tokens: int
@@ -315,6 +327,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     prediction: tuple[int, ...] = ()
     beam_search: BeamSearch | None = None
+    pooling: Pooling | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -513,6 +526,22 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
         prompt_logprobs=given.prompt_logprobs,
         grammar=grammar,
         beam_search=search,
+    )
+
+
+def pooled(pooling: Pooling, priority: int = 0, cache_salt: str = "") -> Sampling:
+    """Return the parameters of a prompt that is pooled."""
+    return Sampling(
+        max_tokens=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        priority=priority,
+        cache_salt=cache_salt,
+        speculation=SpeculationParams(enabled=False),
+        pooling=pooling,
     )
 
 

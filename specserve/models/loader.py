@@ -16,12 +16,12 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
-from specserve.models.decoder_config import SINKS, DecoderConfig
+from specserve.models.decoder_config import SCORE, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.source import open_source
-from specserve.models.tensor_views import part_experts
+from specserve.models.tensor_views import part_experts, show_as_causal
 from specserve.models.weight import (
     AS_STORED,
     Rounding,
@@ -115,12 +115,15 @@ def open_reader(
 ) -> "Reader":
     """Open a checkpoint. Raises ConfigError unless its tensors match config.json."""
     checkpoint = Checkpoint(folder)
+    is_bare = show_as_causal(checkpoint)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
     if config.mixture is not None and config.mixture.style.is_stacked:
         part_experts(checkpoint, config.mixture.num_experts)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even if config.json has tie_word_embeddings
         shapes[HEAD] = shapes[EMBEDDING]
+    elif is_bare:  # saved without the head that config.json describes
+        shapes.pop(HEAD, None)
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
     if rounding != AS_STORED and maps.shapes:
@@ -177,8 +180,8 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
-        """Read the weight of a norm, or a layer's sinks, as float32: 1 + weight would lose bits in
-        bf16.
+        """Read the weight of a norm, a layer's sinks, or a classifier's head as float32: 1 + weight
+        would lose bits in bf16.
         """
         weight = torch.empty(self.shapes[name], dtype=torch.float32)
         self.num_bytes += weight.nbytes
@@ -283,7 +286,7 @@ class Reader:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
             return max(stored, num_elements) if name == EMBEDDING else stored
         if bits is None:
-            is_wide = name.endswith(("norm.weight", SINKS))
+            is_wide = name.endswith(("norm.weight", SINKS, SCORE))
             dtype = torch.float32 if is_wide else self.dtype
             return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
@@ -343,6 +346,8 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         norm=reader.read_norm("model.norm.weight", config.family.adds_one, config.logit_scale),
         dtype=reader.dtype,
         forms=reader.forms,
+        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
+        score=reader.read_norm(SCORE, False) if config.num_labels else None,
     )
 
 

@@ -52,6 +52,21 @@ def show(
     checkpoint.show({name: checkpoint.view(own, columns(at)) for name, (own, at) in where.items()})
 
 
+def show_as_causal(checkpoint: Checkpoint) -> bool:
+    """Give the tensors of a model that was saved without a head the names of one with a head.
+    Return whether it was.
+    """
+    if "embed_tokens.weight" not in checkpoint:
+        return False
+    names = {f"model.{name}": name for name in checkpoint.files}
+    checkpoint.show({shown: checkpoint.view(own, whole) for shown, own in names.items()})
+    return True
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def part_experts(checkpoint: Checkpoint, num_experts: int) -> None:
     """Replace the tensors that all experts share by one view per expert."""
     parted: dict[str, Any] = {}

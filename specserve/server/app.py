@@ -50,7 +50,7 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
 LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
-GENERATING_ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+LIMITED_ROUTES = frozenset(o.path for o in OPERATIONS if 429 in o.statuses)
 
 
 def make_app(
@@ -296,7 +296,7 @@ class KeyLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http"
-            or scope["path"] not in GENERATING_ROUTES
+            or scope["path"] not in LIMITED_ROUTES
             or scope["method"] != "POST"
         ):
             await self.app(scope, receive, send)

@@ -19,10 +19,15 @@ from specserve.server.bounded_process import (
 )
 from specserve.server.chat import CHAT
 from specserve.server.completions import COMPLETION
+from specserve.server.embeddings import EMBEDDINGS
+from specserve.server.ranking import RERANK, SCORE
 from specserve.server.responses import RESPONSES
 from specserve.server.texts import DETOKENIZE, TOKENIZE
 
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DETOKENIZE)}
+KINDS = {
+    kind.name: kind
+    for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DETOKENIZE, EMBEDDINGS, RERANK, SCORE)
+}
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:

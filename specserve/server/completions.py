@@ -177,18 +177,18 @@ def read_completion(raw: bytes) -> tuple[CompletionBody, list[str | list[int]]]:
 COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[str | list[int]]])
 
 
-def read_prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
-    """Return the prompts of a string, of ids, or of a list of either."""
+def read_prompts(prompt: str | list[Any] | None, field: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of a string, of ids, or of a list of either. Errors name `field`."""
     if prompt is None or prompt == []:
         raise RequestError(
-            "prompt: missing. Send a string, a list of token ids, or a list of either", "prompt"
+            f"{field}: missing. Send a string, a list of token ids, or a list of either", field
         )
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [convert(prompt, list[int], "prompt")]
+        return [convert(prompt, list[int], field)]
     kind = list[str] if isinstance(prompt[0], str) else list[list[int]]
-    prompts: list[str | list[int]] = convert(prompt, kind, "prompt")
+    prompts: list[str | list[int]] = convert(prompt, kind, field)
     return prompts
 
 

@@ -560,6 +560,56 @@ class ResponseObject(Struct, tag_field="object", tag="response", kw_only=True):
     timings: Timings | UnsetType = UNSET
 
 
+class PoolingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct, tag_field="object", tag="embedding", kw_only=True):
+    """The embedding of one input: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Struct, tag_field="object", tag="list", kw_only=True):
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class RankedText(Struct):
+    text: str
+
+
+class RankedDocument(Struct):
+    index: int  # in the request
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PoolingUsage
+
+
+class Score(Struct, tag_field="object", tag="score", kw_only=True):
+    index: int
+    score: float
+
+
+class ScoreList(Struct, tag_field="object", tag="list", kw_only=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
 class ResponseEvent(Struct, tag_field="type", kw_only=True):
     """An event of a stream. Padded events have `obfuscation`."""
 

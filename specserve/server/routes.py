@@ -28,6 +28,7 @@ from specserve.server.control import (
     speculation,
 )
 from specserve.server.docs_page import HEADERS, page
+from specserve.server.embeddings import EmbeddingsBody, embeddings
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS, redirected
 from specserve.server.protocol import (
@@ -38,9 +39,12 @@ from specserve.server.protocol import (
     CompletionChunk,
     Deleted,
     DetokenizeResponse,
+    EmbeddingList,
     ModelCard,
     ModelList,
+    Ranking,
     ResponseObject,
+    ScoreList,
     SessionStatus,
     SleepStatus,
     SpeculationStatus,
@@ -48,6 +52,7 @@ from specserve.server.protocol import (
     TokenizeResponse,
     Version,
 )
+from specserve.server.ranking import RerankBody, ScoreBody, rerank, score
 from specserve.server.refusal import json_response
 from specserve.server.response_input import ITEMS, FunctionTool
 from specserve.server.responses import ResponsesBody, responses
@@ -198,6 +203,36 @@ OPERATIONS = (
         ResponsesBody,
         chunk=AnyEvent,
         required=["input"],
+        statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "Convert texts to embeddings",
+        EmbeddingList,
+        EmbeddingsBody,
+        required=["input"],
+        statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/rerank",
+        rerank,
+        "Sort documents by their relevance for a query",
+        Ranking,
+        RerankBody,
+        required=["query", "documents"],
+        statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/score",
+        score,
+        "Score pairs of texts",
+        ScoreList,
+        ScoreBody,
+        required=["text_1", "text_2"],
         statuses=GENERATING,
     ),
     Operation(

@@ -21,6 +21,7 @@ import uvloop
 from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
+from specserve.api.poolers import find_poolers
 from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config, ServerConfig
 from specserve.errors import EngineDied, Overloaded
@@ -141,6 +142,9 @@ async def load(service: Service, start: Start) -> Ready:
         with phases.phase("tokenizer"):
             paths = folders.target, folders.draft, service.config.model.chat_template
             files = await asyncio.to_thread(load_text_files, *paths)
+            model = service.config.model
+            asked = model.task, files.tokenizer, model.implementation
+            poolers = await asyncio.to_thread(find_poolers, folders.target, *asked)
         service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
@@ -160,10 +164,11 @@ async def load(service: Service, start: Start) -> Ready:
         formats=formats_of(service.limits, files.tokenizer),
         implementation=ready.implementation,
         row_invariant=ready.row_invariant,
+        has_head=ready.has_head,
         known_sources=[*ready.known_sources],
     )
     limits = ready.vocab_size, ready.max_model_len
-    service.open(make_input_processor(files, *limits, ready.sources), served, ready)
+    service.open(make_input_processor(files, *limits, ready.sources), served, ready, poolers)
     service.prompts.start_grammars(folders.target)
     if service.limits.log_format == "json":
         log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})
