@@ -267,7 +267,8 @@ class Engine:
         else:
             request.table.trim()
             request.draft_table.trim()
-        return token_output(item, path, reason, is_fallback, counts)
+        kind = {"is_root": is_root, "is_fallback": is_fallback}
+        return token_output(item, path, counts, reason, **kind)
 
     def end_pooled(self, item: ScheduledRequest) -> StepOutput:
         """End a request whose prompt was pooled."""

@@ -1,5 +1,6 @@
 """The ASGI application: the access log, checks of origin and API key, and error responses."""
 
+import difflib
 import hashlib
 import hmac
 import re
@@ -350,9 +351,8 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
     routes = dict.fromkeys(operation.route.path for operation in OPERATIONS)
-    message = (
-        f"{where}: not found; specserve generates text only. The routes are {', '.join(routes)}"
-    )
+    near = difflib.get_close_matches(request.url.path[:100], routes, n=1, cutoff=0)
+    message = f"{where}: not found. The nearest route is {near[0]}; /openapi.json has all routes"
     if error.status_code == 405:
         methods = methods_of(request)
         message = f"{where}: wrong method. Use {' or '.join(methods)}"

@@ -44,10 +44,10 @@ class EmbeddingsBody(PoolBody, frozen=True, kw_only=True):
     truncate: bool = False
 
 
-Inputs = list[str | list[int]]
+EmbeddingInputs = list[str | list[int]]
 
 
-def read_embeddings(raw: bytes) -> tuple[EmbeddingsBody, Inputs]:
+def read_embeddings(raw: bytes) -> tuple[EmbeddingsBody, EmbeddingInputs]:
     body = read_pooled(raw, EmbeddingsBody)
     inputs = read_prompts(body.input, "input")
     if len(inputs) > MAX_INPUTS:
@@ -56,7 +56,7 @@ def read_embeddings(raw: bytes) -> tuple[EmbeddingsBody, Inputs]:
     return body, inputs
 
 
-EMBEDDINGS = BodyKind("embeddings", read_embeddings, tuple[EmbeddingsBody, Inputs])
+EMBEDDINGS = BodyKind("embeddings", read_embeddings, tuple[EmbeddingsBody, EmbeddingInputs])
 
 
 async def embeddings(request: Request) -> Response:
@@ -73,7 +73,7 @@ async def embeddings(request: Request) -> Response:
     return await asyncio.wrap_future(service.writing_threads.submit(owner.get(), write))
 
 
-async def embed(request: Request, asked: EmbeddingsBody, inputs: Inputs) -> Pooled:
+async def embed(request: Request, asked: EmbeddingsBody, inputs: EmbeddingInputs) -> Pooled:
     """Return the embeddings of inputs, as the request wants them."""
     service: Service = request.app.state.service
     embedder = embedder_of(service)

@@ -135,16 +135,20 @@ def prompt_output(item: ScheduledRequest) -> StepOutput:
 def token_output(
     item: ScheduledRequest,
     path: AcceptedPath,
-    reason: str | None,
-    is_fallback: bool,
     counts: StepCounts,
+    reason: str | None,
+    *,
+    is_root: bool,
+    is_fallback: bool,
 ) -> StepOutput:
-    """Return an output with the tokens of a path; `reason` is why they end the request, if so."""
+    """Return an output with the tokens of a path, which the request already has. `reason` is why
+    they end the request, if so.
+    """
     return StepOutput(
         id=item.request.id,
         tokens=path.tokens,
         finish_reason=reason,
-        is_verified=item.is_root,
+        is_verified=is_root,
         num_drafted=len(item.draft.tokens),
         num_accepted=len(path.nodes),
         admitted_at=item.request.admitted_at,

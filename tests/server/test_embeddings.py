@@ -24,6 +24,7 @@ from tests.server.in_process import server_threads
 PATH, RERANKING, SCORING = "/v1/embeddings", "/v1/rerank", "/v1/score"
 TEXTS = ["the cat sat", "def read_lines(path):", "a", "the other cat sat on the other mat"]
 PROMPTS = {"query": "the cat: ", "document": ""}
+TOKENS = ["a", "t"]  # of irrelevant and relevant documents
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 STREAM = {"prompt": "the cat sat on", "temperature": 0, "max_tokens": 100, "ignore_eos": True}
 
@@ -252,22 +253,50 @@ def test_a_ranker_without_activation_returns_its_output(tmp_path):
     assert answer["data"][0]["score"] == pytest.approx(outputs(folder, "a", "cat"), abs=1e-4)
 
 
-@pytest.mark.parametrize("has_template", [False, True])
-def test_two_tokens_rank_as_in_qwen3_reranker(tmp_path, has_template):
-    folder = tiny_checkpoint(tmp_path / "m", seed=5)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    no, yes = tokenizer.convert_tokens_to_ids(["a", "t"])
-    template = (
-        "{% for m in messages %}{{ m.role if m.role in ['query', 'document'] }}"
-        "{{ m.content }}{% endfor %}"
-    )
+PAIR_TEMPLATE = (
+    "{% for m in messages %}{{ m.role if m.role in ['query', 'document'] }}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+def with_log_odds(folder, has_template=True, squashes=True):
+    """The folder with sentence-transformers' files of a model that answers with `a` or `t`."""
     if has_template:
-        (folder / "chat_template.jinja").write_text(template)
-    modules = [{"type": "sentence_transformers.x.LogitScore", "path": "1_LogitScore"}]
+        (folder / "chat_template.jinja").write_text(PAIR_TEMPLATE)
+    kinds = {"": "Transformer", "1_LogitScore": "LogitScore"}
+    places = {"Transformer": "base", "LogitScore": "cross_encoder"}
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": path,
+            "type": f"sentence_transformers.{places[name]}.modules.{name}",
+        }
+        for i, (path, name) in enumerate(kinds.items())
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
+    no, yes = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(TOKENS)
     (folder / "1_LogitScore").mkdir()
     ids = {"true_token_id": yes, "false_token_id": no}
     (folder / "1_LogitScore" / "config.json").write_text(json.dumps(ids))
+    activation = "activation.Sigmoid" if squashes else "linear.Identity"
+    given = {"model_type": "CrossEncoder", "activation_fn": f"torch.nn.modules.{activation}"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(given))
+    way = {"method": "forward", "method_output_name": "logits"}
+    transformer = {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": way, "message": way | {"format": "flat"}},
+        "module_output_name": "causal_logits",
+    }
+    (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
+    return folder
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_two_tokens_rank_as_in_qwen3_reranker(tmp_path, has_template):
+    folder = tiny_checkpoint(tmp_path / "m", seed=5)
+    with_log_odds(folder, has_template)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with server_threads(folder) as server:
         answer = server.post(SCORING, {"text_1": "a cat", "text_2": TEXTS[3]})
     text = "querya catdocument" + TEXTS[3]
@@ -277,7 +306,7 @@ def test_two_tokens_rank_as_in_qwen3_reranker(tmp_path, has_template):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(given).logits[0, -1]
-    want = torch.softmax(logits[[no, yes]], 0)[1].item()
+    want = torch.softmax(logits[tokenizer.convert_tokens_to_ids(TOKENS)], 0)[1].item()
     assert answer.body["data"][0]["score"] == pytest.approx(want, abs=1e-5)
 
 
