@@ -82,7 +82,8 @@ def guards(
     observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
         probes = "/health", "/health/ready", LIVENESS, "/ping"
-        polled = frozenset([*probes, "/metrics", "/v1/speculation", "/is_sleeping", *PAGES, *PARTS])
+        state = "/metrics", "/v1/speculation", "/is_sleeping", "/api/ps"
+        polled = frozenset([*probes, *state, *PAGES, *PARTS])
         observers.append(AccessLog(polled, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)

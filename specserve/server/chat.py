@@ -65,6 +65,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 B = TypeVar("B", bound=Body)
+THINKS = "enable_thinking"  # variable of templates, e.g. of Qwen3
 THINKING = "thinking"  # the type of a part, and the field with its text
 JSON_KINDS = "json", "json_object"  # formats that can be combined with tools or reasoning
 
@@ -197,12 +198,28 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), CHAT)
+    asked = await fit_thinking(service, asked, "chat_template_kwargs.enable_thinking")
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
     formatter = CompletionFormatter(SCHEMA, served, asked, completion, reader=reader)
     return await respond(request, completion, formatter, asked)
+
+
+async def fit_thinking(service: Service, asked: ChatBody, field: str) -> ChatBody:
+    """Return the body without the variable `enable_thinking` if the template does not read it.
+
+    It is then reported as an ignored field, because many clients always send it.
+    """
+    template, kwargs = service.prompts.processor.tokenizer.chat_template, asked.chat_template_kwargs
+    if template is None or not kwargs or THINKS not in kwargs:
+        return asked
+    if await service.prompts.in_thread(template.reads, THINKS):
+        return asked
+    rest = {name: value for name, value in kwargs.items() if name != THINKS}
+    past = (*asked.read_past, field)
+    return msgspec.structs.replace(asked, chat_template_kwargs=rest, read_past=past)
 
 
 async def fit_to_template(

@@ -58,7 +58,9 @@ class Operation(NamedTuple):
     chunk: Any = None
     required: Sequence[str] = ()
     statuses: Sequence[int] = ()
-    unavailable: Any = Error  # the type of a 503's JSON
+    unavailable: Any = None  # the type of a 503's JSON, if it is not `error`
+    error: Any = Error  # the type of an error's JSON
+    stream: str = "text/event-stream"  # the media type of a stream
     is_open: bool = False  # whether clients without a key can use it
     scope: str = ""  # the required scope of an admin key
     # Parameters of the URL's query: schema and description, by name
@@ -76,7 +78,8 @@ class Operation(NamedTuple):
     @property
     def types(self) -> list[Any]:
         answer = [] if isinstance(self.answer, str) else [self.answer]
-        return [t for t in (*answer, self.body, self.chunk, self.unavailable) if t is not None]
+        each = *answer, self.body, self.chunk, self.unavailable, self.error
+        return [t for t in each if t is not None]
 
 
 def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[str, Any]:
@@ -136,7 +139,9 @@ def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     else:
         content = json_of(named[operation.answer])
     if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": event_of(named[operation.chunk])}
+        chunk = named[operation.chunk]
+        is_events = operation.stream == "text/event-stream"
+        content[operation.stream] = {"schema": event_of(chunk) if is_events else chunk}
     statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
     refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
     return {"200": {"description": "The response", "content": content}} | refused
@@ -154,7 +159,7 @@ def event_of(chunk: Any) -> dict[str, Any]:
 
 
 def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
-    kind = operation.unavailable if status == 503 else Error
+    kind = (status == 503 and operation.unavailable) or operation.error
     response: dict[str, Any] = {"description": STATUSES[status], "content": json_of(named[kind])}
     if status == 503:
         schema = {"type": "integer", "description": "seconds"}

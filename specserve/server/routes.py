@@ -29,6 +29,30 @@ from specserve.server.control import (
 )
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.embeddings import EmbeddingsBody, embeddings
+from specserve.server.ollama import (
+    ollama_chat,
+    ollama_embed,
+    ollama_generate,
+    ollama_models,
+    ollama_running,
+    ollama_show,
+    ollama_version,
+)
+from specserve.server.ollama_body import (
+    ModelBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+)
+from specserve.server.ollama_types import (
+    OllamaCard,
+    OllamaChat,
+    OllamaEmbeddings,
+    OllamaError,
+    OllamaGeneration,
+    OllamaModels,
+    OllamaVersion,
+)
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS, redirected
 from specserve.server.protocol import (
@@ -171,6 +195,61 @@ async def docs(request: Request) -> Response:
     return Response(html, headers=HEADERS, media_type="text/html")
 
 
+OLLAMA = (
+    Operation(
+        "POST",
+        "/api/chat",
+        ollama_chat,
+        "Generate from messages, with Ollama's API",
+        OllamaChat,
+        OllamaChatBody,
+        chunk=OllamaChat,
+        statuses=GENERATING,
+        error=OllamaError,
+        stream="application/x-ndjson",
+    ),
+    Operation(
+        "POST",
+        "/api/generate",
+        ollama_generate,
+        "Generate from a prompt, with Ollama's API",
+        OllamaGeneration,
+        OllamaGenerateBody,
+        chunk=OllamaGeneration,
+        statuses=GENERATING,
+        error=OllamaError,
+        stream="application/x-ndjson",
+    ),
+    Operation(
+        "POST",
+        "/api/embed",
+        ollama_embed,
+        "Convert texts to embeddings, with Ollama's API",
+        OllamaEmbeddings,
+        OllamaEmbedBody,
+        required=["input"],
+        statuses=GENERATING,
+        error=OllamaError,
+    ),
+    Operation(
+        "POST",
+        "/api/show",
+        ollama_show,
+        "Show the served model, with Ollama's API",
+        OllamaCard,
+        ModelBody,
+        statuses=[404, 503],
+        error=OllamaError,
+    ),
+    *(
+        Operation("GET", path, route, what, answer, statuses=[503], error=OllamaError)
+        for path, route, what, answer in (
+            ("/api/tags", ollama_models, "List the served model, with Ollama's API", OllamaModels),
+            ("/api/ps", ollama_running, "List the loaded model, with Ollama's API", OllamaModels),
+            ("/api/version", ollama_version, "Show the version of Ollama's API", OllamaVersion),
+        )
+    ),
+)
 OPERATIONS = (
     Operation(
         "POST",
@@ -235,6 +314,7 @@ OPERATIONS = (
         required=["text_1", "text_2"],
         statuses=GENERATING,
     ),
+    *OLLAMA,
     Operation(
         "GET",
         "/v1/models",

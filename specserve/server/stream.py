@@ -22,7 +22,6 @@ from specserve.server.refusal import error_response, json_response
 
 T = TypeVar("T")
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
@@ -69,7 +68,13 @@ class EventStream(Response):
 
     Only `write` sends to the connection. The completion calls it after turns of the event loop with
     new output, or a timer calls it. No task waits for output.
+
+    content_type  of the response
+    comment_line  what is sent after a time without output; empty: nothing
     """
+
+    content_type = b"text/event-stream; charset=utf-8"
+    comment_line = COMMENT
 
     def __init__(
         self, completion: LiveCompletion, formatter: Formatter, service: Service, asked: Body
@@ -90,7 +95,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
-        start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
+        headers = [(b"content-type", self.content_type), *HEADERS, *more]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
         try:
             await send(start)
         except BaseException:
@@ -127,8 +133,8 @@ class EventStream(Response):
         seconds = self.service.limits.comment_seconds
         left = self.written_at + seconds - self.loop.time()
         if left <= 0:
-            if self.sink.is_writable and not self.is_busy:
-                self.push([COMMENT])
+            if self.comment_line and self.sink.is_writable and not self.is_busy:
+                self.push([self.comment_line])
             left = seconds
         self.timer = self.loop.call_later(left, self.comment)
 
@@ -314,12 +320,13 @@ def merged(deltas: Iterable[ChoiceDelta]) -> dict[int, ChoiceDelta]:
 
 
 def padded(event: bytes) -> bytes:
-    """Pad an event (with OpenAI's field `obfuscation`) or a comment.
+    """Pad an event or a line of JSON (with OpenAI's field `obfuscation`), or a comment.
 
     The result has at least LEAST bytes, and a multiple of SIZE.
     """
-    if event.endswith(b"}\n\n"):
-        begin, end = event[:-3] + b',"obfuscation":"', b'"}\n\n'
+    if event.endswith((b"}\n\n", b"}\n")):
+        at = event.rindex(b"}")
+        begin, end = event[:at] + b',"obfuscation":"', b'"' + event[at:]
     elif event.startswith(b":"):
         begin, end = event[:-2], b"\n\n"
     else:
