@@ -327,6 +327,12 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("model name for clients; unset: the name of its folder or file, or its hub id"),
     ] = None
+    model_aliases: Annotated[
+        list[Name], about("further names of the model, for clients that cannot be configured")
+    ] = []
+    any_model_name: Annotated[
+        bool, about("whether every unknown model name means the served model")
+    ] = False
     tool_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "mistral", "command_r", "template", "none"],
         about(

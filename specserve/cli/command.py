@@ -164,7 +164,16 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     )
     add_drafting(p)
     p.add_argument(
-        "--served-model-name", help="model name for clients; default: the folder's, or the hub id"
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="model name for clients; default: the folder's, or the hub id. Repeat it for aliases",
+    )
+    p.add_argument(
+        "--any-model-name",
+        action="store_true",
+        default=None,
+        help="every unknown model name means this model; default: it is an error",
     )
     p.add_argument(
         "--task",
@@ -603,7 +612,12 @@ def configured(args: argparse.Namespace) -> Config:
     if args.action is serve:
         files = "api_key_file", "admin_key_file", *TLS_FILES
         others = "tool_parser", "reasoning_parser"
-        for key in ("host", "port", "served_model_name", "allow_no_keys", *files, *others):
+        names = args.served_model_name or [None]
+        flags |= {
+            "--served-model-name": ("server.served_model_name", names[0]),
+            "--served-model-name (again)": ("server.model_aliases", names[1:] or None),
+        }
+        for key in ("host", "port", "any_model_name", "allow_no_keys", *files, *others):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
         flags |= {
             "--task": ("model.task", args.task),

@@ -16,14 +16,23 @@ from specserve.server.body import (
     BodyKind,
     FormattedBody,
     convert,
+    decode_object,
     fields,
     is_same,
-    read,
+    read_object,
     refuse_unknown,
 )
 from specserve.server.completion import Arrival, LiveCompletion, Service, arrival
 from specserve.server.formatter import CompletionFormatter, RouteSchema
 from specserve.server.logprobs import chat_logprobs, sealed
+from specserve.server.old_fields import (
+    REPLACED,
+    as_function,
+    has_functions,
+    replace_functions,
+    with_function,
+    with_function_delta,
+)
 from specserve.server.prompt import blaming
 from specserve.server.protocol import (
     ChatChunkChoice,
@@ -101,11 +110,14 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
     tool_choice     "none", "auto", "required" or a function of the tools
     parallel_tool_calls  false: at most one call
     include_reasoning  false removes reasoning from the response
+    enable_thinking  the same as this variable of chat_template_kwargs
     """
 
-    refused: ClassVar[Mapping[str, str]] = REFUSED | {
-        "prompt": "a chat has messages; send a prompt to /v1/completions"
+    refused: ClassVar[Mapping[str, str]] = {
+        **{name: why for name, why in REFUSED.items() if name not in REPLACED},
+        "prompt": "a chat has messages; send a prompt to /v1/completions",
     }
+    old: ClassVar[Mapping[str, str]] = REPLACED
 
     messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
@@ -118,6 +130,7 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    enable_thinking: bool | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -191,6 +204,12 @@ SCHEMA = RouteSchema(
     lambda scored, namer: ChatLogprobs(sealed(chat_logprobs(scored, namer)), refusal=None),
     choices_have_prompts=False,
 )
+FUNCTION_SCHEMA = SCHEMA._replace(  # for requests with OpenAI's deprecated functions
+    chunk_choice=lambda event, is_first, **fields: with_function_delta(
+        chunk_choice(event, is_first, **as_function(fields))
+    ),
+    choice=lambda answer, **fields: with_function(whole_choice(answer, **as_function(fields))),
+)
 
 
 async def chat(request: Request) -> Response:
@@ -203,7 +222,8 @@ async def chat(request: Request) -> Response:
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
-    formatter = CompletionFormatter(SCHEMA, served, asked, completion, reader=reader)
+    schema = FUNCTION_SCHEMA if has_functions(asked.replaced) else SCHEMA
+    formatter = CompletionFormatter(schema, served, asked, completion, reader=reader)
     return await respond(request, completion, formatter, asked)
 
 
@@ -363,7 +383,11 @@ def call_grammar(
 
 
 def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
-    body = read(raw, ChatBody)
+    given = decode_object(raw)
+    body = read_object(given, ChatBody, replace_functions(given))
+    if body.enable_thinking is not None:
+        thinks = {THINKS: body.enable_thinking} | (body.chat_template_kwargs or {})
+        body = msgspec.structs.replace(body, chat_template_kwargs=thinks)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs. Set logprobs = true", "top_logprobs")
     tools = NO_TOOLS

@@ -434,6 +434,8 @@ class Service:
             return None
         if name in self.adapters.known:
             return NamedAdapter(name, self.adapters.known[name])
+        if name in self.limits.model_aliases or self.limits.any_model_name:
+            return None
         adapters = f" and the adapters {cut(', '.join(self.adapters.known))}"
         known = f"{self.name!r}{adapters if self.adapters.known else ''}"
         message = f"the model {cut(name)!r} is not served. This server has {known}"

@@ -64,6 +64,7 @@ from specserve.text.answer.events import (
     answer_of,
 )
 from specserve.text.answer.formats import AnswerReader, PlainParser
+from specserve.text.infill import find_format
 
 API_VERSION = "0.13.0"  # of Ollama; some clients require a minimum
 LATEST = ":latest"
@@ -347,6 +348,7 @@ async def ollama_show(request: Request) -> Response:
         "completion": served.has_head,
         "tools": served.formats.tools != "none",
         "thinking": served.formats.reasoning != "none",
+        "insert": find_format(processor.tokenizer) is not None,
         "embedding": service.poolers.embedder is not None,
     }
     family = details.family

@@ -136,7 +136,10 @@ class OllamaAsked(msgspec.Struct, frozen=True, kw_only=True):
 def read_ollama_chat(raw: bytes) -> OllamaAsked:
     body = checked_fields(decode_object(raw), OllamaChatBody)
     fields, past = read_common(body)
-    fields |= {"messages": read_history(body.messages), "tools": body.tools or None}
+    messages = read_history(body.messages)
+    fields |= {"messages": messages, "tools": body.tools or None}
+    if messages and messages[-1].get("role") == "assistant" and messages[-1].get("content"):
+        fields["continue_final_message"] = True  # as Ollama does
     chat = read_chat(msgspec.json.encode(fields)) if body.messages else None
     return OllamaAsked(model=body.model, is_chat=True, chat=chat, past=past)
 

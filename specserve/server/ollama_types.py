@@ -101,7 +101,7 @@ class OllamaModels(Struct):
 
 
 class OllamaCard(Struct):
-    """Details of the served model. `capabilities` are completion, tools, thinking, embedding."""
+    """Details of the served model. `capabilities`: completion, tools, thinking, insert, embedding."""
 
     modelfile: str
     parameters: str

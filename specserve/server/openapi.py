@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from specserve.server.body import UNSET, Body, passed_over
+from specserve.server.body import INTERNAL, UNSET, Body, passed_over
 from specserve.server.protocol import Error
 from specserve.version import VERSION
 
@@ -174,7 +174,8 @@ def json_of(schema: Any) -> dict[str, Any]:
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
     """Allow null for optional fields of a body, and forbid unknown fields."""
     fields = component["properties"]
-    fields.pop("read_past", None)
+    for name in INTERNAL:
+        fields.pop(name, None)
     passed = passed_over(kind) if issubclass(kind, Body) else {}
     own = {name: field for name, field in fields.items() if name not in passed}
     needed = {name: not_null(own.pop(name)) for name in required}

@@ -323,6 +323,7 @@ class ChatCompletionMessage(Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # instead, if the request has functions
 
 
 class ChatCompletionChoice(ChoiceFields, kw_only=True):
@@ -399,6 +400,7 @@ class MessageDelta(Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET  # instead, if the request has functions
 
 
 class ChatChunkChoice(ChunkChoiceFields, kw_only=True):

@@ -97,7 +97,9 @@ LIVENESS = "/health/live"
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
     adapters = [adapter_card(service, *each) for each in service.adapters.known.items()]
-    return json_response(ModelList([card(service), *adapters]))
+    own = card(service)
+    others = [msgspec.structs.replace(own, id=name) for name in service.limits.model_aliases]
+    return json_response(ModelList([own, *others, *adapters]))
 
 
 async def show_model(request: Request) -> Response:

@@ -64,7 +64,11 @@ def numbers(path: str) -> list[tuple[str, ...]]:
     """The paths of every integer and float that a body of this route may have, of its type."""
     kind, _ = BODIES[path]
     found = [*dict.fromkeys(numbers_in(inspect.type_info(kind)))]
-    hidden = {"read_past", "max_tokens" if kind is ResponsesBody else "max_output_tokens"}
+    hidden = {
+        "read_past",
+        "replaced",
+        "max_tokens" if kind is ResponsesBody else "max_output_tokens",
+    }
     return [names for names in found if names[0] not in hidden]
 
 
