@@ -575,8 +575,8 @@ def check_ends(min_tokens: int, defaults: GenerationDefaults, field: str) -> Non
     """RequestError if a text with the format of `field` could not end as soon as it is complete."""
     if min_tokens:
         raise RequestError(
-            f"min_tokens: not supported with {field}, because a complete text ends. vLLM forbids end "
-            "tokens until then, so that no token may be left. Omit it",
+            f"min_tokens: not supported with {field}, because a complete text ends. vLLM forbids "
+            "end tokens until then, so that no token may be left. Omit it",
             "min_tokens",
         )
     if not defaults.eos_token_ids:

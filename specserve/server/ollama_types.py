@@ -101,7 +101,10 @@ class OllamaModels(Struct):
 
 
 class OllamaCard(Struct):
-    """Details of the served model. `capabilities`: completion, tools, thinking, insert, embedding."""
+    """Details of the served model.
+
+    capabilities    some of completion, tools, thinking, insert and embedding
+    """
 
     modelfile: str
     parameters: str

@@ -64,6 +64,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     """The served model or an adapter. Fields after `max_model_len` are set once it is loaded.
 
     max_model_len   maximum tokens of prompt and output together; null while the model loads
+    chat_defaults   parameters for chats of users, if the model's files name none
     implementation  code that computes the target model: native or transformers
     row_invariant   whether results are batch-invariant, if the code does not guarantee it; if
                     false, speculation and prefix caching are off
@@ -87,6 +88,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
+    chat_defaults: dict[str, float | int] | UnsetType = UNSET
     implementation: str | UnsetType = UNSET
     row_invariant: bool | UnsetType = UNSET
     drafter: str | UnsetType = UNSET

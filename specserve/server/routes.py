@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -117,6 +118,7 @@ def card(service: Service) -> ModelCard:
         root=service.name,
         parent=None,
         max_model_len=service.prompts.processor.max_model_len if is_loaded else None,
+        chat_defaults=service.prompts.processor.defaults.for_chats if is_loaded else UNSET,
         **(details(service.served) if is_loaded else {}),
     )
 

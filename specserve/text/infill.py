@@ -60,7 +60,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, starts: bool) 
     if found.is_reversed:
         parts.reverse()
     end = [part(found.middle, "")] if found.middle else []
-    return [*(beginning(tokenizer) if starts else []), *sum([*parts, *end], [])]
+    first = beginning(tokenizer) if starts else []
+    return [*first, *(id for each in (*parts, *end) for id in each)]
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
