@@ -312,10 +312,12 @@ class LocalModel:
         self, llm: "LLM", params: "SamplingParams", colored: Colored | None = None
     ) -> None:
         """`colored` needs `params` with return_speculation_details."""
-        self.llm, self.params, self.colored = llm, params, colored
+        own = llm.input_processor.defaults.for_chats.items()
+        unset = {name: value for name, value in own if getattr(params, name) is None}
+        self.llm, self.params, self.colored = llm, params.clone(**unset), colored
         self.name = name_of(llm.config.target)
         # Raise errors that every message would cause, e.g. a missing template, at the start.
-        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
+        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), self.params)
 
     def set(self, name: str, value: Any) -> None:
         changed = self.params.clone(**{name: value})

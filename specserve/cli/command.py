@@ -522,8 +522,6 @@ def chat(args: argparse.Namespace) -> None:
 
     params = SamplingParams(**sampled | ({DETAILS: True} if args.show_drafts else {}))
     with LLM(config=args.config, **settings) as llm:
-        given = {name: value for name, value in sampled.items() if value is not None}
-        params = params.clone(**llm.input_processor.defaults.for_chats | given)
         local = LocalModel(llm, params, Colored() if args.show_drafts else None)
         say_scaled(scaled_models(llm.folders[:3]))
         if args.show_drafts:

@@ -422,7 +422,9 @@ def read(raw: bytes, kind: type[T]) -> T:
 
 def read_object(given: dict[str, Any], kind: type[T], replaced: Sequence[str] = ()) -> T:
     """Check the body of a completion request. `replaced` are its old fields so far."""
-    known, replaced = own_fields(kind), (*replaced, *replace_guided(given))
+    known = own_fields(kind)
+    if not GUIDED.keys().isdisjoint(given):
+        replaced = (*replaced, *replace_guided(given))
     inside = drop_ignored(given)
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
@@ -433,7 +435,7 @@ def read_object(given: dict[str, Any], kind: type[T], replaced: Sequence[str] = 
     if past := [*(key for key in given if key in FRONTENDS and key not in known), *inside]:
         body = msgspec.structs.replace(body, read_past=tuple(past))
     if replaced:
-        body = msgspec.structs.replace(body, replaced=replaced)
+        body = msgspec.structs.replace(body, replaced=tuple(replaced))
     check_form(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only for streams. Set stream = true", "stream_options")

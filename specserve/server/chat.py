@@ -26,9 +26,10 @@ from specserve.server.completion import Arrival, LiveCompletion, Service, arriva
 from specserve.server.formatter import CompletionFormatter, RouteSchema
 from specserve.server.logprobs import chat_logprobs, sealed
 from specserve.server.old_fields import (
+    FUNCTION_CALL,
+    FUNCTIONS,
     REPLACED,
     as_function,
-    has_functions,
     replace_functions,
     with_function,
     with_function_delta,
@@ -222,7 +223,7 @@ async def chat(request: Request) -> Response:
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
-    schema = FUNCTION_SCHEMA if has_functions(asked.replaced) else SCHEMA
+    schema = FUNCTION_SCHEMA if FUNCTIONS in asked.replaced else SCHEMA
     formatter = CompletionFormatter(schema, served, asked, completion, reader=reader)
     return await respond(request, completion, formatter, asked)
 
@@ -384,7 +385,8 @@ def call_grammar(
 
 def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
     given = decode_object(raw)
-    body = read_object(given, ChatBody, replace_functions(given))
+    has_old = FUNCTIONS in given or FUNCTION_CALL in given
+    body = read_object(given, ChatBody, replace_functions(given) if has_old else ())
     if body.enable_thinking is not None:
         thinks = {THINKS: body.enable_thinking} | (body.chat_template_kwargs or {})
         body = msgspec.structs.replace(body, chat_template_kwargs=thinks)

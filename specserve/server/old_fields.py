@@ -1,6 +1,6 @@
 """Fields of older APIs, whose effect other fields have: clients often cannot be changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -77,11 +77,6 @@ def replace_in_message(message: dict[str, Any]) -> bool:
     return False
 
 
-def has_functions(replaced: Sequence[str]) -> bool:
-    """Whether a request expects calls of functions in its response."""
-    return FUNCTIONS in replaced
-
-
 def with_function(choice: ChatCompletionChoice) -> ChatCompletionChoice:
     """Return a choice whose call is that of a function."""
     message = choice.message
@@ -97,7 +92,8 @@ def with_function_delta(choice: ChatChunkChoice) -> ChatChunkChoice:
     delta = choice.delta
     if isinstance(delta.tool_calls, list) and delta.tool_calls:
         called = delta.tool_calls[0].function
-        delta.function_call = FunctionDelta(called.name, called.arguments)
+        if isinstance(called, FunctionDelta):
+            delta.function_call = FunctionDelta(called.name, called.arguments)
         delta.tool_calls = msgspec.UNSET
     return choice
 

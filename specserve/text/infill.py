@@ -23,9 +23,9 @@ class InfillFormat(NamedTuple):
 FORMATS = (
     InfillFormat("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     InfillFormat("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    InfillFormat(
-        *(f"<\uff5cfim\u2581{part}\uff5c>" for part in ("begin", "hole", "end"))
-    ),  # DeepSeek
+    InfillFormat(  # DeepSeek
+        "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"
+    ),
     InfillFormat("[PREFIX]", "[SUFFIX]", "", is_reversed=True),  # Codestral
 )
 
