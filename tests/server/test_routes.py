@@ -108,7 +108,7 @@ NOT_SERVED = """
 /v1/audio/speech /v1/audio/transcriptions /v1/images/generations /v1/images/edits
 /v1/moderations /v1/files /v1/files/f/content /v1/uploads /v1/batches /v1/fine_tuning/jobs
 /v1/assistants /v1/threads /v1/threads/t/runs /v1/vector_stores /v1/classify /rerankers
-/v1/messages /v1/videos /v1/realtime /v1/conversations /v1/evals /v1/containers /api/generate
+/v1/messages /v1/videos /v1/realtime /v1/conversations /v1/evals /v1/containers /api/pull
 /generate /v1/chat /v1 /v2/chat/completions /v1/chat/completions/x /V1/models
 """
 
