@@ -186,7 +186,7 @@ def test_the_model_is_listed_and_shown(server):
         card = server.post("/api/show", name).body
         assert card["model_info"]["general.architecture"] == "qwen3"
         assert card["model_info"]["qwen3.context_length"] == 512
-        assert card["capabilities"] == ["completion"] and "messages" in card["template"]
+        assert card["capabilities"] == ["completion", "tools"] and "messages" in card["template"]
     assert server.get("/api/version").body["version"].count(".") == 2
 
 
