@@ -421,7 +421,7 @@ HOSTILE = {
     "white space": (with_field(guided_whitespace_pattern=" "), "is refused"),
     "a schema": (chat_with(response_format=BOMB), "response_format.json_schema.schema: nested"),
     "structured outputs": (with_field(structured_outputs={"regex": "("}), "structured_outputs"),
-    "tools": (chat_with(tools=[TOOL]), "server.tool_parser"),
+    "tools": (chat_with(tools=[{"type": "function"}]), "tools[0]"),
     "tools of a completion": ((COMPLETIONS, {"prompt": "a", "tools": [TOOL]}), "tools"),
     "a forced tool": (chat_with(tool_choice="required"), "needs tools"),
     "a template": (chat_with(chat_template="{{ 7 * 7 }}"), "chat_template is refused"),
