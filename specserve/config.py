@@ -70,6 +70,14 @@ class ModelConfig(Section, frozen=True):
             "it supports the architecture, else transformers"
         ),
     ] = "auto"
+    task: Annotated[
+        Literal["auto", "embed", "rank"],
+        about(
+            "auto, embed or rank: what the model does besides generating text. auto reads "
+            "1_Pooling/config.json and modules.json; embed returns the last token's hidden state; "
+            "rank compares the tokens yes and no, as Qwen3-Reranker does"
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "bf16", "fp32"],
         about("dtype of weights and activations: auto (the checkpoint's), bf16 or fp32"),
@@ -348,6 +356,12 @@ class ServerConfig(Section, frozen=True):
         Name | None,
         about("model name for clients; unset: the name of its folder or file, or its hub id"),
     ] = None
+    model_aliases: Annotated[
+        list[Name], about("further names of the model, for clients that cannot be configured")
+    ] = []
+    any_model_name: Annotated[
+        bool, about("whether every unknown model name means the served model")
+    ] = False
     tool_parser: Annotated[
         ToolParser,
         about(

@@ -219,10 +219,13 @@ def tiny_checkpoint(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    kind: Any = None,
     **overrides: Any,
 ) -> Path:
     """Write a checkpoint with its tokenizer; `overrides` are fields of the transformers config, or
     of the config of its text model.
+
+    `kind` is the auto class whose head the model has; None: the head for text.
 
     Same arguments, same bytes: two checkpoints that differ in `seed` make a target and a draft.
     """
@@ -236,7 +239,7 @@ def tiny_checkpoint(
         config = CONFIG_MAPPING[whole](**parts)
     else:
         config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    save_quietly(random_model(config, seed).to(dtype), folder)
+    save_quietly(random_model(config, seed, kind).to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -264,11 +267,11 @@ def with_another_token(folder: Path) -> Path:
     return folder
 
 
-def random_model(config: Any, seed: int) -> Any:
+def random_model(config: Any, seed: int, kind: Any = None) -> Any:
     """Random weights, norms and biases included: ones and zeros would hide a missing operation."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+        model = (kind or auto_class(config)).from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn_like(parameter)

@@ -150,6 +150,38 @@ class InputProcessor(msgspec.Struct, frozen=True):
         self.check_ids(ids, "prompt")
         return ids
 
+    def read_beginning(self, prompt: Any, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a prompt of text or ids, without what exceeds the context.
+
+        Special tokens at both ends of a text are kept.
+        """
+        most = self.max_model_len - 1
+        if not isinstance(prompt, str):
+            ids = self.read_ids(prompt)[:most]
+        else:
+            # Later characters cannot be among the first tokens unless the tokens are very long.
+            text = prompt[: PIECE * self.max_model_len * 4]
+            ids = self.tokenizer.encode(text, add_special_tokens)
+            if len(ids) > most:
+                own = self.tokenizer.encode(text, add_special_tokens=False)
+                first = next(i for i in range(len(ids)) if ids[i : i + len(own)] == own)
+                ending = ids[first + len(own) :]
+                ids = [*ids[:first], *own[: most - first - len(ending)], *ending]
+            self.check_ids(ids, "prompt")
+        self.check_length(ids)
+        return ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the tokens of two texts, with the tokenizer's special tokens for a pair."""
+        try:
+            for text in (first, second):
+                self.check_size(text)
+            ids = self.tokenizer.backend.encode(first, second).ids
+        except (TypeError, UnicodeError) as e:
+            raise RequestError(f"the pair is not valid text: {e}", "prompt") from e
+        self.check_ids(ids, "prompt")
+        return ids
+
     def check_size(self, text: str) -> None:
         """Count the tokens of a long text piece by piece, up to twice the context length.
 

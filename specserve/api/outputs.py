@@ -135,6 +135,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure = self.blamed = ""
+        self.pooled = b""  # the prompt's vector, float32, in pooling
         # The parameter that turns speculation off
         self.disabled_by = None if sampling.beam_search is None else "use_beam_search"
         self.steps: list[tuple[int, int]] = []  # drafted and accepted tokens of each verified step
@@ -171,6 +172,11 @@ class Generation:
         if not self.sampling.max_tokens:  # the step computed the prompt; drop its token
             output = replace(output, tokens=[], logprobs=[], finish_reason="length")
         now = perf_counter()
+        if output.pooled:
+            self.pooled, self.finish_reason = output.pooled, output.finish_reason
+            self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
+            self.first_token_at = self.last_token_at = now
+            return ""
         if not self.token_ids:  # later values can come from another engine process
             self.admitted_at, self.num_cached = output.admitted_at, output.num_cached
         self.num_fallbacks += output.is_fallback

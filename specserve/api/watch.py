@@ -151,7 +151,7 @@ def step_words(number: int, step: StepDetails) -> str:
 
 
 def draw_stream(steps: "Watched", text_of: Callable[[int], str]) -> "Output":
-    """Print the tree of each step, then the whole text; return the output."""
+    """Print the tree of each step with draft tokens, then the whole text; return the output."""
     colored, number = Colored(), 0
     pieces: list[str] = []
     while True:
@@ -165,5 +165,7 @@ def draw_stream(steps: "Watched", text_of: Callable[[int], str]) -> "Output":
         pieces.append(colored.shown(text))
         for step in details:
             number += 1
+            if not step.tree.tokens:
+                continue
             print(step_words(number, step))
             print(*tree_lines(step, text_of), "", sep="\n", flush=True)

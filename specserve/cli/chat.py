@@ -12,7 +12,7 @@ from contextlib import closing
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -28,9 +28,15 @@ if TYPE_CHECKING:
 
 HELP = (
     "/help prints this, /reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops a "
-    "response"
+    "response. /system TEXT sets the system message, /set NAME VALUE a parameter, /model NAME the "
+    "model; /save FILE and /load FILE keep a conversation"
 )
 COMMAND = re.compile(r"/[a-z]+")
+WITH_ARGUMENT = re.compile(r"(/(?:system|save|load|set|model))(|\s.*)", re.DOTALL)
+SETTABLE = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop"),
+)
 
 
 class AnswerStatistics(NamedTuple):
@@ -73,6 +79,14 @@ class Answerer(Protocol):
     name: str  # of the model
     colored: Colored | None  # None: tokens are not colored by draft source
 
+    def set(self, name: str, value: Any) -> None:
+        """Set a parameter of later responses. RequestError for an invalid one."""
+        ...
+
+    def choose(self, model: str) -> None:
+        """Use another model. SpecserveError if that is not possible."""
+        ...
+
     def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
         """Yield the response's text piece by piece; closing the generator aborts the response."""
         ...
@@ -103,6 +117,56 @@ class ChatSession:
             write_messages(self.file, self.messages)
         except OSError as e:
             print(f"error: --session {self.file} cannot be written ({e})", file=sys.stderr)
+
+    def instruct(self, text: str) -> None:
+        """Replace the system message; an empty text removes it."""
+        before = len(self.opening)
+        self.opening = [{"role": "system", "content": text}] if text else []
+        has_system = bool(self.messages) and self.messages[0].get("role") == "system"
+        self.messages = [*self.opening, *self.messages[max(before, has_system) :]]
+        self.keep()
+
+    def save(self, name: str) -> None:
+        try:
+            write_messages(Path(name), self.messages)
+        except OSError as e:
+            raise ConfigError(f"/save {name}: cannot be written ({e})") from e
+
+    def load(self, name: str) -> None:
+        if not (messages := read_messages(Path(name), "/load")):
+            raise ConfigError(f"/load {name}: there is no conversation. Name a file of /save")
+        self.messages = messages
+        self.keep()
+
+    def set(self, words: str) -> None:
+        """Set a parameter, e.g. `temperature 0.5`. The value is JSON, or else a text."""
+        name, _, text = words.partition(" ")
+        if name not in SETTABLE or not text.strip():
+            raise ConfigError(f"/set {name}: write /set NAME VALUE, for {', '.join(SETTABLE)}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text.strip()
+        self.answerer.set(name, value)
+
+    def run(self, command: str, rest: str) -> None:
+        """Run a command with an argument, and print an error."""
+        commands: dict[str, Callable[[str], None]] = {
+            "/system": self.instruct,
+            "/save": self.save,
+            "/load": self.load,
+            "/set": self.set,
+            "/model": self.choose,
+        }
+        try:
+            commands[command](rest.strip())
+        except SpecserveError as e:
+            print(self.complaint(e), file=sys.stderr)
+
+    def choose(self, model: str) -> None:
+        if model:
+            self.answerer.choose(model)
+        print(harmless(self.answerer.name))
 
     @property
     def introduction(self) -> str:
@@ -172,15 +236,15 @@ def earlier_messages(file: Path | None, system: str | None) -> list[Message]:
     return earlier
 
 
-def read_messages(file: Path) -> list[Message]:
-    """The messages of an earlier chat; none if the file does not exist."""
+def read_messages(file: Path, option: str = "--session") -> list[Message]:
+    """The messages of an earlier chat; none if the file does not exist. Errors name `option`."""
     try:
         messages = json.loads(file.read_bytes())
         msgspec.convert(messages, list[dict[str, str]])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, msgspec.ValidationError) as e:
-        raise ConfigError(f"--session {file} is not a conversation ({e}). Name a new file") from e
+        raise ConfigError(f"{option} {file} is not a conversation ({e}). Name a new file") from e
     return list[Message](messages)
 
 
@@ -210,6 +274,8 @@ def converse(chat: ChatSession) -> None:
                     chat.reset()
                 case "/help":
                     print(HELP)
+                case command if (found := WITH_ARGUMENT.fullmatch(command)) is not None:
+                    chat.run(found[1], found[2])
                 case command if COMMAND.fullmatch(command):
                     print(f"{command} is not a command. {HELP}", file=sys.stderr)
                 case message:
@@ -246,10 +312,22 @@ class LocalModel:
         self, llm: "LLM", params: "SamplingParams", colored: Colored | None = None
     ) -> None:
         """`colored` needs `params` with return_speculation_details."""
-        self.llm, self.params, self.colored = llm, params, colored
+        own = llm.input_processor.defaults.for_chats.items()
+        unset = {name: value for name, value in own if getattr(params, name) is None}
+        self.llm, self.params, self.colored = llm, params.clone(**unset), colored
         self.name = name_of(llm.config.target)
         # Raise errors that every message would cause, e.g. a missing template, at the start.
-        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), params)
+        llm.check(llm.input_processor.render([{"role": "user", "content": "Hello"}]), self.params)
+
+    def set(self, name: str, value: Any) -> None:
+        changed = self.params.clone(**{name: value})
+        self.llm.check(self.llm.input_processor.render([{"role": "user", "content": "a"}]), changed)
+        self.params = changed
+
+    def choose(self, model: str) -> None:
+        raise ConfigError(
+            f"/model {model}: this chat runs one model. Start again with --model, or use --url"
+        )
 
     def stream_answer(self, messages: Sequence[Message]) -> Generator[str, None, AnswerStatistics]:
         ids = self.llm.input_processor.render(messages)

@@ -165,7 +165,22 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     )
     add_drafting(p)
     p.add_argument(
-        "--served-model-name", help="model name for clients; default: the folder's, or the hub id"
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="model name for clients; default: the folder's, or the hub id. Repeat it for aliases",
+    )
+    p.add_argument(
+        "--any-model-name",
+        action="store_true",
+        default=None,
+        help="every unknown model name means this model; default: it is an error",
+    )
+    p.add_argument(
+        "--task",
+        metavar="auto|embed|rank",
+        help="besides generating text: embed returns embeddings, rank returns scores of documents; "
+        "default: auto, by the model's files",
     )
     p.add_argument("--host", help="address to listen on; default: 127.0.0.1")
     p.add_argument("--port", type=int, help="port to listen on; 0: any free port; default: 8000")
@@ -613,9 +628,15 @@ def configured(args: argparse.Namespace) -> Config:
     if args.action is serve:
         files = "api_key_file", "admin_key_file", *TLS_FILES
         others = "tool_parser", "reasoning_parser"
-        for key in ("host", "port", "served_model_name", "allow_no_keys", *files, *others):
+        names = args.served_model_name or [None]
+        flags |= {
+            "--served-model-name": ("server.served_model_name", names[0]),
+            "--served-model-name (again)": ("server.model_aliases", names[1:] or None),
+        }
+        for key in ("host", "port", "any_model_name", "allow_no_keys", *files, *others):
             flags[f"--{key.replace('_', '-')}"] = f"server.{key}", getattr(args, key)
         flags |= {
+            "--task": ("model.task", args.task),
             "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
             "--max-loras": ("lora.max_loras", args.max_loras),
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),

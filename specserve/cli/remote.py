@@ -41,6 +41,7 @@ class Card(msgspec.Struct, frozen=True):
     max_nodes: int | None = None
     scaled: list[Scaled] = []
     sources: list[str] = []  # draft sources
+    chat_defaults: dict[str, float | int] = {}  # parameters, if the model's files name none
 
 
 class Cards(msgspec.Struct, frozen=True):
@@ -102,13 +103,20 @@ class Remote:
         self.headers = {"Content-Type": "application/json"}
         if key is not None:
             self.headers["Authorization"] = f"Bearer {key}"
-        self.fields = {k: v for k, v in fields.items() if v is not None}
         self.card = self.pick(fields.get("model"))
         self.name = self.card.id
-        self.fields["model"] = self.card.id
+        given = {k: v for k, v in fields.items() if v is not None}
+        self.fields = {**self.card.chat_defaults, **given, "model": self.card.id}
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if colored is not None:
             self.fields["return_speculation_details"] = True
+
+    def set(self, name: str, value: Any) -> None:
+        self.fields[name] = value
+
+    def choose(self, model: str) -> None:
+        self.card = self.pick(model)
+        self.name = self.fields["model"] = self.card.id
 
     def pick(self, model: str | None) -> Card:
         """The model to request: `model`, or the server's first if it is None."""

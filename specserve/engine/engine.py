@@ -12,6 +12,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.beams import BeamRequests
 from specserve.engine.grammars import Grammars
+from specserve.engine.pooling import pool
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.engine.tuning import KeptCosts
 from specserve.exchange.messages import (
@@ -39,7 +40,9 @@ from specserve.speculation.verify import (
     accepted_paths,
     cost_state,
     give_logprobs,
+    pooled_output,
     prompt_output,
+    token_output,
 )
 from specserve_kernels import NOT_FINITE, is_out_of_memory
 
@@ -145,6 +148,8 @@ class Engine:
                     drafted_at -= perf_counter()  # other requests' steps lack this time
                     give_logprobs(step.logprobs, self.target, scheduled, paths, answers)
                     drafted_at += perf_counter()
+                if any(s.request.sampling.pooling is not None for s in scheduled):
+                    pool(scheduled, self.target)
         except Exception as e:
             return refused + self.give_up(scheduled, e)
         outputs = self.commit(scheduled, sampled, paths)
@@ -220,7 +225,7 @@ class Engine:
         for item, path in zip(sampled, paths, strict=True):
             is_beam = item.request.beams is not None
             outputs += self.search(item.request, path) if is_beam else [self.append(item, path)]
-        return outputs
+        return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
         """Take a beam's step; return the outputs of all beams once their search is over."""
@@ -262,21 +267,14 @@ class Engine:
         else:
             request.table.trim()
             request.draft_table.trim()
-        return StepOutput(
-            id=request.id,
-            tokens=path.tokens,
-            finish_reason=reason,
-            is_verified=is_root,
-            num_drafted=len(draft.tokens),
-            num_accepted=len(path.nodes),
-            admitted_at=request.admitted_at,
-            num_cached=request.num_cached,
-            is_fallback=is_fallback,
-            sources=counts[0],
-            tree=counts[1],
-            logprobs=path.logprobs,
-            prompt_logprobs=item.scores,
-        )
+        kind = {"is_root": is_root, "is_fallback": is_fallback}
+        return token_output(item, path, counts, reason, **kind)
+
+    def end_pooled(self, item: ScheduledRequest) -> StepOutput:
+        """End a request whose prompt was pooled."""
+        item.request.begin_output(self.stats)
+        self.finish(item.request.id)
+        return pooled_output(item)
 
     def add(self, token_ids: Sequence[int], sampling: Sampling, id: int | None = None) -> Request:
         """Queue a request with checked parameters and an unused id; see `add_choices`."""

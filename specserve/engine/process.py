@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -48,6 +48,7 @@ from specserve.exchange.messages import (
 from specserve.exchange.phases import Phases
 from specserve.exchange.sleep import SleepState
 from specserve.exchange.speculation_control import NO_HEAD
+from specserve.models.decoder import TargetModel
 from specserve.models.folder import name_of
 from specserve.models.loader import name_of_dtype
 from specserve.models.selection import check_drafter, resolve_drafters
@@ -367,6 +368,7 @@ def ready(loaded: Loaded) -> Ready:
     kv_dtype = engine.target.kv.layers[0].k.dtype
     return Ready(
         phases=loaded.phases,
+        has_head=cast(TargetModel, decoder).has_head,
         drafter=loaded.drafter,
         implementation=decoder.config.implementation,
         row_invariant=loaded.weights.target.is_row_invariant,

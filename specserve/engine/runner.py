@@ -332,7 +332,7 @@ def asked_logprobs(
 def scored(item: ScheduledRequest) -> range:
     """Return the rows' positions before prompt tokens whose logprobs were not reported."""
     request = item.request
-    if not request.is_scoring:
+    if not request.is_scoring or request.sampling.pooling is not None:
         return range(0)
     return range(max(item.start, request.num_scored), min(item.end, request.num_prompt - 1))
 
@@ -586,6 +586,11 @@ class Runner:
             logits = self.program.logits(torch.from_numpy(asked.rows[some]))
             each.append(self.logprobs(logits, torch.from_numpy(asked.tokens[some]), asked.k))
         return joined(each)
+
+    def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the logits of rows of the last launch again, [n, V] for up to `head_rows` rows."""
+        for first in range(0, len(rows), self.head_rows):
+            yield self.program.logits(torch.tensor(rows[first : first + self.head_rows]))
 
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
         given = tokens.cpu().clamp(min=0)  # a row may have no token

@@ -225,6 +225,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     # Only of beam search, whose tokens come at its end:
     first_token_at: float = 0.0  # seconds, perf_counter: when its first step ended
     num_steps: int = 0
+    pooled: bytes = b""  # the prompt's vector, float32, if the request asked for it
 
     @property
     def is_of_prompt(self) -> bool:
@@ -385,6 +386,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     implementation: str = "native"  # of the target model: "native" | "transformers"
     row_invariant: bool | None = None  # whether results are batch-invariant; None: not measured,
     # because native code is batch-invariant by construction
+    has_head: bool = True  # whether the target model was trained to generate text
     weights: WeightForms = WeightForms()  # of the target model
     sources: tuple[str, ...] = ()  # of draft tokens
     known_sources: tuple[str, ...] = ()  # all so far, by their bits in `VerifiedTree.sources`

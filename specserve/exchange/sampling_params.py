@@ -285,6 +285,17 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
     closing: tuple[int, ...]
 
 
+class Pooling(msgspec.Struct, frozen=True):
+    """The vector that the engine returns for a prompt, instead of tokens.
+
+    kind  last: the hidden state of the last token; mean: the mean of all hidden states; score: the
+          outputs of a sequence classifier; logits: the logits of `token_ids` after the last token
+    """
+
+    kind: Literal["last", "mean", "score", "logits"]
+    token_ids: tuple[int, ...] = ()
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved parameters of one request. The engine only accepts these.
 
@@ -303,6 +314,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prediction          tokens of the predicted text
     beam_search         None: no beam search; else the choices of the prompt are its beams
     reasoning           limit of reasoning; None: no limit
+    pooling             None: tokens are generated; else the prompt's vector is the only output
     """
 
     max_tokens: int
@@ -334,6 +346,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prediction: tuple[int, ...] = ()
     beam_search: BeamSearch | None = None
     reasoning: ReasoningBudget | None = None
+    pooling: Pooling | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -537,6 +550,22 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, room: int) -> 
     )
 
 
+def pooled(pooling: Pooling, priority: int = 0, cache_salt: str = "") -> Sampling:
+    """Return the parameters of a prompt that is pooled."""
+    return Sampling(
+        max_tokens=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        priority=priority,
+        cache_salt=cache_salt,
+        speculation=SpeculationParams(enabled=False),
+        pooling=pooling,
+    )
+
+
 def for_prompt(resolved: Sampling, seed: int | None, room: int) -> Sampling:
     """Return resolved parameters for a prompt that leaves `room` tokens of the context.
 
@@ -567,7 +596,8 @@ def check_ends(min_tokens: int, defaults: GenerationDefaults, field: str) -> Non
     """RequestError if a text with the format of `field` could not end as soon as it is complete."""
     if min_tokens:
         raise RequestError(
-            f"min_tokens: not supported with {field}, because a complete text ends. Omit it",
+            f"min_tokens: not supported with {field}, because a complete text ends. vLLM forbids "
+            "end tokens until then, so that no token may be left. Omit it",
             "min_tokens",
         )
     if not defaults.eos_token_ids:

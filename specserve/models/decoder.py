@@ -58,6 +58,22 @@ class LoadedModel(ModelForward, Protocol):
         ...
 
 
+class TargetModel(LoadedModel, Protocol):
+    """A model that can also return hidden states, which are pooled to embeddings and scores."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it was trained to generate text."""
+        ...
+
+    @property
+    def score(self) -> Tensor | None:
+        """The head of a sequence classifier, [labels, hidden] float32; None: no such head."""
+        ...
+
+    def hidden(self, residual: Tensor, rows: Tensor) -> Tensor: ...
+
+
 class SharedExpert(NamedTuple):
     """The expert that all rows use, weighted per row by `gate` if there is one; maps are packed."""
 
@@ -129,6 +145,8 @@ class DecoderWeights(NamedTuple):
     head       packed [V, hidden]
     dtype      of the activations
     forms      the quantization of the weights, and their size in bytes
+    has_head   False: the checkpoint has no head, and `head` is the embedding table
+    score      [labels, hidden]  the head of a sequence classifier, float32; None: no such head
     """
 
     embedding: Weight
@@ -138,6 +156,8 @@ class DecoderWeights(NamedTuple):
     dtype: torch.dtype
     forms: WeightForms = WeightForms()
     norm_bias: Tensor | None = None
+    has_head: bool = True
+    score: Tensor | None = None
 
 
 class Decoder:
@@ -151,6 +171,7 @@ class Decoder:
     ) -> None:
         self.config, self.ops, self.rotary, self.weights = config, ops, rotary, weights
         self.forms, self.dtype = weights.forms, weights.dtype
+        self.has_head, self.score = weights.has_head, weights.score
         self.num_positions, self.num_heads = len(rotary.cos), config.num_heads
         self.windows = tuple(dict.fromkeys(config.windows))
         # Rounded to the model's dtype, as in transformers.
@@ -278,6 +299,18 @@ class Decoder:
         if norm is None:
             return ops.linear_add(h, packed, bias, residual, c.residual_scale, added)
         return ops.rms_norm_add(ops.linear(h, packed, bias, added), norm, c.norm_eps, residual)
+
+    def hidden(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """The hidden states of some rows after the final norm, as transformers returns them.
+
+        residual  [R, hidden]  from `forward`
+        rows      [n]          int64, ascending
+        ->        [n, hidden]  float32
+        """
+        taken, weights = self.ops.take_rows(residual, rows), self.weights
+        hidden = self.norm(taken, weights.norm, weights.norm_bias)
+        # The loader multiplied the norm by this factor.
+        return hidden.float() / self.config.logit_scale
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The logits of some rows: applies the final norm and the head to these rows only.

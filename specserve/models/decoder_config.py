@@ -1,6 +1,7 @@
 """Parses config.json of a decoder: its shape, and the tensors of its checkpoint."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -26,6 +27,9 @@ SINKS = "self_attn.sinks"  # tensor name within a layer
 # Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
+# Architectures without a head for text; their layers are those of the family's ...ForCausalLM.
+HEADLESS = re.compile(r"(\w+?)(ForSequenceClassification|Model)")
+SCORE = "score.weight"  # tensor of a sequence classifier's head
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> names of ops
 UNGATED = ACTIVATIONS | {"relu2": "relu2", "xielu": "xielu"}  # in MLPs without a gate
 ALPHAS = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")  # xIELU's tensors within a layer
@@ -84,6 +88,8 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     local_rope_parameters: RopeParameters  # of layers with a window
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
+    has_head: bool = True  # for text; without it, the embedding table stands for the head
+    num_labels: int = 0  # outputs of a sequence classifier's head; 0: the model has none
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and self.mixture.layers[layer]
@@ -157,8 +163,26 @@ def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
 def names_family(written: Mapping[str, Any]) -> bool:
     """Whether a config.json names a supported architecture, or none at all."""
     named = written.get("architectures")
+    return not named or causal_name(named) in ARCHITECTURES
+
+
+def causal_name(named: Any) -> str | None:
+    """The family's name for the first of a config.json's `architectures`."""
     first = named[0] if isinstance(named, list) and named else None
-    return not named or (isinstance(first, str) and first in ARCHITECTURES)
+    if not isinstance(first, str):
+        return None
+    headless = HEADLESS.fullmatch(first)
+    return first if headless is None else f"{headless[1]}ForCausalLM"
+
+
+def num_labels(fields: Mapping[str, Any]) -> int:
+    """The outputs of a sequence classifier; 0 for other models."""
+    named = fields.get("architectures")
+    if not str(named[0] if isinstance(named, list) and named else "").endswith("Classification"):
+        return 0
+    names = fields.get("id2label")
+    count = len(names) if isinstance(names, Mapping) else fields.get("num_labels", 2)
+    return positive({"num_labels": count}, "num_labels")
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:
@@ -167,6 +191,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     is_multimodal = architecture in MULTIMODAL
     written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
+    has_head = architecture in written["architectures"]
     if fields.get("use_bidirectional_attention"):
         raise ValueError(
             "use_bidirectional_attention = true is not supported: attention must be causal"
@@ -207,7 +232,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         residual_scale=optional_number(fields, keys.residual_scale) or 1.0,
         logit_scale=logit_scale(fields, keys),
         logit_cap=optional_number(fields, keys.logit_cap),
-        tied=flag(fields, "tie_word_embeddings"),
+        tied=flag(fields, "tie_word_embeddings") or not has_head,
         qkv_bias=either(family.qkv_bias, fields, keys.qkv_bias),
         out_bias=either(family.out_bias, fields, keys.out_bias),
         mlp_bias=either(family.mlp_bias, fields, keys.mlp_bias),
@@ -220,6 +245,8 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family, len(rotates)),
         num_mtp_layers=num_mtp_layers(written),
+        has_head=has_head,
+        num_labels=num_labels(written),
     )
 
 
@@ -305,12 +332,12 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     named, supported = fields.get("architectures"), ", ".join(ARCHITECTURES)
     if not named:
         raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
-    first = named[0] if isinstance(named, list) and isinstance(named[0], str) else ""
-    if first in FAMILIES:
-        return first, FAMILIES[first]
-    if first in MULTIMODAL:
-        texts = MULTIMODAL[first].texts
-        return first, texts[text_type(fields, [*texts])]
+    name = causal_name(named)
+    if name in FAMILIES:
+        return name, FAMILIES[name]
+    if name in MULTIMODAL:
+        texts = MULTIMODAL[name].texts
+        return name, texts[text_type(fields, [*texts])]
     raise ValueError(
         f"architectures = {named!r} is not supported. Supported architectures: {supported}"
     )
@@ -507,6 +534,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["model.norm.bias"] = (hidden,)
     if not config.tied:
         shapes["lm_head.weight"] = (vocab, hidden)
+    if config.num_labels:
+        shapes[SCORE] = (config.num_labels, hidden)
     layers = {has: layer_shapes(config, has) for has in (False, True)}
     for i in range(config.num_layers):
         layer = layers[config.has_experts(i)]

@@ -39,8 +39,9 @@ def not_written(path: object, error: Exception) -> ConfigError:
 SCALED = "specserve_scaled"  # key in config.json of a demo model padded to a larger model's compute
 # Without code: no *.py, and no *.bin and *.pth, which are pickles.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-# Second copies of the weights in repositories of Mistral and Llama models.
-UNWANTED = ["consolidated*", "*/*"]
+# Second copies of the weights in repositories of Mistral and Llama models, and folders other than
+# those of sentence-transformers' modules: 1_Pooling, 2_Normalize.
+UNWANTED = ["consolidated*", "[!0-9]*/*", "*/*.safetensors"]
 MAGIC = b"GGUF"  # first bytes of GGUF files
 LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
 # Bytes that identify a file of weights: at its beginning, and at SAMPLES places. Reading the whole

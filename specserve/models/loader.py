@@ -17,12 +17,12 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
-from specserve.models.decoder_config import ALPHAS, SINKS, DecoderConfig
+from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.source import open_source
-from specserve.models.tensor_views import part_experts, show_text_model
+from specserve.models.tensor_views import part_experts, show_as_causal, show_text_model
 from specserve.models.weight import (
     AS_STORED,
     Rounding,
@@ -40,7 +40,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to DTYPES
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
-WIDE = ("norm.weight", "norm.bias", SINKS, "e_score_correction_bias", *ALPHAS)  # kept in float32
+# Endings of the names of tensors that are kept in float32.
+WIDE = ("norm.weight", "norm.bias", SINKS, SCORE, "e_score_correction_bias", *ALPHAS)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -125,12 +126,15 @@ def open_reader(
     checkpoint = Checkpoint(folder)
     if config.is_multimodal:
         show_text_model(checkpoint)
+    is_bare = show_as_causal(checkpoint)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
     if config.mixture is not None:
         part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even if config.json has tie_word_embeddings
         shapes[HEAD] = shapes[EMBEDDING]
+    elif is_bare:  # saved without the head that config.json describes
+        shapes.pop(HEAD, None)
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
     if rounding != AS_STORED and maps.shapes:
@@ -187,8 +191,8 @@ class Reader:
         return self.ops.place(self.read_into(memory, [name]))
 
     def read_norm(self, name: str, adds_one: bool, factor: float = 1.0) -> Tensor:
-        """Read the weight of a norm, or a layer's sinks, as float32: 1 + weight would lose bits in
-        bf16.
+        """Read the weight of a norm, a layer's sinks, or a classifier's head as float32: 1 + weight
+        would lose bits in bf16.
         """
         weight = torch.empty(self.shapes[name], dtype=torch.float32)
         self.num_bytes += weight.nbytes
@@ -358,6 +362,8 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         else None,
         dtype=reader.dtype,
         forms=reader.forms,
+        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
+        score=reader.read_norm(SCORE, False) if config.num_labels else None,
     )
 
 

@@ -58,6 +58,17 @@ def show_text_model(checkpoint: Checkpoint) -> None:
     checkpoint.show({shown: checkpoint.view(name, same) for name, shown in names.items()})
 
 
+def show_as_causal(checkpoint: Checkpoint) -> bool:
+    """Give the tensors of a model that was saved without a head the names of one with a head.
+    Return whether it was.
+    """
+    if "embed_tokens.weight" not in checkpoint:
+        return False
+    names = {f"model.{name}": name for name in checkpoint.files}
+    checkpoint.show({shown: checkpoint.view(own, same) for shown, own in names.items()})
+    return True
+
+
 def same(tensor: Tensor) -> Tensor:
     return tensor
 

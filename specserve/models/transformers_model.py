@@ -217,6 +217,7 @@ class TransformersModel:
         )
         self.config, self.ops, self.causal, self.still = shape, ops, causal, still
         self.hook, self.forms = hook, forms
+        self.has_head, self.score = True, None
         # The head is a copy of the model without its body, so that its code computes the logits.
         self.body, self.head = causal.base_model, copy.copy(causal)
         self.head._modules = {**causal._modules, causal.base_model_prefix: Given()}
@@ -286,6 +287,9 @@ class TransformersModel:
         sinks = None if call.sinks is None else call.sinks.float()
         asked = call.scale, call.window, call.soft_cap, sinks
         return run(self.ops.attention, q, layer, plan, *asked)
+
+    def hidden(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return residual.index_select(0, rows).float()
 
     def logits(self, residual: Tensor, rows: Tensor) -> Tensor:
         hidden = residual.index_select(0, rows)

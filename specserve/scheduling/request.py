@@ -57,7 +57,8 @@ class Request(msgspec.Struct, eq=False):
     # The leader of several completions computes their prompt, and followers wait for its KV.
     leader: "Request | None" = None
     followers: "list[Request]" = []
-    num_scored: int = 0  # prompt tokens whose successor's logprob was reported
+    num_scored: int = 0  # prompt tokens whose row gave its result: a logprob or a hidden state
+    pooled: Any = None  # sum of the hidden states of `num_scored` tokens, float64
     adapter: AdapterRef | None = None
     slot: int = -1  # slot of its adapter; -1: no adapter, or no slot so far
     text: TextState | None = None  # state if the text changes the logits, see `begin_text`
@@ -79,9 +80,11 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether prompt logprobs are missing: the rows must be computed, because cached KV
-        has none. Only the first of several completions reports them.
+        """Return whether results of prompt rows are missing: the rows must be computed, because
+        cached KV has none. Only the first of several completions reports logprobs.
         """
+        if self.sampling.pooling is not None:
+            return self.sampling.pooling.kind == "mean" and self.num_scored < self.num_prompt
         is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
         return is_asked and self.num_scored < self.num_prompt - 1
 
@@ -255,10 +258,17 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     draft_limit: int = 0
     draft: Draft = Draft()
     scores: list[TokenLogprobs] = []  # logprobs of prompt tokens in this step
+    pooled: bytes = b""  # the prompt's vector, float32, once a request in pooling is complete
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether the last known token is among the rows: at least one new token follows."""
+        """Return whether the last known token is among the rows: at least one new token follows,
+        except in pooling.
+        """
+        return self.is_complete and self.request.sampling.pooling is None
+
+    @property
+    def is_complete(self) -> bool:
         return self.end == len(self.request.token_ids)
 
     @property

@@ -1,5 +1,6 @@
 """The ASGI application: the access log, checks of origin and API key, and error responses."""
 
+import difflib
 import hashlib
 import hmac
 import re
@@ -50,9 +51,7 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
 LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
-GENERATING_ROUTES = frozenset(
-    ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
-)
+LIMITED_ROUTES = frozenset(o.path for o in OPERATIONS if 429 in o.statuses)
 
 
 def make_app(
@@ -83,7 +82,8 @@ def guards(
     observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
         probes = "/health", "/health/ready", LIVENESS, "/ping"
-        polled = frozenset([*probes, "/metrics", "/v1/speculation", "/is_sleeping", *PAGES, *PARTS])
+        state = "/metrics", "/v1/speculation", "/is_sleeping", "/api/ps"
+        polled = frozenset([*probes, *state, *PAGES, *PARTS])
         observers.append(AccessLog(polled, limits.log_texts, lambda: service.loaded is None))
     if observers:
         yield Middleware(Observed, observers=observers)
@@ -299,7 +299,7 @@ class KeyLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http"
-            or scope["path"] not in GENERATING_ROUTES
+            or scope["path"] not in LIMITED_ROUTES
             or scope["method"] != "POST"
         ):
             await self.app(scope, receive, send)
@@ -359,9 +359,8 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {cut(request.url.path)}"
     routes = dict.fromkeys(operation.route.path for operation in OPERATIONS)
-    message = (
-        f"{where}: not found; specserve generates text only. The routes are {', '.join(routes)}"
-    )
+    near = difflib.get_close_matches(request.url.path[:100], routes, n=1, cutoff=0)
+    message = f"{where}: not found. The nearest route is {near[0]}; /openapi.json has all routes"
     if error.status_code == 405:
         methods = methods_of(request)
         message = f"{where}: wrong method. Use {' or '.join(methods)}"

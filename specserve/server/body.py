@@ -32,6 +32,13 @@ from specserve.exchange.sampling_params import (
     SamplingParams,
     reason_and_path,
 )
+from specserve.server.old_fields import (
+    FUNCTION_CALL,
+    FUNCTIONS,
+    GUIDED,
+    REPLACED,
+    replace_guided,
+)
 from specserve.server.refusal import StatusError, cut
 from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
@@ -48,8 +55,10 @@ HARMLESS = {
     *("service_tier", "user", "verbosity"),
 }
 
-# Fields of chat frontends for their own servers: ignored, and listed in a response header.
+# Fields of chat frontends and of other servers that have no effect on the text: ignored, and listed
+# in a response header.
 FRONTENDS = {
+    *("cache_prompt", "guided_decoding_backend", "keep_alive", "num_ctx"),
     *(
         "background_tasks",
         "cache_control",
@@ -89,15 +98,15 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 # Fields that every route refuses unless they are null -> the remedy.
 REFUSED = {
-    "function_call": "it is deprecated; send tool_choice and tools",
-    "functions": "they are deprecated; send tools",
     "chat_template": "the server uses the model's template; render yours and call /v1/completions",
-    **{
-        f"guided_{kind}": f"send structured_outputs with {kind}"
-        for kind in ("choice", "grammar", "json", "regex")
-    },
+    "guided_whitespace_pattern": "the server's grammars have their own white space",
     "prompt_embeds": "send text or token ids",
+    FUNCTIONS: "they are deprecated; send tools",
+    FUNCTION_CALL: "it is deprecated; send tool_choice and tools",
 }
+OLD_FORMS = {name: why for name, why in REPLACED.items() if name in GUIDED}
+
+INTERNAL = "read_past", "replaced"  # fields of bodies that clients cannot send
 
 # Numbers for which other servers accept -1 as unset.
 UNSET = dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens"), -1)
@@ -147,7 +156,8 @@ T = TypeVar("T", bound="Body")
 S = TypeVar("S", bound=msgspec.Struct)
 
 REMEDIES = {  # field -> hint in errors about its value
-    "logit_bias": "send an object of up to 1024 token ids -> -100 to 100",
+    "logit_bias": "send an object of up to 1024 token ids -> -100 to 100; POST /tokenize converts "
+    "text to ids",
     "max_tokens": "omit it to use the rest of the context",
     "logprobs": "send 0 to 20 most likely tokens; in a chat, true or false",
     "n": "send 1 to 128 choices",
@@ -269,6 +279,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     passed: ClassVar[set[str]] = FRONTENDS  # ignored, and listed in a response header
     ignored: ClassVar[Mapping[str, set[str]]] = IGNORED
     budget_field: ClassVar[str] = "thinking_token_budget"  # path of the limit of reasoning
+    old: ClassVar[Mapping[str, str]] = OLD_FORMS  # replaced fields -> what has the same effect
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
@@ -280,12 +291,14 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     stream: bool = False
     stream_options: PaddingOptions | None = None
-    read_past: tuple[str, ...] = ()  # ignored fields of the request; clients cannot send this
+    # Ignored fields of the request, and old fields that were replaced. Clients cannot send these.
+    read_past: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers: a warning about ignored fields."""
-        return warning(self.read_past)
+        """Response headers: a warning about ignored and old fields."""
+        return warning(self.read_past, self.replaced)
 
     @property
     def effort(self) -> tuple[str, str | None]:
@@ -338,10 +351,11 @@ class FormattedBody(Body, frozen=True, kw_only=True):
         return f"response_format{'.json_schema.schema' if has_schema else ''}"
 
 
-def warning(read_past: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists ignored fields."""
-    names = ", ".join(read_past)
-    return {"Warning": f'299 specserve "ignored: {names}"'} if names else {}
+def warning(read_past: Sequence[str], replaced: Sequence[str] = ()) -> dict[str, str]:
+    """Return the header that lists ignored fields, and old fields that have an effect."""
+    each = {"ignored": read_past, "deprecated": replaced}
+    words = [f'299 specserve "{what}: {", ".join(names)}"' for what, names in each.items() if names]
+    return {"Warning": ", ".join(words)} if words else {}
 
 
 class BodyReader:
@@ -418,7 +432,14 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
-    given, known = decode_object(raw), own_fields(kind)
+    return read_object(decode_object(raw), kind)
+
+
+def read_object(given: dict[str, Any], kind: type[T], replaced: Sequence[str] = ()) -> T:
+    """Check the body of a completion request. `replaced` are its old fields so far."""
+    known = own_fields(kind)
+    if not GUIDED.keys().isdisjoint(given):
+        replaced = (*replaced, *replace_guided(given))
     inside = drop_ignored(given, kind.ignored)
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
@@ -433,6 +454,8 @@ def read(raw: bytes, kind: type[T]) -> T:
         body = merged(body, *names)
     if past := [*(key for key in given if key in kind.passed and key not in known), *inside]:
         body = msgspec.structs.replace(body, read_past=tuple(past))
+    if replaced:
+        body = msgspec.structs.replace(body, replaced=tuple(replaced))
     check_form(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only for streams. Set stream = true", "stream_options")
@@ -530,7 +553,7 @@ def from_fields(given: dict[str, Any], kind: type[S], path: str = "") -> S:
 @cache
 def own_fields(kind: type[Body]) -> dict[str, Any]:
     """Return the fields that clients can send, with their types."""
-    shut = {"read_past", *kind.refused}
+    shut = {*INTERNAL, *kind.refused}
     return {name: its for name, its in fields(kind).items() if name not in shut}
 
 
@@ -585,7 +608,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
     if key in kind.refused and value is not None:
         raise RequestError(f"{key} is refused: {kind.refused[key]}", key)
     if key not in kind.no_op and key not in kind.refused:
-        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *kind.passed])
+        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *kind.old, *HARMLESS, *kind.passed])
     if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
@@ -597,6 +620,7 @@ def passed_over(kind: type[Body]) -> dict[str, Any]:
     """Return JSON schemas of the values that ignored and refused fields can have."""
     schemas: dict[str, Any] = {
         **{name: {"description": "ignored"} for name in HARMLESS | kind.passed},
+        **{name: {"description": why} for name, why in kind.old.items()},
         **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
         **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
     }

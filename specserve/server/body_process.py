@@ -19,11 +19,21 @@ from specserve.server.bounded_process import (
 )
 from specserve.server.chat import CHAT
 from specserve.server.completions import COMPLETION
+from specserve.server.embeddings import EMBEDDINGS
 from specserve.server.messages import MESSAGES
+from specserve.server.ollama_body import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
+from specserve.server.ranking import RERANK, SCORE
 from specserve.server.responses import RESPONSES
 from specserve.server.texts import DETOKENIZE, TOKENIZE
 
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGES, RESPONSES, TOKENIZE, DETOKENIZE)}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        *(CHAT, COMPLETION, MESSAGES, RESPONSES, TOKENIZE, DETOKENIZE),
+        *(EMBEDDINGS, RERANK, SCORE),
+        *(OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_EMBED),
+    )
+}
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:

@@ -16,14 +16,24 @@ from specserve.server.body import (
     BodyKind,
     FormattedBody,
     convert,
+    decode_object,
     fields,
     is_same,
-    read,
+    read_object,
     refuse_unknown,
 )
 from specserve.server.completion import Arrival, LiveCompletion, Service, arrival
 from specserve.server.formatter import CompletionFormatter, RouteSchema
 from specserve.server.logprobs import chat_logprobs, sealed
+from specserve.server.old_fields import (
+    FUNCTION_CALL,
+    FUNCTIONS,
+    REPLACED,
+    as_function,
+    replace_functions,
+    with_function,
+    with_function_delta,
+)
 from specserve.server.prompt import blaming
 from specserve.server.protocol import (
     ChatChunkChoice,
@@ -66,7 +76,8 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 B = TypeVar("B", bound=Body)
 EFFORT = "reasoning_effort"  # its name in templates
-SWITCHES = "enable_thinking", "thinking"  # names of variables that turn reasoning on or off
+THINKS = "enable_thinking"  # the variable of Qwen's templates
+SWITCHES = THINKS, "thinking"  # names of variables that turn reasoning on or off
 # The efforts of gpt-oss, whose template accepts any text.
 CHANNEL_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 THINKING = "thinking"  # the type of a part, and the field with its text
@@ -104,11 +115,14 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
     tool_choice     "none", "auto", "required" or a function of the tools
     parallel_tool_calls  false: at most one call
     include_reasoning  false removes reasoning from the response
+    enable_thinking  the same as this variable of chat_template_kwargs
     """
 
-    refused: ClassVar[Mapping[str, str]] = REFUSED | {
-        "prompt": "a chat has messages; send a prompt to /v1/completions"
+    refused: ClassVar[Mapping[str, str]] = {
+        **{name: why for name, why in REFUSED.items() if name not in REPLACED},
+        "prompt": "a chat has messages; send a prompt to /v1/completions",
     }
+    old: ClassVar[Mapping[str, str]] = REPLACED
 
     messages: Annotated[tuple[AnyMessage, ...], SOME] = ()
     add_special_tokens: bool = False
@@ -121,6 +135,7 @@ class ChatBody(FormattedBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    enable_thinking: bool | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -194,6 +209,12 @@ SCHEMA = RouteSchema(
     lambda scored, namer: ChatLogprobs(sealed(chat_logprobs(scored, namer)), refusal=None),
     choices_have_prompts=False,
 )
+FUNCTION_SCHEMA = SCHEMA._replace(  # for requests with OpenAI's deprecated functions
+    chunk_choice=lambda event, is_first, **fields: with_function_delta(
+        chunk_choice(event, is_first, **as_function(fields))
+    ),
+    choice=lambda answer, **fields: with_function(whole_choice(answer, **as_function(fields))),
+)
 
 
 async def chat(request: Request) -> Response:
@@ -201,12 +222,32 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), CHAT)
+    asked = await fit_thinking(service, asked, "chat_template_kwargs.enable_thinking")
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
-    formatter = CompletionFormatter(SCHEMA, served, asked, completion, reader=reader)
+    schema = FUNCTION_SCHEMA if FUNCTIONS in asked.replaced else SCHEMA
+    formatter = CompletionFormatter(schema, served, asked, completion, reader=reader)
     return await respond(request, completion, formatter, asked)
+
+
+async def fit_thinking(service: Service, asked: ChatBody, field: str) -> ChatBody:
+    """Return the body with the variable `enable_thinking` under the names that the template reads.
+
+    Without such a name, it is reported as an ignored field, because many clients always send it.
+    """
+    template, kwargs = service.prompts.processor.tokenizer.chat_template, asked.chat_template_kwargs
+    if template is None or not kwargs or THINKS not in kwargs:
+        return asked
+    in_thread = service.prompts.in_thread
+    read = await in_thread(lambda: [each for each in SWITCHES if template.reads(each)])
+    if THINKS in read:
+        return asked
+    rest = {name: value for name, value in kwargs.items() if name != THINKS}
+    rest = dict.fromkeys(read, kwargs[THINKS]) | rest
+    past = asked.read_past if read else (*asked.read_past, field)
+    return msgspec.structs.replace(asked, chat_template_kwargs=rest, read_past=past)
 
 
 async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
@@ -363,7 +404,12 @@ def call_grammar(
 
 
 def read_chat(raw: bytes) -> tuple[ChatBody, ToolsAsked]:
-    body = read(raw, ChatBody)
+    given = decode_object(raw)
+    has_old = FUNCTIONS in given or FUNCTION_CALL in given
+    body = read_object(given, ChatBody, replace_functions(given) if has_old else ())
+    if body.enable_thinking is not None:
+        thinks = {THINKS: body.enable_thinking} | (body.chat_template_kwargs or {})
+        body = msgspec.structs.replace(body, chat_template_kwargs=thinks)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs. Set logprobs = true", "top_logprobs")
     tools = NO_TOOLS

@@ -19,6 +19,7 @@ from starlette.types import Scope
 from specserve.api.input_processor import InputProcessor
 from specserve.api.lora import AdapterNames, NamedAdapter
 from specserve.api.outputs import Generation
+from specserve.api.poolers import NO_POOLERS, Poolers
 from specserve.config import Config
 from specserve.errors import Overloaded, RequestError, Sleeping, SpecserveError, of_failure
 from specserve.exchange.client import EngineClient
@@ -286,6 +287,10 @@ class SequenceListener:
             return
         num_new = len(generation.token_ids) - before[0]
         completion.num_tokens += num_new
+        if generation.pooled:  # a prompt's vector has no first token to measure
+            completion.num_ended += 1
+            completion.wake()
+            return
         if completion.arrived.account is not None:
             completion.arrived.account.take(num_new)
         completion.metrics.on_tokens(generation, *before)
@@ -318,6 +323,7 @@ class ServedModel(NamedTuple):
     formats: Formats = Formats()
     implementation: str = "native"
     row_invariant: bool | None = None  # as in Ready
+    has_head: bool = True  # as in Ready
     # All sources so far, by their bits in details. The list grows while responses are sent.
     known_sources: list[str] = []  # noqa: RUF012
 
@@ -332,6 +338,7 @@ class Service:
         self.metrics = Metrics(self.name, config.max_nodes, config.lora.num_slots, self.adapters_of)
         self.bodies = BodyReader(self.limits, self.reject)
         self.prompts = PromptProcessor(self.limits, config.min_tpot_ms)
+        self.poolers = NO_POOLERS  # set by `open`
         # Separate from the threads for prompts, so that prompts do not wait for long responses.
         self.writing_threads = FairThreads(2, "writing")
         self.speculation = SpeculationControl(config)
@@ -369,14 +376,20 @@ class Service:
         """Whether the engine process runs, and sent its due messages in time."""
         return not self.engine.died.is_set() and self.engine.silence < HUNG_SECONDS
 
-    def open(self, processor: InputProcessor, served: ServedModel, ready: Ready) -> None:
+    def open(
+        self,
+        processor: InputProcessor,
+        served: ServedModel,
+        ready: Ready,
+        poolers: Poolers = NO_POOLERS,
+    ) -> None:
         """Accept requests, after everything is loaded.
 
         Call this in the event loop's thread: processes end with the thread that started them.
         """
         self.prompts.open(processor, ready.kv_formats)
         self.metrics.on_ready(ready)
-        self.loaded = served
+        self.loaded, self.poolers = served, poolers
 
     def take_change(self, config: Config | None, ready: Ready) -> None:
         """Store the engine's new config of speculation; None: the config of the start."""
@@ -421,6 +434,8 @@ class Service:
             return None
         if name in self.adapters.known:
             return NamedAdapter(name, self.adapters.known[name])
+        if name in self.limits.model_aliases or self.limits.any_model_name:
+            return None
         adapters = f" and the adapters {cut(', '.join(self.adapters.known))}"
         known = f"{self.name!r}{adapters if self.adapters.known else ''}"
         message = f"the model {cut(name)!r} is not served. This server has {known}"
@@ -472,6 +487,11 @@ class Service:
 
         Errors of structured output name `form_field`; errors of the prompts name `field`.
         """
+        if not self.served.has_head:
+            raise RequestError(
+                "this model was saved without a head for text, so it cannot generate. Use "
+                "/v1/embeddings, /v1/rerank or /v1/score"
+            )
         sampling = await self.prompts.resolve(params)
         self.check_choices(num_prompts, params, field)
         if sampling.grammar:

@@ -14,6 +14,7 @@ from specserve.server.body import REFUSED, BodyKind, FormattedBody, convert, rea
 from specserve.server.completion import Arrival, LiveCompletion, Service, arrival
 from specserve.server.formatter import CompletionFormatter, RouteSchema
 from specserve.server.logprobs import Namer, ScoredTokens, completion_logprobs, sealed
+from specserve.server.prompt import blaming
 from specserve.server.protocol import (
     Completion,
     CompletionChoice,
@@ -23,6 +24,7 @@ from specserve.server.protocol import (
 )
 from specserve.server.stream import respond, while_connected
 from specserve.text.answer.events import Content, Event
+from specserve.text.infill import infill_prompt
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum logprobs of prompts in a response, of up to 70 bytes each
 
@@ -42,6 +44,7 @@ class CompletionBody(FormattedBody, frozen=True, kw_only=True):
     prompt          a string, a list of token ids, or a list of either
     add_special_tokens  the tokenizer adds special tokens to a string, e.g. a beginning of text
     echo            the text begins with the prompt
+    suffix          text after the response, for models with tokens to fill in text
     """
 
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
@@ -51,6 +54,7 @@ class CompletionBody(FormattedBody, frozen=True, kw_only=True):
     prompt: str | Annotated[list[Any], PROMPTS] | None = None
     add_special_tokens: bool = True
     echo: bool = False
+    suffix: str | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: only with echo
 
     @property
@@ -115,7 +119,10 @@ async def begin(
     checking = service.check_params(params, len(prompts), "prompt", asked.form_field)
     sampling = await while_connected(request, checking)
     kept = service.prompts.processor.num_kept(params)
-    ids = await service.prompts.read_all(prompts, kept, asked.add_special_tokens)
+    if asked.suffix:
+        ids = await fill_in(service, asked, prompts)
+    else:
+        ids = await service.prompts.read_all(prompts, kept, asked.add_special_tokens)
     check_reported(params, ids)
     echoed = (
         await service.prompts.in_thread(echo, service, asked, prompts, ids) if asked.echo else ()
@@ -125,6 +132,29 @@ async def begin(
         for generation in completion.generations:  # before any token has come
             generation.sampling = msgspec.structs.replace(generation.sampling, max_tokens=0)
     return completion, echoed
+
+
+async def fill_in(
+    service: Service, asked: CompletionBody, prompts: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Return the tokens of prompts that a text before the suffix continues."""
+    processor, in_thread = service.prompts.processor, service.prompts.in_thread
+    if asked.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens: not with suffix, whose prompt has a beginning. Omit it"
+        raise RequestError(message, "truncate_prompt_tokens")
+    found = list[list[int]]()
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise RequestError("prompt: with suffix, it must be a text. Send a text", "prompt")
+        with blaming("prompt"):
+            for text in (prompt, asked.suffix or ""):
+                processor.check_size(text)
+        given = processor.tokenizer, prompt, asked.suffix or "", asked.add_special_tokens
+        found.append(await in_thread(infill_prompt, *given))
+        with blaming("prompt"):
+            processor.check_ids(found[-1], "prompt")
+            processor.check_length(found[-1])
+    return found
 
 
 def echo(
@@ -177,18 +207,18 @@ def read_completion(raw: bytes) -> tuple[CompletionBody, list[str | list[int]]]:
 COMPLETION = BodyKind("completion", read_completion, tuple[CompletionBody, list[str | list[int]]])
 
 
-def read_prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
-    """Return the prompts of a string, of ids, or of a list of either."""
+def read_prompts(prompt: str | list[Any] | None, field: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of a string, of ids, or of a list of either. Errors name `field`."""
     if prompt is None or prompt == []:
         raise RequestError(
-            "prompt: missing. Send a string, a list of token ids, or a list of either", "prompt"
+            f"{field}: missing. Send a string, a list of token ids, or a list of either", field
         )
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [convert(prompt, list[int], "prompt")]
+        return [convert(prompt, list[int], field)]
     kind = list[str] if isinstance(prompt[0], str) else list[list[int]]
-    prompts: list[str | list[int]] = convert(prompt, kind, "prompt")
+    prompts: list[str | list[int]] = convert(prompt, kind, field)
     return prompts
 
 

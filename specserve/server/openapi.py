@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from specserve.server.body import UNSET, Body, passed_over
+from specserve.server.body import INTERNAL, UNSET, Body, passed_over
 from specserve.server.protocol import Error
 from specserve.version import VERSION
 
@@ -60,6 +60,7 @@ class Operation(NamedTuple):
     statuses: Sequence[int] = ()
     error: Any = Error  # the type of an error's JSON
     unavailable: Any = None  # the type of a 503's JSON; None: the same
+    stream: str = "text/event-stream"  # the media type of a stream
     is_open: bool = False  # whether clients without a key can use it
     scope: str = ""  # the required scope of an admin key
     # Parameters of the URL's query: schema and description, by name
@@ -142,7 +143,9 @@ def responses(operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
     else:
         content = json_of(named[operation.answer])
     if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": event_of(named[operation.chunk])}
+        chunk = named[operation.chunk]
+        is_events = operation.stream == "text/event-stream"
+        content[operation.stream] = {"schema": event_of(chunk) if is_events else chunk}
     statuses = {*ALWAYS, *operation.statuses, *(WITH_BODY if operation.body else ())}
     refused = {str(s): refusal(s, operation, named) for s in sorted(statuses)}
     return {"200": {"description": "The response", "content": content}} | refused
@@ -175,7 +178,8 @@ def json_of(schema: Any) -> dict[str, Any]:
 def close(component: dict[str, Any], kind: type[msgspec.Struct], required: Sequence[str]) -> None:
     """Allow null for optional fields of a body, and forbid unknown fields."""
     fields = component["properties"]
-    fields.pop("read_past", None)
+    for name in INTERNAL:
+        fields.pop(name, None)
     passed = passed_over(kind) if issubclass(kind, Body) else {}
     own = {name: field for name, field in fields.items() if name not in passed}
     needed = {name: not_null(own.pop(name)) for name in required}

@@ -64,6 +64,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     """The served model or an adapter. Fields after `max_model_len` are set once it is loaded.
 
     max_model_len   maximum tokens of prompt and output together; null while the model loads
+    chat_defaults   parameters for chats of users, if the model's files name none
     implementation  code that computes the target model: native or transformers
     row_invariant   whether results are batch-invariant, if the code does not guarantee it; if
                     false, speculation and prefix caching are off
@@ -87,6 +88,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
+    chat_defaults: dict[str, float | int] | UnsetType = UNSET
     implementation: str | UnsetType = UNSET
     row_invariant: bool | UnsetType = UNSET
     drafter: str | UnsetType = UNSET
@@ -323,6 +325,7 @@ class ChatCompletionMessage(Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # instead, if the request has functions
 
 
 class ChatCompletionChoice(ChoiceFields, kw_only=True):
@@ -399,6 +402,7 @@ class MessageDelta(Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET  # instead, if the request has functions
 
 
 class ChatChunkChoice(ChunkChoiceFields, kw_only=True):
@@ -558,6 +562,56 @@ class ResponseObject(Struct, tag_field="object", tag="response", kw_only=True):
     user: str | None
     metrics: RequestMetrics | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+
+
+class PoolingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct, tag_field="object", tag="embedding", kw_only=True):
+    """The embedding of one input: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Struct, tag_field="object", tag="list", kw_only=True):
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class RankedText(Struct):
+    text: str
+
+
+class RankedDocument(Struct):
+    index: int  # in the request
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PoolingUsage
+
+
+class Score(Struct, tag_field="object", tag="score", kw_only=True):
+    index: int
+    score: float
+
+
+class ScoreList(Struct, tag_field="object", tag="list", kw_only=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
 
 
 class ResponseEvent(Struct, tag_field="type", kw_only=True):

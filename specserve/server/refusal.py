@@ -1,4 +1,4 @@
-"""JSON responses, errors in the formats of OpenAI and Anthropic, and errors that only HTTP has."""
+"""JSON responses, errors in the formats of each API, and errors that only HTTP has."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
+from specserve.server.ollama_types import OllamaError
 from specserve.server.protocol import (
     Error,
     ErrorDetails,
@@ -14,7 +15,7 @@ from specserve.server.protocol import (
     UnsupportedFeatures,
 )
 
-MESSAGES = "/v1/messages"
+MESSAGES, OLLAMA = "/v1/messages", "/api/"  # beginnings of the paths of other APIs than OpenAI's
 MESSAGE_KINDS = {  # status -> Anthropic's type of the error; else by the class of the status
     401: "authentication_error",
     403: "permission_error",
@@ -112,10 +113,16 @@ def message_error(error: BaseException) -> MessageError:
     return told
 
 
+def ollama_error(error: BaseException) -> OllamaError:
+    """Return the error in Ollama's format."""
+    return OllamaError(error_body(error).error.message)
+
+
 def error_response(error: BaseException, path: str = "") -> Response:
     """Return the error in the format of the API that the path belongs to."""
-    body = message_error(error) if path.startswith(MESSAGES) else error_body(error)
-    return json_response(body, status_of(error), error_headers(error))
+    formats = {MESSAGES: message_error, OLLAMA: ollama_error}
+    form = next((f for prefix, f in formats.items() if path.startswith(prefix)), error_body)
+    return json_response(form(error), status_of(error), error_headers(error))
 
 
 def json_response(

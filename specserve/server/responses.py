@@ -131,6 +131,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     tool_choice     "none", "auto", "required" or {"type": "function", "name": ...}
     parallel_tool_calls  false: at most one call
     include_reasoning  false removes reasoning from the response
+    continue_final_message  the response continues the last message, which is an assistant's
     metadata        up to 16 texts by name, which the response repeats
     user            repeated by the response
     safety_identifier  repeated by the response
@@ -179,6 +180,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    continue_final_message: bool = False
     metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -204,7 +206,8 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         return super().form_field if self.text.format.asked is None else "text.format"
 
     def conversation(self, tools: ToolsAsked) -> Conversation:
-        options = read_options(None, False, self.chat_template_kwargs or {}, tools)
+        how = None, self.continue_final_message
+        options = read_options(*how, self.chat_template_kwargs or {}, tools)
         # The template writes the special tokens.
         return Conversation(self.messages, options, tools, False, self.include_reasoning)
 

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,9 +29,34 @@ from specserve.server.control import (
     speculation,
 )
 from specserve.server.docs_page import HEADERS, page
+from specserve.server.embeddings import EmbeddingsBody, embeddings
 from specserve.server.message_input import PARTS as BLOCKS
 from specserve.server.message_input import InputMessage, Tool
 from specserve.server.messages import MessagesBody, count_tokens, messages
+from specserve.server.ollama import (
+    ollama_chat,
+    ollama_embed,
+    ollama_generate,
+    ollama_models,
+    ollama_running,
+    ollama_show,
+    ollama_version,
+)
+from specserve.server.ollama_body import (
+    ModelBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+)
+from specserve.server.ollama_types import (
+    OllamaCard,
+    OllamaChat,
+    OllamaEmbeddings,
+    OllamaError,
+    OllamaGeneration,
+    OllamaModels,
+    OllamaVersion,
+)
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS, redirected
 from specserve.server.protocol import (
@@ -42,11 +68,14 @@ from specserve.server.protocol import (
     CompletionChunk,
     Deleted,
     DetokenizeResponse,
+    EmbeddingList,
     MessageError,
     MessageObject,
     ModelCard,
     ModelList,
+    Ranking,
     ResponseObject,
+    ScoreList,
     SessionStatus,
     SleepStatus,
     SpeculationStatus,
@@ -55,6 +84,7 @@ from specserve.server.protocol import (
     TokenizeResponse,
     Version,
 )
+from specserve.server.ranking import RerankBody, ScoreBody, rerank, score
 from specserve.server.refusal import json_response
 from specserve.server.response_input import ITEMS, FunctionTool
 from specserve.server.responses import ResponsesBody, responses
@@ -75,7 +105,9 @@ LIVENESS = "/health/live"
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
     adapters = [adapter_card(service, *each) for each in service.adapters.known.items()]
-    return json_response(ModelList([card(service), *adapters]))
+    own = card(service)
+    others = [msgspec.structs.replace(own, id=name) for name in service.limits.model_aliases]
+    return json_response(ModelList([own, *others, *adapters]))
 
 
 async def show_model(request: Request) -> Response:
@@ -93,6 +125,7 @@ def card(service: Service) -> ModelCard:
         root=service.name,
         parent=None,
         max_model_len=service.prompts.processor.max_model_len if is_loaded else None,
+        chat_defaults=service.prompts.processor.defaults.for_chats if is_loaded else UNSET,
         **(details(service.served) if is_loaded else {}),
     )
 
@@ -174,6 +207,61 @@ async def docs(request: Request) -> Response:
     return Response(html, headers=HEADERS, media_type="text/html")
 
 
+OLLAMA = (
+    Operation(
+        "POST",
+        "/api/chat",
+        ollama_chat,
+        "Generate from messages, with Ollama's API",
+        OllamaChat,
+        OllamaChatBody,
+        chunk=OllamaChat,
+        statuses=GENERATING,
+        error=OllamaError,
+        stream="application/x-ndjson",
+    ),
+    Operation(
+        "POST",
+        "/api/generate",
+        ollama_generate,
+        "Generate from a prompt, with Ollama's API",
+        OllamaGeneration,
+        OllamaGenerateBody,
+        chunk=OllamaGeneration,
+        statuses=GENERATING,
+        error=OllamaError,
+        stream="application/x-ndjson",
+    ),
+    Operation(
+        "POST",
+        "/api/embed",
+        ollama_embed,
+        "Convert texts to embeddings, with Ollama's API",
+        OllamaEmbeddings,
+        OllamaEmbedBody,
+        required=["input"],
+        statuses=GENERATING,
+        error=OllamaError,
+    ),
+    Operation(
+        "POST",
+        "/api/show",
+        ollama_show,
+        "Show the served model, with Ollama's API",
+        OllamaCard,
+        ModelBody,
+        statuses=[404, 503],
+        error=OllamaError,
+    ),
+    *(
+        Operation("GET", path, route, what, answer, statuses=[503], error=OllamaError)
+        for path, route, what, answer in (
+            ("/api/tags", ollama_models, "List the served model, with Ollama's API", OllamaModels),
+            ("/api/ps", ollama_running, "List the loaded model, with Ollama's API", OllamaModels),
+            ("/api/version", ollama_version, "Show the version of Ollama's API", OllamaVersion),
+        )
+    ),
+)
 OPERATIONS = (
     Operation(
         "POST",
@@ -231,6 +319,37 @@ OPERATIONS = (
         statuses=[503],
         error=MessageError,
     ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "Convert texts to embeddings",
+        EmbeddingList,
+        EmbeddingsBody,
+        required=["input"],
+        statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/rerank",
+        rerank,
+        "Sort documents by their relevance for a query",
+        Ranking,
+        RerankBody,
+        required=["query", "documents"],
+        statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/score",
+        score,
+        "Score pairs of texts",
+        ScoreList,
+        ScoreBody,
+        required=["text_1", "text_2"],
+        statuses=GENERATING,
+    ),
+    *OLLAMA,
     Operation(
         "GET",
         "/v1/models",

@@ -21,6 +21,7 @@ import uvloop
 from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
+from specserve.api.poolers import find_poolers
 from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config
 from specserve.errors import EngineDied, Overloaded
@@ -140,6 +141,9 @@ async def load(service: Service, start: Start) -> Ready:
         with phases.phase("tokenizer"):
             paths = folders.target, folders.draft, service.config.model.chat_template
             files = await asyncio.to_thread(load_text_files, *paths)
+            model = service.config.model
+            asked = model.task, files.tokenizer, model.implementation
+            poolers = await asyncio.to_thread(find_poolers, folders.target, *asked)
         service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
@@ -161,11 +165,12 @@ async def load(service: Service, start: Start) -> Ready:
         ),
         implementation=ready.implementation,
         row_invariant=ready.row_invariant,
+        has_head=ready.has_head,
         known_sources=[*ready.known_sources],
     )
     limits = ready.vocab_size, ready.max_model_len
     processor = make_input_processor(files, *limits, ready.sources, served.formats)
-    service.open(processor, served, ready)
+    service.open(processor, served, ready, poolers)
     service.prompts.start_grammars(folders.target)
     if service.limits.log_format == "json":
         log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})

@@ -22,7 +22,6 @@ from specserve.server.refusal import error_response, json_response
 
 T = TypeVar("T")
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # else nginx buffers events
 ]
@@ -45,7 +44,7 @@ class Formatter(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """The event that is sent after a time without output."""
+        """The event that is sent after a time without output; empty: nothing is sent."""
         ...
 
     def whole(self) -> msgspec.Struct: ...
@@ -74,7 +73,11 @@ class EventStream(Response):
 
     Only `write` sends to the connection. The completion calls it after turns of the event loop with
     new output, or a timer calls it. No task waits for output.
+
+    content_type  of the response
     """
+
+    content_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self, completion: LiveCompletion, formatter: Formatter, service: Service, asked: Body
@@ -95,7 +98,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         more = [(name.lower().encode(), value.encode()) for name, value in self.more.items()]
-        start = {"type": "http.response.start", "status": 200, "headers": [*HEADERS, *more]}
+        headers = [(b"content-type", self.content_type), *HEADERS, *more]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
         try:
             await send(start)
         except BaseException:
@@ -132,8 +136,9 @@ class EventStream(Response):
         seconds = self.service.limits.comment_seconds
         left = self.written_at + seconds - self.loop.time()
         if left <= 0:
-            if self.sink.is_writable and not self.is_busy:
-                self.push([self.formatter.keep_alive])
+            event = self.formatter.keep_alive
+            if event and self.sink.is_writable and not self.is_busy:
+                self.push([event])
             left = seconds
         self.timer = self.loop.call_later(left, self.comment)
 
@@ -319,12 +324,13 @@ def merged(deltas: Iterable[ChoiceDelta]) -> dict[int, ChoiceDelta]:
 
 
 def padded(event: bytes) -> bytes:
-    """Pad an event (with OpenAI's field `obfuscation`) or a comment.
+    """Pad an event or a line of JSON (with OpenAI's field `obfuscation`), or a comment.
 
     The result has at least LEAST bytes, and a multiple of SIZE.
     """
-    if event.endswith(b"}\n\n"):
-        begin, end = event[:-3] + b',"obfuscation":"', b'"}\n\n'
+    if event.endswith((b"}\n\n", b"}\n")):
+        at = event.rindex(b"}")
+        begin, end = event[:at] + b',"obfuscation":"', b'"' + event[at:]
     elif event.startswith(b":"):
         begin, end = event[:-2], b"\n\n"
     else:

@@ -58,6 +58,10 @@ class AcceptedPath(msgspec.Struct, eq=False):
             del self.nodes[len(self.tokens) - 1 :]
 
 
+# One request's draft token counts in a step, by source, and its tree if requested.
+StepCounts = tuple[dict[str, SourceCounts], VerifiedTree | None]
+
+
 def verify_tree(
     drafts: Sequence[Draft], tokens_after: TokensAfter, is_last: IsLast
 ) -> list[AcceptedPath]:
@@ -128,6 +132,42 @@ def prompt_output(item: ScheduledRequest) -> StepOutput:
     return StepOutput(r.id, [], None, False, 0, 0, r.admitted_at, prompt_logprobs=item.scores)
 
 
+def token_output(
+    item: ScheduledRequest,
+    path: AcceptedPath,
+    counts: StepCounts,
+    reason: str | None,
+    *,
+    is_root: bool,
+    is_fallback: bool,
+) -> StepOutput:
+    """Return an output with the tokens of a path, which the request already has. `reason` is why
+    they end the request, if so.
+    """
+    return StepOutput(
+        id=item.request.id,
+        tokens=path.tokens,
+        finish_reason=reason,
+        is_verified=is_root,
+        num_drafted=len(item.draft.tokens),
+        num_accepted=len(path.nodes),
+        admitted_at=item.request.admitted_at,
+        num_cached=item.request.num_cached,
+        is_fallback=is_fallback,
+        sources=counts[0],
+        tree=counts[1],
+        logprobs=path.logprobs,
+        prompt_logprobs=item.scores,
+    )
+
+
+def pooled_output(item: ScheduledRequest) -> StepOutput:
+    """Return the only output of a request whose prompt was pooled."""
+    r = item.request
+    at, cached = r.admitted_at, r.num_cached
+    return StepOutput(r.id, [], "stop", False, 0, 0, at, num_cached=cached, pooled=item.pooled)
+
+
 def report_drawn(
     sampled: Sequence[ScheduledRequest],
     paths: Sequence[AcceptedPath],
@@ -158,10 +198,6 @@ def token_logprobs(logprobs: Logprobs) -> list[TokenLogprobs]:
 def first(logprobs: TokenLogprobs, k: int | None) -> TokenLogprobs:
     """Keep the k most likely tokens: another request of the step may have asked for more."""
     return TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.ids[:k], logprobs.top[:k])
-
-
-# One request's draft token counts in a step, by source, and its tree if requested.
-StepCounts = tuple[dict[str, SourceCounts], VerifiedTree | None]
 
 
 # Verified and accepted draft tokens, by the sources that proposed them.

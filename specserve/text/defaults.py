@@ -57,6 +57,23 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
 
+    @property
+    def for_chats(self) -> dict[str, float | int]:
+        """The parameters that a chat of a user sends; none if the model's files name some.
+
+        Small models often write gibberish at a temperature of 1.
+        """
+        neutral = GenerationDefaults(eos_token_ids=self.eos_token_ids)
+        return CHAT if self == neutral else {}
+
+
+CHAT: dict[str, float | int] = {
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "max_tokens": 2048,
+}
+
 
 def check_temperature(temperature: float) -> None:
     if 0 < temperature < MIN_TEMPERATURE:

@@ -111,7 +111,7 @@ def test_without_colors_accepted_draft_tokens_are_in_brackets():
 PROMPT = "def f(a, b):\n    return a + b\n\ndef f(a, b):\n    return a"
 
 
-def test_the_command_draws_every_step_and_the_whole_text(colors, capsys):
+def test_the_command_draws_steps_with_draft_tokens_and_the_whole_text(colors, capsys):
     flags = ["--temperature=0", "--max-tokens=24", "--set=memory.kv_bytes=67108864"]
     assert cli.main(["generate", PROMPT, "--drafter=ngram", "--watch", *flags]) == 0
     out, err = capsys.readouterr()
@@ -120,7 +120,7 @@ def test_the_command_draws_every_step_and_the_whole_text(colors, capsys):
         [output] = llm.generate(PROMPT, params)
     plain = ANSI.sub("", out)
     assert plain.endswith(f"\n{output.text}\n")
-    steps = output.speculation.details
+    steps = [s for s in output.speculation.details if s.tree.tokens]  # empty steps are not drawn
     counts = [(len(s.tree.tokens), len(s.tree.accepted), len(s.tokens)) for s in steps]
     words = r"^step \d+: (\d+) draft tokens?, (\d+) accepted, (\d+) new tokens?"
     told = re.findall(words, plain, re.M)

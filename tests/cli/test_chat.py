@@ -17,10 +17,12 @@ import time
 import pytest
 
 from specserve import LLM, SamplingParams
+from specserve.cli import chat as cli_chat
 from specserve.cli import command as cli
 from specserve.cli.chat import AnswerStatistics, ChatSession, LocalModel
 from specserve.cli.remote import CUT, events
 from specserve.errors import ConfigError, PromptTooLong, RequestError
+from specserve.text.defaults import GenerationDefaults
 from tests.checkpoints import tiny_checkpoint
 from tests.server.server_process import SETTINGS, ServerProcess, eventually
 
@@ -545,3 +547,87 @@ def test_a_wrong_session_file_is_reported_before_the_model_is_loaded(
     monkeypatch.setattr("specserve.LLM", None)  # loading would raise a TypeError
     code, _, error = talk([], "--model", str(folder), "--session", str(file))
     assert code == 1 and "is not a conversation" in error
+
+
+class Recorder:
+    """Answers with what it was asked, and keeps its settings."""
+
+    name, colored = "recorder", None
+
+    def __init__(self):
+        self.settings = {}
+
+    def set(self, name, value):
+        if name == "top_p" and value == 2:
+            raise RequestError("top_p: at most 1", "top_p")
+        self.settings[name] = value
+
+    def choose(self, model):
+        self.name = model
+
+    def stream_answer(self, messages):
+        yield json.dumps(messages)
+        return AnswerStatistics("stop")
+
+
+def test_commands_change_a_chat(tmp_path, capsys):
+    chat = ChatSession(Recorder(), system="old")
+    chat.ask("a")
+    chat.run("/system", " be brief ")
+    assert chat.messages[0] == {"role": "system", "content": "be brief"}
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
+    chat.run("/save", f" {tmp_path / 'kept.json'}")
+    kept = [*chat.messages]
+    chat.reset()
+    assert chat.messages == kept[:1]
+    chat.run("/load", f" {tmp_path / 'kept.json'}")
+    assert chat.messages == kept
+    for text, value in (("temperature 0.5", 0.5), ('stop ["a"]', ["a"]), ("stop end", "end")):
+        chat.run("/set", f" {text}")
+        assert chat.answerer.settings[text.split()[0]] == value
+    capsys.readouterr()
+    chat.run("/model", " other")
+    chat.run("/model", "")
+    assert capsys.readouterr().out == "other\nother\n"
+    chat.run("/system", "")
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "command, rest, why",
+    [
+        ("/set", "", "write /set NAME VALUE"),
+        ("/set", " colour 1", "write /set NAME VALUE"),
+        ("/set", " top_p 2", "top_p: at most 1"),
+        ("/load", " nowhere.json", "there is no conversation"),
+        ("/save", " /nowhere/a.json", "cannot be written"),
+    ],
+)
+def test_a_command_that_fails_says_why_and_changes_nothing(capsys, command, rest, why):
+    chat = ChatSession(Recorder())
+    chat.ask("a")
+    before = [*chat.messages]
+    capsys.readouterr()
+    chat.run(command, rest)
+    assert why in capsys.readouterr().err and chat.messages == before
+    assert chat.answerer.settings == {}
+
+
+def test_a_line_that_only_begins_like_a_command_is_a_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/systems\n/setting x\n/set top_k 3\n"))
+    chat = ChatSession(Recorder())
+    cli_chat.converse(chat)
+    assert chat.answerer.settings == {"top_k": 3}
+    assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["/setting x"]
+
+
+def test_chats_are_sampled_less_wildly_if_the_model_names_nothing():
+    neutral = GenerationDefaults(eos_token_ids=(3,))
+    assert neutral.for_chats == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "max_tokens": 2048,
+    }
+    for own in ({"temperature": 0.6}, {"top_k": 20}, {"max_new_tokens": 9}):
+        assert GenerationDefaults(**own).for_chats == {}

@@ -64,7 +64,11 @@ def numbers(path: str) -> list[tuple[str, ...]]:
     """The paths of every integer and float that a body of this route may have, of its type."""
     kind, _ = BODIES[path]
     found = [*dict.fromkeys(numbers_in(inspect.type_info(kind)))]
-    hidden = {"read_past", "max_tokens" if kind is ResponsesBody else "max_output_tokens"}
+    hidden = {
+        "read_past",
+        "replaced",
+        "max_tokens" if kind is ResponsesBody else "max_output_tokens",
+    }
     return [names for names in found if names[0] not in hidden]
 
 
@@ -258,7 +262,9 @@ def no_utf8(chance: random.Random) -> Request:
 
 def route(chance: random.Random) -> Request:
     word = "".join(chance.choices("abc/%.;~+-_@0", k=chance.randrange(1, 40)))
-    path = chance.choice([f"/v1/x{word}", f"/x{word}", "/v1/embeddings", "/../etc/passwd", "/.env"])
+    path = chance.choice(
+        [f"/v1/x{word}", f"/x{word}", "/v1/moderations", "/../etc/passwd", "/.env"]
+    )
     method = chance.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
     raw = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
     return bare("an unknown route", raw.encode(), 404)

@@ -139,7 +139,7 @@ def test_a_refusal_is_the_exception_of_its_kind(client, asked, kind, param, code
 
 def test_a_route_that_is_not_there_is_not_found(client):
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="tiny", input="x")
+        client.moderations.create(model="tiny", input="x")
 
 
 @pytest.mark.parametrize(("key", "kind"), [("x", openai.AuthenticationError), ("known", None)])
@@ -149,7 +149,7 @@ def test_a_key_is_authentication(tmp_path, key, kind):
     limits = ServerConfig(api_key_file=str(keys))
     app = make_app(SimpleNamespace(limits=limits))
     client = OpenAI(base_url="http://here/v1", api_key=key, http_client=TestClient(app))
-    # Past the guard there is no model, but there are no embeddings either.
+    # Past the guard there is no model, but there is no moderation either.
     with client, pytest.raises(kind or openai.NotFoundError) as raised:
-        client.embeddings.create(model="tiny", input="x")
+        client.moderations.create(model="tiny", input="x")
     assert raised.value.code == ("invalid_api_key" if kind else None)

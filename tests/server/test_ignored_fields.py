@@ -48,6 +48,11 @@ def test_what_belongs_to_a_call_or_a_schema_stays():
 
 def effort(source, body, **formats):
     """The body as the template gets it."""
+    return fitted(fit_to_template, source, body, body.chat_template_kwargs, **formats)
+
+
+def fitted(fit, source, *args, **formats):
+    """What `fit` makes of a body for a template with this source."""
 
     async def in_thread(do, *args):
         return do(*args)
@@ -56,7 +61,7 @@ def effort(source, body, **formats):
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     prompts = SimpleNamespace(processor=processor, in_thread=in_thread)
     service = SimpleNamespace(prompts=prompts, served=SimpleNamespace(formats=Formats(**formats)))
-    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs))
+    return asyncio.run(fit(service, *args))
 
 
 @pytest.mark.parametrize("value", ["none", "low", "max"])

@@ -461,12 +461,9 @@ def test_a_seed_of_minus_one_is_drawn(server):
     [
         ("n", True),
         ("top_logprobs", 3),
-        ("functions", []),
-        ("function_call", "none"),
         ("tool_choice", "required"),
         ("reasoning_effort", "enormous"),
-        ("suffix", "x"),
-        ("guided_json", {}),
+        ("guided_whitespace_pattern", " "),
         ("chat_template", "x"),
         ("no_stop_trim", True),
         ("separate_reasoning", False),

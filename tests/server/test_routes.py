@@ -63,7 +63,7 @@ def test_a_model_is_called_by_its_name_or_not_at_all(server):
 
 REFUSED = {
     "a route": ("GET", "/v1/nothing", None, 404, None),
-    "embeddings": ("POST", "/v1/embeddings", {"input": "x"}, 404, None),
+    "images": ("POST", "/v1/images/generations", {"prompt": "x"}, 404, None),
     "a method": ("GET", CHAT, None, 405, None),
     "another method": ("DELETE", "/v1/models/tiny", None, 405, None),
     "a model": ("GET", "/v1/models/org/other", None, 404, "model_not_found"),
@@ -105,10 +105,10 @@ def test_a_wrong_method_is_told_all_that_its_path_takes(server):
 
 
 NOT_SERVED = """
-/v1/embeddings /v1/audio/speech /v1/audio/transcriptions /v1/images/generations /v1/images/edits
+/v1/audio/speech /v1/audio/transcriptions /v1/images/generations /v1/images/edits
 /v1/moderations /v1/files /v1/files/f/content /v1/uploads /v1/batches /v1/fine_tuning/jobs
-/v1/assistants /v1/threads /v1/threads/t/runs /v1/vector_stores /v1/rerank /v1/score /v1/classify
-/v1/videos /v1/realtime /v1/conversations /v1/evals /v1/containers /api/generate
+/v1/assistants /v1/threads /v1/threads/t/runs /v1/vector_stores /v1/classify /rerankers
+/v1/videos /v1/realtime /v1/conversations /v1/evals /v1/containers
 /generate /v1/chat /v1 /v2/chat/completions /v1/chat/completions/x /V1/models
 """
 
@@ -122,8 +122,21 @@ def test_what_is_not_served_is_not_found_and_the_answer_says_what_is(server, met
         assert answer.body == {
             "error": {"type": "invalid_request_error", "param": None, "code": None}
         }
-        assert message.startswith(f"{method} {path}: not found; specserve generates text only.")
-        assert COMPLETIONS in message
+        assert message.startswith(f"{method} {path}: not found. The nearest route is /")
+        assert message.endswith("; /openapi.json has all routes") and len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/chat/completion", CHAT),
+        ("/v1/embedding", "/v1/embeddings"),
+        ("/v1/complete", COMPLETIONS),
+    ],
+)
+def test_the_nearest_route_is_reported(server, path, near):
+    message = server.ask("POST", path, {}).body["error"]["message"]
+    assert f"The nearest route is {near};" in message
 
 
 def test_a_base_url_without_v1_is_reported(server):
@@ -282,7 +295,9 @@ def test_without_a_key_every_route_that_reports_of_this_server_is_shut(keys, aut
         for method in ("GET", "POST", "OPTIONS"):
             answer = client.request(method, path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-            assert "no valid API key" in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            message = error if path.startswith("/api/") else error["message"]
+            assert "no valid API key" in message
     assert client.get(LIVENESS).json() == {"status": "alive"}
     assert {client.get(path).status_code for path in OPEN} == {200}
 

@@ -189,7 +189,11 @@ WRONG = {  # what is sent, the field that is wrong, words of the reason
         "structured_outputs.grammar",
         "Send Lark",
     ),
-    "another's name": ({"guided_json": {}}, "guided_json", "send structured_outputs with json"),
+    "another's name": (
+        {"guided_json": {}, "structured_outputs": {"json": {}}},
+        "guided_json",
+        "Send only structured_outputs",
+    ),
     "min_tokens": (
         {"structured_outputs": {"regex": "a"}, "min_tokens": 3},
         "min_tokens",

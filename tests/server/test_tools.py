@@ -564,8 +564,12 @@ REFUSED = {
         "tool_choice.function.name",
     ),
     "a choice without tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    "functions": ({"functions": []}, "functions"),
-    "a function call": ({"function_call": "auto"}, "function_call"),
+    "functions of another type": ({"functions": "f"}, "functions"),
+    "functions and tools": ({"functions": [{"name": "f"}], "tools": []}, "functions"),
+    "a function call and a choice": (
+        {"function_call": "auto", "tool_choice": "auto"},
+        "function_call",
+    ),
     "a call of another type": (said(calling(type="custom")), "messages[1].tool_calls[0]"),
     "calls of a user": (
         said({"role": "user", "content": "a", "tool_calls": calling()["tool_calls"]}),

@@ -1,0 +1,123 @@
+"""POST /v1/embeddings: converts texts to embeddings."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.api.poolers import Embedder
+from specserve.errors import RequestError
+from specserve.exchange.fair_queue import owner
+from specserve.server.body import BodyKind
+from specserve.server.completion import Service
+from specserve.server.completions import PROMPTS, read_prompts
+from specserve.server.logprobs import sealed
+from specserve.server.pooling import PoolBody, Pooled, PooledRequest, pool, read_pooled
+from specserve.server.protocol import Embedding, EmbeddingList
+from specserve.server.refusal import cut, json_response
+
+MAX_INPUTS = 2048  # per request, as in OpenAI's API
+
+
+class EmbeddingsBody(PoolBody, frozen=True, kw_only=True):
+    """Texts to convert to embeddings.
+
+    input           a string, a list of token ids, or a list of up to 2048 of either
+    encoding_format  float: numbers; base64: little-endian float32
+    dimensions      length of the embeddings, which are cut and normalized again; unset: all
+    prompt_name     one of the model's prompts, e.g. query; "": none; unset: the model's default
+    add_special_tokens  the tokenizer adds special tokens to a text
+    truncate        true cuts the end of a text that exceeds the context; false refuses it
+    """
+
+    input: str | Annotated[list[Any], PROMPTS] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    prompt_name: str | None = None
+    add_special_tokens: bool = True
+    truncate: bool = False
+
+
+EmbeddingInputs = list[str | list[int]]
+
+
+def read_embeddings(raw: bytes) -> tuple[EmbeddingsBody, EmbeddingInputs]:
+    body = read_pooled(raw, EmbeddingsBody)
+    inputs = read_prompts(body.input, "input")
+    if len(inputs) > MAX_INPUTS:
+        message = f"input: {len(inputs)} inputs. At most {MAX_INPUTS} are allowed"
+        raise RequestError(message, "input")
+    return body, inputs
+
+
+EMBEDDINGS = BodyKind("embeddings", read_embeddings, tuple[EmbeddingsBody, EmbeddingInputs])
+
+
+async def embeddings(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    asked, inputs = await service.prompts.parse(await service.bodies.read(request), EMBEDDINGS)
+    found = await embed(request, asked, inputs)
+
+    def write() -> Response:
+        written = written_as(asked.encoding_format, found.vectors)
+        return json_response(EmbeddingList(data=written, model=found.model, usage=found.usage))
+
+    # A number takes about 100 ns, and an embedding has thousands.
+    return await asyncio.wrap_future(service.writing_threads.submit(owner.get(), write))
+
+
+async def embed(request: Request, asked: EmbeddingsBody, inputs: EmbeddingInputs) -> Pooled:
+    """Return the embeddings of inputs, as the request wants them."""
+    service: Service = request.app.state.service
+    embedder = embedder_of(service)
+    if asked.dimensions is not None and asked.dimensions > embedder.size:
+        raise RequestError(
+            f"dimensions = {asked.dimensions}: the model's embeddings have {embedder.size} "
+            "numbers. Send less, or omit it",
+            "dimensions",
+        )
+    prompt = prompt_of(embedder, asked.prompt_name)
+    texts = [prompt + each if isinstance(each, str) else each for each in inputs]
+    how = asked.add_special_tokens, asked.truncate
+    found = await pool(request, asked, PooledRequest(texts, embedder.pooling, "input", *how))
+    cut_to, normalizes = asked.dimensions, embedder.normalizes or asked.dimensions is not None
+    vectors = [each[:cut_to] for each in found.vectors]
+    return found._replace(vectors=[*map(normalized, vectors)] if normalizes else vectors)
+
+
+def embedder_of(service: Service) -> Embedder:
+    if service.poolers.embedder is None:
+        why = service.poolers.why_not or "the model ranks documents. Use /v1/rerank or /v1/score"
+        raise RequestError(f"no embeddings: {why}", "model")
+    return service.poolers.embedder
+
+
+def prompt_of(embedder: Embedder, name: str | None) -> str:
+    if name is None:
+        return embedder.default
+    if name and name not in embedder.prompts:
+        known = ", ".join(embedder.prompts) or "none"
+        message = f"prompt_name: {cut(name)!r} is unknown. The model's prompts are: {cut(known)}"
+        raise RequestError(message, "prompt_name")
+    return embedder.prompts.get(name, "")
+
+
+def normalized(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return vector if length == 0 else (vector / length).astype(np.float32)
+
+
+def written_as(form: str, vectors: Sequence[NDArray[np.float32]]) -> list[Embedding]:
+    if form == "base64":
+        texts = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
+        return [Embedding(index=i, embedding=text) for i, text in enumerate(texts)]
+    # Encoding one by one lets other threads run in between.
+    numbers = sealed(each.tolist() for each in vectors)
+    return [Embedding(index=i, embedding=each) for i, each in enumerate(numbers)]
