@@ -28,6 +28,7 @@ TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that describe scaled demo models
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+Ranks = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0.0)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
 Name = Annotated[str, Meta(min_length=1)]
@@ -265,6 +266,22 @@ class DrafterConfig(Section, frozen=True):
             )
 
 
+class ParallelConfig(Section, frozen=True):
+    """Ranks: processes that run the target model together, with the same text as one process."""
+
+    tensor: Annotated[
+        Ranks, about("ranks that share the columns of each layer's linear maps, from 1 to 64")
+    ] = 1
+    pipeline: Annotated[
+        Ranks, about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks")
+    ] = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.pipeline
+
+
 class LoraConfig(Section, frozen=True):
     """LoRA adapters for the target model, which requests select by name."""
 
@@ -499,6 +516,7 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig = DrafterConfig()
+    parallel: ParallelConfig = ParallelConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
 
@@ -694,6 +712,8 @@ ARGUMENTS = {  # of the Python API
     "model_impl": "model.implementation",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "tensor_parallel_size": "parallel.tensor",
 }
 DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # vLLM's names
 

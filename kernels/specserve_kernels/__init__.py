@@ -7,6 +7,7 @@ import torch
 from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
+from specserve_kernels.ranks import Gathering, RankLost, Ranks
 from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
@@ -33,6 +34,7 @@ __all__ = [
     "Codes",
     "DeviceError",
     "Edits",
+    "Gathering",
     "HostMemory",
     "KVCache",
     "KVLayer",
@@ -43,6 +45,8 @@ __all__ = [
     "Outputs",
     "Program",
     "QKNorm",
+    "RankLost",
+    "Ranks",
     "Rotary",
     "Rows",
     "SampleParams",

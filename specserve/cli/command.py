@@ -228,6 +228,16 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         help="maximum adapters in use concurrently; default: the number of modules, at least 4",
     )
     p.add_argument("--max-lora-rank", type=int, help="maximum rank of an adapter; default: 16")
+    p.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        help="processes that share the columns of each layer, with the same text; default: 1",
+    )
+    p.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        help="stages of processes, each with a range of layers, with the same text; default: 1",
+    )
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
@@ -603,6 +613,8 @@ def configured(args: argparse.Namespace) -> Config:
             "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
             "--max-loras": ("lora.max_loras", args.max_loras),
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
+            "--tensor-parallel-size": ("parallel.tensor", args.tensor_parallel_size),
+            "--pipeline-parallel-size": ("parallel.pipeline", args.pipeline_parallel_size),
         }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     config = load_config(args.config, parse_overrides(args.set), given)

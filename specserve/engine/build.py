@@ -15,6 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
+from specserve.engine.ranks import Followers, check_parallel, identity, own_threads
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -81,18 +82,24 @@ def build(
     """
     phases = phases or Phases()
     check_drafter(config)
+    check_parallel(config)
+    config = own_threads(config)
+    followers = Followers(config, is_served) if config.parallel.size > 1 else None
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()
     weights = load_weights(config, progress, phases, known, first)
     target, draft, head = weights
+    if followers is not None and isinstance(target.decoder, Decoder):
+        with phases.phase("ranks"):
+            followers.wait_until_ready(identity(config, target.decoder))
     config = settled(config, target)
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
         models = Models(*decoders, weights.draft_head, weights.num_ids)
         identities = kv_identities(config, weights), tenants
-        given = known_sources, grammars, is_served, True, *identities
+        given = known_sources, grammars, is_served, True, *identities, followers
         engine = assemble(config, models, max_len, *given)
         phases.note("pool", pool_words(config, engine.pool))
         if engine.scheduler.tiers is not None:
@@ -133,14 +140,17 @@ def assemble(
     keeps_costs: bool = False,
     identities: Mapping[str, str] = NO_IDENTITIES,
     tenants: tuple[str, ...] = (),
+    followers: Followers | None = None,
 ) -> Engine:
-    """Build an engine for loaded models."""
+    """Build an engine for loaded models; `followers` run the other parts of the target model."""
+    if followers is not None and isinstance(models.target, Decoder):
+        models = models._replace(target=models.target.connected(followers.connections))
     adapters = build_adapters(config, models.target)
     if adapters is not None:
         models = models._replace(target=adapters.slots.decoder)
     target, draft, _, num_ids = models
-    runners, pool = build_pool(config, models, max_len)
-    sessions = build_sessions(config, pool, runners.target)
+    runners, pool = build_pool(config, models, max_len, followers)
+    sessions = build_sessions(config, pool, runners.target, followers)
     scheduler = Scheduler(step_budget(config, target, draft), pool, sessions=sessions)
     draft_model, head = None, None
     if runners.draft is not None and draft is not None:
@@ -162,6 +172,7 @@ def assemble(
         speculator=build_speculator(config, parts),
         grammars=grammars,
         adapters=adapters,
+        followers=followers,
         stats=stats,
         kept=[kept_costs(config, *each) for each in run] if keeps_costs else (),
         is_replaceable=is_served,

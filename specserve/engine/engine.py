@@ -12,6 +12,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.beams import BeamRequests
 from specserve.engine.grammars import Grammars
+from specserve.engine.ranks import Followers
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.engine.tuning import KeptCosts
 from specserve.exchange.messages import (
@@ -66,6 +67,7 @@ class Engine:
         speculator: Speculator | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        followers: Followers | None = None,
         stats: Stats | None = None,
         kept: Sequence[KeptCosts] = (),
         is_replaceable: bool = False,
@@ -73,12 +75,11 @@ class Engine:
         """Unused parts are None. `is_replaceable`: another process can continue the requests."""
         self.target, self.scheduler = target, scheduler
         self.draft_model, self.head, self.speculator = draft_model, head, speculator
-        self.grammars, self.adapters = grammars, adapters
+        self.grammars, self.adapters, self.followers = grammars, adapters, followers
         self.vocab_size = target.decoder.config.vocab_size
         self.num_slots = 0 if adapters is None else adapters.num_slots
         self.admission = Admission(scheduler, self.vocab_size, tables, grammars, adapters)
-        self.stats = stats or Stats()
-        self.plain_steps = PlainSteps()
+        self.stats, self.plain_steps = stats or Stats(), PlainSteps()
         self.kept, self.kept_at = [*kept], float("-inf")
         self.is_replaceable = is_replaceable
         self.requests: dict[int, Request] = {}  # all that have not ended
@@ -420,12 +421,11 @@ class Engine:
             costs.write()
 
     def close(self) -> None:
-        """Store step costs and queued KV blocks; stop compiling grammars and reading adapters."""
+        """Store step costs and queued KV blocks; end the engine's threads and its other ranks."""
         self.keep_costs()
         self.scheduler.close(self.target.run_updates)
-        for part in (self.grammars, self.adapters):
-            if part is not None:
-                part.close()
+        for part in filter(None, (self.grammars, self.adapters, self.followers)):
+            part.close()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or used by as many tables as its count."""

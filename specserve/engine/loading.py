@@ -29,6 +29,7 @@ from specserve.models.selection import (
     resolve_drafters,
     resolve_model,
 )
+from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import is_head, open_source
 from specserve.models.storages import storages_of
 from specserve.models.weight import AS_STORED, Rounding
@@ -50,6 +51,7 @@ class ModelKey(NamedTuple):
     max_model_len: int | None
     rounding: Rounding = AS_STORED
     implementation: str = "native"
+    shard: Shard = WHOLE
 
 
 class Model:
@@ -170,15 +172,22 @@ def load_models(
     """Load the target and the draft model of a config; models in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
-    def get(name: str, path: Path, quantize: str | None, implementation: str = "auto") -> Model:
+    def get(
+        name: str,
+        path: Path,
+        quantize: str | None,
+        implementation: str = "auto",
+        shard: Shard = WHOLE,
+    ) -> Model:
         model, most = config.model, config.scheduler.max_model_len
         rounding = Rounding.named(quantize, model.quantize_head, model.quantize_embedding)
         build = model.device, model.attention, model.dtype
         shape = open_source(path).shape(implementation)
-        key = ModelKey(str(path.resolve()), *build, most, rounding, shape.implementation)
+        given = rounding, shape.implementation, shard
+        key = ModelKey(str(path.resolve()), *build, most, *given)
         if key not in loaded:
             with phases.phase(name):
-                load = partial(load_model, path, shape, config, rounding, ops)
+                load = partial(load_model, path, shape, config, rounding, ops, shard=shard)
                 loaded[key] = Model(key, load, progress)
                 phases.note(name, loaded[key].decoder.forms.words)
         return loaded[key]
@@ -187,7 +196,8 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    target = get("target", folder, asked.quantize, asked.implementation)
+    shard = Shard(0, config.parallel.tensor, config.parallel.pipeline)
+    target = get("target", folder, asked.quantize, asked.implementation, shard)
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # its code may not be batch-invariant
         probe(target, config.scheduler.max_batched_tokens, phases)
@@ -280,6 +290,7 @@ def load_model(
     rounding: Rounding,
     ops: Ops,
     progress: Progress | None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -288,10 +299,11 @@ def load_model(
     dtype, most = config.model.dtype, config.scheduler.max_model_len
     try:
         if shape.implementation == "transformers":
+            refuse_ranks(folder, shard)
             from specserve.models.transformers_loader import load_transformers  # slow to import
 
             return load_transformers(folder, shape, dtype, ops, most, report, rounding)
-        return load_decoder(folder, dtype, ops, most, report, rounding)
+        return load_decoder(folder, dtype, ops, most, report, rounding, shard)
     except torch.OutOfMemoryError as e:
         gib = num_bytes(folder, shape, dtype, ops, rounding) / 2**30
         raise ConfigError(
@@ -299,6 +311,25 @@ def load_model(
             "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or choose a smaller model "
             "or another model.device"
         ) from e
+
+
+def load_target(config: Config, ops: Ops, shard: Shard) -> Decoder:
+    """Load a rank's part of the target model."""
+    folder, model = resolve_model(config), config.model
+    shape = open_source(folder).shape(model.implementation)
+    rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
+    loaded = load_model(folder, shape, config, rounding, ops, None, shard)
+    assert isinstance(loaded, Decoder), "other implementations have no ranks"
+    return loaded
+
+
+def refuse_ranks(folder: Path, shard: Shard) -> None:
+    if shard.size > 1:
+        raise ConfigError(
+            f"{folder}: this model runs with transformers' modules, which [parallel] does not "
+            "support. Set parallel.tensor and parallel.pipeline to 1, or use a model with native "
+            "code"
+        )
 
 
 def num_bytes(folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding) -> int:

@@ -305,7 +305,7 @@ class AdapterSlots:
         layers = zip(weights.layers, self.layers, strict=True)
         with_slots = tuple(layer._replace(adapters=slots) for layer, slots in layers)
         adapted = weights._replace(layers=with_slots)
-        self.decoder = Decoder(config, ops, decoder.rotary, adapted)
+        self.decoder = decoder.replaced(weights=adapted)
 
     def packed(self, adapter: Adapter) -> PackedAdapter:
         """Convert an adapter to the kernels' format. May run concurrently with steps."""

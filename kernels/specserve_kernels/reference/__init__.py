@@ -37,6 +37,7 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
+from specserve_kernels.reference.ranks import all_gather, receive, send, take_columns
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -44,6 +45,7 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "all_gather",
     "allocate",
     "arithmetic",
     "attention",
@@ -69,6 +71,7 @@ __all__ = [
     "prepack_experts",
     "program",
     "quantize",
+    "receive",
     "records_steps",
     "release",
     "renew",
@@ -81,7 +84,9 @@ __all__ = [
     "sample",
     "samples_ahead",
     "scale",
+    "send",
     "soft_cap",
+    "take_columns",
     "take_rows",
     "top_children",
     "tune",

@@ -1,0 +1,133 @@
+"""A rank other than 0: loads its part of the target model, and repeats each step of rank 0."""
+
+import logging
+import socket
+import sys
+
+import msgspec
+import torch
+
+from specserve import logs
+from specserve.config import Config
+from specserve.engine.loading import load_ops, load_target
+from specserve.engine.rank_messages import (
+    Allocate,
+    AllocateHost,
+    Command,
+    Forward,
+    Logits,
+    RankFailed,
+    RankReady,
+    RankStart,
+    Update,
+    rows_in,
+    tensor_of,
+)
+from specserve.engine.ranks import connections, identity, shard_of
+from specserve.engine.runner import update_arena
+from specserve.errors import ConfigError
+from specserve.exchange.messages import Link
+from specserve.memory.arena import Arena, used_bytes
+from specserve.memory.blocks import KVUpdates
+from specserve.models.decoder import Connections, Decoder
+from specserve.models.loader import KV_DTYPES
+from specserve.process import die_with_parent, ignore_signals, keep_objects, prepare
+from specserve_kernels import Program, RankLost
+
+log = logging.getLogger("specserve")
+MOST = 253  # file descriptors that one message can carry
+
+
+def main(fd: int, log_format: str) -> None:
+    """Run the commands of rank 0 until it closes its end of the socket, or a rank ends."""
+    prepare()
+    logs.configure(log_format)
+    ignore_signals()  # rank 0 decides when its ranks end
+    sock = socket.socket(fileno=fd)
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, MOST)
+    link = Link(sock)
+    try:
+        payload, *rest = link.receive(wait=True)
+        assert not rest, "rank 0 waits for the answer to its first message"
+        follow(link, msgspec.msgpack.decode(payload, type=RankStart), descriptors)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        pass  # rank 0 has closed or ended
+    except RankLost as e:
+        log.error("Rank exits: %s", e)
+
+
+def follow(link: Link, start: RankStart, descriptors: list[int]) -> None:
+    if start.ends_with_thread:
+        die_with_parent()
+    shard = shard_of(start.config, start.rank)
+    others = [rank for rank in range(shard.size) if rank != start.rank]
+    sockets = {rank: socket.socket(fileno=f) for rank, f in zip(others, descriptors, strict=False)}
+    memory = descriptors[len(others)] if len(descriptors) > len(others) else None
+    joined = connections(shard, sockets, memory)
+    try:
+        decoder = load_target(start.config, load_ops(start.config), shard)
+        ready: RankReady | RankFailed = identity(start.config, decoder)
+    except ConfigError as e:
+        link.send(RankFailed(str(e)))
+        return
+    link.send(ready)
+    Rank(start.config, decoder.connected(joined), joined).run(link)
+
+
+class Rank:
+    """A part of the target model with its KV."""
+
+    def __init__(self, config: Config, decoder: Decoder, connections: Connections) -> None:
+        self.config, self.decoder, self.connections = config, decoder, connections
+        self.arena: Arena | None = None
+        self.program: Program | None = None
+
+    @torch.inference_mode()
+    def run(self, link: Link) -> None:
+        """Run commands. EOFError once rank 0 has closed its end; RankLost if another rank ended."""
+        decode = msgspec.msgpack.Decoder(Command).decode
+        while True:
+            for payload in link.receive(wait=True):
+                self.do(decode(payload))
+
+    def do(self, command: Command) -> None:
+        if isinstance(command, Allocate):
+            self.allocate(command)
+            return
+        assert self.arena is not None and self.program is not None, "nothing is allocated"
+        if isinstance(command, AllocateHost):
+            block_bytes = self.arena.blocks.shape[1]
+            self.arena.host = self.decoder.ops.host_blocks(command.num_blocks, block_bytes)
+        elif isinstance(command, Update):
+            moves, *others = msgspec.structs.astuple(command)
+            updates = KVUpdates({"target": moves} if moves else {}, *others)
+            update_arena(self.decoder.ops, self.arena, updates)
+        elif isinstance(command, Logits):
+            self.program.logits(tensor_of(command.read))
+            self.check()
+        else:
+            self.forward(command, self.program)
+
+    def allocate(self, command: Allocate) -> None:
+        ops, block_size = self.decoder.ops, command.block_size
+        layouts = self.decoder.kv_layouts(KV_DTYPES.get(self.config.memory.kv_dtype))
+        block_bytes = used_bytes(layouts, block_size)
+        self.arena = Arena(ops.allocate(command.num_blocks * block_bytes), block_bytes)
+        kv = self.arena.add_view("target", layouts, block_size)
+        sizes = command.max_rows, command.max_read
+        self.program = self.decoder.program(kv, *sizes, command.aux_layer_ids)
+        keep_objects()
+
+    def forward(self, command: Forward, program: Program) -> None:
+        torch.set_num_threads(command.threads)
+        read = tensor_of(command.read)
+        program.run(rows_in(command), tensor_of(command.token_ids), read)
+        self.check()
+
+    def check(self) -> None:
+        for ranks in self.connections:
+            ranks.check()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,279 @@
+"""The ranks that run one model together. Rank 0 starts the others, and leads their steps."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from specserve import logs
+from specserve.config import Config
+from specserve.engine.rank_messages import (
+    Allocate,
+    AllocateHost,
+    Command,
+    Logits,
+    RankFailed,
+    RankReady,
+    RankStart,
+    forward_of,
+    update_of,
+)
+from specserve.errors import ConfigError
+from specserve.exchange.messages import Link, pack
+from specserve.exchange.spawn import start_module
+from specserve.memory.blocks import KVUpdates
+from specserve.models.decoder import Connections, Decoder
+from specserve.models.loader import name_of_dtype
+from specserve.models.selection import resolve_model
+from specserve.models.shard import Shard
+from specserve.models.source import open_source
+from specserve.version import VERSION
+from specserve_kernels import Ops, Outputs, Program, RankLost, Ranks, Rows
+from specserve_kernels.cpu.compiler import source_hash
+from specserve_kernels.ranks import SLOT, shared_memory
+from specserve_kernels.threads import topology
+
+PATIENCE = 5.0  # seconds in which a rank must end after its connections were closed
+
+
+def shard_of(config: Config, rank: int = 0) -> Shard:
+    return Shard(rank, config.parallel.tensor, config.parallel.pipeline)
+
+
+def check_parallel(config: Config) -> None:
+    """Raise ConfigError for settings that ranks do not support."""
+    if config.parallel.size == 1:
+        return
+    if config.lora.num_slots:
+        raise ConfigError(
+            "[parallel] does not support adapters. Remove [lora], or merge the adapter into its "
+            "model with peft's merge_and_unload"
+        )
+    if config.memory.disk_path is not None:
+        raise ConfigError(
+            "[parallel] does not support memory.disk_path: each rank has only a part of a block. "
+            "Remove it; memory.host_bytes is supported"
+        )
+
+
+def own_threads(config: Config) -> Config:
+    """Return the config with an equal share of this machine's cores for each rank."""
+    size = config.parallel.size
+    if size == 1 or config.model.threads is not None:
+        return config
+    threads = max(1, topology().cores // size)
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, threads=threads)
+    )
+
+
+def identity(config: Config, decoder: Decoder) -> RankReady:
+    """Return what must be equal in all ranks, and the bytes of this rank's weights."""
+    source = open_source(resolve_model(config))
+    digest = msgspec.json.encode([part.hex() for part in source.identity()]).decode()
+    return RankReady(
+        version=VERSION,
+        sources=source_hash(),
+        arithmetic=decoder.ops.arithmetic(),
+        model=digest,
+        dtype=name_of_dtype(decoder.dtype),
+        num_bytes=decoder.forms.num_bytes,
+    )
+
+
+class Mesh:
+    """The connections of all ranks on one host: a socket pair for each two ranks, and memory for
+    each stage.
+    """
+
+    def __init__(self, shard: Shard, slot_bytes: int) -> None:
+        self.shard = shard
+        pairs = {pair: socket.socketpair() for pair in combinations(range(shard.size), 2)}
+        self.sockets: list[dict[int, socket.socket]] = [{} for _ in range(shard.size)]
+        for (one, other), (first, second) in pairs.items():
+            self.sockets[one][other], self.sockets[other][one] = first, second
+        has_columns = shard.tensor > 1
+        self.memories = [
+            shared_memory(slot_bytes) if has_columns else None for _ in range(shard.pipeline)
+        ]
+
+    def descriptors(self, rank: int) -> list[int]:
+        """Return the file descriptors for a rank: a socket per other rank, then its memory."""
+        memory = self.memories[self.shard.at(rank).stage]
+        sockets = [self.sockets[rank][other].fileno() for other in sorted(self.sockets[rank])]
+        return [*sockets, *(() if memory is None else (memory,))]
+
+    def own(self) -> Connections:
+        """Return the connections of rank 0."""
+        return connections(self.shard, self.sockets[0], self.memories[0])
+
+    def close(self) -> None:
+        """Close what belongs to the other ranks, and the descriptors of memory."""
+        for sockets in self.sockets[1:]:
+            for sock in sockets.values():
+                sock.close()
+        for memory in self.memories:
+            if memory is not None:
+                os.close(memory)
+
+
+def connections(
+    shard: Shard, sockets: dict[int, socket.socket], memory: int | None
+) -> Connections:
+    """Return a rank's connections, from sockets by rank and the memory of its stage."""
+    first, T = shard.stage * shard.tensor, shard.tensor
+    columns = {r - first: s for r, s in sockets.items() if first <= r < first + T}
+    return Connections(
+        columns=Ranks(shard.column, T, columns, memory),
+        every=Ranks(shard.rank, shard.size, sockets),
+    )
+
+
+class Follower(NamedTuple):
+    """A started rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    link: Link
+
+
+class Followers:
+    """The ranks that run each step of rank 0's target model. They end once this one closes."""
+
+    def __init__(self, config: Config, ends_with_thread: bool) -> None:
+        """Start the ranks, which begin to load their weights."""
+        self.shard = shard_of(config)
+        row_bytes = 4 * open_source(resolve_model(config)).shape("native").vocab_size
+        mesh = Mesh(self.shard, max(SLOT, row_bytes))
+        self.each = list[Follower]()
+        for rank in range(1, self.shard.size):
+            process, sock = start_module("specserve.engine.rank_process")
+            start = RankStart(config, rank, logs.current(), ends_with_thread)
+            with suppress(BrokenPipeError, ConnectionResetError):  # reading reports it
+                socket.send_fds(sock, [b"\0"], mesh.descriptors(rank))
+                sock.sendall(pack(msgspec.msgpack.encode(start)))
+            self.each.append(Follower(rank, process, Link(sock)))
+        self.connections = mesh.own()
+        mesh.close()
+
+    def wait_until_ready(self, own: RankReady) -> None:
+        """Wait until the ranks have loaded their weights. ConfigError, naming the rank, if one
+        cannot, or if its weights or build differ from rank 0's.
+        """
+        for rank, process, link in self.each:
+            try:
+                answer = msgspec.msgpack.decode(
+                    link.receive(wait=True)[0], type=RankReady | RankFailed
+                )
+            except (EOFError, ConnectionResetError) as e:
+                self.close()
+                code = process.wait()
+                raise ConfigError(
+                    f"rank {rank} ended during start-up (exit code {code}). Its last messages on "
+                    "stderr give the reason; missing memory is the usual one"
+                ) from e
+            if isinstance(answer, RankFailed):
+                self.close()
+                raise ConfigError(f"rank {rank}: {answer.reason}")
+            if (name := own.differing(answer)) is not None:
+                self.close()
+                values = getattr(answer, name), getattr(own, name)
+                raise ConfigError(
+                    f"rank {rank} has another {name} than rank 0: {values[0]} instead of "
+                    f"{values[1]}. Install the same specserve and the same model for all ranks"
+                )
+
+    def allocate(
+        self, num_blocks: int, block_size: int, rows: tuple[int, int], aux: Sequence[int]
+    ) -> None:
+        """Allocate the KV of all ranks: as many blocks as rank 0 has."""
+        self.send(Allocate(num_blocks, block_size, *rows, tuple(aux)))
+
+    def allocate_host(self, num_blocks: int) -> None:
+        self.send(AllocateHost(num_blocks))
+
+    def update(self, updates: KVUpdates) -> None:
+        """Repeat updates of rank 0's KV."""
+        self.send(update_of(updates))
+
+    def leading(self, program: Program) -> "LeadingProgram":
+        """Return a program whose runs all ranks repeat."""
+        return LeadingProgram(program, self)
+
+    def send(self, command: Command) -> None:
+        """Send a command to all ranks. RankLost if one has ended."""
+        data = pack(msgspec.msgpack.encode(command))
+        for follower in self.each:
+            try:
+                follower.link.sock.sendall(data)
+            except OSError as e:
+                raise RankLost(self.lost_words()) from e
+
+    def check(self) -> None:
+        """Raise RankLost if a rank has ended during a forward."""
+        if self.connections.columns.is_lost or self.connections.every.is_lost:
+            raise RankLost(self.lost_words())
+
+    def lost_words(self) -> str:
+        """Return which ranks have ended, with their exit codes."""
+        codes = {rank: process.poll() for rank, process, _ in self.each}
+        ended = [f"{rank} (exit code {code})" for rank, code in codes.items() if code is not None]
+        return f"lost rank {', '.join(ended) or 'or connection'}"
+
+    def close(self) -> None:
+        """End the ranks: they exit once their connections are closed."""
+        for _, _, link in self.each:
+            link.sock.close()
+        for ranks in self.connections:
+            ranks.close()
+        for _, process, _ in self.each:
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class LeadingProgram:
+    """A program of rank 0. All ranks run its forwards."""
+
+    def __init__(self, program: Program, followers: Followers) -> None:
+        self.program, self.followers = program, followers
+
+    @cached_property
+    def words(self) -> str:
+        shard = self.followers.shard
+        stages = f", in {shard.pipeline} stages" if shard.pipeline > 1 else ""
+        return f"{self.program.words}, in each of {shard.size} ranks{stages}"
+
+    def run(
+        self,
+        rows: Rows,
+        token_ids: Tensor | None,
+        read: Tensor,
+        also: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        assert token_ids is not None and residual is None, "ranks start from token ids"
+        self.followers.send(forward_of(rows, token_ids, read))
+        outputs = self.program.run(rows, token_ids, read, also)
+        self.followers.check()
+        return outputs
+
+    def logits(self, read: Tensor) -> Tensor:
+        self.followers.send(Logits(bytearray(read.numpy().data)))
+        logits = self.program.logits(read)
+        self.followers.check()
+        return logits
+
+    def forget(self) -> None:
+        self.program.forget()
+
+
