@@ -59,18 +59,23 @@ __all__ = [
 log = logging.getLogger("specserve")
 
 
-def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
+def load(
+    device: str | torch.device = "auto", attention: str = "auto", rank: int | None = None
+) -> Ops:
     """Return the build for a device. DeviceError if the device cannot be used.
 
     device     `cpu`, `cuda` or `cuda:N`; auto: a GPU if there is one, else the CPU
     attention  on a GPU: `flashinfer` or `triton`, without a fallback; auto: FlashInfer if it is
                installed and has kernels for the model, else Triton
+    rank       the number of the GPU if the device is `cuda`; None: torch's current GPU
 
     Callers call it once, at start-up. No code outside this package depends on the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None and rank is not None:
+        device = torch.device("cuda", rank)
     if device.type == "cuda":
         from specserve_kernels.cuda import build
 

@@ -15,7 +15,15 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
-from specserve.engine.ranks import Followers, check_parallel, identity, own_threads
+from specserve.engine.rank_messages import ReadAdapter
+from specserve.engine.ranks import (
+    Followers,
+    LeadingSlots,
+    check_parallel,
+    identity,
+    own_threads,
+    start_followers,
+)
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -84,7 +92,7 @@ def build(
     check_drafter(config)
     check_parallel(config)
     config = own_threads(config)
-    followers = Followers(config, is_served) if config.parallel.size > 1 else None
+    followers = start_followers(config, ends_with_thread=is_served)
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()
@@ -92,7 +100,8 @@ def build(
     target, draft, head = weights
     if followers is not None and isinstance(target.decoder, Decoder):
         with phases.phase("ranks"):
-            followers.wait_until_ready(identity(config, target.decoder))
+            own = identity(config, target.decoder)
+            followers.wait_until_ready(own, target.decoder.ops)
     config = settled(config, target)
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
@@ -145,9 +154,8 @@ def assemble(
     """Build an engine for loaded models; `followers` run the other parts of the target model."""
     if followers is not None and isinstance(models.target, Decoder):
         models = models._replace(target=models.target.connected(followers.connections))
-    adapters = build_adapters(config, models.target)
-    if adapters is not None:
-        models = models._replace(target=adapters.slots.decoder)
+    adapters, target = build_adapters(config, models.target, followers)
+    models = models._replace(target=target)
     target, draft, _, num_ids = models
     runners, pool = build_pool(config, models, max_len, followers)
     sessions = build_sessions(config, pool, runners.target, followers)
@@ -199,11 +207,15 @@ def kv_tables(
     return KVTables(pool, sizes, names, not config.memory.share_prefix_cache, tenants)
 
 
-def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
-    """Return the target's slots for adapters; ConfigError for a model without adapter support."""
+def build_adapters(
+    config: Config, target: LoadedModel, followers: Followers | None = None
+) -> tuple[Adapters | None, LoadedModel]:
+    """Return the target's slots for adapters, and the target with these slots. ConfigError for a
+    model without adapter support.
+    """
     num_slots, rank = config.lora.num_slots, config.lora.max_rank
     if num_slots == 0:
-        return None
+        return None, target
     if not isinstance(target, Decoder):
         raise ConfigError(
             "lora.max_loras: models that run with transformers' modules cannot have adapters. "
@@ -213,9 +225,12 @@ def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
     slots = AdapterSlots(target, num_slots, rank)
 
     def read(folder: Path) -> PackedAdapter:
+        if followers is not None:
+            followers.send(ReadAdapter(str(folder)))
         return slots.packed(read_adapter(folder, shape, rank, dtype))
 
-    return Adapters(slots, num_slots, read)
+    own = slots if followers is None else LeadingSlots(slots, followers)
+    return Adapters(own, num_slots, read), slots.decoder
 
 
 def read_vocabulary(config: Config) -> Vocabulary:

@@ -329,8 +329,7 @@ class Engine:
         """Use another draft model, or none, from the next step on. All draft KV is released and
         computed again for running requests. It gets no keys, so that no step hashes a prompt.
         """
-        requests = [*self.requests.values()]
-        for request in requests:
+        for request in (requests := [*self.requests.values()]):
             request.draft_table.clear()
         self.pool.drop("draft")
         self.pool.updates.moves.pop("draft", None)
@@ -424,8 +423,9 @@ class Engine:
         """Store step costs and queued KV blocks; end the engine's threads and its other ranks."""
         self.keep_costs()
         self.scheduler.close(self.target.run_updates)
-        for part in filter(None, (self.grammars, self.adapters, self.followers)):
-            part.close()
+        for part in (self.grammars, self.adapters, self.followers):
+            if part is not None:
+                part.close()
 
     def check(self) -> None:
         """Assert that every block is free, cached, or used by as many tables as its count."""

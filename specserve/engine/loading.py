@@ -263,9 +263,11 @@ def settled(config: Config, target: Model) -> Config:
     return replace(config, memory=memory, speculation=replace(config.speculation, max_nodes=0))
 
 
-def load_ops(config: Config) -> Ops:
+def load_ops(config: Config, rank: int = 0) -> Ops:
+    """Return the build of a rank. Ranks on GPUs have a GPU each."""
+    number = rank if config.parallel.size > 1 else None
     try:
-        return load(config.model.device, config.model.attention)
+        return load(config.model.device, config.model.attention, number)
     except DeviceError as e:
         raise device_refused(config, e) from e
 

@@ -20,7 +20,7 @@ class RankStart(msgspec.Struct, frozen=True):
 
     config: Config
     rank: int
-    log_format: str
+    folder: str  # where ranks on GPUs find each other
     ends_with_thread: bool  # the rank is killed once the thread that started it ends
 
 
@@ -62,6 +62,19 @@ class AllocateHost(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_blocks: int
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read an adapter's folder in a thread, for a later `PutAdapter`."""
+
+    folder: str
+
+
+class PutAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Put an adapter that was read into a slot; without a digest, clear the slot."""
+
+    slot: int
+    digest: str | None
+
+
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run a step's forward. The arrays are those of `StepInput`."""
 
@@ -87,7 +100,7 @@ class Update(msgspec.Struct, frozen=True, tag=True, array_like=True):
     loads: list[tuple[int, int]]
 
 
-Command = Allocate | AllocateHost | Forward | Logits | Update
+Command = Allocate | AllocateHost | ReadAdapter | PutAdapter | Forward | Logits | Update
 
 
 def forward_of(rows: Rows, token_ids: Tensor, read: Tensor) -> Forward:
@@ -110,7 +123,7 @@ def rows_in(message: Forward) -> Rows:
     adapters = message.adapters
     fields = (tensor_of(x, dtype) for x, dtype in zip(message.rows, DTYPES, strict=True))
     given = None if adapters is None else AdapterRows(*(tensor_of(x, "int32") for x in adapters))
-    return Rows(*fields, given)
+    return Rows._make([*fields, given])
 
 
 def bytes_of(x: Tensor) -> bytearray:

@@ -3,12 +3,16 @@
 import logging
 import socket
 import sys
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 import msgspec
 import torch
 
 from specserve import logs
 from specserve.config import Config
+from specserve.engine.adapters import use_one_core
 from specserve.engine.loading import load_ops, load_target
 from specserve.engine.rank_messages import (
     Allocate,
@@ -16,25 +20,29 @@ from specserve.engine.rank_messages import (
     Command,
     Forward,
     Logits,
+    PutAdapter,
     RankFailed,
     RankReady,
     RankStart,
+    ReadAdapter,
     Update,
     rows_in,
     tensor_of,
 )
-from specserve.engine.ranks import connections, identity, shard_of
+from specserve.engine.ranks import connections, identity, join_devices, shard_of
 from specserve.engine.runner import update_arena
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
 from specserve.memory.arena import Arena, used_bytes
 from specserve.memory.blocks import KVUpdates
+from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Connections, Decoder
 from specserve.models.loader import KV_DTYPES
 from specserve.process import die_with_parent, ignore_signals, keep_objects, prepare
 from specserve_kernels import Program, RankLost
 
 log = logging.getLogger("specserve")
+KEPT = 8  # adapters that were read last and stay in memory; more than rank 0 reads ahead
 MOST = 253  # file descriptors that one message can carry
 
 
@@ -65,12 +73,13 @@ def follow(link: Link, start: RankStart, descriptors: list[int]) -> None:
     memory = descriptors[len(others)] if len(descriptors) > len(others) else None
     joined = connections(shard, sockets, memory)
     try:
-        decoder = load_target(start.config, load_ops(start.config), shard)
+        decoder = load_target(start.config, load_ops(start.config, start.rank), shard)
         ready: RankReady | RankFailed = identity(start.config, decoder)
     except ConfigError as e:
         link.send(RankFailed(str(e)))
         return
     link.send(ready)
+    join_devices(decoder.ops, joined, shard, start.folder)
     Rank(start.config, decoder.connected(joined), joined).run(link)
 
 
@@ -79,6 +88,12 @@ class Rank:
 
     def __init__(self, config: Config, decoder: Decoder, connections: Connections) -> None:
         self.config, self.decoder, self.connections = config, decoder, connections
+        self.slots: AdapterSlots | None = None
+        if config.lora.num_slots:
+            self.slots = AdapterSlots(decoder, config.lora.num_slots, config.lora.max_rank)
+            self.decoder = self.slots.decoder
+        self.thread = ThreadPoolExecutor(1, "adapters", use_one_core)
+        self.read: deque[Future[PackedAdapter]] = deque(maxlen=KEPT)  # adapters
         self.arena: Arena | None = None
         self.program: Program | None = None
 
@@ -102,6 +117,10 @@ class Rank:
             moves, *others = msgspec.structs.astuple(command)
             updates = KVUpdates({"target": moves} if moves else {}, *others)
             update_arena(self.decoder.ops, self.arena, updates)
+        elif isinstance(command, ReadAdapter):
+            self.read.append(self.thread.submit(self.read_adapter, Path(command.folder)))
+        elif isinstance(command, PutAdapter):
+            self.put_adapter(command)
         elif isinstance(command, Logits):
             self.program.logits(tensor_of(command.read))
             self.check()
@@ -117,6 +136,26 @@ class Rank:
         sizes = command.max_rows, command.max_read
         self.program = self.decoder.program(kv, *sizes, command.aux_layer_ids)
         keep_objects()
+
+    def read_adapter(self, folder: Path) -> PackedAdapter:
+        assert self.slots is not None, "the config has no adapters"
+        decoder, rank = self.decoder, self.config.lora.max_rank
+        return self.slots.packed(read_adapter(folder, decoder.config, rank, decoder.dtype))
+
+    def put_adapter(self, command: PutAdapter) -> None:
+        """Fill or clear a slot. RuntimeError if this rank has read other files than rank 0."""
+        assert self.slots is not None, "the config has no adapters"
+        digest = command.digest
+        found = None if digest is None else self.adapter(digest)
+        self.slots.put(command.slot, found)
+
+    def adapter(self, digest: str) -> PackedAdapter:
+        wait(self.read)
+        read = (future.result() for future in self.read if future.exception() is None)
+        found = next((adapter for adapter in read if adapter.digest == digest), None)
+        if found is None:
+            raise RuntimeError(f"the adapter {digest} that rank 0 has read is not in this rank")
+        return found
 
     def forward(self, command: Forward, program: Program) -> None:
         torch.set_num_threads(command.threads)

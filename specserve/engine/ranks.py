@@ -3,22 +3,25 @@
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
 
-from specserve import logs
 from specserve.config import Config
 from specserve.engine.rank_messages import (
     Allocate,
     AllocateHost,
     Command,
     Logits,
+    PutAdapter,
     RankFailed,
     RankReady,
     RankStart,
@@ -29,6 +32,7 @@ from specserve.errors import ConfigError
 from specserve.exchange.messages import Link, pack
 from specserve.exchange.spawn import start_module
 from specserve.memory.blocks import KVUpdates
+from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.models.decoder import Connections, Decoder
 from specserve.models.loader import name_of_dtype
 from specserve.models.selection import resolve_model
@@ -51,10 +55,10 @@ def check_parallel(config: Config) -> None:
     """Raise ConfigError for settings that ranks do not support."""
     if config.parallel.size == 1:
         return
-    if config.lora.num_slots:
+    if ":" in config.model.device:
         raise ConfigError(
-            "[parallel] does not support adapters. Remove [lora], or merge the adapter into its "
-            "model with peft's merge_and_unload"
+            f"model.device = {config.model.device!r} names one GPU, but [parallel] uses a GPU per "
+            "rank. Set model.device = 'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     if config.memory.disk_path is not None:
         raise ConfigError(
@@ -124,9 +128,7 @@ class Mesh:
                 os.close(memory)
 
 
-def connections(
-    shard: Shard, sockets: dict[int, socket.socket], memory: int | None
-) -> Connections:
+def connections(shard: Shard, sockets: dict[int, socket.socket], memory: int | None) -> Connections:
     """Return a rank's connections, from sockets by rank and the memory of its stage."""
     first, T = shard.stage * shard.tensor, shard.tensor
     columns = {r - first: s for r, s in sockets.items() if first <= r < first + T}
@@ -136,34 +138,65 @@ def connections(
     )
 
 
+def join_devices(ops: Ops, joined: Connections, shard: Shard, folder: str) -> None:
+    """Connect the devices of all ranks. All ranks call this at the same time."""
+    ops.join(joined.every, Path(folder), "every")
+    ops.join(joined.columns, Path(folder), f"stage {shard.stage}")
+
+
+class RankProcess(Protocol):
+    """A started rank; `subprocess.Popen` has these methods."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Follower(NamedTuple):
-    """A started rank."""
+    """A rank that runs each step of rank 0."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     link: Link
 
 
+def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None":
+    """Start the other ranks, which begin to load their weights; None if there are none."""
+    shard = shard_of(config)
+    if shard.size == 1:
+        return None
+    row_bytes = 4 * open_source(resolve_model(config)).shape("native").vocab_size
+    folder = tempfile.TemporaryDirectory(prefix="specserve-ranks-")
+    mesh, each = Mesh(shard, max(SLOT, row_bytes)), list[Follower]()
+    for rank in range(1, shard.size):
+        process, sock = start_module("specserve.engine.rank_process")
+        start = RankStart(config, rank, folder.name, ends_with_thread)
+        with suppress(BrokenPipeError, ConnectionResetError):  # reading reports it
+            socket.send_fds(sock, [b"\0"], mesh.descriptors(rank))
+            sock.sendall(pack(msgspec.msgpack.encode(start)))
+        each.append(Follower(rank, process, Link(sock)))
+    own = mesh.own()
+    mesh.close()
+    return Followers(shard, own, each, folder)
+
+
 class Followers:
-    """The ranks that run each step of rank 0's target model. They end once this one closes."""
+    """The other ranks of rank 0's target model. They end once this one closes."""
 
-    def __init__(self, config: Config, ends_with_thread: bool) -> None:
-        """Start the ranks, which begin to load their weights."""
-        self.shard = shard_of(config)
-        row_bytes = 4 * open_source(resolve_model(config)).shape("native").vocab_size
-        mesh = Mesh(self.shard, max(SLOT, row_bytes))
-        self.each = list[Follower]()
-        for rank in range(1, self.shard.size):
-            process, sock = start_module("specserve.engine.rank_process")
-            start = RankStart(config, rank, logs.current(), ends_with_thread)
-            with suppress(BrokenPipeError, ConnectionResetError):  # reading reports it
-                socket.send_fds(sock, [b"\0"], mesh.descriptors(rank))
-                sock.sendall(pack(msgspec.msgpack.encode(start)))
-            self.each.append(Follower(rank, process, Link(sock)))
-        self.connections = mesh.own()
-        mesh.close()
+    def __init__(
+        self,
+        shard: Shard,
+        connections: Connections,
+        each: Sequence[Follower],
+        folder: tempfile.TemporaryDirectory[str],
+    ) -> None:
+        """`folder` is where ranks on GPUs find each other."""
+        self.shard, self.connections, self.each, self.folder = shard, connections, each, folder
+        self.sending = Lock()  # a thread reads adapters
 
-    def wait_until_ready(self, own: RankReady) -> None:
+    def wait_until_ready(self, own: RankReady, ops: Ops) -> None:
         """Wait until the ranks have loaded their weights. ConfigError, naming the rank, if one
         cannot, or if its weights or build differ from rank 0's.
         """
@@ -189,6 +222,7 @@ class Followers:
                     f"rank {rank} has another {name} than rank 0: {values[0]} instead of "
                     f"{values[1]}. Install the same specserve and the same model for all ranks"
                 )
+        join_devices(ops, self.connections, self.shard, self.folder.name)
 
     def allocate(
         self, num_blocks: int, block_size: int, rows: tuple[int, int], aux: Sequence[int]
@@ -210,11 +244,12 @@ class Followers:
     def send(self, command: Command) -> None:
         """Send a command to all ranks. RankLost if one has ended."""
         data = pack(msgspec.msgpack.encode(command))
-        for follower in self.each:
-            try:
-                follower.link.sock.sendall(data)
-            except OSError as e:
-                raise RankLost(self.lost_words()) from e
+        try:
+            with self.sending:
+                for follower in self.each:
+                    follower.link.sock.sendall(data)
+        except OSError as e:
+            raise RankLost(self.lost_words()) from e
 
     def check(self) -> None:
         """Raise RankLost if a rank has ended during a forward."""
@@ -239,6 +274,19 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self.folder.cleanup()
+
+
+class LeadingSlots:
+    """Adapter slots of rank 0. All ranks put the same adapters into theirs."""
+
+    def __init__(self, slots: AdapterSlots, followers: Followers) -> None:
+        self.slots, self.followers = slots, followers
+        self.layers = slots.layers
+
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None:
+        self.followers.send(PutAdapter(slot, None if adapter is None else adapter.digest))
+        self.slots.put(slot, adapter)
 
 
 class LeadingProgram:
@@ -275,5 +323,3 @@ class LeadingProgram:
 
     def forget(self) -> None:
         self.program.forget()
-
-

@@ -23,6 +23,7 @@ from specserve_kernels import (
     Rotary,
     Rows,
 )
+from specserve_kernels.ops import EagerProgram
 
 
 class LoadedModel(ModelForward, Protocol):
@@ -204,6 +205,9 @@ class Decoder:
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
     ) -> Program:
         """The program of the ops, which may record the forward pass."""
+        if self.shard.size > 1 and self.ops.records_steps:
+            # Ranks must not differ in what they record: a recording reads the logits of more rows.
+            return EagerProgram(self, kv, aux_layer_ids)
         return self.ops.program(self, kv, max_rows, max_read, aux_layer_ids)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
@@ -214,8 +218,8 @@ class Decoder:
         return self.ops.plan(rows, kv, self.num_heads, self.windows, also, plain)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The residual stream before this shard's first layer, [R, hidden], for token ids [R] int64.
-        It comes from the previous stage, if there is one.
+        """The residual stream before this shard's first layer, [R, hidden], for token ids [R]
+        int64. It comes from the previous stage, if there is one.
         """
         if not self.shard.is_first:
             return self.receive(token_ids, self.shard.rank - self.shard.tensor)
@@ -363,9 +367,7 @@ class Decoder:
         gathering = self.gatherings.hidden
         return residual if gathering is None else self.ops.take_columns(residual, *gathering.own)
 
-    def gather(
-        self, x: Tensor, gathering: Gathering | None, reader: int | None = None
-    ) -> Tensor:
+    def gather(self, x: Tensor, gathering: Gathering | None, reader: int | None = None) -> Tensor:
         """The columns of all ranks, see `Ops.all_gather`; without ranks, x."""
         return x if gathering is None else self.ops.all_gather(x, gathering, reader)
 
@@ -388,9 +390,7 @@ class Decoder:
         return logits if shard.rank != last or last == 0 else ops.send(logits, self.every, 0)
 
 
-def gatherings(
-    config: DecoderConfig, shard: Shard, connections: Connections | None
-) -> Gatherings:
+def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | None) -> Gatherings:
     if connections is None or shard.tensor == 1:
         return Gatherings()
 

@@ -77,10 +77,10 @@ class Shard(NamedTuple):
         return range(begins[self.column], begins[self.column + 1])
 
     def heads(self, config: DecoderConfig) -> Heads:
-        """The heads of each rank. Several ranks hold a KV head if there are more ranks than heads."""
+        """The heads of each rank. If there are more ranks than KV heads, several ranks hold one."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
         group, sharing = H // Hk, max(1, T // Hk)
-        if T > Hk:
+        if Hk < T:
             begins = tuple(group * r // sharing for r in range(T + 1))
             kv = range(self.column // sharing, self.column // sharing + 1)
         else:
@@ -118,7 +118,7 @@ class Shard(NamedTuple):
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError if the ranks cannot share the model."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
-        if T > Hk and (T % Hk or T > H):
+        if Hk < T and (T % Hk or T > H):
             raise ConfigError(
                 f"parallel.tensor = {T} does not fit {H} attention heads with {Hk} KV heads. Set "
                 f"it to at most {Hk}, or to a multiple of {Hk} up to {H}"

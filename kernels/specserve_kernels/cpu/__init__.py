@@ -50,6 +50,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
+from specserve_kernels.reference.ranks import join
 
 __all__ = [
     "BuildError",
@@ -67,6 +68,7 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "host_blocks",
+    "join",
     "layer_norm",
     "library",
     "linear",

@@ -467,9 +467,7 @@ def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:
     return x
 
 
-def receive(
-    rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int
-) -> Tensor:
+def receive(rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int) -> Tensor:
     out = rows.new_empty(len(rows), width, dtype=dtype)
     run("receive", arguments.message(0, out, ranks, other), len(out), 0)
     ranks.check()

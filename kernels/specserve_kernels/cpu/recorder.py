@@ -182,9 +182,7 @@ class Recorder:
         self.note("send", arguments.message(x.domain, x.tensor, ranks, other), x.domain, ranks)
         return x
 
-    def receive(
-        self, rows: Any, width: int, dtype: torch.dtype, ranks: Ranks, other: int
-    ) -> Any:
+    def receive(self, rows: Any, width: int, dtype: torch.dtype, ranks: Ranks, other: int) -> Any:
         out = self.new(rows.domain, (width,), dtype)
         args = arguments.message(rows.domain, out.tensor, ranks, other)
         self.note("receive", args, rows.domain, ranks)

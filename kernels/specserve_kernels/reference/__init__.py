@@ -37,7 +37,7 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
-from specserve_kernels.reference.ranks import all_gather, receive, send, take_columns
+from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -56,6 +56,7 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "host_blocks",
+    "join",
     "layer_norm",
     "linear",
     "linear_add",

@@ -71,7 +71,7 @@ def experts(
     every = [(r, j, e) for r in range(R) for j, e in enumerate(routing.experts[r].tolist())]
     inner = [_inner(x[r : r + 1], gate_up, e, limit) for r, _, e in every]
     if gathering is not None and R:
-        inner = [*all_gather(torch.cat(inner), gathering).split(1)]
+        inner = [*torch.split(all_gather(torch.cat(inner), gathering), 1)]
     totals = torch.zeros(R, residual.shape[1], device=x.device)
     for (r, j, e), row in zip(every, inner, strict=True):
         totals[r] += routing.weights[r, j] * products(row, down.each[e], _bias(down, e))[0]

@@ -1,11 +1,19 @@
 """Exchanges between ranks, over their sockets."""
 
 import socket
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
+
+
+def join(ranks: Ranks, folder: Path, name: str) -> None:
+    """Connect the devices of ranks. All ranks call this at the same time.
+
+    Ranks on CPUs exchange tensors over their sockets and shared memory.
+    """
 
 
 def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor:
@@ -49,15 +57,13 @@ def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:
     return x
 
 
-def receive(
-    rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int
-) -> Tensor:
+def receive(rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int) -> Tensor:
     """Return the tensor [R, width] of `dtype` that another rank sends.
 
     rows  [R, ...]  any tensor of R rows
     """
     out = torch.empty(len(rows), width, dtype=dtype)
-    rest = memoryview(out.view(-1).view(torch.uint8).numpy()).cast("B")
+    rest = out.view(-1).view(torch.uint8).numpy().data
     while rest:
         rest = rest[read(ranks.sockets[other], rest, other) :]
     return out
