@@ -202,9 +202,7 @@ class Followers:
         """
         for rank, process, link in self.each:
             try:
-                answer = msgspec.msgpack.decode(
-                    link.receive(wait=True)[0], type=RankReady | RankFailed
-                )
+                answer = answer_of(link)
             except (EOFError, ConnectionResetError) as e:
                 self.close()
                 code = process.wait()
@@ -275,6 +273,16 @@ class Followers:
                 process.kill()
                 process.wait()
         self.folder.cleanup()
+
+
+def answer_of(link: Link) -> RankReady | RankFailed:
+    """Return a rank's answer; EOFError if it ends without one. It may end after its answer."""
+    while True:
+        data = link.sock.recv(1 << 16)
+        if not data:
+            raise EOFError
+        for payload in link.frames.feed(data):
+            return msgspec.msgpack.decode(payload, type=RankReady | RankFailed)
 
 
 class LeadingSlots:

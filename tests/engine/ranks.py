@@ -12,6 +12,7 @@ from specserve.engine.ranks import Follower, Followers, Mesh, connections
 from specserve.exchange.messages import Link
 from specserve.models.loader import load_decoder
 from specserve.models.shard import Shard
+from specserve.models.weight import AS_STORED
 from tests.engine.engines import MAX_LEN, OPS
 
 
@@ -45,12 +46,11 @@ class RankThread(Thread):
 class Shards:
     """The parts of a model, which several engines may run one after the other."""
 
-    def __init__(self, folder, tensor, pipeline, dtype="fp32"):
+    def __init__(self, folder, tensor, pipeline, rounding=AS_STORED):
         self.shard = Shard(0, tensor, pipeline)
-        each = range(self.shard.size)
-        self.parts = [
-            load_decoder(folder, dtype, OPS, MAX_LEN, shard=self.shard.at(r)) for r in each
-        ]
+        given = "fp32", OPS, MAX_LEN, None, rounding
+        ranks = range(self.shard.size)
+        self.parts = [load_decoder(folder, *given, self.shard.at(rank)) for rank in ranks]
 
     @property
     def target(self):
