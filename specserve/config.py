@@ -276,6 +276,26 @@ class ParallelConfig(Section, frozen=True):
         Ranks, about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks")
     ] = 1
 
+    address: Annotated[
+        Name | None,
+        about(
+            "HOST:PORT where rank 0 waits for ranks of other machines, which `specserve rank` "
+            "starts; unset: rank 0 starts all ranks on its machine"
+        ),
+    ] = None
+    secret_file: Annotated[
+        Name | None, about("file with the secret that ranks of several machines share")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.size == 1 and self.address is not None:
+            raise ValueError(
+                "parallel.address has no effect with one rank. Raise parallel.tensor or "
+                "parallel.pipeline, or remove it"
+            )
+        if self.address is None and self.secret_file is not None:
+            raise ValueError("parallel.secret_file has no effect without parallel.address")
+
     @property
     def size(self) -> int:
         """The number of ranks."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -209,6 +210,8 @@ class Ops(Protocol):
         limit: float | None = None,
         gathering: Gathering | None = None,
     ) -> Tensor: ...
+
+    def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
 
     def all_gather(self, x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor: ...
 

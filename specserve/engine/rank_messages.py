@@ -22,6 +22,7 @@ class RankStart(msgspec.Struct, frozen=True):
     rank: int
     folder: str  # where ranks on GPUs find each other
     ends_with_thread: bool  # the rank is killed once the thread that started it ends
+    peers: tuple[tuple[str, int], ...] = ()  # addresses of ranks 1, 2, ... below this one
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

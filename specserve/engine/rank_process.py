@@ -5,10 +5,12 @@ import socket
 import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from specserve import logs
 from specserve.config import Config
@@ -22,13 +24,13 @@ from specserve.engine.rank_messages import (
     Logits,
     PutAdapter,
     RankFailed,
-    RankReady,
     RankStart,
     ReadAdapter,
     Update,
     rows_in,
     tensor_of,
 )
+from specserve.engine.rank_network import SECONDS, Hello, Listener, connect
 from specserve.engine.ranks import connections, identity, join_devices, shard_of
 from specserve.engine.runner import update_arena
 from specserve.errors import ConfigError
@@ -55,32 +57,76 @@ def main(fd: int, log_format: str) -> None:
     _, descriptors, _, _ = socket.recv_fds(sock, 1, MOST)
     link = Link(sock)
     try:
-        payload, *rest = link.receive(wait=True)
-        assert not rest, "rank 0 waits for the answer to its first message"
-        follow(link, msgspec.msgpack.decode(payload, type=RankStart), descriptors)
+        start = first_message(link)
+        if start.ends_with_thread:
+            die_with_parent()
+        shard = shard_of(start.config, start.rank)
+        others = [rank for rank in range(shard.size) if rank != start.rank]
+        sockets = (socket.socket(fileno=number) for number in descriptors[: len(others)])
+        memory = descriptors[len(others)] if len(descriptors) > len(others) else None
+        joined = connections(shard, dict(zip(others, sockets, strict=True)), memory)
+        follow(link, start, joined)
     except (EOFError, ConnectionResetError, BrokenPipeError):
         pass  # rank 0 has closed or ended
     except RankLost as e:
         log.error("Rank exits: %s", e)
+    except ConfigError:
+        pass  # rank 0 reports it
 
 
-def follow(link: Link, start: RankStart, descriptors: list[int]) -> None:
-    if start.ends_with_thread:
-        die_with_parent()
+def first_message(link: Link) -> RankStart:
+    payload, *rest = link.receive(wait=True)
+    assert not rest, "rank 0 waits for the answer to its first message"
+    return msgspec.msgpack.decode(payload, type=RankStart)
+
+
+def follow(link: Link, start: RankStart, joined: Connections) -> None:
+    """Load a rank's part of the model, and run the commands of rank 0. ConfigError, which rank 0
+    receives too, if that is impossible.
+    """
     shard = shard_of(start.config, start.rank)
-    others = [rank for rank in range(shard.size) if rank != start.rank]
-    sockets = {rank: socket.socket(fileno=f) for rank, f in zip(others, descriptors, strict=False)}
-    memory = descriptors[len(others)] if len(descriptors) > len(others) else None
-    joined = connections(shard, sockets, memory)
     try:
         decoder = load_target(start.config, load_ops(start.config, start.rank), shard)
-        ready: RankReady | RankFailed = identity(start.config, decoder)
+        ready = identity(start.config, decoder)
     except ConfigError as e:
         link.send(RankFailed(str(e)))
-        return
+        raise
     link.send(ready)
     join_devices(decoder.ops, joined, shard, start.folder)
     Rank(start.config, decoder.connected(joined), joined).run(link)
+
+
+def join(address: tuple[str, int], secret: bytes, rank: int, model: str | None) -> None:
+    """Run a rank for the engine of another machine, until it ends. EOFError or RankLost then;
+    OSError if nothing listens at the address.
+
+    model  overrides `model.path` of rank 0's config
+    """
+    listener = Listener((own_host(address), 0), secret)
+    with closing(listener):
+        control = connect(address, secret, Hello(rank, listener.port))
+        link = Link(control)
+        start = first_message(link)
+        if model is not None:
+            path = replace(start.config.model, path=model)
+            start = replace(start, config=replace(start.config, model=path))
+        lower = dict(enumerate((address, *start.peers)))
+        sockets = {r: connect(lower[r], secret, Hello(rank, 0)) for r in range(rank)}
+        while len(sockets) < start.config.parallel.size - 1:
+            sock, hello = listener.accept()
+            sockets[hello.rank] = sock
+    try:
+        follow(link, start, connections(shard_of(start.config, rank), sockets, None))
+    finally:
+        for sock in (control, *sockets.values()):
+            sock.close()
+
+
+def own_host(address: tuple[str, int]) -> str:
+    """Return this machine's address on the network of another one."""
+    with socket.create_connection(address, SECONDS) as sock:
+        host: str = sock.getsockname()[0]
+        return host
 
 
 class Rank:

@@ -1,5 +1,6 @@
 """The ranks that run one model together. Rank 0 starts the others, and leads their steps."""
 
+import logging
 import os
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from specserve.engine.rank_messages import (
     forward_of,
     update_of,
 )
+from specserve.engine.rank_network import Listener, parse_address, read_secret
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link, pack
 from specserve.exchange.spawn import start_module
@@ -43,6 +45,8 @@ from specserve_kernels import Ops, Outputs, Program, RankLost, Ranks, Rows
 from specserve_kernels.cpu.compiler import source_hash
 from specserve_kernels.ranks import SLOT, shared_memory
 from specserve_kernels.threads import topology
+
+log = logging.getLogger("specserve")
 
 PATIENCE = 5.0  # seconds in which a rank must end after its connections were closed
 
@@ -169,6 +173,8 @@ def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None
         return None
     row_bytes = 4 * open_source(resolve_model(config)).shape("native").vocab_size
     folder = tempfile.TemporaryDirectory(prefix="specserve-ranks-")
+    if config.parallel.address is not None:
+        return joined_followers(config, shard, folder)
     mesh, each = Mesh(shard, max(SLOT, row_bytes)), list[Follower]()
     for rank in range(1, shard.size):
         process, sock = start_module("specserve.engine.rank_process")
@@ -180,6 +186,50 @@ def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None
     own = mesh.own()
     mesh.close()
     return Followers(shard, own, each, folder)
+
+
+class RemoteRank:
+    """A rank of another machine. It ends by itself once its connections are closed."""
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        pass
+
+
+def joined_followers(
+    config: Config, shard: Shard, folder: tempfile.TemporaryDirectory[str]
+) -> "Followers":
+    """Wait for the ranks of other machines."""
+    secret = read_secret(config.parallel.secret_file)
+    listener = Listener(parse_address(config.parallel.address or ""), secret)
+    log.info("Waiting for %d ranks at %s", shard.size - 1, config.parallel.address)
+    controls, addresses = dict[int, socket.socket](), dict[int, tuple[str, int]]()
+    tensors = dict[int, socket.socket]()
+    while len(tensors) < shard.size - 1:
+        sock, (rank, port) = listener.accept()
+        given = controls if port else tensors
+        if not 0 < rank < shard.size:
+            log.warning("Rank %d is refused: the ranks are 1 to %d", rank, shard.size - 1)
+            sock.close()
+            continue
+        if (earlier := given.pop(rank, None)) is not None:  # it has started anew
+            earlier.close()
+        given[rank] = sock
+        if port:
+            addresses[rank] = sock.getpeername()[0], port
+        if port and len(controls) == shard.size - 1:
+            for r, control in controls.items():
+                peers = tuple(addresses[other] for other in range(1, r))
+                start = RankStart(config, r, folder.name, False, peers)
+                control.sendall(pack(msgspec.msgpack.encode(start)))
+    listener.close()
+    each = [Follower(r, RemoteRank(), Link(controls[r])) for r in sorted(controls)]
+    return Followers(shard, connections(shard, tensors, None), each, folder)
 
 
 class Followers:
