@@ -28,7 +28,7 @@ TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that describe scaled demo models
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
-Ranks = Annotated[int, Meta(ge=1, le=64)]
+NumRanks = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0.0)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
 Name = Annotated[str, Meta(min_length=1)]
@@ -270,10 +270,11 @@ class ParallelConfig(Section, frozen=True):
     """Ranks: processes that run the target model together, with the same text as one process."""
 
     tensor: Annotated[
-        Ranks, about("ranks that share the columns of each layer's linear maps, from 1 to 64")
+        NumRanks, about("ranks that share the columns of each layer's linear maps, from 1 to 64")
     ] = 1
     pipeline: Annotated[
-        Ranks, about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks")
+        NumRanks,
+        about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks"),
     ] = 1
 
     address: Annotated[

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from time import sleep
 
-from specserve.engine.rank_network import Refused
+from specserve.engine.rank_network import HandshakeRefused
 from specserve.engine.rank_process import join
 from specserve.errors import ConfigError
 from specserve_kernels import RankLost
@@ -28,7 +28,7 @@ def run_rank(
     while True:
         try:
             join(address, secret, rank, model)
-        except Refused as e:
+        except HandshakeRefused as e:
             raise ConfigError(f"rank 0 at {address[0]}:{address[1]} refuses this rank: {e}") from e
         except (EOFError, ConnectionResetError, BrokenPipeError, RankLost) as e:
             log.warning("The engine has ended (%s). Joining its successor", e or "closed")

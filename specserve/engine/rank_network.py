@@ -29,7 +29,7 @@ class Hello(NamedTuple):
     port: int  # where it waits for higher ranks; 0 on connections for tensors
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     """The other end has another secret, or is no rank."""
 
 
@@ -68,7 +68,7 @@ def proof(secret: bytes, *parts: bytes) -> bytes:
 
 
 def connect(address: tuple[str, int], secret: bytes, hello: Hello) -> socket.socket:
-    """Return a connection with a listener. OSError if nothing listens there; Refused if it does
+    """Return a connection with a listener. OSError if nothing listens there; HandshakeRefused if it does
     not have the secret.
     """
     sock = socket.create_connection(address, SECONDS)
@@ -77,14 +77,14 @@ def connect(address: tuple[str, int], secret: bytes, hello: Hello) -> socket.soc
         sock.sendall(mine + said + proof(secret, FROM_RANK, theirs, mine, said))
         expected = proof(secret, FROM_LISTENER, mine, theirs)
         if not hmac.compare_digest(receive(sock, len(expected)), expected):
-            raise Refused("the other end has another secret")
+            raise HandshakeRefused("the other end has another secret")
     except BaseException:
         sock.close()
         raise
     return ready(sock)
 
 
-class Listener:
+class RankListener:
     """Waits for ranks on one interface."""
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -109,7 +109,7 @@ class Listener:
         while True:
             sock, _ = self.sock.accept()
             sock.settimeout(SECONDS)
-            with suppress(OSError, EOFError, Refused):
+            with suppress(OSError, EOFError, HandshakeRefused):
                 return ready(sock), self.greeted(sock)
             sock.close()
 
@@ -120,7 +120,7 @@ class Listener:
         theirs, said = receive(sock, NONCE), receive(sock, HELLO.size)
         expected = proof(self.secret, FROM_RANK, mine, theirs, said)
         if not hmac.compare_digest(receive(sock, len(expected)), expected):
-            raise Refused("a rank has another secret")
+            raise HandshakeRefused("a rank has another secret")
         sock.sendall(proof(self.secret, FROM_LISTENER, theirs, mine))
         sock.settimeout(None)
         return Hello(*HELLO.unpack(said))

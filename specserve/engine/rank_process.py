@@ -30,7 +30,7 @@ from specserve.engine.rank_messages import (
     rows_in,
     tensor_of,
 )
-from specserve.engine.rank_network import SECONDS, Hello, Listener, connect
+from specserve.engine.rank_network import SECONDS, Hello, RankListener, connect
 from specserve.engine.ranks import connections, identity, join_devices, shard_of
 from specserve.engine.runner import update_arena
 from specserve.errors import ConfigError
@@ -102,7 +102,7 @@ def join(address: tuple[str, int], secret: bytes, rank: int, model: str | None) 
 
     model  overrides `model.path` of rank 0's config
     """
-    listener = Listener((own_host(address), 0), secret)
+    listener = RankListener((own_host(address), 0), secret)
     with closing(listener):
         control = connect(address, secret, Hello(rank, listener.port))
         link = Link(control)

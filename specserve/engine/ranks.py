@@ -29,7 +29,7 @@ from specserve.engine.rank_messages import (
     forward_of,
     update_of,
 )
-from specserve.engine.rank_network import Listener, parse_address, read_secret
+from specserve.engine.rank_network import RankListener, parse_address, read_secret
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link, pack
 from specserve.exchange.spawn import start_module
@@ -206,7 +206,7 @@ def joined_followers(
 ) -> "Followers":
     """Wait for the ranks of other machines."""
     secret = read_secret(config.parallel.secret_file)
-    listener = Listener(parse_address(config.parallel.address or ""), secret)
+    listener = RankListener(parse_address(config.parallel.address or ""), secret)
     log.info("Waiting for %d ranks at %s", shard.size - 1, config.parallel.address)
     controls, addresses = dict[int, socket.socket](), dict[int, tuple[str, int]]()
     tensors = dict[int, socket.socket]()

@@ -15,7 +15,7 @@ from specserve.models.decoder_config import DecoderConfig
 PANEL = 32  # columns that the kernels compute together
 
 
-class Heads(NamedTuple):
+class ShardHeads(NamedTuple):
     """The attention heads of the ranks of a stage."""
 
     begins: tuple[int, ...]  # [tensor + 1]  first query head of each rank, and the end
@@ -76,7 +76,7 @@ class Shard(NamedTuple):
         begins = self.begins(num_columns)
         return range(begins[self.column], begins[self.column + 1])
 
-    def heads(self, config: DecoderConfig) -> Heads:
+    def heads(self, config: DecoderConfig) -> ShardHeads:
         """The heads of each rank. If there are more ranks than KV heads, several ranks hold one."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
         group, sharing = H // Hk, max(1, T // Hk)
@@ -87,7 +87,7 @@ class Shard(NamedTuple):
             first = [Hk * r // T for r in range(T + 1)]
             begins = tuple(group * k for k in first)
             kv = range(first[self.column], first[self.column + 1])
-        return Heads(begins, begins[self.column + 1] - begins[self.column], kv)
+        return ShardHeads(begins, begins[self.column + 1] - begins[self.column], kv)
 
     def qkv_rows(self, config: DecoderConfig, order: Tensor | None) -> Tensor | None:
         """The rows of the fused QKV weight that this rank holds; None: all, in their order.

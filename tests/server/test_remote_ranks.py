@@ -9,7 +9,13 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from specserve.engine.rank_network import Hello, Listener, Refused, connect, read_secret
+from specserve.engine.rank_network import (
+    HandshakeRefused,
+    Hello,
+    RankListener,
+    connect,
+    read_secret,
+)
 from specserve.errors import ConfigError
 from tests.server.asking import COMPLETIONS, completion_body, streamed
 from tests.server.server_process import ServerProcess, eventually
@@ -59,9 +65,12 @@ def test_ranks_join_by_tcp_and_join_the_next_engine_too(folder, secret):
 
 
 def test_both_ends_must_have_the_secret():
-    with closing(Listener(("127.0.0.1", 0), SECRET)) as listener, ThreadPoolExecutor() as threads:
+    with (
+        closing(RankListener(("127.0.0.1", 0), SECRET)) as listener,
+        ThreadPoolExecutor() as threads,
+    ):
         accepted, address = threads.submit(listener.accept), ("127.0.0.1", listener.port)
-        with pytest.raises((Refused, EOFError, ConnectionResetError)):
+        with pytest.raises((HandshakeRefused, EOFError, ConnectionResetError)):
             connect(address, OTHER, Hello(1, 1))
         with connect(address, SECRET, Hello(2, 1)):
             sock, hello = accepted.result()
