@@ -22,6 +22,7 @@ from specserve.engine.ranks import (
     check_parallel,
     identity,
     own_threads,
+    placed,
     start_followers,
 )
 from specserve.engine.runner import Runner
@@ -91,7 +92,7 @@ def build(
     phases = phases or Phases()
     check_drafter(config)
     check_parallel(config)
-    config = own_threads(config)
+    config = placed(config) if is_served else own_threads(config)
     followers = start_followers(config, ends_with_thread=is_served)
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:

@@ -68,8 +68,8 @@ def proof(secret: bytes, *parts: bytes) -> bytes:
 
 
 def connect(address: tuple[str, int], secret: bytes, hello: Hello) -> socket.socket:
-    """Return a connection with a listener. OSError if nothing listens there; HandshakeRefused if it does
-    not have the secret.
+    """Return a connection with a listener. OSError if nothing listens there; HandshakeRefused if
+    it does not have the secret.
     """
     sock = socket.create_connection(address, SECONDS)
     try:

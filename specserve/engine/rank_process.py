@@ -31,7 +31,7 @@ from specserve.engine.rank_messages import (
     tensor_of,
 )
 from specserve.engine.rank_network import SECONDS, Hello, RankListener, connect
-from specserve.engine.ranks import connections, identity, join_devices, shard_of
+from specserve.engine.ranks import connections, identity, join_devices, placed, shard_of
 from specserve.engine.runner import update_arena
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
@@ -60,6 +60,7 @@ def main(fd: int, log_format: str) -> None:
         start = first_message(link)
         if start.ends_with_thread:
             die_with_parent()
+        placed(start.config, start.rank)
         shard = shard_of(start.config, start.rank)
         others = [rank for rank in range(shard.size) if rank != start.rank]
         sockets = (socket.socket(fileno=number) for number in descriptors[: len(others)])

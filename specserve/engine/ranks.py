@@ -44,7 +44,7 @@ from specserve.version import VERSION
 from specserve_kernels import Ops, Outputs, Program, RankLost, Ranks, Rows
 from specserve_kernels.cpu.compiler import source_hash
 from specserve_kernels.ranks import SLOT, shared_memory
-from specserve_kernels.threads import topology
+from specserve_kernels.threads import numa_nodes, topology
 
 log = logging.getLogger("specserve")
 
@@ -73,13 +73,28 @@ def check_parallel(config: Config) -> None:
 
 def own_threads(config: Config) -> Config:
     """Return the config with an equal share of this machine's cores for each rank."""
-    size = config.parallel.size
-    if size == 1 or config.model.threads is not None:
+    size = config.parallel.size if config.parallel.address is None else 1
+    is_one = config.parallel.size == 1
+    return config if is_one else with_threads(config, max(1, topology().cores // size))
+
+
+def with_threads(config: Config, threads: int) -> Config:
+    """Return the config with this number of threads, unless it has one."""
+    if config.model.threads is not None:
         return config
-    threads = max(1, topology().cores // size)
-    return msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, threads=threads)
-    )
+    model = msgspec.structs.replace(config.model, threads=threads)
+    return msgspec.structs.replace(config, model=model)
+
+
+def placed(config: Config, rank: int = 0) -> Config:
+    """Let this process compute on a NUMA node of its own, if each rank of the machine can have one.
+    Return the config with the number of threads. Memory lies on the node that first writes to it.
+    """
+    nodes, parallel = numa_nodes(), config.parallel
+    if parallel.address is None and 1 < parallel.size <= len(nodes):
+        os.sched_setaffinity(0, nodes[rank])
+        config = with_threads(config, topology().cores)
+    return own_threads(config)
 
 
 def identity(config: Config, decoder: Decoder) -> RankReady:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from specserve.config import load_config
+from specserve.engine import ranks
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
@@ -191,3 +192,13 @@ def test_settings_without_support_for_ranks_are_refused(tmp_path):
     for more, words in ((disk, r"memory\.disk_path"), ({"model.device": "cuda:1"}, "CUDA_VISIBLE")):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+
+
+def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):
+    bound = []
+    monkeypatch.setattr(ranks, "numa_nodes", lambda: [{0, 1}, {2, 3}])
+    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    for size in (1, 2, 3):  # two nodes are too few for three ranks
+        for rank in range(size):
+            ranks.placed(load_config(None, {"parallel.tensor": size}), rank)
+    assert bound == [{0, 1}, {2, 3}]
