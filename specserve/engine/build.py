@@ -89,11 +89,32 @@ def build(
     engine's requests use, and `first` are the drafters of the first engine. `tenants` identifies
     each API key.
     """
-    phases = phases or Phases()
     check_drafter(config)
     check_parallel(config)
     config = placed(config) if is_served else own_threads(config)
     followers = start_followers(config, ends_with_thread=is_served)
+    given = progress, phases or Phases(), known, vocabulary, is_served, known_sources, first
+    try:
+        return build_with(followers, config, *given, tenants)
+    except BaseException:
+        if followers is not None:
+            followers.close()
+        raise
+
+
+def build_with(
+    followers: Followers | None,
+    config: Config,
+    progress: Progress | None,
+    phases: Phases,
+    known: Iterable[Model | None],
+    vocabulary: Callable[[], Vocabulary] | None,
+    is_served: bool,
+    known_sources: Iterable[str],
+    first: Drafters | None,
+    tenants: tuple[str, ...],
+) -> Loaded:
+    """Do the same as `build`, with ranks that have been started."""
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()

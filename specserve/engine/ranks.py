@@ -186,7 +186,8 @@ def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None
     shard = shard_of(config)
     if shard.size == 1:
         return None
-    row_bytes = 4 * open_source(resolve_model(config)).shape("native").vocab_size
+    shape = open_source(resolve_model(config)).shape(config.model.implementation)
+    row_bytes = 4 * shape.vocab_size
     folder = tempfile.TemporaryDirectory(prefix="specserve-ranks-")
     if config.parallel.address is not None:
         return joined_followers(config, shard, folder)

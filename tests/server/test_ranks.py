@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from specserve import LLM
+from specserve.errors import ConfigError
 from tests.adapters import write_adapter
 from tests.server.asking import COMPLETIONS, completion_body, streamed, whole
 from tests.server.server_process import ServerProcess, children_of, eventually
@@ -65,3 +67,10 @@ def test_streams_go_on_after_the_loss_of_a_rank(ranked, alone, rank, how):
         assert answer.result() == alone[0]
     assert ranked.engine_pid != engine
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in lost))
+
+
+def test_a_start_that_fails_leaves_no_rank_behind(folder):
+    before = children_of(os.getpid())
+    with pytest.raises(ConfigError, match=r"scheduler\.max_model_len"):
+        LLM(folder, tensor_parallel_size=2, kv_cache_memory_bytes=1 << 12)
+    assert children_of(os.getpid()) == before
