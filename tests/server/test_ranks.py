@@ -71,6 +71,6 @@ def test_streams_go_on_after_the_loss_of_a_rank(ranked, alone, rank, how):
 
 def test_a_start_that_fails_leaves_no_rank_behind(folder):
     before = children_of(os.getpid())
-    with pytest.raises(ConfigError, match=r"scheduler\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"raise memory\.kv_bytes"):
         LLM(folder, tensor_parallel_size=2, kv_cache_memory_bytes=1 << 12)
     assert children_of(os.getpid()) == before
