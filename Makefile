@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check equivalence real real-quick real-models lint docs reference dist \
+.PHONY: setup test thorough check equivalence equivalence-tools real real-quick real-models lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -66,6 +66,10 @@ real-quick: real-models
 # The release gate: every drafter with every parameter, see docs/design.md.
 equivalence: setup
 	$(PY) -m tests.equivalence
+
+# Conversations with tools, streamed: the same calls with every drafter.
+equivalence-tools: setup
+	$(PY) -m tests.equivalence.tools
 
 lint: setup
 	$(VENV)/bin/ruff check

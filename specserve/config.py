@@ -47,7 +47,11 @@ class ModelConfig(Section, frozen=True):
     """The target model, which decides every output token."""
 
     path: Annotated[
-        Name | None, about("a local folder, a .gguf file or a hub id; unset: the demo models")
+        Name | None,
+        about(
+            "a local folder, a .gguf file, a hub id, ID:TYPE for a GGUF file of a hub repository, "
+            "or ollama:NAME:TAG; unset: the demo models"
+        ),
     ] = None
     demo_compute: Annotated[
         Literal["qwen3-0.6b", "llama-3.1-8b"] | None,
@@ -348,6 +352,31 @@ class LoraConfig(Section, frozen=True):
         return max(len(self.modules), USUAL_LORAS) if is_asked else 0
 
 
+ToolParser = Literal[
+    "auto",
+    "template",
+    "generic",
+    "none",
+    "command_r",
+    "deepseek",
+    "deepseek_v32",
+    "gemma3",
+    "gemma4",
+    "glm",
+    "granite",
+    "harmony",
+    "hermes",
+    "kimi",
+    "lfm2",
+    "llama3_json",
+    "llama4",
+    "minimax",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+]
+
+
 class ServerConfig(Section, frozen=True):
     """The HTTP server and its limits."""
 
@@ -358,15 +387,21 @@ class ServerConfig(Section, frozen=True):
         about("model name for clients; unset: the name of its folder or file, or its hub id"),
     ] = None
     tool_parser: Annotated[
-        Literal["auto", "hermes", "llama3_json", "mistral", "command_r", "template", "none"],
+        ToolParser,
         about(
-            "format of the model's tool calls: auto, hermes, llama3_json, mistral, command_r, "
-            "template (the tokenizer's response template) or none; auto reads the chat template"
+            "format of the model's tool calls: auto (by the tokenizer's response template, else "
+            "by the chat template, else generic), template (the response template only), generic "
+            "(the server describes tools and calls to the model), none, or the name of a format: "
+            "command_r, deepseek, deepseek_v32, gemma3, gemma4, glm, granite, harmony (gpt-oss), "
+            "hermes, kimi, lfm2, llama3_json, llama4, minimax, mistral, pythonic, qwen3_coder"
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "think", "none"],
-        about("format of the model's reasoning: auto, think (<think>...</think>) or none"),
+        Literal["auto", "think", "mistral_think", "none"],
+        about(
+            "format of the model's reasoning: auto, think (<think>...</think>), mistral_think "
+            "([THINK]...[/THINK]) or none"
+        ),
     ] = "auto"
     api_key_file: Annotated[
         Name | None,

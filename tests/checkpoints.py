@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 PAD, EOS = "<|pad|>", "<|end|>"
@@ -35,6 +41,57 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "sliding_window": 7,
     },
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "seed_oss": {"model_type": "seed_oss", "attention_out_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5"},
+    "hunyuan": {"model_type": "hunyuan_v1_dense"},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.5,
+        },
+        "max_position_embeddings": 128,
+    },
+    "cohere": {"model_type": "cohere", "logit_scale": 0.6},
+    "command_r_plus": {"model_type": "cohere", "logit_scale": 0.6, "use_qk_norm": True},
+    "starcoder2": {"model_type": "starcoder2"},
+    "stablelm": {"model_type": "stablelm", "partial_rotary_factor": 0.5},
+    "nemotron": {"model_type": "nemotron"},
+    "arcee": {"model_type": "arcee"},
+    "apertus": {"model_type": "apertus"},
+    "granite_moe": {
+        "model_type": "granitemoe",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.7,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.3,
@@ -79,6 +136,56 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     },
 }
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}
+GLM_ROPE = {"rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+GLM_MOE: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+}
+FAMILIES |= {
+    "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, "num_mtp_layers": 0} | GLM_MOE
+}
+# name -> the model_type of the whole, its vision config, and the fields of its text model
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3_vision": ("gemma3", {"model_type": "siglip_vision_model"} | VISION, FAMILIES["gemma3"]),
+    "mistral3": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["mistral"]),
+    "ministral3_vision": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["ministral3"]),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        QWEN_VISION,
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        {"model_type": "qwen3_vl_text", "rope_parameters": MROPE | {"mrope_interleaved": True}},
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": MROPE,
+        },
+    ),
+    "glm4v": ("glm4v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
+    "glm46v": ("glm46v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
+    "glm4v_moe": (
+        "glm4v_moe",
+        QWEN_VISION,
+        {"model_type": "glm4v_moe_text"} | GLM_ROPE | GLM_MOE,
+    ),
+}
+
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -92,6 +199,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # wide enough that greedy output varies from prompt to prompt
 }
 
+CORRECTION = "e_score_correction_bias"  # a parameter, or a buffer
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -113,15 +221,21 @@ def tiny_checkpoint(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint with its tokenizer; `overrides` are fields of the transformers config.
+    """Write a checkpoint with its tokenizer; `overrides` are fields of the transformers config, or
+    of the config of its text model.
 
     Same arguments, same bytes: two checkpoints that differ in `seed` make a target and a draft.
     """
-    fields = SIZES | FAMILIES[family] | overrides
+    whole, vision, own = MULTIMODAL.get(family, ("", {}, FAMILIES.get(family, {})))
+    fields = SIZES | own | overrides
     eos, pad = tiny_tokenizer().convert_tokens_to_ids([EOS, PAD])
     fields = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad} | fields
-    model_type = fields.pop("model_type")
-    config = CONFIG_MAPPING[model_type](**fields)
+    if whole:
+        tied = fields["tie_word_embeddings"]
+        parts = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
+        config = CONFIG_MAPPING[whole](**parts)
+    else:
+        config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
     save_quietly(random_model(config, seed).to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -154,11 +268,26 @@ def random_model(config: Any, seed: int) -> Any:
     """Random weights, norms and biases included: ones and zeros would hide a missing operation."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
+        for name, tensor in model.state_dict().items():  # the others are zeros
+            if name.endswith(CORRECTION) and not tensor.any():
+                tensor += 0.2 * torch.randn_like(tensor)
     return model.eval()
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class for a model, or for a multimodal model that gets only text."""
+    is_multimodal = hasattr(config, "vision_config")
+    return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+
+
+def oracle(folder: Path, **kwargs: Any) -> Any:
+    """transformers' model of a checkpoint, in float32."""
+    config = AutoConfig.from_pretrained(folder)
+    return auto_class(config).from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
 def save_quietly(model: Any, folder: Path) -> None:

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,7 +20,7 @@ from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.models import decoder_config
-from specserve.models.families import FAMILIES
+from specserve.models.families import FAMILIES, MULTIMODAL
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
@@ -121,10 +120,9 @@ def folders(tmp_path_factory):
 
 
 def gguf_of(folder):
-    """A GGUF file, and one with a name like Ollama's."""
-    file = gguf_files.write(folder).file
-    blob = shutil.copy(file, folder / "sha256-0123abcd")
-    return {"path/to/model.gguf": file, "~/.ollama/models/blobs/sha256-0123abcd": blob}
+    """A GGUF file, by its path, and by names of the hub and of Ollama."""
+    names = "path/to/model.gguf", "org/repo-GGUF:Q8_0", "ollama:llama3.2:1b"
+    return dict.fromkeys(names, gguf_files.write(folder).file)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -428,8 +426,8 @@ def test_the_site_is_built_without_a_broken_link(tmp_path):
 
 def test_the_table_of_models_has_every_family_and_no_other():
     text = (ROOT / "docs/models.md").read_text()
-    rows = re.findall(r"^\| `(\w+ForCausalLM)` \| (.*) \|$", text, re.MULTILINE)
-    assert rows == [(name, family.models) for name, family in FAMILIES.items()]
+    rows = re.findall(r"^\| `(\w+For\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [(name, kind.models) for name, kind in (FAMILIES | MULTIMODAL).items()]
 
 
 def prose_of(page):

@@ -16,6 +16,7 @@ LAYERS = [  # ground floor first
     ("specserve_drafters",),
     ("specserve.errors", "specserve.config", "specserve.version", "specserve.process"),
     ("specserve.logs",),
+    ("specserve.models.hub", "specserve.models.ollama"),
     ("specserve.models.folder",),
     ("specserve.memory",),
     ("specserve.text",),

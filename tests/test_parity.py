@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
-from tests.checkpoints import tiny_checkpoint
+from tests.checkpoints import MULTIMODAL, oracle, tiny_checkpoint
 
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -23,7 +22,12 @@ CASES = {  # family, what departs from its tiny checkpoint
 }
 CASES |= {
     name: (name, {})
-    for name in ("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4")
+    for name in (
+        *("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4"),
+        *("olmo3", "seed_oss", "ernie4_5", "hunyuan", "ministral3", "cohere", "command_r_plus"),
+        *("starcoder2", "stablelm", "nemotron", "arcee", "apertus"),
+        *("granite_moe", "minimax_m2", "ernie4_5_moe", "glm4_moe", *MULTIMODAL),
+    )
 }
 # By transformers' modules: those that native code lacks, and one where they are asked for.
 FOREIGN = {
@@ -47,9 +51,9 @@ def case(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
     draft = tiny_checkpoint(root / "draft", family, seed=1, num_hidden_layers=1, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = oracle(target)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"
-    return target, draft, asked, model.eval()
+    return target, draft, asked, model
 
 
 def likeliest(model, prompt, text):
@@ -63,7 +67,7 @@ def likeliest(model, prompt, text):
 
 def ends_in_time(model, text):
     """At the first end token, or else at the limit."""
-    end = model.config.eos_token_id
+    end = model.config.get_text_config().eos_token_id
     return end not in text[:-1] and (text[-1] == end or len(text) == NEW)
 
 

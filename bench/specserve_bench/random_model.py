@@ -75,7 +75,7 @@ class RandomWeights:
     def layer(self, config: DecoderConfig, index: int, tables: Tables) -> Layer:
         hidden, inner, norms = config.hidden_size, config.intermediate_size, config.family.norms
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        widths, is_dense = config.qk_norm_widths, config.mixture is None
+        is_dense = config.mixture is None
 
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else self.ones(hidden)
@@ -83,7 +83,7 @@ class RandomWeights:
         return Layer(
             window=config.windows[index],
             rotary=table_of(config, index, tables),
-            qk_norm=None if widths is None else self.qk_norm(*widths, config.norm_eps),
+            qk_norm=self.qk_norm(config) if config.has_qk_norm else None,
             attention_norm=norm(norms.before_attention),
             qkv=self.map(f"qkv {index}", query + 2 * kv, hidden),
             qkv_bias=None,
@@ -91,7 +91,7 @@ class RandomWeights:
             out_bias=None,
             after_attention=norm(norms.after_attention),
             mlp_norm=norm(norms.before_mlp),
-            gate_up=self.map(f"gate_up {index}", 2 * inner, hidden, True) if is_dense else None,
+            gate_up=self.first_map(config, index) if is_dense else None,
             gate_up_bias=None,
             down=self.map(f"down {index}", hidden, inner) if is_dense else None,
             down_bias=None,
@@ -99,8 +99,16 @@ class RandomWeights:
             experts=None if is_dense else self.experts(config),
         )
 
-    def qk_norm(self, query: int, key: int, eps: float) -> QKNorm:
-        return QKNorm(self.ones(query), self.ones(key), eps)
+    def first_map(self, config: DecoderConfig, index: int) -> Any:
+        """The first map of an MLP with or without a gate."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if config.family.ungated is not None:
+            return self.map(f"up {index}", inner, hidden)
+        return self.map(f"gate_up {index}", 2 * inner, hidden, True)
+
+    def qk_norm(self, config: DecoderConfig) -> QKNorm:
+        q, k = (self.ops.place(torch.ones(shape)) for shape in config.qk_norm_shapes)
+        return QKNorm(q, k, config.norm_eps, config.qk_norm == "each")
 
     def experts(self, config: DecoderConfig) -> Experts:
         mixture, hidden = config.mixture, config.hidden_size

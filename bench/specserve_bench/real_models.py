@@ -26,12 +26,14 @@ class RealModels(NamedTuple):
 
     smollm2         SmolLM2-135M-Instruct, a GGUF file (Q4_1)
     smollm2_folder  the same weights dequantized to fp32 by transformers
-    gemma_folder    Gemma 3 270M (Q4_K_M) dequantized to bf16 by transformers
+    gemma           Gemma 3 270M, a GGUF file (Q4_K_M)
+    gemma_folder    the same weights dequantized to bf16 by transformers
     human_eval      the 164 problems of HumanEval, gzipped JSON lines
     """
 
     smollm2: Path
     smollm2_folder: Path
+    gemma: Path
     gemma_folder: Path
     human_eval: Path
 
@@ -59,6 +61,7 @@ def real_models(folder: Path = FOLDER) -> RealModels | None:
     return RealModels(
         smollm2=folder / SMOLLM2_GGUF,
         smollm2_folder=folder / Path(SMOLLM2_GGUF).stem,
+        gemma=folder / GEMMA_GGUF,
         gemma_folder=folder / Path(GEMMA_GGUF).stem,
         human_eval=folder / "HumanEval.jsonl.gz",
     )

@@ -225,6 +225,25 @@ class Selection(NamedTuple):
         return found
 
 
+class Size(NamedTuple):
+    """A number of draft tokens for a step."""
+
+    size: int
+    gain: float  # sum of the values of so many draft tokens
+    seconds: float  # expected of the step
+    rate: float  # expected tokens per second
+
+
+class WeighedSizes(NamedTuple):
+    """A step's selection, and the number of its draft tokens with the highest expected rate: by
+    the known costs, and by the least possible ones.
+    """
+
+    found: Selection
+    known: Size
+    hoped: Size
+
+
 class Rules(Protocol):
     """The tokens that may follow a path of draft tokens, which begins at the root."""
 

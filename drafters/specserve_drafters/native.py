@@ -23,6 +23,8 @@ from specserve_drafters.candidates import (
     Draft,
     Rules,
     Selection,
+    Size,
+    WeighedSizes,
 )
 from specserve_drafters.tenants import PerTenantSource
 from specserve_drafters.trie import (
@@ -168,15 +170,16 @@ class NativeCalibration:
     """`trie.Calibration` in C++."""
 
     def __init__(self, prior: AcceptancePrior | None = None) -> None:
-        from specserve_kernels.cpu.drafting import TrieSettings, trie_functions
+        from specserve_kernels.cpu import drafting
 
-        settings = TrieSettings(
+        self.types = drafting
+        settings = drafting.TrieSettings(
             trie.BOUNDS,
             *(trie.LEAST, trie.MOST, trie.UNSCORED, trie.FINDS),
             *(trie.PRIOR, trie.MEMORY, trie.SHIFT_PRIOR, trie.SHIFT_MEMORY),
             *(trie.MAX_SHIFT, trie.WORTH, trie.WORTH_RATE),
         )
-        self.prior, self.native = prior or {}, trie_functions()
+        self.prior, self.native = prior or {}, drafting.trie_functions()
         self.handle = self.native.calibration(byref(settings))
         weakref.finalize(self, self.native.free_calibration, self.handle)
         self.numbers: dict[str, int] = {}  # of sources, in the order of their first use
@@ -280,6 +283,14 @@ def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
     return CandidateColumns(array("i", tokens), array("i", parents), scores, sources[0])
 
 
+def limits_of(asks: Sequence[Any]) -> Any:
+    limits = (asks[0].trie.calibration.types.Limits * len(asks))()
+    for own, ask in zip(limits, asks, strict=True):
+        own.trie, own.limit = ask.trie.handle, ask.limit
+        own.max_depth, own.behind = ask.max_depth, ask.behind
+    return limits
+
+
 class NativeTrie(BaseTrie):
     """`trie.Trie` in C++."""
 
@@ -304,11 +315,9 @@ class NativeTrie(BaseTrie):
 
     def __getattr__(self, name: str) -> Any:
         """Return one of COLUMNS."""
-        from specserve_kernels.cpu.drafting import TrieColumns
-
         if name not in COLUMNS:
             raise AttributeError(name)
-        self.native.columns(self.handle, byref(columns := TrieColumns()))
+        self.native.columns(self.handle, byref(columns := self.calibration.types.TrieColumns()))
         return getattr(columns, name)[: len(self) + 1]
 
     def child(self, node: int, token: int) -> int | None:
@@ -380,15 +389,37 @@ class NativeTrie(BaseTrie):
         return None if found < 0 else found
 
     def select(self, asks: Sequence[Any], most: int) -> Selection:
-        from specserve_kernels.cpu.drafting import Limits
-
-        each = [Limits(a.trie.handle, a.limit, a.max_depth, a.behind) for a in asks]
-        limits = (Limits * len(each))(*each)
-        most = min(most, ROOM)
-        out = BUFFERS
+        limits, out = limits_of(asks), BUFFERS
         addresses = out.of_doubles, *out.of_ints[:2]
-        n = self.native.select(byref(limits), len(asks), most, trie.LEAST_VALUE, *addresses)
+        most, least = min(most, ROOM), trie.LEAST_VALUE
+        n = self.native.select(byref(limits), len(asks), most, least, *addresses)
         return Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
+
+    def weigh(self, asks: Sequence[Any], most: int, step: Any, costs: Any) -> WeighedSizes:
+        limits, out, best = limits_of(asks), BUFFERS, (self.calibration.types.SizeFields * 2)()
+        addresses = out.of_doubles, *out.of_ints[:2], byref(best)
+        given = min(most, ROOM), trie.LEAST_VALUE, byref(step), byref(costs)
+        n = self.native.weigh(byref(limits), len(asks), *given, *addresses)
+        found = Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
+        sizes = [Size(own.size, own.gain, own.seconds, own.rate) for own in best]
+        return WeighedSizes(found, *sizes)
+
+    def cut(
+        self, asks: Sequence[Any], found: Selection, size: int, likely: float
+    ) -> list[tuple[ChosenDraft, float]]:
+        limits, out, num = limits_of(asks), BUFFERS, len(asks)
+        counts, expected = array("i", bytes(4 * num)), array("d", bytes(8 * num))
+        each = [column.buffer_info()[0] for column in (*found, counts, expected)]
+        self.native.cut(byref(limits), num, size, likely, *each, *out.of_ints, out.of_codes)
+        tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
+        codes, drafts, begin = out.codes[:size], list[tuple[ChosenDraft, float]](), 0
+        for ask, count, accepted in zip(asks, counts, expected, strict=True):
+            own, begin = slice(begin, begin + count), begin + count
+            expanded = numbers[own]
+            draft = Draft(tokens[own], parents[own], expanded if any(expanded) else [])
+            sources = [*map(ask.trie.calibration.named_by, codes[own])]
+            drafts.append((ChosenDraft(draft, order[own], sources), accepted))
+        return drafts
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which, out = len(chosen), array("i", chosen), BUFFERS

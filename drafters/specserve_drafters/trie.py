@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
 from operator import add, itemgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,7 @@ from specserve_drafters.candidates import (
     Draft,
     Rules,
     Selection,
+    WeighedSizes,
 )
 
 DROPPED = -1  # replaces the node of a candidate that the request's rules forbid
@@ -332,6 +333,27 @@ class BaseTrie:
         the form of this one.
         """
         raise NotImplementedError
+
+    def weigh(
+        self, asks: "Sequence[RequestCandidates]", most: int, step: Any, costs: Any
+    ) -> WeighedSizes | None:
+        """Select draft tokens, and find the best number of them; `step` and `costs` are those of
+        `specserve_kernels.cpu.drafting`. None: this form of tries cannot, see `planner.weigh`.
+        """
+        return None
+
+    def cut(
+        self, asks: "Sequence[RequestCandidates]", found: Selection, size: int, likely: float
+    ) -> list[tuple[ChosenDraft, float]]:
+        """Return the draft of each request that has the first `size` nodes of a selection, and the
+        sum of its values above `likely`.
+        """
+        expected = [0.0] * len(asks)
+        for place, value in zip(found.places[:size], found.values, strict=False):
+            expected[place] += value if value > likely else 0.0
+        nodes = found.by_request(size, len(asks))
+        drafts = [ask.trie.draft(own) for ask, own in zip(asks, nodes, strict=True)]
+        return [*zip(drafts, expected, strict=True)]
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         """Return chosen nodes, most likely first and each after its parent, as a draft. The most

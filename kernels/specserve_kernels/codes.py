@@ -12,11 +12,11 @@ MAX_ROUNDED = 1 << 16
 
 
 class Codes(NamedTuple):
-    """A quantized weight [N, K]. Each value is (q - zero) * scale + offset.
+    """A quantized weight [N, K]. Each value is (q - zero) * scale + offset, or table[q] * scale.
 
     Each `group` consecutive columns of a row share a scale, a zero and an offset; `group` divides
     K. Codes that round rows have 8 bits, no zeros, no offsets, one group, and at most MAX_ROUNDED
-    columns.
+    columns. Codes with a table have 4 bits, no zeros and no offsets.
     """
 
     bits: int  # 4 or 8
@@ -27,6 +27,7 @@ class Codes(NamedTuple):
     offset: Tensor | None = None  # [N, K / group] float32; None: 0 everywhere
     # Input rows are quantized to int8 with one scale per row: reference/layers.py.
     rounds_rows: bool = False
+    table: tuple[int, ...] | None = None  # 16 integers from -128 to 127
 
     @property
     def may_round_rows(self) -> bool:
@@ -46,8 +47,12 @@ class Codes(NamedTuple):
 
     def _values(self, rows: slice) -> Tensor:
         """Return the values of some rows, [rows, K / group, group] float32."""
-        values = self.q[rows].float().view(-1, self.scale.shape[1], self.group)
-        values -= self.middle if self.zero is None else self.zero[rows, :, None]
+        values = self.q[rows]
+        if self.table is not None:
+            values = torch.tensor(self.table)[values.int()]
+        values = values.float().view(-1, self.scale.shape[1], self.group)
+        if self.table is None:
+            values -= self.middle if self.zero is None else self.zero[rows, :, None]
         values *= self.scale[rows, :, None]
         return values if self.offset is None else values.add_(self.offset[rows, :, None])
 
@@ -69,6 +74,13 @@ class Codes(NamedTuple):
             return self
         offset = self.offset + (self.middle - self.zero.float()) * self.scale
         return self._replace(zero=None, offset=offset)
+
+    def without_table(self) -> "Codes":
+        """Return the same values as 8-bit codes, if there is a table."""
+        if self.table is None:
+            return self
+        q = torch.tensor([value + 128 for value in self.table], dtype=torch.uint8)
+        return self._replace(bits=8, q=q.to(self.q.device)[self.q.int()], table=None)
 
     @property
     def middle(self) -> int:

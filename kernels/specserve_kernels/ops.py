@@ -198,7 +198,15 @@ class Ops(Protocol):
         bias: Tensor | None = None,
     ) -> Any: ...
 
-    def route(self, logits: Tensor, k: int, normalizes: bool) -> Any: ...
+    def route(
+        self,
+        logits: Tensor,
+        k: int,
+        normalizes: bool,
+        is_sigmoid: bool = False,
+        correction: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Any: ...
 
     def experts(
         self,
@@ -227,7 +235,9 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> Tensor: ...
 
     def rms_norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor: ...
 
@@ -236,6 +246,10 @@ class Ops(Protocol):
     def scale(self, x: Tensor, factor: float) -> Tensor: ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
+
+    def activate(
+        self, x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)
+    ) -> Tensor: ...
 
     def plan(
         self,

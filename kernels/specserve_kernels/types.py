@@ -73,7 +73,7 @@ class PackedExperts(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of each row, in descending order of weight.
+    """The experts of each row, in the order of their choice: mostly of descending weight.
 
     weights  [R, k]  float32
     experts  [R, k]  int32
@@ -149,22 +149,28 @@ class KVCache(NamedTuple):
 class Rotary(NamedTuple):
     """Cosine and sine by position.
 
-    cos, sin  [P, D/2]  float32  scaled by the rope type's attention factor
+    cos, sin     [P, D/2]  float32  scaled by the rope type's attention factor
+    query_scale  [P]       float32  one more factor of rotated queries; None: no factor
     """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of every query and key head before the rotation.
+    """Norm of every query and key head.
 
-    q, k  [D]  float32
+    q, k         [D], or [H, D] and [Hk, D]  float32
+    is_centered  LayerNorm, else RMSNorm
+    is_last      after the rotation, else before it
     """
 
     q: Tensor
     k: Tensor
     eps: float
+    is_centered: bool = False
+    is_last: bool = False
 
 
 class Edits(NamedTuple):

@@ -12,6 +12,7 @@ import msgspec
 from specserve.errors import PromptTooLong, RequestError
 from specserve.exchange.sampling_params import (
     Prediction,
+    ReasoningBudget,
     Sampling,
     SamplingParams,
     for_prompt,
@@ -20,6 +21,11 @@ from specserve.exchange.sampling_params import (
 )
 from specserve.models.end_tokens import EndTokens, find_end_tokens, report
 from specserve.models.source import open_source
+from specserve.text.answer.formats import (
+    Formats,
+    formats_of,
+    reasoning_markers,
+)
 from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.compiled import GrammarError, Verdicts, compile_grammar, vocabulary_of
@@ -83,7 +89,11 @@ def load_text_files(
 
 
 def make_input_processor(
-    files: TextFiles, vocab_size: int, max_model_len: int, sources: tuple[str, ...] = ()
+    files: TextFiles,
+    vocab_size: int,
+    max_model_len: int,
+    sources: tuple[str, ...] = (),
+    formats: Formats | None = None,
 ) -> "InputProcessor":
     """Return an InputProcessor, and log the end tokens. Ids beyond `vocab_size` are dropped."""
     ends = tuple(token for token in files.defaults.eos_token_ids if token < vocab_size)
@@ -91,7 +101,7 @@ def make_input_processor(
     log.info(
         "%s", report({id: names for id, names in files.ends.items() if id in ends}, files.tokenizer)
     )
-    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources)
+    return InputProcessor(files.tokenizer, defaults, max_model_len, vocab_size, sources, formats)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
@@ -102,6 +112,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     sources: tuple[str, ...] = ()  # draft sources of the engine
+    formats: Formats | None = None  # of responses; None: they are detected
     known_words: dict[
         tuple[str, ...], tuple[tuple[int, ...], ...]
     ] = {}  # the last bad words, and their tokens
@@ -274,9 +285,23 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if params.prediction is not None:
             ids = self.predicted(params.prediction)
             sampling = msgspec.structs.replace(sampling, prediction=ids)
+        if params.thinking_token_budget is not None:
+            budget = self.budget(params.thinking_token_budget)
+            sampling = msgspec.structs.replace(sampling, reasoning=budget)
         check_any_left(sampling, self.vocab_size)
         self.check_sources(sampling.speculation.sources or ())
         return sampling
+
+    def budget(self, max_tokens: int) -> ReasoningBudget:
+        formats = formats_of(self.tokenizer) if self.formats is None else self.formats
+        markers = reasoning_markers(formats, self.tokenizer)
+        if markers is None:
+            raise RequestError(
+                "thinking_token_budget: the server cannot limit the reasoning of this model, whose "
+                "markers are unknown or several tokens. Omit it",
+                "thinking_token_budget",
+            )
+        return ReasoningBudget(max_tokens, *markers)
 
     def predicted(self, prediction: str | Prediction) -> tuple[int, ...]:
         """Return the tokens of a predicted text."""

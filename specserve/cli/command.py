@@ -167,7 +167,8 @@ def add_serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "model",
         nargs="?",
-        help="a local folder, a .gguf file or a hub id; default: the demo models",
+        help="a local folder, a .gguf file, a hub id, ID:TYPE or ollama:NAME:TAG; default: the "
+        "demo models",
     )
     add_drafting(p)
     p.add_argument(
@@ -288,8 +289,8 @@ def add_chat(p: argparse.ArgumentParser) -> None:
     p.add_argument("--url", help="server to chat with; default: a model in this process")
     p.add_argument(
         "--model",
-        help="a local folder, a .gguf file or a hub id; default: the demo models; with --url: the "
-        "model's name on the server",
+        help="a local folder, a .gguf file, a hub id, ID:TYPE or ollama:NAME:TAG; default: the "
+        "demo models; with --url: the model's name on the server",
     )
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="with --url: file with the API key"
@@ -410,6 +411,20 @@ def add_settings(p: argparse.ArgumentParser) -> None:
         help="one setting, which overrides the files; without VALUE: the default; mappings of one "
         "key are merged; `specserve config show` lists the keys",
     )
+    p.add_argument(
+        "--hf-token",
+        metavar="TOKEN",
+        action=SetsToken,
+        help="token for downloads from the hub; default: the environment variable HF_TOKEN, or the "
+        "login of the hub's client",
+    )
+
+
+class SetsToken(argparse.Action):
+    """Passes the token on in HF_TOKEN, which the hub's client reads, also in other processes."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        os.environ["HF_TOKEN"] = values
 
 
 def show_config(args: argparse.Namespace) -> None:
@@ -433,7 +448,8 @@ def print_completion(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     from specserve.models import preflight
-    from specserve.models.folder import GGUF, resolve
+    from specserve.models.folder import resolve
+    from specserve.models.hub import GGUF
 
     source = resolve(args.source)
     if source.is_file():

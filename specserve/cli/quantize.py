@@ -55,7 +55,7 @@ def quantize(
     number of maps in 8 bits instead of 4: the group size does not divide their width.
     """
     config = open_source(source).config()
-    if config.mixture is not None and config.mixture.style.is_stacked:
+    if config.mixture is not None and config.mixture.style.stacked:
         raise ConfigError(
             f"{source}: quantize cannot write experts that share tensors. Set model.quantize when "
             "you serve the model"

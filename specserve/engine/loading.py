@@ -299,6 +299,8 @@ def load_model(
             progress(folder.name, done, total)
 
     dtype, most = config.model.dtype, config.scheduler.max_model_len
+    if shape.implementation == "native":  # the other sizes are estimates
+        check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding, shard), ops)
     try:
         if shape.implementation == "transformers":
             refuse_ranks(folder, shard)
@@ -307,11 +309,9 @@ def load_model(
             return load_transformers(folder, shape, dtype, ops, most, report, rounding)
         return load_decoder(folder, dtype, ops, most, report, rounding, shard)
     except torch.OutOfMemoryError as e:
-        gib = num_bytes(folder, shape, dtype, ops, rounding) / 2**30
+        gib = num_bytes(folder, shape, dtype, ops, rounding, shard) / 2**30
         raise ConfigError(
-            f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}). Free some "
-            "memory, set model.dtype = 'bf16' or model.quantize = 'w4', or choose a smaller model "
-            "or another model.device"
+            f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}). {SMALLER}"
         ) from e
 
 
@@ -334,11 +334,36 @@ def refuse_ranks(folder: Path, shard: Shard) -> None:
         )
 
 
-def num_bytes(folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding) -> int:
-    """Return the bytes of a model's weights; an estimate if transformers loads them."""
+SMALLER = (
+    "Free some memory, set model.dtype = 'bf16' or model.quantize = 'w4', or choose a smaller "
+    "model or another model.device"
+)
+
+
+def check_memory(folder: Path, needed: int, ops: Ops) -> None:
+    """Report the memory that a model's weights need. Raises ConfigError if less is free."""
+    try:
+        free = ops.free_memory()
+    except DeviceError:  # memory.kv_bytes may be set
+        return
+    gib, free_gib = needed / 2**30, free / 2**30
+    log.info("%s: its weights need %.2f GiB, and %.2f GiB are free", folder, gib, free_gib)
+    if needed > free:
+        raise ConfigError(
+            f"{folder}: its weights need {gib:.1f} GiB, but only {free_gib:.1f} GiB are free. "
+            f"{SMALLER}"
+        )
+
+
+def num_bytes(
+    folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding, shard: Shard = WHOLE
+) -> int:
+    """Return the bytes of a shard's weights; an estimate for parts of a model, and for models that
+    transformers loads.
+    """
     if shape.implementation == "transformers":
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return weight_bytes(folder, dtype, ops, rounding)
+    return weight_bytes(folder, dtype, ops, rounding, shard)
 
 
 def asked_for(e: BaseException) -> str:

@@ -26,6 +26,7 @@ MAX_CHOICES = 128
 OTHER_NAMES = {  # of other servers' and libraries' parameters -> ours
     **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
     "do_sample": "temperature",
+    "max_thinking_tokens": "thinking_token_budget",
     "flat_logprobs": "logprobs",
     "num_return_sequences": "n",
     "random_seed": "seed",
@@ -172,6 +173,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
     truncate_prompt_tokens  keep the last k tokens of the prompt; -1: as many as fit with max_tokens
     ignore_eos      continue after the model's end tokens; a text with structured_outputs still ends
     structured_outputs  a format that the text must have; not with min_tokens
+    thinking_token_budget  maximum tokens of reasoning; after them the server ends it, if the model
+                    reasons
     n               1 to 128 choices, which share the prompt's KV; choice c has the text of a single
                     request with the seed mix64(seed, c)
     best_of         run n to 128 choices, and return the n with the largest mean logprob of tokens,
@@ -217,6 +220,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=TakesV
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: Limit | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     use_beam_search: bool = False
@@ -268,6 +272,19 @@ class BeamSearch(msgspec.Struct, frozen=True):
     early_stopping: EarlyStopping = False
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True):
+    """A limit of reasoning: after it, the closing is forced.
+
+    max_tokens   maximum tokens of reasoning, without markers
+    opening      tokens of the marker that begins reasoning, different from each other
+    closing      forced tokens; the first one ends reasoning wherever it occurs
+    """
+
+    max_tokens: int
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved parameters of one request. The engine only accepts these.
 
@@ -285,6 +302,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs     the same for the prompt's tokens
     prediction          tokens of the predicted text
     beam_search         None: no beam search; else the choices of the prompt are its beams
+    reasoning           limit of reasoning; None: no limit
     """
 
     max_tokens: int
@@ -315,6 +333,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     prediction: tuple[int, ...] = ()
     beam_search: BeamSearch | None = None
+    reasoning: ReasoningBudget | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -325,7 +344,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         has_others = self.logit_bias or self.allowed_ids is not None or self.bad_words
-        return bool(has_others or self.min_tokens or self.grammar) or self.has_penalties
+        is_ruled = self.grammar or self.reasoning is not None
+        return bool(has_others or self.min_tokens or is_ruled) or self.has_penalties
 
 
 @lru_cache
@@ -425,6 +445,7 @@ NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "prediction": (None,),
     "return_speculation_details": (False,),
+    "thinking_token_budget": (None,),
 }
 
 

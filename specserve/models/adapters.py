@@ -103,7 +103,7 @@ def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
     maps = {"qkv": config.qkv_names, "out": ["self_attn.o_proj"]}
     has_experts = config.has_experts(layer)
     if not has_experts:
-        maps |= {"gate_up": config.gate_up_names, "down": ["mlp.down_proj"]}
+        maps |= {"gate_up": config.gate_up_names, "down": [config.down_name]}
     shapes = layer_shapes(config, has_experts)
     return {
         name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
@@ -339,6 +339,6 @@ def rows_of_maps(decoder: Decoder) -> dict[str, Tensor | None]:
     return {
         "qkv": shard.qkv_rows(config, None),
         "out": hidden,
-        "gate_up": shard.rows(config.intermediate_size, 2),
+        "gate_up": shard.gate_up_rows(config),
         "down": hidden,
     }

@@ -21,7 +21,8 @@ from specserve.models.weight_files import INDEX, SINGLE, Slice, find_weights, un
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 4 << 20  # maximum resident bytes of a file
 IGNORED = re.compile(  # buffers from old versions, which are computed from config.json
-    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids)"
+    r"(.*\.)?(rotary_emb\..+|(cos|sin)_cached|inv_freq|masked_bias|position_ids"
+    r"|act_fn\.(beta|eps))"  # constants of xIELU
 )
 
 
@@ -55,6 +56,7 @@ class Checkpoint:
         self.folder = folder
         self.files: dict[str, Any] = {}  # tensor name -> the open file with the tensor
         self.paths: dict[int, Path] = {}  # id() of an open file -> its path
+        self.other_parts: list[str] = []  # parts of a multimodal checkpoint that are not read
         shards = None if folder.is_file() else find_weights(folder)
         if shards is None:
             file = self.open(folder if folder.is_file() else folder / SINGLE)
@@ -179,8 +181,8 @@ class Checkpoint:
         while isinstance(file, TensorView):
             file, name = file.file, file.name
         if isinstance(file, GgufTensors):
-            stored_name, tensor = file.tensors[name]
-            return tensor.file, stored_name
+            place, entry, _ = file.parts[name]
+            return entry.file, place.name
         return self.paths.get(id(file), self.folder), name
 
 

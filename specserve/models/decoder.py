@@ -63,9 +63,9 @@ class LoadedModel(ModelForward, Protocol):
 
 
 class SharedExpert(NamedTuple):
-    """The expert that all rows use, weighted per row by `gate`; maps are packed."""
+    """The expert that all rows use, weighted per row by `gate` if there is one; maps are packed."""
 
-    gate: Any  # [1, hidden]
+    gate: Any  # [1, hidden], or None
     gate_up: Any
     down: Any
 
@@ -78,6 +78,9 @@ class Experts(NamedTuple):
     down: Any
     num_active: int
     normalizes: bool
+    is_sigmoid: bool = False
+    correction: Tensor | None = None  # of `Ops.route`
+    factor: float = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
     limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
@@ -114,6 +117,9 @@ class Layer(NamedTuple):
     after_mlp: Tensor | None = None
     sinks: Tensor | None = None  # `sinks` of `Ops.attention`
     experts: Experts | None = None  # if set, the MLP's maps are None
+    attention_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    alphas: tuple[float, float] = (0.0, 0.0)  # of `Ops.activate`
     adapters: LayerAdapters = LayerAdapters()
 
 
@@ -123,6 +129,7 @@ class DecoderWeights(NamedTuple):
     embedding  [V, hidden]  in the model's dtype, or quantized
     layers     one per layer
     norm       [hidden]     before the head, float32
+    norm_bias  [hidden]     float32, or None
     head       packed [V, hidden]
     dtype      of the activations
     forms      the quantization of the weights, and their size in bytes
@@ -134,6 +141,7 @@ class DecoderWeights(NamedTuple):
     head: Any
     dtype: torch.dtype
     forms: WeightForms = WeightForms()
+    norm_bias: Tensor | None = None
 
 
 class Connections(NamedTuple):
@@ -177,7 +185,7 @@ class Decoder:
         self.config, self.ops, self.rotary, self.weights = config, ops, rotary, weights
         self.forms, self.dtype = weights.forms, weights.dtype
         self.shard, self.connections = shard, connections
-        self.num_positions, self.num_heads = len(rotary.cos), shard.heads(config).num
+        self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
         self.windows = tuple(dict.fromkeys(config.windows))
         # Rounded to the model's dtype, as in transformers.
@@ -288,21 +296,28 @@ class Decoder:
     ) -> Tensor:
         """The residual after a layer. `qkv` is added to queries, keys and values."""
         ops, c = self.ops, self.config
-        read = self.norm(residual, layer.attention_norm)
+        read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         q = self.write(layer, read, cache, plan, qkv)
         scores = c.score_scale, layer.window, c.score_cap, layer.sinks
         h = self.gather(ops.attention(q, cache, plan, *scores), self.gatherings.heads)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
-            read = self.norm(residual, layer.mlp_norm)
+            read = self.norm(residual, layer.mlp_norm, layer.mlp_norm_bias)
         if layer.experts is not None:
             return self.add_experts(read, layer.experts, residual)
-        added = self.added(read, layer.adapters.gate_up, plan)
-        h = ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, c.activation, added)
-        h = self.gather(h, self.gatherings.inner)
+        h = self.gather(self.inner(layer, read, plan), self.gatherings.inner)
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+
+    def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
+        """The input of the MLP's last map: this rank's columns."""
+        ops, activation = self.ops, self.config.activation
+        added = self.added(read, layer.adapters.gate_up, plan)
+        if self.config.family.ungated is None:
+            return ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, activation, added)
+        up = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
+        return ops.activate(up, activation, layer.alphas)
 
     def write(
         self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
@@ -314,17 +329,18 @@ class Decoder:
             qkv = ops.linear(h, layer.qkv, layer.qkv_bias, added)
         else:
             qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
-        if qk_norm is not None and c.family.qk_norm == "width":
+        if qk_norm is not None and c.qk_norm == "width":
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
             qk_norm = None
         return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
 
-    def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
+    def norm(self, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         if weight is None:
             return residual
-        norm = self.ops.layer_norm if self.config.family.is_centered else self.ops.rms_norm
-        return norm(residual, weight, self.config.norm_eps)
+        if self.config.family.is_centered:
+            return self.ops.layer_norm(residual, weight, self.config.norm_eps, bias)
+        return self.ops.rms_norm(residual, weight, self.config.norm_eps)
 
     def added(self, x: Tensor, slots: Any, plan: Any) -> Any:
         """The addition of adapters to a linear map of x; None without slots."""
@@ -352,15 +368,21 @@ class Decoder:
         """Add the output of each row's experts to the residual."""
         ops, gatherings = self.ops, self.gatherings
         logits = ops.linear(h, layer.router, layer.router_bias)
-        routing = ops.route(logits, layer.num_active, layer.normalizes)
-        own = self.own_columns(residual)
-        maps = layer.gate_up, layer.down
+        rule = layer.is_sigmoid, layer.correction, layer.factor
+        routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
+        own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
         own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
         if layer.shared is not None:
-            inner = self.gather(ops.linear_gated(h, layer.shared.gate_up), gatherings.shared)
-            found, gate = ops.linear(inner, layer.shared.down), ops.linear(h, layer.shared.gate)
-            own = ops.add_gated(found, gate, own)
+            own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
+
+    def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
+        """Add the shared expert's output to this rank's columns of the residual."""
+        ops = self.ops
+        inner = self.gather(ops.linear_gated(h, shared.gate_up), self.gatherings.shared)
+        if shared.gate is None:
+            return ops.linear_add(inner, shared.down, None, own)
+        return ops.add_gated(ops.linear(inner, shared.down), ops.linear(h, shared.gate), own)
 
     def own_columns(self, residual: Tensor) -> Tensor:
         """This rank's columns of the residual stream; without ranks, the stream itself."""
@@ -378,12 +400,13 @@ class Decoder:
         rows      [n]          int64, ascending
         ->        [n, V]       float32
         """
-        ops, shard, hidden = self.ops, self.shard, self.ops.take_rows(residual, rows)
-        V, last = self.config.vocab_size, (shard.pipeline - 1) * shard.tensor
+        ops, weights, shard = self.ops, self.weights, self.shard
+        hidden, V = ops.take_rows(residual, rows), self.config.vocab_size
+        last = (shard.pipeline - 1) * shard.tensor
         if not shard.is_last:
             is_reader = shard.rank == 0
             return ops.receive(hidden, V, torch.float32, self.every, last) if is_reader else hidden
-        logits = ops.lm_head(self.norm(hidden, self.weights.norm), self.weights.head)
+        logits = ops.lm_head(self.norm(hidden, weights.norm, weights.norm_bias), weights.head)
         logits = self.gather(logits, self.gatherings.logits, reader=0)
         cap = self.config.logit_cap
         logits = logits if cap is None else ops.soft_cap(logits, cap)

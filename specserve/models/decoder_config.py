@@ -10,8 +10,10 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, ConfigKeys, Family
+from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
+from specserve.models.multimodal import text_fields, text_type
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import RopeParameters
@@ -23,7 +25,10 @@ ALPHA = 1.702  # slope of clamped gates in `Ops.experts`
 SINKS = "self_attn.sinks"  # tensor name within a layer
 # Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> `Ops.linear_gated`'s names
+ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> names of ops
+UNGATED = ACTIVATIONS | {"relu2": "relu2", "xielu": "xielu"}  # in MLPs without a gate
+ALPHAS = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")  # xIELU's tensors within a layer
 
 
 class Unsupported(ValueError):
@@ -58,8 +63,9 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     """Everything besides the weights that the decoder needs to run a model."""
 
     implementation = "native"
+    is_multimodal: bool = False  # the checkpoint has parts that are not read
     norm_eps: float
-    activation: str  # of the MLP's gate, in `Ops.linear_gated`'s names
+    activation: str  # of the MLP, in the names of `Ops.linear_gated` and `Ops.activate`
     score_scale: float
     score_cap: float | None
     embedding_scale: float
@@ -70,6 +76,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
+    qk_norm: str  # as `Family.qk_norm`
     family: Family
     windows: tuple[int | None, ...]  # by layer; None is full attention
     rope: tuple[bool, ...]  # by layer: whether it has rotary embedding
@@ -89,19 +96,29 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
 
     @property
     def gate_up_names(self) -> list[str]:
+        if self.family.ungated is not None:
+            return [self.family.ungated[0]]
         parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
         return [f"mlp.{part}_proj" for part in parts]
 
     @property
-    def qk_norm_widths(self) -> tuple[int, int] | None:
-        """Widths of the norms of queries and keys; None if there are no such norms."""
-        match self.family.qk_norm:
-            case "none":
-                return None
-            case "heads":
-                return self.head_dim, self.head_dim
+    def down_name(self) -> str:
+        return "mlp.down_proj" if self.family.ungated is None else self.family.ungated[1]
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.qk_norm != "none"
+
+    @property
+    def qk_norm_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the weights of the norms of queries and keys."""
+        heads, kv_heads, D = self.num_heads, self.num_kv_heads, self.head_dim
+        match self.qk_norm:
+            case "each":
+                return (heads, D), (kv_heads, D)
             case "width":
-                return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+                return (heads * D,), (kv_heads * D,)
+        return (D,), (D,)
 
     @property
     def num_layer_weights(self) -> int:
@@ -114,7 +131,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     def row_width(self, layer: int) -> int:
         """Weights of a layer's MLP or experts that multiply a row, divided by hidden_size."""
         if self.mixture is None or not self.mixture.layers[layer]:
-            return 3 * self.intermediate_size
+            return (3 if self.family.ungated is None else 2) * self.intermediate_size
         return self.mixture.row_width
 
 
@@ -141,12 +158,14 @@ def names_family(written: Mapping[str, Any]) -> bool:
     """Whether a config.json names a supported architecture, or none at all."""
     named = written.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
-    return not named or (isinstance(first, str) and first in FAMILIES)
+    return not named or (isinstance(first, str) and first in ARCHITECTURES)
 
 
 def parse(written: dict[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ValueError for unsupported models."""
     architecture, family = find_family(written)
+    is_multimodal = architecture in MULTIMODAL
+    written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
     if fields.get("use_bidirectional_attention"):
         raise ValueError(
@@ -154,7 +173,12 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         )
     if fields.get("clip_qkv") is not None:
         raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported, only null")
+    for name in family.refused:
+        if flag(fields, name):
+            raise Unsupported(f"{name} = true is not supported, only false")
     heads, kv_heads, head_dim = head_shape(fields)
+    if family.rotates_a_share and fields.get("rotary_dim") is not None:
+        fields["partial_rotary_factor"] = positive(fields, "rotary_dim") / head_dim
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     seen = windows(fields, family, rotates)
     if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
@@ -166,6 +190,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
 
     return DecoderConfig(
         architecture=architecture,
+        is_multimodal=is_multimodal,
         num_layers=len(rotates),
         hidden_size=positive(fields, "hidden_size"),
         num_heads=heads,
@@ -175,7 +200,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         vocab_size=positive(fields, "vocab_size"),
         max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
-        activation=activation(fields, keys.activation),
+        activation=activation(fields, keys.activation, family),
         score_scale=score_scale(fields, keys, head_dim),
         score_cap=optional_number(fields, keys.score_cap),
         embedding_scale=embedding_scale(fields, family),
@@ -184,15 +209,16 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         logit_cap=optional_number(fields, keys.logit_cap),
         tied=flag(fields, "tie_word_embeddings"),
         qkv_bias=either(family.qkv_bias, fields, keys.qkv_bias),
-        out_bias=either(family.out_bias, fields, "attention_bias"),
-        mlp_bias=either(family.mlp_bias, fields, "mlp_bias"),
+        out_bias=either(family.out_bias, fields, keys.out_bias),
+        mlp_bias=either(family.mlp_bias, fields, keys.mlp_bias),
+        qk_norm=family.qk_norm if keys.qk_norm is None or flag(fields, keys.qk_norm) else "none",
         family=family,
         windows=seen,
         rope=rotates,
         rope_parameters=rope_of(global_rope(fields)),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
         quantization=parse_quantization(written, family),
-        mixture=parse_mixture(fields, family.experts, len(rotates)),
+        mixture=parse_mixture(fields, family, len(rotates)),
         num_mtp_layers=num_mtp_layers(written),
     )
 
@@ -206,41 +232,57 @@ def num_mtp_layers(fields: Mapping[str, Any]) -> int:
 
 def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantization | None:
     found = quantized.parse(written)
-    is_stacked = family.experts is not None and family.experts.is_stacked
-    if found is not None and found.method == "mxfp4" and not is_stacked:
+    is_gpt_oss = family.experts is not None and family.experts.has_biases
+    if found is not None and found.method == "mxfp4" and not is_gpt_oss:
         raise ValueError("quantization_config.quant_method = 'mxfp4' is supported only for gpt-oss")
     return found
 
 
-def parse_mixture(
-    fields: Mapping[str, Any], style: ExpertStyle | None, num_layers: int
-) -> Mixture | None:
+def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) -> Mixture | None:
     """The layers' mixtures of experts; None if no layer has experts."""
+    style = family.experts
     if style is None:
         return None
-    name = number_field(fields)
+    name = number_field(fields, style.number_keys)
     number = fields.get(name, style.number)
     if number == 0:
         return None
     num_experts = positive({name: number}, name, MAX_EXPERTS)
-    every, without = 1, fields.get("mlp_only_layers") or []
-    if "decoder_sparse_step" in fields:
-        every = positive(fields, "decoder_sparse_step")
-    if not isinstance(without, list):
-        raise ValueError(f"mlp_only_layers = {without!r} is not a list of layers")
-    layers = tuple((i + 1) % every == 0 and i not in without for i in range(num_layers))
+    layers = layers_with_experts(fields, num_layers)
     if not any(layers):
         return None
     check_gate(fields, style)
+    if fields.get("n_group", 1) != 1:
+        raise ValueError(f"n_group = {fields['n_group']!r} is not supported, only 1")
+    count = natural(fields, style.shared_count) if style.shared_count else 1
+    factors = (style.factor, family.keys.residual_scale)
     return Mixture(
         num_experts=num_experts,
-        num_active=positive(fields, "num_experts_per_tok", num_experts),
+        num_active=positive(fields, style.active_key, num_experts),
         width=positive(fields, style.width),
         normalizes=either(style.normalizes, fields, "norm_topk_prob"),
         layers=layers,
         style=style,
         limit=optional_number(fields, style.limit),
-        shared_width=positive(fields, style.shared_width) if style.shared_width else 0,
+        shared_width=count * positive(fields, style.shared_width) if style.shared_width else 0,
+        factor=math.prod(optional_number(fields, key) or 1.0 for key in factors),
+    )
+
+
+def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """By layer: whether it has experts. Families have different fields for this."""
+    every, without = 1, fields.get("mlp_only_layers") or []
+    for name in ("decoder_sparse_step", "moe_layer_interval"):
+        every = positive(fields, name) if name in fields else every
+    first, last = 0, num_layers - 1
+    for name in ("moe_layer_start_index", "first_k_dense_replace"):
+        first = natural(fields, name) if name in fields else first
+    if fields.get("moe_layer_end_index", -1) != -1:  # -1: up to the last layer
+        last = natural(fields, "moe_layer_end_index")
+    if not isinstance(without, list):
+        raise ValueError(f"mlp_only_layers = {without!r} is not a list of layers")
+    return tuple(
+        (i + 1) % every == 0 and first <= i <= last and i not in without for i in range(num_layers)
     )
 
 
@@ -259,16 +301,18 @@ def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
-    named = fields.get("architectures")
+    """The architecture, and the family of the model or of its text model."""
+    named, supported = fields.get("architectures"), ", ".join(ARCHITECTURES)
     if not named:
-        raise ValueError(
-            f"architectures is missing or empty. Supported architectures: {', '.join(FAMILIES)}"
-        )
-    if isinstance(named, list) and isinstance(named[0], str) and named[0] in FAMILIES:
-        return named[0], FAMILIES[named[0]]
+        raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
+    first = named[0] if isinstance(named, list) and isinstance(named[0], str) else ""
+    if first in FAMILIES:
+        return first, FAMILIES[first]
+    if first in MULTIMODAL:
+        texts = MULTIMODAL[first].texts
+        return first, texts[text_type(fields, [*texts])]
     raise ValueError(
-        f"architectures = {named!r} is not supported. Supported architectures: "
-        f"{', '.join(FAMILIES)}"
+        f"architectures = {named!r} is not supported. Supported architectures: {supported}"
     )
 
 
@@ -304,11 +348,11 @@ def norm_eps(fields: Mapping[str, Any], key: str) -> float:
     return float(eps)
 
 
-def activation(fields: Mapping[str, Any], key: str) -> str:
-    named = fields[key]
-    if not isinstance(named, str) or named not in ACTIVATIONS:
-        raise Unsupported(f"{key} = {named!r} is not supported, only {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[named]
+def activation(fields: Mapping[str, Any], key: str, family: Family) -> str:
+    named, known = fields[key], ACTIVATIONS if family.ungated is None else UNGATED
+    if not isinstance(named, str) or named not in known:
+        raise Unsupported(f"{key} = {named!r} is not supported, only {', '.join(known)}")
+    return known[named]
 
 
 def score_scale(fields: Mapping[str, Any], keys: ConfigKeys, head_dim: int) -> float:
@@ -459,6 +503,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
+    if config.family.norm_bias:
+        shapes["model.norm.bias"] = (hidden,)
     if not config.tied:
         shapes["lm_head.weight"] = (vocab, hidden)
     layers = {has: layer_shapes(config, has) for has in (False, True)}
@@ -474,6 +520,7 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
     qkv, gate_up = [q, kv, kv], [inner, inner]
     qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
     gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
+    gate_up = [inner] if config.family.ungated is not None else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
     for name, out in zip(config.qkv_names, qkv, strict=True):
         linears[name] = out, hidden, config.qkv_bias
@@ -483,14 +530,21 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
     else:
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
-        linears["mlp.down_proj"] = hidden, inner, config.mlp_bias
+        linears[config.down_name] = hidden, inner, config.mlp_bias
     norms = config.family.norms
     places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in places if name}
     if config.family.has_sinks:
         shapes[SINKS] = (config.num_heads,)
-    for part, width in zip("qk", config.qk_norm_widths or (), strict=False):
-        shapes[f"self_attn.{part}_norm.weight"] = (width,)
+    if config.family.norm_bias:
+        shapes |= {f"{name}.bias": (hidden,) for name in places if name}
+    if config.has_qk_norm:
+        for name, shape in zip(config.family.qk_norm_names, config.qk_norm_shapes, strict=True):
+            shapes[f"self_attn.{name}.weight"] = shape
+    if config.mixture is not None and has_experts and config.mixture.correction:
+        shapes[config.mixture.correction] = config.mixture.correction_shape
+    if config.activation == "xielu":
+        shapes |= dict.fromkeys(ALPHAS, (1,))
     for name, (out, width, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (out, width)
         if has_bias:

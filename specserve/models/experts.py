@@ -1,9 +1,22 @@
 """Mixtures of experts: their description in config.json, and their tensors in a checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+
+
+class StackedNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors that all experts of a layer share: their names within the module, and their form.
+
+    `gate_up` is [E, 2 F, hidden], and `down` [E, hidden, F].
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    is_transposed: bool | None = True  # the last two dimensions are swapped; None: see the shape
+    has_pairs: bool = False  # rows of gate and up alternate; else gate has the first half
 
 
 class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,11 +27,20 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     width: str  # field with an expert's width
     number: int  # default number of experts
+    number_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    active_key: str = "num_experts_per_tok"
     normalizes: bool | None = None  # None: norm_topk_prob
+    is_sigmoid: bool = False  # scores are sigmoids of the router's logits, else a softmax
+    correction: str | None = None  # tensor with the router's correction, within the module
+    correction_rank: int = 1  # its dimensions: [E], or [1, E]
+    factor: str | None = None  # field with a factor of the weights; None: no factor
     has_biases: bool = False  # router and experts
     limit: str | None = None  # field with the limit of clamped gates; None: not clamped
     shared_width: str | None = None  # field with the shared expert's width; None: no such expert
-    is_stacked: bool = False  # experts share tensors in the checkpoint: tensor_views.py
+    shared_count: str | None = None  # field with a factor of this width
+    shared_name: str = "shared_expert"
+    has_shared_gate: bool = True  # the shared expert's output is weighted
+    stacked: StackedNames | None = None  # None: each expert has its own tensors
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +54,25 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     style: ExpertStyle
     limit: float | None = None  # `limit` of `Ops.experts`
     shared_width: int = 0  # intermediate size of the shared expert; 0: no such expert
+    factor: float = 1.0  # of the weights of a row's experts
 
     @property
     def router(self) -> str:
         return f"{self.style.module}.{self.style.router}"
 
     @property
+    def correction(self) -> str | None:
+        """The tensor of `correction` of `Ops.route`; None: no correction."""
+        return self.style.correction and f"{self.style.module}.{self.style.correction}"
+
+    @property
+    def correction_shape(self) -> tuple[int, ...]:
+        return (1,) * (self.style.correction_rank - 1) + (self.num_experts,)
+
+    @property
     def shared(self) -> str:
         """The module of the shared expert, which all rows use."""
-        return f"{self.style.module}.shared_expert"
+        return f"{self.style.module}.{self.style.shared_name}"
 
     @property
     def shared_gate(self) -> str:
@@ -56,7 +88,8 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def row_width(self) -> int:
         """The weights that multiply a row, divided by hidden_size."""
-        shared = 3 * self.shared_width + 1 if self.shared_width else 0
+        has_gate = self.shared_width > 0 and self.style.has_shared_gate
+        shared = 3 * self.shared_width + has_gate
         return self.num_experts + 3 * self.num_active * self.width + shared
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
@@ -71,10 +104,14 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
             for name in ("gate_proj", "up_proj"):
                 yield f"{self.shared}.{name}", (self.shared_width, hidden, False)
             yield f"{self.shared}.down_proj", (hidden, self.shared_width, False)
+        if self.shared_width and self.style.has_shared_gate:
             yield self.shared_gate, (1, hidden, False)
 
 
-ROUTERS = (".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".block_sparse_moe.gate")
+ROUTERS = (
+    *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
+    *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer"),
+)
 
 
 def is_router(module: str) -> bool:
@@ -84,11 +121,10 @@ def is_router(module: str) -> bool:
     return module.endswith(ROUTERS)
 
 
-def number_field(fields: Mapping[str, Any]) -> str:
+def number_field(fields: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The name of the field with the number of experts."""
-    first, second = (fields.get(name) for name in ("num_local_experts", "num_experts"))
-    if None not in (first, second) and first != second:
-        raise ValueError(
-            f"num_local_experts = {first!r:.50} and num_experts = {second!r:.50} must be equal"
-        )
-    return "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    named = [(name, fields[name]) for name in keys if fields.get(name) is not None]
+    for (name, number), (other, its) in pairwise(named):
+        if number != its:
+            raise ValueError(f"{name} = {number!r:.50} and {other} = {its!r:.50} must be equal")
+    return next((name for name in keys if name in fields), keys[-1])

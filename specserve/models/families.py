@@ -1,13 +1,11 @@
-"""The supported model families: their properties, and the names and defaults of config fields."""
+"""The supported model families: their properties, and the defaults of config fields."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from specserve.models.experts import (
-    ExpertStyle,
-)
+from specserve.models.experts import ExpertStyle, StackedNames
+from specserve.models.family import ConfigKeys, Family, Multimodal, Norms
 
 LLAMA: dict[str, Any] = {  # defaults of missing fields
     "attention_bias": False,
@@ -37,8 +35,6 @@ QWEN2 = LLAMA | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-
-
 GEMMA2 = LLAMA | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -58,20 +54,42 @@ GEMMA2 = LLAMA | {
     "vocab_size": 256000,
 }
 
-
-class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of a layer's norms in a checkpoint; None: no norm at this place.
-
-    Norms before attention and MLP normalize their input, norms after them normalize their output
-    before it is added to the residual stream.
-    """
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
+GRANITE = LLAMA | {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+}
+COHERE = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+}
+MINISTRAL3 = LLAMA | {
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "vocab_size": 131072,
+}
+UNGATED = "mlp.up_proj", "mlp.down_proj"
 NORMS_AFTER = Norms(
     before_attention=None,
     after_attention="post_attention_layernorm",
@@ -83,25 +101,6 @@ NORMS_OF_GEMMA = Norms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-
-
-class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's names of fields in config.json; None: it has no such field."""
-
-    activation: str = "hidden_act"
-    qkv_bias: str = "attention_bias"
-    norm_eps: str = "rms_norm_eps"
-    query_scalar: str | None = None  # scores are divided by its square root
-    score_scale: str | None = None  # factor of scores; both None: 1 / sqrt(head_dim)
-    embedding_scale: str | None = None
-    residual_scale: str | None = None  # factor of additions to the residual stream
-    logit_scale: str | None = None
-    logit_divisor: str | None = None
-    score_cap: str | None = None
-    logit_cap: str | None = None
-    local_theta: str | None = None  # of layers with a window
-
-
 GEMMA_KEYS = ConfigKeys(
     activation="hidden_activation",
     query_scalar="query_pre_attn_scalar",
@@ -109,38 +108,12 @@ GEMMA_KEYS = ConfigKeys(
     logit_cap="final_logit_softcapping",
 )
 
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a model family. None: the config's field decides."""
-
-    models: str  # known models, for the documentation
-    defaults: Mapping[str, Any]
-    keys: ConfigKeys = ConfigKeys()
-    qkv_bias: bool | None = None  # None: attention_bias, or the name in `keys`
-    out_bias: bool | None = None  # None: attention_bias
-    mlp_bias: bool | None = None  # None: mlp_bias
-    qk_norm: Literal["none", "heads", "width"] = "none"  # norm per head, or over all heads
-    has_sinks: bool = False  # attention sinks: one additional score per head, without a value
-    norms: Norms = Norms()
-    adds_one: bool = False  # norms multiply by 1 + weight
-    is_centered: bool = False  # norms are LayerNorm
-    is_parallel: bool = False  # attention and MLP read the same input
-    scales_by_width: bool = False  # embeddings are multiplied by sqrt(hidden_size)
-    fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
-    fuses_gate_up: bool = False
-    rotates_a_share: bool = False  # partial_rotary_factor of each head's dimensions rotates
-    rotates_neighbors: bool = False  # pairs are dimensions 2i and 2i + 1, not i and i + D/2
-    rope_names: Mapping[str, str] = {}  # the family's names of RoPE types
-    # Layers with the sliding_window if layer_types is missing. `all`: all layers. `pattern`: all
-    # except every sliding_window_pattern-th. The others need use_sliding_window. `asked`: all
-    # layers. `upper`: layers from max_window_layers on. `lower`: every second layer below it.
-    # `unrotated`: layers without rotary embedding.
-    windowed: Literal["none", "all", "asked", "upper", "lower", "unrotated", "pattern"] = "none"
-    # Layers with rotary embedding. `named`: see no_rope_layers. `windowed`: layers with a window.
-    # `windowed if any`: layers with a window, or all layers if there is no sliding_window.
-    rotated: Literal["named", "windowed", "windowed if any"] = "named"
-    experts: ExpertStyle | None = None
-
+GRANITE_KEYS = ConfigKeys(
+    score_scale="attention_multiplier",
+    embedding_scale="embedding_multiplier",
+    residual_scale="residual_multiplier",
+    logit_divisor="logits_scaling",
+)
 
 # SmolLM and SmolLM2 are LlamaForCausalLM.
 FAMILIES = {
@@ -244,7 +217,7 @@ FAMILIES = {
             "sliding_window_pattern": 6,
             "vocab_size": 262208,
         },
-        keys=msgspec.structs.replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
+        keys=replace(GEMMA_KEYS, local_theta="rope_local_base_freq"),
         mlp_bias=False,
         qk_norm="heads",
         norms=NORMS_OF_GEMMA,
@@ -259,21 +232,206 @@ FAMILIES = {
         qk_norm="width",
         norms=NORMS_AFTER,
     ),
-    "GraniteForCausalLM": Family(
-        models="Granite 3, dense",
+    "Olmo3ForCausalLM": Family(
+        models="OLMo 3",
         defaults=LLAMA
         | {
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "vocab_size": 50304,
+        },
+        keys=ConfigKeys(local_theta="rope_theta"),  # scaling is only for layers without a window
+        mlp_bias=False,
+        qk_norm="width",
+        norms=NORMS_AFTER,
+        windowed="pattern",
+    ),
+    "SeedOssForCausalLM": Family(
+        models="Seed-OSS",
+        defaults=LLAMA
+        | {
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "head_dim": 128,
+            "intermediate_size": 27648,
+            "max_position_embeddings": 524288,
+            "num_attention_heads": 80,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 155136,
+        },
+        keys=ConfigKeys(out_bias="attention_out_bias"),
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        models="ERNIE 4.5, dense",
+        defaults=LLAMA
+        | {
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "vocab_size": 103424,
+        },
+        keys=ConfigKeys(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+        rotates_neighbors=True,
+    ),
+    "GraniteForCausalLM": Family(models="Granite 3, dense", defaults=GRANITE, keys=GRANITE_KEYS),
+    "GraniteMoeForCausalLM": Family(
+        models="Granite 3 with experts: 1B-A400M, 3B-A800M",
+        defaults=GRANITE | {"num_experts_per_tok": 2},
+        keys=GRANITE_KEYS,
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            router="router.layer",
+            width="intermediate_size",
+            number=8,
+            normalizes=True,  # the softmax covers only the chosen experts
+            stacked=StackedNames(
+                gate_up="input_linear.weight", down="output_linear.weight", is_transposed=False
+            ),
+        ),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        models="Hunyuan, dense: 0.5B to 7B",
+        defaults=LLAMA | {"rms_norm_eps": 1e-5, "vocab_size": 290943},
+        mlp_bias=False,
+        qk_norm="heads",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        norms_after_rope=True,
+        rope_names={"dynamic": "ntk_alpha"},  # the frequencies depend on no length
+    ),
+    "Ministral3ForCausalLM": Family(
+        models="Ministral 3 without vision",
+        defaults=MINISTRAL3,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        windowed="all",
+    ),
+    "CohereForCausalLM": Family(
+        models="Command R, Command R+",
+        defaults=COHERE | {"rope_theta": 500_000.0, "use_qk_norm": False},
+        keys=ConfigKeys(
+            norm_eps="layer_norm_eps", logit_scale="logit_scale", qk_norm="use_qk_norm"
+        ),
+        mlp_bias=False,
+        qk_norm="each",
+        norms=Norms(before_mlp=None),
+        is_centered=True,
+        is_parallel=True,
+        rotates_neighbors=True,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        models="StarCoder2",
+        defaults=LLAMA
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "vocab_size": 49152,
         },
         keys=ConfigKeys(
-            score_scale="attention_multiplier",
-            embedding_scale="embedding_multiplier",
-            residual_scale="residual_multiplier",
-            logit_divisor="logits_scaling",
+            qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_eps="norm_epsilon"
         ),
+        is_centered=True,
+        norm_bias=True,
+        ungated=("mlp.c_fc", "mlp.c_proj"),
+        windowed="all",
+    ),
+    "StableLmForCausalLM": Family(
+        models="StableLM 2 1.6B, StableLM 3B, StableCode",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "qk_layernorm": False,
+            "use_parallel_residual": False,
+            "use_qkv_bias": False,
+            "vocab_size": 50304,
+        },
+        keys=ConfigKeys(qkv_bias="use_qkv_bias", norm_eps="layer_norm_eps"),
+        out_bias=False,
+        mlp_bias=False,
+        is_centered=True,
+        norm_bias=True,
+        rotates_a_share=True,
+        refused=("qk_layernorm", "use_parallel_residual"),
+    ),
+    "NemotronForCausalLM": Family(
+        models="Nemotron 4, Minitron",
+        defaults=LLAMA
+        | {
+            "hidden_act": "relu2",
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "num_attention_heads": 48,
+            "partial_rotary_factor": 0.5,
+            "vocab_size": 256000,
+        },
+        keys=ConfigKeys(norm_eps="norm_eps"),
+        adds_one=True,
+        is_centered=True,
+        norm_bias=True,
+        ungated=UNGATED,
+        rotates_a_share=True,
+    ),
+    "ArceeForCausalLM": Family(
+        models="Arcee AFM 4.5B",
+        defaults=LLAMA
+        | {
+            "hidden_act": "relu2",
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        ungated=UNGATED,
+    ),
+    "ApertusForCausalLM": Family(
+        models="Apertus",
+        defaults=LLAMA
+        | {
+            "hidden_act": "xielu",
+            "intermediate_size": 14336,
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12_000_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "rope_theta": 12_000_000.0,
+            "vocab_size": 131072,
+        },
+        mlp_bias=False,
+        qk_norm="heads",
+        norms=Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+        ungated=UNGATED,
     ),
     "Glm4ForCausalLM": Family(
         models="GLM-4 of 2025: GLM-4-0414, GLM-Z1",
@@ -298,20 +456,7 @@ FAMILIES = {
     ),
     "Cohere2ForCausalLM": Family(
         models="Command R7B, Command A",
-        defaults=LLAMA
-        | {
-            "hidden_size": 8192,
-            "intermediate_size": 22528,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.0625,
-            "max_position_embeddings": 8192,
-            "num_attention_heads": 64,
-            "num_hidden_layers": 40,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "tie_word_embeddings": True,
-            "vocab_size": 256000,
-        },
+        defaults=COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         keys=ConfigKeys(norm_eps="layer_norm_eps", logit_scale="logit_scale"),
         mlp_bias=False,
         norms=Norms(before_mlp=None),
@@ -433,6 +578,116 @@ FAMILIES = {
             width="moe_intermediate_size", number=60, shared_width="shared_expert_intermediate_size"
         ),
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        models="MiniMax M2",
+        defaults=LLAMA
+        | {
+            "head_dim": 128,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "max_position_embeddings": 196608,
+            "num_attention_heads": 48,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 8,
+            "rope_theta": 5_000_000.0,
+            "vocab_size": 200064,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="width",
+        rotates_a_share=True,
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            maps=("w1", "w3", "w2"),
+            width="intermediate_size",
+            number=256,
+            normalizes=True,
+            is_sigmoid=True,
+            correction="e_score_correction_bias",
+        ),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        models="ERNIE 4.5 with experts: 21B-A3B, 300B-A47B",
+        defaults=LLAMA
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 2,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "vocab_size": 103424,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        rotates_neighbors=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=64,
+            number_keys=("moe_num_experts",),
+            active_key="moe_k",
+            normalizes=True,
+            correction="moe_statics.e_score_correction_bias",
+            correction_rank=2,
+            shared_width="moe_intermediate_size",
+            shared_count="moe_num_shared_experts",
+            shared_name="shared_experts",
+            has_shared_gate=False,
+        ),
+        refused=("use_bias",),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        models="GLM-4.5, GLM-4.6, GLM-4.7 and their Air models",
+        defaults=LLAMA
+        | {
+            "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+        },
+        keys=ConfigKeys(qk_norm="use_qk_norm"),
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        rotates_a_share=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=128,
+            number_keys=("n_routed_experts",),
+            is_sigmoid=True,
+            correction="gate.e_score_correction_bias",
+            factor="routed_scaling_factor",
+            shared_width="moe_intermediate_size",
+            shared_count="n_shared_experts",
+            shared_name="shared_experts",
+            has_shared_gate=False,
+        ),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -469,7 +724,118 @@ FAMILIES = {
             normalizes=True,  # the softmax covers only the chosen experts
             has_biases=True,
             limit="swiglu_limit",
-            is_stacked=True,
+            stacked=StackedNames(has_pairs=True),
         ),
+    ),
+}
+
+GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
+MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
+QWEN25_VL = replace(
+    FAMILIES["Qwen2ForCausalLM"],
+    defaults=QWEN2
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "max_window_layers": 80,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 152064,
+    },
+    rope_names=MROPE,
+)
+QWEN3_VL = replace(
+    FAMILIES["Qwen3ForCausalLM"],
+    defaults=QWEN2
+    | {
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500_000.0,
+        "sliding_window": None,
+    },
+    rope_names=MROPE,
+    windowed="none",
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    defaults={
+        **QWEN3_MOE.defaults,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500_000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+    },
+    rope_names=MROPE,
+    windowed="none",
+    experts=ExpertStyle(
+        width="moe_intermediate_size",
+        number=60,
+        normalizes=True,
+        stacked=StackedNames(is_transposed=None),  # published with swapped dimensions, and without
+    ),
+)
+GLM4V = replace(
+    FAMILIES["Glm4ForCausalLM"],
+    defaults={
+        **FAMILIES["Glm4ForCausalLM"].defaults,
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+    },
+    qkv_bias=True,
+    rope_names=MROPE,
+)
+GLM4V_MOE = replace(
+    FAMILIES["Glm4MoeForCausalLM"],
+    defaults={
+        **FAMILIES["Glm4MoeForCausalLM"].defaults,
+        "attention_bias": True,
+        "max_position_embeddings": 65536,
+        "vocab_size": 151424,
+    },
+    keys=ConfigKeys(),
+    qk_norm="none",
+    rope_names=MROPE,
+)
+MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": Multimodal(
+        models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
+    ),
+    "Mistral3ForConditionalGeneration": Multimodal(
+        models="Mistral Small 3.1 and 3.2, Ministral 3",
+        texts={
+            "mistral": FAMILIES["MistralForCausalLM"],
+            "ministral3": FAMILIES["Ministral3ForCausalLM"],
+        },
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Multimodal(
+        models="Qwen 2.5 VL", texts={"qwen2_5_vl_text": QWEN25_VL}
+    ),
+    "Qwen3VLForConditionalGeneration": Multimodal(
+        models="Qwen 3 VL, dense", texts={"qwen3_vl_text": QWEN3_VL}
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal(
+        models="Qwen 3 VL with experts: 30B-A3B and others",
+        texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Glm4vForConditionalGeneration": Multimodal(
+        models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}
+    ),
+    "Glm4vMoeForConditionalGeneration": Multimodal(
+        models="GLM-4.5V, GLM-4.6V", texts={"glm4v_moe_text": GLM4V_MOE}
+    ),
+    "Glm46VForConditionalGeneration": Multimodal(
+        models="GLM-4.6V-Flash, GLM-4.6V",
+        texts={"glm4v_text": GLM4V, "glm4v_moe_text": GLM4V_MOE},
     ),
 }

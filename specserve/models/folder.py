@@ -6,9 +6,8 @@ Does not import torch.
 import errno
 import json
 import os
-import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import msgspec
 
 from specserve.config import DEMO_COST
 from specserve.errors import ConfigError
+from specserve.models import ollama
+from specserve.models.hub import FIRST_PART, GGUF, LATER_PART, fetch
 
 FULL = errno.ENOSPC, errno.EDQUOT
 
@@ -40,12 +41,8 @@ SCALED = "specserve_scaled"  # key in config.json of a demo model padded to a la
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 # Second copies of the weights in repositories of Mistral and Llama models.
 UNWANTED = ["consolidated*", "*/*"]
-GGUF, MAGIC = ".gguf", b"GGUF"  # suffix and first bytes of GGUF files
+MAGIC = b"GGUF"  # first bytes of GGUF files
 LFS = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
-FIRST_PART, LATER_PART = (
-    re.compile(r"-00001-of-\d{5}$"),
-    re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$"),
-)
 # Bytes that identify a file of weights: at its beginning, and at SAMPLES places. Reading the whole
 # file would take minutes.
 BEGINNING = 1 << 20
@@ -78,6 +75,8 @@ def expanded(path: str) -> Path:
 
 
 def found(path: str, folder: Path) -> Path:
+    if path.startswith(ollama.PREFIX):
+        return ollama.find(path)
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"{path} is a broken link. Check the link")
     if folder.is_dir():
@@ -89,9 +88,9 @@ def found(path: str, folder: Path) -> Path:
         raise ConfigError(
             f"{path} is not a GGUF file. Name a GGUF file, or the folder with config.json"
         )
-    if folder.suffix == GGUF:
+    if folder.suffix == GGUF and ":" not in path:
         raise ConfigError(f"{path}: no such file. Check the path")
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if path.startswith(("/", ".", "~")) or path.partition(":")[0].count("/") > 1:
         raise ConfigError(f"{path}: no such folder. Check the path, or name a hub id like org/name")
     return download(path)
 
@@ -102,11 +101,19 @@ def is_made(path: Path) -> bool:
 
 
 def download(path: str) -> Path:
-    """The folder of a hub repository, downloaded if necessary."""
+    """The folder or the GGUF file of a hub repository, downloaded if necessary. `path` is a hub id,
+    or `id:type` for a GGUF file.
+    """
     from huggingface_hub import snapshot_download  # slow to import, and only downloads need it
 
+    repo, _, type = path.partition(":")
     try:
-        return Path(snapshot_download(path, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        if type and (file := fetch(repo, type)) is not None:
+            return file
+        folder = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return folder if any(folder.glob("*.safetensors")) else fetch(repo, "") or folder
+    except ConfigError:
+        raise
     except Exception as e:  # the hub's client does not wrap errors of its transport
         reason = str(e).partition("\n")[0]
         if is_full(e):
@@ -161,6 +168,8 @@ def check_pointer(file: Path) -> None:
 
 def name_of(path: str) -> str:
     """A model's name: the name of its folder, of its GGUF file without suffix, or its hub id."""
+    if path.startswith(ollama.PREFIX):
+        return path.removeprefix(ollama.PREFIX)
     file = expanded(path)
     if is_made(file):
         return file.name.removesuffix(".json")
@@ -222,6 +231,14 @@ def scaled_from(folder: Path) -> Scaled | None:
         return msgspec.convert(read_json(file).get(SCALED), Scaled | None)
     except msgspec.ValidationError as e:
         raise ConfigError(f"{file}: {SCALED}: {e}. Scale the model again") from e
+
+
+def text_part(written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config.json's text model: in `text_config`, or next to other fields."""
+    part = written.get("text_config") or written
+    if not isinstance(part, Mapping):
+        raise ValueError(f"text_config = {part!r} is not an object")
+    return part
 
 
 def read_json(path: Path) -> dict[str, Any]:

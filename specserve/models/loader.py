@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
-from specserve.models.decoder_config import SINKS, DecoderConfig
+from specserve.models.decoder_config import ALPHAS, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
-from specserve.models.tensor_views import part_experts
+from specserve.models.tensor_views import part_experts, show_text_model
 from specserve.models.weight import (
     AS_STORED,
     Rounding,
@@ -38,7 +39,9 @@ from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to DTYPES
+BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
+WIDE = ("norm.weight", "norm.bias", SINKS, "e_score_correction_bias", *ALPHAS)  # kept in float32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -74,6 +77,9 @@ def load_decoder(
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
     weights = read_weights(reader, config, tables)
+    if reader.checkpoint.other_parts:
+        parts = ", ".join(reader.checkpoint.other_parts)
+        log.warning("%s: only the text model is loaded, without %s", folder, parts)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
@@ -92,8 +98,10 @@ class Tables(NamedTuple):
 
 def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
     def table(told: RopeParameters) -> Rotary:
-        tables = rotary.tables(told.of_context(context), config.head_dim, context + TREE_SLOTS)
-        return Rotary(*map(ops.place, tables))
+        cos, sin, scale = rotary.tables(
+            told.of_context(context), config.head_dim, context + TREE_SLOTS
+        )
+        return Rotary(ops.place(cos), ops.place(sin), None if scale is None else ops.place(scale))
 
     told, local = config.rope_parameters, config.local_rope_parameters
     everywhere = table(told)
@@ -109,10 +117,26 @@ def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
     return tables.all_positions if config.windows[index] is None else tables.windowed
 
 
-def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
-    """The bytes of a model's weights after `load_decoder`."""
-    reader = open_reader(folder, open_source(folder).config(), dtype, ops, rounding)
-    return sum(map(reader.expected_bytes, reader.shapes))
+def weight_bytes(
+    folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED, shard: Shard = WHOLE
+) -> int:
+    """The bytes of a model's weights after `load_decoder`; about these bytes for a shard."""
+    config = open_source(folder).config()
+    reader = open_reader(folder, config, dtype, ops, rounding)
+    shares = {name: share(name, reader, config, shard) for name in reader.shapes}
+    return sum(math.ceil(held * reader.expected_bytes(name)) for name, held in shares.items())
+
+
+def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> float:
+    """About which part of a tensor a shard holds."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
+    if layer.isdecimal():
+        return own if int(layer) in shard.layers(config.num_layers) else 0.0
+    if name == EMBEDDING:
+        has_head = shard.is_last and HEAD not in reader.shapes
+        return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
+    return own if shard.is_last or name != HEAD else 0.0
 
 
 def open_reader(
@@ -120,9 +144,11 @@ def open_reader(
 ) -> "Reader":
     """Open a checkpoint. Raises ConfigError unless its tensors match config.json."""
     checkpoint = Checkpoint(folder)
+    if config.is_multimodal:
+        show_text_model(checkpoint)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
-    if config.mixture is not None and config.mixture.style.is_stacked:
-        part_experts(checkpoint, config.mixture.num_experts)
+    if config.mixture is not None:
+        part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
     if "lm_head" in checkpoint.suffixes:  # used even if config.json has tie_word_embeddings
         shapes[HEAD] = shapes[EMBEDDING]
@@ -242,6 +268,8 @@ class Reader:
     def read_embedding(self) -> Weight:
         """Read the embedding table onto the ops' device."""
         table = self.weight("model.embed_tokens")
+        if isinstance(table, Codes):
+            table = table.without_table()
         parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
         self.num_bytes += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         if isinstance(table, Tensor):
@@ -294,7 +322,7 @@ class Reader:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
             return max(stored, num_elements) if name == EMBEDDING else stored
         if bits is None:
-            is_wide = name.endswith(("norm.weight", SINKS))
+            is_wide = name.endswith(WIDE)
             dtype = torch.float32 if is_wide else self.dtype
             return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
@@ -368,6 +396,9 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         ),
         # The head is linear, so that scaling the norm scales the logits without extra time.
         norm=reader.read_norm("model.norm.weight", config.family.adds_one, config.logit_scale),
+        norm_bias=reader.read_norm("model.norm.bias", False, config.logit_scale)
+        if config.family.norm_bias
+        else None,
         dtype=reader.dtype,
         forms=reader.forms,
     )
@@ -385,6 +416,10 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
             return None
         return reader.read_norm(f"{layer}.{name}.weight", config.family.adds_one)
 
+    def norm_bias(name: str | None) -> Tensor | None:
+        has_bias = name is not None and config.family.norm_bias
+        return reader.read_norm(f"{layer}.{name}.bias", False) if has_bias else None
+
     return Layer(
         window=config.windows[index],
         rotary=table,
@@ -398,28 +433,36 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         mlp_norm=norm(norms.before_mlp),
         after_mlp=norm(norms.after_mlp),
         sinks=read_sinks(reader, config, layer) if config.family.has_sinks else None,
+        attention_norm_bias=norm_bias(norms.before_attention),
+        mlp_norm_bias=norm_bias(norms.before_mlp),
         **mlp(reader, config, layer),
     )
 
 
 def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
-    down = f"{layer}.mlp.down_proj"
-    inner = reader.shard.rows(config.intermediate_size, 2)
-    hidden = reader.shard.rows(config.hidden_size)
+    down, is_gated = f"{layer}.{config.down_name}", config.family.ungated is None
+    alphas = read_alphas(reader, layer) if config.activation == "xielu" else (0.0, 0.0)
+    inner, hidden = reader.shard.gate_up_rows(config), reader.shard.rows(config.hidden_size)
     return {
-        "gate_up": reader.read_weight(*gate_up, is_gated=True, rows=inner),
+        "alphas": alphas,
+        "gate_up": reader.read_weight(*gate_up, is_gated=is_gated, rows=inner),
         "gate_up_bias": reader.read_bias(*gate_up, rows=inner),
         "down": reader.read_weight(down, rows=hidden),
         "down_bias": reader.read_bias(down, rows=hidden),
     }
 
 
+def read_alphas(reader: Reader, layer: str) -> tuple[float, float]:
+    """The factors of xIELU, which a checkpoint has as inverse softplus."""
+    p, n = (softplus(reader.read_norm(f"{layer}.{name}", False)).item() for name in ALPHAS)
+    return p, BETA + n
+
+
 def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
     """Read the sinks of this shard's heads."""
-    heads = reader.shard.heads(config)
-    first = heads.begins[reader.shard.column]
-    return reader.read_norm(f"{layer}.{SINKS}", False)[first : first + heads.num]
+    own = reader.shard.heads(config).query
+    return reader.read_norm(f"{layer}.{SINKS}", False)[own.start : own.stop]
 
 
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
@@ -436,10 +479,17 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
+        is_sigmoid=mixture.style.is_sigmoid,
+        correction=reader.read_norm(f"{layer}.{mixture.correction}", False).flatten()
+        if mixture.correction
+        else None,
+        factor=mixture.factor,
         router_bias=reader.read_bias(router),
         limit=mixture.limit,
         shared=SharedExpert(
-            gate=reader.read_weight(f"{layer}.{mixture.shared_gate}"),
+            gate=reader.read_weight(f"{layer}.{mixture.shared_gate}")
+            if mixture.style.has_shared_gate
+            else None,
             gate_up=reader.read_weight(
                 gate, up, is_gated=True, rows=shard.rows(mixture.shared_width, 2)
             ),
@@ -454,20 +504,38 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
     """The order of the rows of queries, keys and values in kernels; None: as in the checkpoint."""
-    rope, D = config.rope_parameters, config.head_dim
-    has_neighbors = config.family.rotates_neighbors
-    if not has_neighbors and rope.rotating(D) == D:
+    D, order = config.head_dim, order_of_head(config)
+    if order is None:
         return None
-    order = rotary.order(rope, D, has_neighbors)  # dimensions of a head
     num_turned = config.num_heads + config.num_kv_heads
     turned = torch.arange(num_turned)[:, None] * D + order
     values = num_turned * D + torch.arange(config.num_kv_heads * D)
     return torch.cat([turned.flatten(), values])
 
 
-def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
-    if config.qk_norm_widths is None:
+def order_of_head(config: DecoderConfig) -> Tensor | None:
+    """The order of a head's dimensions in kernels; None: as in the checkpoint."""
+    rope, D = config.rope_parameters, config.head_dim
+    has_neighbors = config.family.rotates_neighbors
+    if not has_neighbors and rope.rotating(D) == D:
         return None
-    names = (f"{layer}.self_attn.{part}_norm.weight" for part in "qk")
-    q, k = (reader.read_norm(name, config.family.adds_one) for name in names)
-    return QKNorm(q, k, config.norm_eps)
+    return rotary.order(rope, D, has_neighbors)
+
+
+def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
+    if not config.has_qk_norm:
+        return None
+    family, order = config.family, order_of_head(config)
+    names = (f"{layer}.self_attn.{name}.weight" for name in family.qk_norm_names)
+    q, k = (reader.read_norm(name, family.adds_one) for name in names)
+    if order is not None:
+        q, k = (in_order(weight, order.to(weight.device)) for weight in (q, k))
+    is_each, heads = config.qk_norm == "each", reader.shard.heads(config)
+    if is_each:
+        q, k = q[heads.query.start : heads.query.stop], k[heads.kv.start : heads.kv.stop]
+    return QKNorm(q, k, config.norm_eps, is_each, family.norms_after_rope)
+
+
+def in_order(weight: Tensor, order: Tensor) -> Tensor:
+    """The weight of a norm of heads, with each head's dimensions in another order."""
+    return weight.view(-1, len(order))[:, order].view(weight.shape)

@@ -17,6 +17,7 @@ from specserve.models.decoder_config import (
     positive,
     read_config,
 )
+from specserve.models.multimodal import text_fields, text_name
 from specserve.models.weight_files import tensor_names
 
 T = TypeVar("T")
@@ -101,14 +102,16 @@ def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
     num_layers = 0 if folder.is_file() else read_config(folder, layers_before)
     if num_layers == 0:
         return "none"
-    return "lost" if find_style(tensor_names(folder), num_layers) is None else "there"
+    names = filter(None, map(text_name, tensor_names(folder)))
+    return "lost" if find_style(names, num_layers) is None else "there"
 
 
 def layers_before(written: Mapping[str, Any]) -> int:
     """The number of layers before the MTP layers; 0 if config.json describes no MTP layers."""
-    if not names_family(written) or num_mtp_layers(written) == 0:
+    if not names_family(written):
         return 0
-    return positive({"num_hidden_layers": None} | dict(written), "num_hidden_layers", MAX_LAYERS)
+    fields = {"num_hidden_layers": None} | text_fields(written)
+    return positive(fields, "num_hidden_layers", MAX_LAYERS) if num_mtp_layers(fields) else 0
 
 
 def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:

@@ -19,7 +19,7 @@ from specserve.models.draft_head import OverDecoder
 from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
 from specserve.models.mtp_config import LOST, MtpStyle, find_style
 from specserve.models.quantized.maps import QuantizedMaps
-from specserve.models.tensor_views import ALL, Place, part_experts, show
+from specserve.models.tensor_views import ALL, Place, part_experts, show, show_text_model
 from specserve_kernels import KVCache, Ops
 
 
@@ -144,6 +144,8 @@ def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyl
             "model with MTP layers, or another drafter"
         )
     checkpoint = Checkpoint(folder)
+    if target.is_multimodal:
+        show_text_model(checkpoint)
     style = find_style(checkpoint.files, target.num_layers)
     if style is None:
         raise ConfigError(f"{folder}: {LOST}")
@@ -154,8 +156,8 @@ def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyl
                 f"{folder}: the tensor {name} has the dtype {dtype}, but MTP layers must be "
                 "unquantized. Use a checkpoint with an unquantized layer, or another drafter"
             )
-    if target.mixture is not None and target.mixture.style.is_stacked:
-        part_experts(checkpoint, target.mixture.num_experts)
+    if target.mixture is not None:
+        part_experts(checkpoint, target.mixture)
     return checkpoint, style
 
 

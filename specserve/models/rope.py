@@ -9,6 +9,8 @@ import msgspec
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 ORIGINAL = "original_max_position_embeddings"
 FACTORS = "factors"  # one factor per frequency: only in GGUF files, instead of llama3's parameters
+NTK_ALPHA = "ntk_alpha"  # Hunyuan's type: a larger theta
+QUERY_BETA = "llama_4_scaling_beta"
 LEAST, MOST = 1e-6, 1e18  # range of all parameters, so that frequencies are finite in float32
 
 
@@ -27,6 +29,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float = 1.0  # yarn, longrope: multiplies all cosines and sines
     factors: tuple[float, ...] = ()  # FACTORS, longrope: divide the frequencies
     long_factors: tuple[float, ...] = ()  # longrope: for contexts beyond original_length
+    query_beta: float = 0.0  # growth of queries at positions from original_length on
     share: float = 1.0  # share of a head's dimensions that rotate, the first ones
 
     def rotating(self, head_dim: int) -> int:
@@ -55,8 +58,13 @@ def parse(
     wins if both exist, as in transformers. `other_names` are a family's names of types.
     """
     kind, rope = table(fields, max_positions, other_names)
+    if kind == NTK_ALPHA:
+        kind, rope = "default", with_alpha(rope, head_dim)
     refuse_unsupported(kind, rope, may_rotate_a_share)
     found = of_kind(kind, rope, max_positions)
+    if rope.get(QUERY_BETA):
+        beta, original = number(rope, QUERY_BETA), length(rope)
+        found = msgspec.structs.replace(found, query_beta=beta, original_length=original)
     if may_rotate_a_share:
         found = msgspec.structs.replace(found, share=number(rope, "partial_rotary_factor", 1.0))
     check_dimensions(found, head_dim)
@@ -100,6 +108,12 @@ def of_kind(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeParam
     if kind == "longrope":
         return longrope(rope, theta, max_positions)
     return llama3(rope, theta) if kind == "llama3" else yarn(rope, theta, max_positions)
+
+
+def with_alpha(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Hunyuan's parameters, in which alpha increases theta."""
+    grown = number(rope, "alpha") ** (head_dim / max(1, head_dim - 2))
+    return {**rope, "rope_theta": number(rope, "rope_theta") * grown}
 
 
 def check_dimensions(rope: RopeParameters, head_dim: int) -> None:

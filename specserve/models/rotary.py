@@ -76,7 +76,15 @@ def tables(rope: RopeParameters, head_dim: int, length: int) -> Rotary:
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     still = 0, head_dim // 2 - angles.shape[1]  # columns on the right
-    return Rotary(pad(cos, still, value=1.0), pad(sin, still))
+    return Rotary(pad(cos, still, value=1.0), pad(sin, still), query_scale(rope, length))
+
+
+def query_scale(rope: RopeParameters, length: int) -> Tensor | None:
+    """Llama 4's factor of queries, which makes attention over long texts sharper."""
+    if rope.query_beta == 0:
+        return None
+    laps = torch.floor(torch.arange(length, dtype=torch.float32) / rope.original_length)
+    return 1 + rope.query_beta * torch.log(1 + laps)
 
 
 def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:

@@ -19,7 +19,7 @@ class ShardHeads(NamedTuple):
     """The attention heads of the ranks of a stage."""
 
     begins: tuple[int, ...]  # [tensor + 1]  first query head of each rank, and the end
-    num: int  # query heads of this rank
+    query: range  # of this rank
     kv: range  # KV heads of this rank
 
 
@@ -87,7 +87,7 @@ class Shard(NamedTuple):
             first = [Hk * r // T for r in range(T + 1)]
             begins = tuple(group * k for k in first)
             kv = range(first[self.column], first[self.column + 1])
-        return ShardHeads(begins, begins[self.column + 1] - begins[self.column], kv)
+        return ShardHeads(begins, range(begins[self.column], begins[self.column + 1]), kv)
 
     def qkv_rows(self, config: DecoderConfig, order: Tensor | None) -> Tensor | None:
         """The rows of the fused QKV weight that this rank holds; None: all, in their order.
@@ -97,14 +97,17 @@ class Shard(NamedTuple):
         if self.tensor == 1:
             return order
         heads, D, H, Hk = self.heads(config), config.head_dim, config.num_heads, config.num_kv_heads
-        first = heads.begins[self.column]
         each = [
-            *range(first, first + heads.num),
+            *heads.query,
             *(H + head for head in heads.kv),
             *(H + Hk + head for head in heads.kv),
         ]
         rows = (torch.tensor(each)[:, None] * D + torch.arange(D)).flatten()
         return rows if order is None else order[rows]
+
+    def gate_up_rows(self, config: DecoderConfig) -> Tensor | None:
+        """The rows of the MLP's first weight that this rank holds; None: all."""
+        return self.rows(config.intermediate_size, 2 if config.family.ungated is None else 1)
 
     def rows(self, num_columns: int, num_parts: int = 1) -> Tensor | None:
         """The rows of the weight of this rank's columns; None: all. A weight that is fused from
@@ -128,7 +131,7 @@ class Shard(NamedTuple):
                 f"parallel.pipeline = {self.pipeline} exceeds the model's {config.num_layers} "
                 f"layers. Set it to at most {config.num_layers}"
             )
-        if T > 1 and config.qk_norm_widths is not None and config.family.qk_norm == "width":
+        if T > 1 and config.qk_norm == "width":
             raise ConfigError(
                 f"parallel.tensor = {T}: this model normalizes queries and keys of all heads "
                 "together, so ranks cannot share them. Use parallel.pipeline instead"

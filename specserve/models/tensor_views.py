@@ -1,9 +1,9 @@
-"""Views of a checkpoint's tensors under a decoder's names: parts of tensors, and stacked experts.
+"""Views of a checkpoint's tensors under a decoder's names: parts of tensors, the text model of a
+multimodal checkpoint, and stacked experts.
 
-gpt-oss stores all experts of a layer together. `mlp.experts.gate_up_proj` [E, hidden, 2 F] is
-transposed, and has alternating outputs of gate and up; `_bias` [E, 2 F] has their biases. MXFP4 has
-`_blocks` [E, 2 F, hidden / 32, 16] and `_scales` [E, 2 F, hidden / 32] instead. `down_proj` has the
-same form.
+Some families store all experts of a layer together: see `StackedNames`. gpt-oss has biases, too:
+`gate_up_proj_bias` [E, 2 F]. In MXFP4, it has `_blocks` [E, 2 F, hidden / 32, 16] and `_scales`
+[E, 2 F, hidden / 32] instead of the weight. `down_proj` has the same form.
 """
 
 import re
@@ -14,16 +14,13 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, TensorView, unquantized
+from specserve.models.experts import Mixture, StackedNames
+from specserve.models.multimodal import other_parts, text_name
 
 ALL = slice(None)
 Place = tuple[str, slice]  # a tensor's name in the checkpoint, and its columns: all, or one half
-STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 NUM_DIMS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
-OUTPUTS = {  # rows of each map in a stacked tensor
-    "gate_up": {"gate": slice(0, None, 2), "up": slice(1, None, 2)},
-    "down": {"down": ALL},
-}
 
 
 def stored_shapes(
@@ -52,15 +49,33 @@ def show(
     checkpoint.show({name: checkpoint.view(own, columns(at)) for name, (own, at) in where.items()})
 
 
-def part_experts(checkpoint: Checkpoint, num_experts: int) -> None:
+def show_text_model(checkpoint: Checkpoint) -> None:
+    """Give the tensors of a multimodal checkpoint's text model the names of a text checkpoint, and
+    hide the others.
+    """
+    names = {name: shown for name in checkpoint.files if (shown := text_name(name)) is not None}
+    checkpoint.other_parts = other_parts(checkpoint.files)
+    checkpoint.show({shown: checkpoint.view(name, same) for name, shown in names.items()})
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def part_experts(checkpoint: Checkpoint, mixture: Mixture) -> None:
     """Replace the tensors that all experts share by one view per expert."""
+    names = mixture.style.stacked
+    if names is None:
+        return
+    shared = "|".join(map(re.escape, (names.gate_up, names.down)))
+    stacked = re.compile(rf"(.*\.{mixture.style.module})\.({shared})(|_bias|_blocks|_scales)")
     parted: dict[str, Any] = {}
     for name, file in checkpoint.files.items():
-        if (found := STACKED.fullmatch(name)) is None:
+        if (found := stacked.fullmatch(name)) is None:
             parted[name] = file
         else:
-            check_stacked(checkpoint, name, (num_experts, NUM_DIMS[found[3]]))
-            parted.update(parts_of(checkpoint, name, found))
+            check_stacked(checkpoint, name, (mixture.num_experts, NUM_DIMS[found[3]]))
+            parted.update(parts_of(checkpoint, names, found, mixture.width))
     checkpoint.show(parted)
 
 
@@ -76,15 +91,26 @@ def check_stacked(checkpoint: Checkpoint, name: str, wanted: tuple[int, int]) ->
 
 
 def parts_of(
-    checkpoint: Checkpoint, name: str, found: re.Match[str]
+    checkpoint: Checkpoint, names: StackedNames, found: re.Match[str], width: int
 ) -> Iterator[tuple[str, TensorView]]:
-    def part(expert: int, outputs: slice) -> Callable[[Tensor], Tensor]:
-        if suffix == "":
-            return lambda stacked: stacked[expert].T[outputs]
-        return lambda stacked: stacked[expert][outputs]
+    """The views of one stacked tensor of experts of a width: names in a decoder, and parts."""
+    name, (module, which, suffix) = found[0], found.groups()
+    shape = checkpoint.stored(name).shape
+    is_turned = names.is_transposed and suffix == ""
+    if names.is_transposed is None:
+        is_turned = shape[2] != width if which == names.down else shape[1] != 2 * width
 
-    module, which, suffix = found.groups()
-    for expert in range(checkpoint.stored(name).shape[0]):
-        for kind, outputs in OUTPUTS[which].items():
-            shown = f"{module}.{expert}.{kind}_proj.{SUFFIXES[suffix]}"
+    def part(expert: int, outputs: slice) -> Callable[[Tensor], Tensor]:
+        return lambda stacked: (stacked[expert].T if is_turned else stacked[expert])[outputs]
+
+    if which == names.down:
+        maps = {"down": ALL}
+    elif names.has_pairs:
+        maps = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    else:
+        half = shape[-1 if is_turned else 1] // 2
+        maps = {"gate": slice(half), "up": slice(half, None)}
+    for expert in range(shape[0]):
+        for kind, outputs in maps.items():
+            shown = f"{module}.experts.{expert}.{kind}_proj.{SUFFIXES[suffix]}"
             yield shown, checkpoint.view(name, part(expert, outputs))

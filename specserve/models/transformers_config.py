@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from specserve.models import decoder_config, rope
-from specserve.models.decoder_config import MAX_LAYERS, Shape, head_shape, positive
-from specserve.models.families import FAMILIES
+from specserve.models.decoder_config import (
+    ARCHITECTURES,
+    MAX_LAYERS,
+    Shape,
+    head_shape,
+    positive,
+)
+from specserve.models.families import MULTIMODAL
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 OTHER_NAMES = {  # names of fields in configs of older models
@@ -102,7 +108,7 @@ def find_architecture(written: Mapping[str, Any]) -> str:
     if known and known.get(kind) != architecture:
         raise ValueError(
             f"architectures = {named!r} is not supported. Native code supports "
-            f"{', '.join(FAMILIES)}. In transformers, {without(written)}"
+            f"{', '.join(ARCHITECTURES)}. In transformers, {without(written)}"
         )
     return architecture
 
@@ -112,7 +118,7 @@ def without(written: Mapping[str, Any]) -> str:
     if written.get("is_encoder_decoder"):
         return "models with an encoder are not supported"
     if any(part in written for part in PARTS):
-        return "only text models are supported, without images or sound"
+        return "only text models run, without images or sound"
     if "auto_map" in written:
         return "code from a checkpoint (auto_map) is never run"
     return (
@@ -128,7 +134,10 @@ def refuse(written: Mapping[str, Any]) -> None:
         raise ValueError("is_encoder_decoder = true: only decoders are supported")
     for part in PARTS:
         if part in written:
-            raise ValueError(f"{part}: only text models are supported")
+            raise ValueError(
+                f"{part}: in transformers, only text models run. Native code runs the text models "
+                f"of {', '.join(MULTIMODAL)}"
+            )
     if other := [name for name in types if name not in ATTENTION]:
         raise ValueError(f"layer type {other[0]!r} is not supported, only {', '.join(ATTENTION)}")
     states = [name for name in STATES if written.get(name) is not None]

@@ -96,6 +96,9 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     codes = [part for part in parts if isinstance(part, Codes)]
     if len(codes) < len(parts):
         return torch.cat([values(part, dtype) for part in parts])
+    tables = {c.table for c in codes}
+    if len(tables) > 1:
+        codes = [c.without_table() for c in codes]
     bits, group = max(c.bits for c in codes), math.gcd(*(c.group for c in codes))
     if group < LEAST_GROUP:
         return torch.cat([values(part, dtype) for part in parts])
@@ -114,6 +117,7 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         if has_offsets
         else None,
         rounds_rows=all(c.rounds_rows for c in codes),
+        table=codes[0].table,
     )
 
 

@@ -4,15 +4,18 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
+from functools import reduce
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.exchange.sampling_params import Sampling
 from specserve.scheduling.grammar_state import GrammarState
+from specserve.scheduling.reasoning_state import ReasoningState, state_after_prompt
 from specserve_drafters import ROOT, Draft
 from specserve_kernels import Edits, Masks
 
@@ -131,7 +134,10 @@ class TextState:
         if self.prompt:
             factors = [sampling.repetition_penalty if t in self.prompt else 1.0 for t in tokens]
             self.base.factor[:] = array("f", factors)
-        self.mask = mask_of(sampling.allowed_ids, vocab_size)
+        self.mask, self.vocab_size = mask_of(sampling.allowed_ids, vocab_size), vocab_size
+        self.reasoning: ReasoningState | None = None  # after the known text
+        if sampling.reasoning is not None:
+            self.reasoning = state_after_prompt(prompt, sampling.reasoning)
 
     def fork(self) -> "TextState":
         """Return the state of another completion, before any output. Copying edits is faster than
@@ -165,6 +171,16 @@ class TextState:
             self.keep(token)
         if self.grammar is not None:
             self.grammar.extend(tokens)
+        if self.reasoning is not None:
+            self.reasoning = self.reasoning_after(tokens)
+
+    def reasoning_after(self, path: Sequence[int]) -> ReasoningState:
+        """Return the position in the reasoning after a path of tokens."""
+        state, budget = self.reasoning, self.sampling.reasoning
+        assert state is not None and budget is not None, "only for requests with a budget"
+        for token in path:
+            state = state.after(token, budget)
+        return state
 
     def advance(self, token: int) -> None:
         self.output.append(token)
@@ -177,13 +193,23 @@ class TextState:
     def is_early(self) -> bool:
         return len(self.output) < self.sampling.min_tokens
 
+    def reasoning_mask(self, path: Sequence[int]) -> NDArray[np.int32] | None:
+        """Return the ids that the budget of reasoning allows after a path; None: all."""
+        budget = self.sampling.reasoning
+        if budget is None:
+            return None
+        return self.reasoning_after(path).mask(budget, self.vocab_size)
+
+    def has_mask_after(self, path: Sequence[int]) -> bool:
+        """Return whether the allowed ids after a path may differ from those of other nodes."""
+        return self.grammar is not None or self.reasoning_mask(path) is not None
+
     def mask_after(self, path: Sequence[int]) -> Tensor:
-        """Return the ids that grammar and mask allow after a path of draft tokens."""
-        assert self.grammar is not None, "without a grammar all nodes have one mask"
-        words = self.grammar.mask(path)
-        if self.mask is not None:
-            words = words & self.mask.numpy()
-        return torch.from_numpy(words)
+        """Return the ids that grammar, budget and mask allow after a path of draft tokens."""
+        each = [None if self.mask is None else self.mask.numpy(), self.reasoning_mask(path)]
+        if self.grammar is not None:
+            each.append(self.grammar.mask(path))
+        return torch.from_numpy(reduce(np.bitwise_and, [w for w in each if w is not None]))
 
     def own(self, path: dict[int, Edit]) -> NodeEdits:
         """Return the edits at a path's end; they forbid tokens that complete a bad word or end too
@@ -263,15 +289,19 @@ class NodeMask(NamedTuple):
 def node_masks_of(
     states: Sequence[TextState | None], drafts: Sequence[Draft]
 ) -> dict[int, NodeMask]:
-    """Return masks by row, for requests with a grammar."""
+    """Return masks by row, for requests with a grammar or a budget of reasoning."""
     masks: dict[int, NodeMask] = {}
     row = 0
     for state, draft in zip(states, drafts, strict=True):
-        if state is not None and state.grammar is not None:
+        if state is not None and (state.grammar or state.reasoning) is not None:
             paths: list[list[int]] = [[]]
             for token, parent in zip(draft.tokens, draft.parents, strict=True):
                 paths.append([*paths[parent], token])
-            masks |= {row + node: NodeMask(state, path) for node, path in enumerate(paths)}
+            masks |= {
+                row + node: NodeMask(state, path)
+                for node, path in enumerate(paths)
+                if state.has_mask_after(path)
+            }
         row += 1 + len(draft)
     return masks
 

@@ -50,7 +50,9 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
 LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
-GENERATING_ROUTES = frozenset(["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+GENERATING_ROUTES = frozenset(
+    ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+)
 
 
 def make_app(
@@ -215,7 +217,7 @@ class OriginGuard:
             "to server.cors_origins",
             "origin_not_allowed",
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
     def is_own(self, origin: str, host: str) -> bool:
         """Whether the origin is the server itself, under an IP address or a known name.
@@ -254,7 +256,8 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self.check(scope) if scope["type"] == "http" else None
-        await (self.app if error is None else error_response(error))(scope, receive, send)
+        app = self.app if error is None else error_response(error, scope["path"])
+        await app(scope, receive, send)
 
     def check(self, scope: Scope) -> RequestError | None:
         """Return the error of a request without a sufficient key, else None."""
@@ -267,7 +270,7 @@ class KeyGuard:
             return None if needed in self.scopes[admin] else lacking(needed)
         is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
         if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
-            why = "no valid API key. Send the header Authorization: Bearer KEY"
+            why = "no valid API key. Send the header Authorization: Bearer KEY, or x-api-key: KEY"
             if admin is not None:
                 why = "this is an admin key, which cannot generate text. Send a key of "
                 why += "server.api_key_file"
@@ -311,7 +314,7 @@ class KeyLimits:
         try:
             account.enter()
         except RateLimited as e:
-            await error_response(e)(scope, receive, send_reported)
+            await error_response(e, scope["path"])(scope, receive, send_reported)
             return
         with at_end(scope, account.leave):
             scope[ACCOUNT] = account
@@ -324,11 +327,17 @@ def lacking(scope: str) -> StatusError:
 
 
 def place(scope: Scope, known: Sequence[bytes]) -> int | None:
-    """Return the index of the request's key in `known`; None without a valid key."""
-    shown = Request(scope).headers.get("authorization", "")
-    kind, _, key = shown.partition(" ")
-    same = [hmac.compare_digest(digest(key.strip()), each) for each in known]
-    return same.index(True) if kind.lower() == "bearer" and any(same) else None
+    """Return the index of the request's key in `known`; None without a valid key.
+
+    Clients of Anthropic's API send x-api-key. Some also send a token of another service as Bearer.
+    """
+    headers = Request(scope).headers
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    shown = [bearer] if kind.lower() == "bearer" else []
+    shown += [key for key in [headers.get("x-api-key")] if key is not None]
+    digests = [digest(key.strip()) for key in shown]
+    same = [hmac.compare_digest(its, each) for its in digests for each in known]
+    return same.index(True) % len(known) if any(same) else None
 
 
 def digest(key: str) -> bytes:
@@ -336,7 +345,7 @@ def digest(key: str) -> bytes:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 def methods_of(request: Request) -> list[str]:
@@ -359,6 +368,6 @@ async def refuse_route(request: Request, error: Exception) -> Response:
         error.headers = {"Allow": ", ".join(methods)}
     if (meant := f"/v1{request.url.path}") in routes:
         message = f"{where}: not found. Use {meant}: the client's base URL must end with /v1"
-    response = error_response(StatusError(error.status_code, message))
+    response = error_response(StatusError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response

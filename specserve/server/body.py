@@ -26,7 +26,12 @@ from starlette.requests import Request
 from specserve.config import Milliseconds, ServerConfig
 from specserve.errors import Overloaded, RequestError
 from specserve.exchange.fair_queue import has_room, owner
-from specserve.exchange.sampling_params import OTHER_NAMES, SamplingParams, reason_and_path
+from specserve.exchange.sampling_params import (
+    OTHER_NAMES,
+    Limit,
+    SamplingParams,
+    reason_and_path,
+)
 from specserve.server.refusal import StatusError, cut
 from specserve.text.grammars.structured_outputs import FIELD, StructuredOutputsParams, grammar_of
 
@@ -76,7 +81,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "stream_reasoning": (True,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": (),
     "top_logprobs": (0,),
@@ -253,7 +257,8 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_token_ids  return the ids of the response's tokens and of the prompt's tokens
     return_tokens_as_token_ids  write the tokens of logprobs as ids
     timeout_ms      milliseconds from arrival after which the request ends with an error
-    reasoning_effort  amount of reasoning, if the chat template reads it
+    reasoning_effort  amount of reasoning, if the chat template reads it or can switch it off
+    max_thinking_tokens  another name of thinking_token_budget
     prompt_cache_key  name of the conversation, for /v1/cache/save and routers
     stream          return server-sent events
     stream_options  include_obfuscation: pad events, so that their sizes reveal little
@@ -261,6 +266,9 @@ class Body(SamplingParams, frozen=True, kw_only=True):
 
     no_op: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OP
     refused: ClassVar[Mapping[str, str]] = REFUSED
+    passed: ClassVar[set[str]] = FRONTENDS  # ignored, and listed in a response header
+    ignored: ClassVar[Mapping[str, set[str]]] = IGNORED
+    budget_field: ClassVar[str] = "thinking_token_budget"  # path of the limit of reasoning
 
     model: str | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None  # another name of max_tokens
@@ -268,6 +276,7 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     timeout_ms: Milliseconds | None = None
     reasoning_effort: Effort | None = None
+    max_thinking_tokens: Limit | None = None  # another name of thinking_token_budget
     prompt_cache_key: str | None = None
     stream: bool = False
     stream_options: PaddingOptions | None = None
@@ -282,6 +291,12 @@ class Body(SamplingParams, frozen=True, kw_only=True):
     def effort(self) -> tuple[str, str | None]:
         """The path of the field for the reasoning effort, and its value."""
         return "reasoning_effort", self.reasoning_effort
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the template should let the model reason; None: as it does by default."""
+        _, effort = self.effort
+        return None if effort is None else effort != "none"
 
     @property
     def params(self) -> SamplingParams:
@@ -404,14 +419,19 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def read(raw: bytes, kind: type[T]) -> T:
     """Decode and check the body of a completion request."""
     given, known = decode_object(raw), own_fields(kind)
-    inside = drop_ignored(given)
+    inside = drop_ignored(given, kind.ignored)
     for key in UNSET.keys() & given.keys() & known.keys():
         given[key] = None if is_same(given[key], UNSET[key]) else given[key]
     for key, value in given.items():
-        if key not in known and key not in HARMLESS and key not in FRONTENDS:
+        if key not in known and key not in HARMLESS and key not in kind.passed:
             check_no_op(key, value, kind)
-    body = one_limit(from_fields({k: v for k, v in given.items() if k in known}, kind))
-    if past := [*(key for key in given if key in FRONTENDS and key not in known), *inside]:
+    body = from_fields({k: v for k, v in given.items() if k in known}, kind)
+    for names in (
+        ("max_completion_tokens", "max_tokens"),
+        ("max_thinking_tokens", "thinking_token_budget"),
+    ):
+        body = merged(body, *names)
+    if past := [*(key for key in given if key in kind.passed and key not in known), *inside]:
         body = msgspec.structs.replace(body, read_past=tuple(past))
     check_form(body)
     if body.stream_options is not None and not body.stream:
@@ -429,11 +449,13 @@ def read(raw: bytes, kind: type[T]) -> T:
     return body
 
 
-def drop_ignored(body: dict[str, Any]) -> tuple[str, ...]:
+def drop_ignored(
+    body: dict[str, Any], ignored: Mapping[str, set[str]] = IGNORED
+) -> tuple[str, ...]:
     """Remove ignored fields, and return the sorted paths of fields that had a value."""
     continue_last(body)
     found = dict[str, None]()
-    for path, names in IGNORED.items():
+    for path, names in ignored.items():
         for each in objects_at(body, path.split(".")):
             for name in names & each.keys():
                 if each.pop(name) not in (None, False, "", [], {}):
@@ -475,18 +497,16 @@ def check_form(body: Body) -> None:
     grammar_of(body.form, body.form_field if body.structured_outputs is None else None)
 
 
-def one_limit(body: T) -> T:
-    """Merge max_completion_tokens into max_tokens; refuse them if they differ."""
-    limit = body.max_completion_tokens
-    if limit is None:
+def merged(body: T, other: str, name: str) -> T:
+    """Move a field's value from its other name; refuse two different values."""
+    value, own = getattr(body, other), getattr(body, name)
+    if value is None:
         return body
-    if body.max_tokens not in (None, limit):
+    if own not in (None, value):
         raise RequestError(
-            f"max_completion_tokens = {limit} and max_tokens = {body.max_tokens} have the same "
-            "meaning. Send one",
-            "max_completion_tokens",
+            f"{other} = {value} and {name} = {own} have the same meaning. Send one", other
         )
-    return msgspec.structs.replace(body, max_tokens=limit)
+    return msgspec.structs.replace(body, **{name: value})
 
 
 def read_fields(raw: bytes, kind: type[S]) -> S:
@@ -565,7 +585,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
     if key in kind.refused and value is not None:
         raise RequestError(f"{key} is refused: {kind.refused[key]}", key)
     if key not in kind.no_op and key not in kind.refused:
-        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *FRONTENDS])
+        refuse_unknown(key, [*own_fields(kind), *kind.no_op, *HARMLESS, *kind.passed])
     if value is not None and not any(is_same(value, off) for off in kind.no_op[key]):
         off = " or ".join(msgspec.json.encode(v).decode() for v in (*kind.no_op[key], None))
         if key == "top_logprobs" and type(value) is int and 0 < value <= 20:
@@ -576,7 +596,7 @@ def check_no_op(key: str, value: Any, kind: type[Body]) -> None:
 def passed_over(kind: type[Body]) -> dict[str, Any]:
     """Return JSON schemas of the values that ignored and refused fields can have."""
     schemas: dict[str, Any] = {
-        **{name: {"description": "ignored"} for name in HARMLESS | FRONTENDS},
+        **{name: {"description": "ignored"} for name in HARMLESS | kind.passed},
         **{name: {"enum": [*values, None]} for name, values in kind.no_op.items()},
         **{name: {"enum": [None], "description": why} for name, why in kind.refused.items()},
     }

@@ -19,10 +19,11 @@ from specserve.server.bounded_process import (
 )
 from specserve.server.chat import CHAT
 from specserve.server.completions import COMPLETION
+from specserve.server.messages import MESSAGES
 from specserve.server.responses import RESPONSES
 from specserve.server.texts import DETOKENIZE, TOKENIZE
 
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, RESPONSES, TOKENIZE, DETOKENIZE)}
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGES, RESPONSES, TOKENIZE, DETOKENIZE)}
 
 
 def prepare(first: bytes, start: Callable[[], None]) -> Do:

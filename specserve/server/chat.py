@@ -65,6 +65,10 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 
 B = TypeVar("B", bound=Body)
+EFFORT = "reasoning_effort"  # its name in templates
+SWITCHES = "enable_thinking", "thinking"  # names of variables that turn reasoning on or off
+# The efforts of gpt-oss, whose template accepts any text.
+CHANNEL_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 THINKING = "thinking"  # the type of a part, and the field with its text
 JSON_KINDS = "json", "json_object"  # formats that can be combined with tools or reasoning
 
@@ -197,7 +201,7 @@ async def chat(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), CHAT)
-    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
@@ -205,26 +209,32 @@ async def chat(request: Request) -> Response:
     return await respond(request, completion, formatter, asked)
 
 
-async def fit_to_template(
-    service: Service, asked: B, kwargs: dict[str, Any] | None, tools: ToolsAsked
-) -> B:
-    """Return the body with the reasoning effort as a variable of the template.
+async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
+    """Return the body with the reasoning effort as variables of the template.
 
-    An effort or tools that the template does not read are reported as ignored fields.
+    An effort that the template does not read, and a budget of a model without reasoning, are
+    reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
-    if effort is None and not tools.tools:
-        return asked
-    given, past, in_thread = kwargs or {}, list[str](), service.prompts.in_thread
-    variable = "reasoning_effort"  # its name in templates
-    is_free = template is not None and effort is not None and variable not in given
-    if template is not None and is_free and await in_thread(template.reads, variable):
-        asked = msgspec.structs.replace(asked, chat_template_kwargs={**given, variable: effort})
-    elif effort not in (None, "none"):
+    in_thread, past = service.prompts.in_thread, list[str]()
+    wanted = dict[str, Any]()
+    if effort is not None:
+        levels = CHANNEL_EFFORTS if service.served.formats.has_channels else {}
+        wanted[EFFORT] = levels.get(effort, effort)
+    if asked.thinks is not None:
+        wanted |= dict.fromkeys(SWITCHES, asked.thinks)
+    if template is not None and wanted:
+        read = await in_thread(lambda: [each for each in wanted if template.reads(each)])
+        new = {each: wanted[each] for each in read if each not in (kwargs or {})}
+        if new:
+            asked = msgspec.structs.replace(asked, chat_template_kwargs={**(kwargs or {}), **new})
+            effort = None
+    if effort not in (None, "none"):
         past.append(name)
-    if template is not None and tools.tools and not await in_thread(template.reads_tools):
-        past.append("tools")
-    return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
+    if service.served.formats.reasoning == "none" and asked.thinking_token_budget is not None:
+        past.append(asked.budget_field)
+        asked = msgspec.structs.replace(asked, thinking_token_budget=None)
+    return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past)) if past else asked
 
 
 async def begin(
@@ -255,8 +265,9 @@ async def begin(
     enforced = tools.is_enforced, tools.is_named
     wanted = Wanted(tools.tools, *enforced, conversation.include_reasoning, most)
     reader = AnswerReader(formats, wanted, text)
-    form = asked.form if tools.tools or reader.reasoning == "think" else None
-    if form is not None and not tools.tools and form.kinds[0] not in JSON_KINDS:
+    form = asked.form if tools.tools or reader.thinks else None
+    has_kind = form is not None and form.kinds[0] in JSON_KINDS
+    if asked.form is not None and not tools.tools and not has_kind:
         # The whole text has the format, which cannot contain reasoning.
         return await service.admit([prompt], params, sampling, arrived, "messages"), None
     grammar = await service.prompts.in_thread(lambda: call_grammar(service, tools, reader, form))
@@ -274,7 +285,11 @@ async def render(
 ) -> tuple[str, list[int]]:
     """Return the conversation as text, and its tokens or the last `kept` of them."""
     prompts, special = service.prompts, conversation.add_special_tokens
-    text = await prompts.render(conversation.messages, conversation.options)
+    formats, options = service.served.formats, conversation.options
+    if options.tools:
+        how = {"call": formats.call, "are_tools_text": formats.tools == "generic"}
+        options = msgspec.structs.replace(options, **how)
+    text = await prompts.render(conversation.messages, options)
     return text, await prompts.tokenize(text, "messages", special, kept)
 
 
@@ -285,14 +300,14 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         return
     if formats.tools == "none":
         raise RequestError(
-            "tools: the server has no tool parser for this model. Send tool_choice = "
-            '"required" or a function; its operator can set server.tool_parser',
+            "tools: the server has no tool parser. Force a call with tool_choice; its operator "
+            "can set server.tool_parser",
             "tools",
         )
-    if asked.strict and formats.enforced != formats.tools:
+    if asked.strict and (formats.enforced != formats.tools or formats.family):
         raise RequestError(
             "tools: the server cannot enforce a schema for calls of this model within other text. "
-            'Omit strict, or send tool_choice = "required" or a function',
+            "Omit strict, or force a call with tool_choice",
             "tools",
         )
 
@@ -305,9 +320,9 @@ def check_form(service: Service, asked: Body, tools: ToolsAsked) -> None:
         return
     formats = service.served.formats
     if tools.is_enforced:
-        why = 'the response must be a call. Send one of them, or tool_choice = "auto"'
-    elif formats.tools not in ("hermes", "mistral"):
-        why = 'text and calls of this model look alike. Send one of them, or tool_choice = "none"'
+        why = "the response must be a call. Send one of them, or the tool_choice auto"
+    elif formats.tools not in ("generic", "hermes", "mistral"):
+        why = "text and calls of this model look alike. Send one of them, or the tool_choice none"
     elif asked.form.kinds[0] not in JSON_KINDS:
         why = "tools only allow a JSON schema or json_object. Send one of these, or omit tools"
     else:
@@ -323,14 +338,16 @@ def call_grammar(
 ) -> str:
     """Return the grammar of the response; empty if none is needed.
 
-    It enforces calls, arguments of strict tools, or a format of the text (with tools: the format or
-    calls). Reasoning can precede each of them.
+    It enforces calls, their form in the generic format, arguments of strict tools, or a format of
+    the text (with tools: the format or calls). Reasoning can precede each of them.
     """
-    if not asked.is_enforced and not asked.strict and form is None:
-        return ""
     formats = service.served.formats
+    # A model that learns the format from the prompt alone needs help to keep to it.
+    is_guided = formats.tools == "generic" and bool(asked.tools)
+    if not asked.is_enforced and not asked.strict and not is_guided and form is None:
+        return ""
     special = special_tokens(service.prompts.processor.tokenizer, formats)
-    thinks = reader.reasoning == "think"
+    thinks = reader.thinks
     is_inside = thinks and reader.is_inside
     calls = CallGrammar(formats, asked.callable, special, thinks, is_inside, asked.strict)
     try:
@@ -446,7 +463,8 @@ def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise RequestError(
-            f"{path}.type: {cut(str(kind))!r} is not supported. Send text", f"{path}.type"
+            f"{path}.type: {cut(str(kind))!r} is not supported: models read only text. Send text",
+            f"{path}.type",
         )
     check_keys(part, ["type", "text"], f"{path}.")
     return str(convert(part.get("text"), str, f"{path}.text"))

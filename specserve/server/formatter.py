@@ -34,7 +34,7 @@ from specserve.server.protocol import (
     Timings,
 )
 from specserve.server.refusal import error_body
-from specserve.server.stream import event, json_text
+from specserve.server.stream import COMMENT, event, json_text
 from specserve.text.answer.events import Answer, AnswerParser, CallBegin, Content, Event, answer_of
 from specserve.text.answer.formats import AnswerReader
 
@@ -58,6 +58,8 @@ class RouteSchema(NamedTuple):
 
 class CompletionFormatter:
     """A `Formatter` for the JSON of chats or completions."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self,

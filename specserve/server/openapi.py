@@ -17,8 +17,8 @@ from specserve.version import VERSION
 REF = "#/components/schemas/{name}"
 INTRODUCTION = (
     "An LLM inference server whose speculation changes how fast text comes, never which text. "
-    "The routes under /v1 follow OpenAI's API. Unknown and unsupported fields return an error with "
-    "their name. null means that a field is unset."
+    "The routes under /v1 follow OpenAI's API, and /v1/messages Anthropic's. Unknown and "
+    "unsupported fields return an error with their name. null means that a field is unset."
 )
 STATUSES = {
     400: "Invalid HTTP or JSON, or an invalid, unknown or unsupported field",
@@ -58,7 +58,8 @@ class Operation(NamedTuple):
     chunk: Any = None
     required: Sequence[str] = ()
     statuses: Sequence[int] = ()
-    unavailable: Any = Error  # the type of a 503's JSON
+    error: Any = Error  # the type of an error's JSON
+    unavailable: Any = None  # the type of a 503's JSON; None: the same
     is_open: bool = False  # whether clients without a key can use it
     scope: str = ""  # the required scope of an admin key
     # Parameters of the URL's query: schema and description, by name
@@ -76,7 +77,8 @@ class Operation(NamedTuple):
     @property
     def types(self) -> list[Any]:
         answer = [] if isinstance(self.answer, str) else [self.answer]
-        return [t for t in (*answer, self.body, self.chunk, self.unavailable) if t is not None]
+        others = self.body, self.chunk, self.error, self.unavailable
+        return [t for t in (*answer, *others) if t is not None]
 
 
 def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[str, Any]:
@@ -101,9 +103,13 @@ def document(operations: Sequence[Operation], more: Sequence[Any] = ()) -> dict[
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],  # the operator decides whether a key is needed
+        # The operator decides whether a key is needed.
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 
@@ -154,7 +160,7 @@ def event_of(chunk: Any) -> dict[str, Any]:
 
 
 def refusal(status: int, operation: Operation, named: dict[Any, Any]) -> dict[str, Any]:
-    kind = operation.unavailable if status == 503 else Error
+    kind = (operation.unavailable if status == 503 else None) or operation.error
     response: dict[str, Any] = {"description": STATUSES[status], "content": json_of(named[kind])}
     if status == 503:
         schema = {"type": "integer", "description": "seconds"}

@@ -674,3 +674,171 @@ AnyEvent = (
     | FailedEnd
     | ErrorEvent
 )
+
+
+class UnsupportedFeatures(Struct):
+    """Features of a request that clients then do without."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class MessageErrorDetails(Struct):
+    """The type and the text of Anthropic's errors."""
+
+    type: str
+    message: str
+    details: UnsupportedFeatures | UnsetType = UNSET
+
+
+class MessageError(Struct, tag_field="type", tag="error"):
+    """An error in Anthropic's format: a response, or the last event of a stream."""
+
+    error: MessageErrorDetails
+    obfuscation: str | UnsetType = UNSET
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    """The model's reasoning. The signature is constant, and is ignored in requests."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """A call of a tool. `input` is empty if max_tokens cut the arguments."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+MessageBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageUsage(Struct):
+    """Counts of tokens.
+
+    input_tokens    tokens of the prompt that were computed
+    cache_read_input_tokens  tokens of the prompt that were cached
+    cache_creation_input_tokens  always 0: the prefix cache is free
+    output_tokens   tokens of the output, including reasoning
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(Struct, tag_field="type", tag="message", kw_only=True):
+    """A response of Anthropic's Messages API.
+
+    stop_reason     null until the output is complete
+    stop_sequence   the stop sequence that ended the text
+    seed            the same request with this seed returns the same text
+    system_fingerprint  equal fingerprints and seeds return equal texts
+    metrics         once the output is complete
+    timings         once the output is complete
+    """
+
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    seed: int
+    system_fingerprint: str
+    metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+class BlockTextDelta(Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(Struct, tag_field="type", tag="input_json_delta"):
+    """A piece of a call's input. The pieces form a JSON object."""
+
+    partial_json: str
+
+
+class MessageEnd(Struct):
+    """The changes of a message at its end."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageEvent(Struct, tag_field="type", kw_only=True):
+    """An event of a stream. Padded events have `obfuscation`."""
+
+    obfuscation: str | UnsetType = UNSET
+
+
+class MessageStart(MessageEvent, tag="message_start", kw_only=True):
+    message: MessageObject
+
+
+class BlockEvent(MessageEvent, kw_only=True):
+    index: int
+
+
+class BlockStart(BlockEvent, tag="content_block_start", kw_only=True):
+    content_block: MessageBlock
+
+
+class BlockDelta(BlockEvent, tag="content_block_delta", kw_only=True):
+    delta: BlockTextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(BlockEvent, tag="content_block_stop", kw_only=True):
+    pass
+
+
+class MessageChange(MessageEvent, tag="message_delta", kw_only=True):
+    """The end of the output, and the final usage."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+    metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class MessageStop(MessageEvent, tag="message_stop", kw_only=True):
+    pass
+
+
+class Ping(MessageEvent, tag="ping", kw_only=True):
+    """An event without content, sent after a time without output."""
+
+
+AnyMessageEvent = (
+    MessageStart
+    | BlockStart
+    | BlockDelta
+    | BlockStop
+    | MessageChange
+    | MessageStop
+    | Ping
+    | MessageError
+)

@@ -1,4 +1,4 @@
-"""JSON responses, errors in OpenAI's format, and request errors that only HTTP has."""
+"""JSON responses, errors in the formats of OpenAI and Anthropic, and errors that only HTTP has."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,25 @@ import msgspec
 from starlette.responses import Response
 
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
-from specserve.server.protocol import Error, ErrorDetails
+from specserve.server.protocol import (
+    Error,
+    ErrorDetails,
+    MessageError,
+    MessageErrorDetails,
+    UnsupportedFeatures,
+)
 
+MESSAGES = "/v1/messages"
+MESSAGE_KINDS = {  # status -> Anthropic's type of the error; else by the class of the status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+THREAD = "thread"  # field of a request for storing the conversation
 MAX_ECHO = 200  # maximum characters of the input that an error repeats
 
 
@@ -79,8 +96,26 @@ def error_headers(error: BaseException) -> dict[str, str]:
     return {}
 
 
-def error_response(error: BaseException) -> Response:
-    return json_response(error_body(error), getattr(error, "status", 500), error_headers(error))
+def status_of(error: BaseException) -> int:
+    status: int = getattr(error, "status", 500)
+    return status
+
+
+def message_error(error: BaseException) -> MessageError:
+    """Return the error in Anthropic's format."""
+    status = status_of(error)
+    usual = "invalid_request_error" if status < 500 else "api_error"
+    its, kind = error_body(error).error, MESSAGE_KINDS.get(status, usual)
+    told = MessageError(MessageErrorDetails(kind, its.message))
+    if its.param == THREAD:  # clients then send the whole conversation
+        told.error.details = UnsupportedFeatures("thread_unsupported_request", [THREAD])
+    return told
+
+
+def error_response(error: BaseException, path: str = "") -> Response:
+    """Return the error in the format of the API that the path belongs to."""
+    body = message_error(error) if path.startswith(MESSAGES) else error_body(error)
+    return json_response(body, status_of(error), error_headers(error))
 
 
 def json_response(

@@ -152,7 +152,8 @@ def read_part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind not in TEXTS:
         raise RequestError(
-            f"{path}.type: {cut(str(kind))!r} is not supported. Send text", f"{path}.type"
+            f"{path}.type: {cut(str(kind))!r} is not supported: models read only text. Send text",
+            f"{path}.type",
         )
     for key in part:
         if key not in PART_FIELDS:

@@ -245,6 +245,8 @@ class OpenItem:
 class ResponseFormatter:
     """A `Formatter` for OpenAI's response object and the events that build it."""
 
+    keep_alive = COMMENT
+
     def __init__(
         self,
         served: ServedModel,
@@ -475,7 +477,7 @@ async def responses(request: Request) -> Response:
     arrived = arrival(request)
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), RESPONSES)
-    asked = await fit_to_template(service, asked, asked.chat_template_kwargs, tools)
+    asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
             completion, reader = await begin(request, asked, asked.conversation(tools), arrived)

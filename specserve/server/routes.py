@@ -28,16 +28,22 @@ from specserve.server.control import (
     speculation,
 )
 from specserve.server.docs_page import HEADERS, page
+from specserve.server.message_input import PARTS as BLOCKS
+from specserve.server.message_input import InputMessage, Tool
+from specserve.server.messages import MessagesBody, count_tokens, messages
 from specserve.server.openapi import GENERATING, WITH_ENGINE, Operation, document
 from specserve.server.pages import PAGES, PARTS, redirected
 from specserve.server.protocol import (
     AnyEvent,
+    AnyMessageEvent,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
     Deleted,
     DetokenizeResponse,
+    MessageError,
+    MessageObject,
     ModelCard,
     ModelList,
     ResponseObject,
@@ -45,6 +51,7 @@ from specserve.server.protocol import (
     SleepStatus,
     SpeculationStatus,
     Status,
+    TokenCount,
     TokenizeResponse,
     Version,
 )
@@ -98,7 +105,7 @@ def details(served: ServedModel) -> dict[str, Any]:
         "drafter": served.drafter,
         "max_nodes": served.max_nodes,
         "sources": served.sources,
-        "tool_parser": served.formats.tools,
+        "tool_parser": served.formats.name,
         "reasoning_parser": served.formats.reasoning,
         "kv_dtype": served.kv_dtype,
         "weights": served.weights,
@@ -145,7 +152,8 @@ async def version(request: Request) -> Response:
 
 @cache
 def described() -> dict[str, Any]:
-    return document(OPERATIONS, more=[ChatMessage, FunctionTool, *ITEMS.values()])
+    inputs = [ChatMessage, FunctionTool, *ITEMS.values(), InputMessage, Tool, *BLOCKS]
+    return document(OPERATIONS, more=inputs)
 
 
 @cache
@@ -199,6 +207,29 @@ OPERATIONS = (
         chunk=AnyEvent,
         required=["input"],
         statuses=GENERATING,
+    ),
+    Operation(
+        "POST",
+        "/v1/messages",
+        messages,
+        "Generate with Anthropic's Messages API",
+        MessageObject,
+        MessagesBody,
+        chunk=AnyMessageEvent,
+        required=["messages"],
+        statuses=GENERATING,
+        error=MessageError,
+    ),
+    Operation(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a request to /v1/messages",
+        TokenCount,
+        MessagesBody,
+        required=["messages"],
+        statuses=[503],
+        error=MessageError,
     ),
     Operation(
         "GET",

@@ -22,7 +22,7 @@ from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
 from specserve.api.progress import LoadProgress, show_phases
-from specserve.config import Config, ServerConfig
+from specserve.config import Config
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready
@@ -44,8 +44,7 @@ from specserve.server.completion import ServedModel, Service, fingerprint
 from specserve.server.connection import SPARE, bounded
 from specserve.server.tls import TLS, Handshakes, handshake_log
 from specserve.server.tracing import Tracer, start_tracing
-from specserve.text.answer.formats import Formats, find_formats
-from specserve.text.tokenizer import Tokenizer
+from specserve.text.answer.formats import formats_of
 
 ENGINE_DIED = 70  # exit code; EX_SOFTWARE of sysexits.h
 FLUSH_SECONDS = 5.0  # maximum seconds to send the last bytes at shutdown
@@ -157,13 +156,16 @@ async def load(service: Service, start: Start) -> Ready:
         draft_weights=ready.draft_weights,
         draft_head=ready.draft_head,
         sources=ready.sources,
-        formats=formats_of(service.limits, files.tokenizer),
+        formats=formats_of(
+            files.tokenizer, service.limits.tool_parser, service.limits.reasoning_parser
+        ),
         implementation=ready.implementation,
         row_invariant=ready.row_invariant,
         known_sources=[*ready.known_sources],
     )
     limits = ready.vocab_size, ready.max_model_len
-    service.open(make_input_processor(files, *limits, ready.sources), served, ready)
+    processor = make_input_processor(files, *limits, ready.sources, served.formats)
+    service.open(processor, served, ready)
     service.prompts.start_grammars(folders.target)
     if service.limits.log_format == "json":
         log.info("start-up", extra={"fields": {"phases": phases.table | ready.phases}})
@@ -186,17 +188,6 @@ def adapters_words(service: Service) -> str:
     lora, known = service.config.lora, service.adapters.known
     slots = f"up to {lora.num_slots} at once, of rank up to {lora.max_rank}"
     return f"adapters: {', '.join(known) or 'none loaded'}, {slots}"
-
-
-def formats_of(asked: ServerConfig, tokenizer: Tokenizer) -> Formats:
-    template = tokenizer.chat_template
-    return find_formats(
-        asked.tool_parser,
-        asked.reasoning_parser,
-        "" if template is None else "\n".join(template.sources),
-        tokenizer.get_vocab(),
-        tokenizer.response_template,
-    )
 
 
 async def drain(service: Service, server: "Server") -> int:

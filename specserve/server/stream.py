@@ -43,6 +43,11 @@ class Formatter(Protocol):
         """Whether formatting the whole completion would delay streams."""
         ...
 
+    @property
+    def keep_alive(self) -> bytes:
+        """The event that is sent after a time without output."""
+        ...
+
     def whole(self) -> msgspec.Struct: ...
 
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
@@ -120,7 +125,7 @@ class EventStream(Response):
             self.write()
 
     def comment(self) -> None:
-        """Write a comment after a time without output, and set the timer again.
+        """Write an event that adds nothing after a time without output, and set the timer again.
 
         Steps do not reset the timer, because they are far more frequent.
         """
@@ -128,7 +133,7 @@ class EventStream(Response):
         left = self.written_at + seconds - self.loop.time()
         if left <= 0:
             if self.sink.is_writable and not self.is_busy:
-                self.push([COMMENT])
+                self.push([self.formatter.keep_alive])
             left = seconds
         self.timer = self.loop.call_later(left, self.comment)
 
@@ -361,7 +366,7 @@ async def respond(
     if completion.has_left:
         return Response(status_code=499)  # the client has disconnected
     if completion.error is not None:
-        return error_response(completion.error)
+        return error_response(completion.error, request.url.path)
 
     def write() -> Response:
         return json_response(formatter.whole(), headers=asked.headers)

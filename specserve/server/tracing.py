@@ -15,6 +15,7 @@ from specserve.version import VERSION
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
 }

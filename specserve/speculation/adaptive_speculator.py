@@ -2,9 +2,10 @@
 verify.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
-from statistics import fmean
+from math import ceil, log
 from time import perf_counter
 from typing import NamedTuple
 
@@ -242,20 +243,21 @@ class AdaptiveSpeculator:
     def weigh_tokens(self) -> None:
         """Set what an accepted draft token of this step saves, and what its row takes."""
         costs, step = self.planner.costs, self.step
-        self.part = costs.of(step.without_prompts) / max(step.num_roots, 1)
         none, *some = costs.of_each(step, (0, *FEW))
-        rows = zip(some, FEW, strict=True)
+        roots = costs.of(step.without_prompts) if step.prompt_rows else none
+        self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
         self.row_share = min((seconds - none) / size for seconds, size in rows) / self.part
 
     def promise(self, expected: float) -> float:
         """Return the seconds that draft tokens save beyond the time of their rows, if so many are
         expected to be accepted. Each is right with the same probability if the one before is.
         """
-        p = value = expected / (1 + expected)
-        tokens, number = 0.0, 0
-        while value > self.row_share and number < MAX_NODES:
-            tokens, value, number = tokens + value - self.row_share, value * p, number + 1
-        return self.part * tokens
+        p, share = expected / (1 + expected), self.row_share
+        if p <= share:
+            return 0.0
+        # Those whose probability, a power of p, is above what a row takes
+        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
+        return self.part * (expected * (1 - p**number) - number * share)
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
         """Give sources the grammar of a request; they serve it from now on."""
@@ -304,26 +306,31 @@ class AdaptiveSpeculator:
         self, asked: dict[str, AskedSource], id: int, name: str, account: SourceAccount
     ) -> None:
         share = account.of(id)
-        if share.pays or account.is_exploring:
+        if share.pays or account.may_try(share):
             asked[name] = AskedSource(share, not share.pays)
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
-        kept = fmean(root.served.kept.value for root in roots)
-        self.step = msgspec.structs.replace(self.step, kept=kept)
+        self.step = step = copy(self.step)
+        step.kept = sum(root.served.kept.value for root in roots) / len(roots)
         self.note_targets(roots)
         self.asking = 0.0
         for model_source in self.model_sources:
             model_source.begin()
+        by_source = dict[str, list[RequestDraft]]()
+        for root in roots:
+            for name in root.asked:
+                by_source.setdefault(name, []).append(root)
         try:
             for source in self.sources:
-                self.ask(source, [root for root in roots if source.name in root.asked])
+                if source.name in by_source:
+                    self.ask(source, by_source[source.name])
             self.extend(roots)
-            growing = self.grow(roots)
+            growing = self.grow(by_source)
         finally:
             for model in self.models:
                 model.take_back()
-        self.step = msgspec.structs.replace(self.step, spent=self.asking + growing)
+        step.spent = self.asking + growing
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, self.plan)
@@ -454,8 +461,6 @@ class AdaptiveSpeculator:
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
         """Add a source's candidates."""
-        if not roots:
-            return
         name, start = source.name, perf_counter()
         try:
             found = source.candidates([root.item for root in roots])
@@ -493,17 +498,16 @@ class AdaptiveSpeculator:
         self.spec_stats.took(name, seconds)
         return each
 
-    def grow(self, roots: Sequence[RequestDraft]) -> float:
+    def grow(self, by_source: Mapping[str, Sequence[RequestDraft]]) -> float:
         """Run models one after the other while their levels are worth the time; return the seconds
         to charge to the step. Those with cheap levels go first.
         """
-        asked = {name for root in roots for name in self.model_names.intersection(root.asked)}
+        asked = [one for one in self.model_sources if one.name in by_source]
         if not asked:
             return 0.0
         policy = self.depth_policy([root.ask for root in self.roots.values()])
-        for one in sorted(self.model_sources, key=lambda one: one.model.costs.seconds(1, 0, 1)):
-            if one.name in asked:
-                self.grow_by(one, [root for root in roots if one.name in root.asked], policy)
+        for one in sorted(asked, key=lambda one: one.model.costs.seconds(1, 0, 1)):
+            self.grow_by(one, by_source[one.name], policy)
         return policy.spent
 
     def depth_policy(self, asks: Sequence[RequestCandidates]) -> DraftDepthPolicy:
@@ -541,11 +545,14 @@ class AdaptiveSpeculator:
 
     def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
         """Build the plan's drafts, and reserve their slots."""
-        for i, (root, nodes) in enumerate(zip(roots, plan.nodes, strict=True)):
-            if nodes:
-                root.scheduled.draft, root.nodes, root.sources = root.trie.draft(nodes)
-                root.expected = plan.expected[i] if plan.expected else 0.0
-        chosen = [root.scheduled for root in roots if root.nodes]
+        chosen = list[ScheduledRequest]()
+        for root, (found, expected) in zip(
+            roots, plan.cut([root.ask for root in roots]), strict=True
+        ):
+            if found.nodes:
+                root.scheduled.draft, root.nodes, root.sources = found
+                root.expected = expected
+                chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
         plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
 
@@ -556,13 +563,14 @@ class AdaptiveSpeculator:
         self.planner.observe(plan, step, seconds)
         # Other load slows all rows alike.
         costs, num_draft_tokens = self.planner.costs, plan.rows - step.rows
-        without = seconds * costs.of(step) / costs.of(step, num_draft_tokens)
+        none, drafted = costs.of_each(step, (0, num_draft_tokens))
+        without = seconds * none / drafted
         # Bound the first estimates: draft tokens took time, but not more per row than other rows.
         without = min(max(without, seconds * step.rows / plan.rows), seconds)
         extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         # An accepted token spares later steps a root's part of them, but no rows of prompts.
-        roots = without * costs.of(step.without_prompts) / costs.of(step)
+        roots = without * costs.of(step.without_prompts) / none
         self.saved_per_draft_token = roots / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 

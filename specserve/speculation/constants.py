@@ -60,6 +60,8 @@ SCOPE_RATE = 1 / 128
 # share; 0.002 to 0.02; trials of all sources together may lose so much of the time, and trials of
 # each model
 EXPLORATION = 0.005
+# share; 0 to 0.3; finding out about new requests may lose so much of what a source saves
+REINVESTED = 0.1
 # factor; 0.9 to 0.999; an expensive trial comes again some time
 FADE = 0.99
 # steps; 1 to 10; a source may lose so many steps' time before it is left out

@@ -9,6 +9,7 @@ Measurements bound the estimates. Only steps with equally many rows show the cos
 requests, and a bucket's estimate matches its own latest steps.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from specserve.exchange.messages import PlainStep
 from specserve.speculation.constants import (
     BAND,
     CHANGED,
+    FEW,
     FINE,
     FIRST_SECONDS,
     FIT_EVERY,
@@ -44,6 +46,7 @@ from specserve.speculation.constants import (
     WINDOW,
     WRONG,
 )
+from specserve_kernels.cpu import drafting
 
 
 def edges(most: int) -> list[int]:
@@ -250,7 +253,7 @@ def add_differences(
                 sums[i][k] += weight * more[i] * more[k]
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct):
     """A step before its draft tokens are chosen, and its allowed time."""
 
     rows: int  # roots and prompt rows
@@ -264,6 +267,13 @@ class Step(msgspec.Struct, frozen=True):
     spent: float = 0.0  # seconds of drafting, expected until it is done
     allowed: float = float("inf")  # seconds until the tightest target is missed
     kept: float = 1.0  # share of the expected draft tokens that are accepted
+
+    @property
+    def native(self) -> drafting.StepFields:
+        """Return it for code in C++."""
+        rows = self.rows, self.num_roots, self.prompt_rows
+        context = self.context, self.requests, self.attended, self.root_context
+        return drafting.StepFields(*rows, *context, self.spent, self.allowed, self.kept)
 
     @property
     def root_tokens(self) -> float:
@@ -552,6 +562,15 @@ class StepCosts:
             hoped = min(hoped, self.least_by_edge[i], self.by_edge[i])
             self.least_by_edge[i] = hoped
         self.by_rows, self.least_by_rows = map(self.spread, (self.by_edge, self.least_by_edge))
+        self.columns = columns_of(self)
+
+    @property
+    def native(self) -> drafting.CostColumns:
+        """Return the estimates for code in C++, until the next change."""
+        found = self.columns
+        found.per_token, found.per_row, found.per_request = self.added
+        found.slowdown = self.slowdown
+        return found
 
     def spread(self, by_edge: Sequence[float]) -> list[float]:
         """Return the seconds by number of rows: equal within a bucket up to FINE rows, and beyond
@@ -625,6 +644,18 @@ class StepCosts:
     def table(self) -> dict[int, float]:
         """Return right edge -> seconds of the rows only, without other load."""
         return dict(zip(self.edges, self.by_edge, strict=True))
+
+
+def columns_of(costs: StepCosts) -> drafting.CostColumns:
+    """Return the estimates by column, for code in C++."""
+    known = array("b", map(costs.is_known, costs.edges))
+    by_rows, least_by_rows = array("d", costs.by_rows), array("d", costs.least_by_rows)
+    edges, few = array("q", costs.edges), array("q", FEW)
+    columns = by_rows, least_by_rows, edges, known, few
+    sizes = len(by_rows) - 1, len(edges), len(few), FINE
+    found = drafting.CostColumns(*(column.buffer_info()[0] for column in columns), *sizes)
+    found.columns = columns  # they live as long
+    return found
 
 
 class PlainSteps:

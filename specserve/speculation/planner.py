@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,12 +31,13 @@ from specserve.speculation.constants import (
     PATIENCE,
     PAUSE,
     RATE,
+    REINVESTED,
     SCOPE_RATE,
     SEEM_FREE,
 )
 from specserve.speculation.costs import Step, StepCosts, prefill_value
 from specserve_drafters.base import make_calibration
-from specserve_drafters.candidates import Selection
+from specserve_drafters.candidates import ChosenDraft, Selection, Size, WeighedSizes
 from specserve_drafters.trie import (
     CHILDREN_BY,
     AcceptancePrior,
@@ -50,17 +50,23 @@ from specserve_drafters.trie import (
 class SavedShare:
     """Average share of a request's step time that draft tokens of a source save."""
 
-    __slots__ = ("free", "num_steps", "rate", "saved")
+    __slots__ = ("free", "num_own", "num_steps", "rate", "saved")
 
     def __init__(
         self, saved: float = 0.0, num_steps: int = 0, rate: float = RATE, free: float = FREE
     ) -> None:
         """`rate`: weight of a step. `free`: share that may be lost."""
         self.saved, self.num_steps, self.rate, self.free = saved, num_steps, rate, free
+        self.num_own = 0  # steps of its own; it begins with those of others
 
     def add(self, saved: float) -> None:
+        self.num_own += 1
         self.num_steps = self.num_steps + 1 if self.pays else 1  # restart the average after a trial
         self.saved += max(1 / self.num_steps, self.rate) * (saved - self.saved)
+
+    def charge(self, lost: float) -> None:
+        """Spread a loss over the steps of the average."""
+        self.saved -= max(1 / max(self.num_steps, PATIENCE), self.rate) * lost
 
     @property
     def pays(self) -> bool:
@@ -113,6 +119,7 @@ class SourceAccount:
         self.trust = Trust()
         self.seconds = 0.0  # usual seconds of asking for a request
         self.left = AT_FIRST  # steps' time that trials may lose
+        self.earned = 0.0  # the same, for finding out about new requests
         self.loss = 0.0  # recent average loss of a trial
         # False until the first result, which takes far more time than later ones
         self.is_warm = False
@@ -134,8 +141,12 @@ class SourceAccount:
 
     @property
     def is_exploring(self) -> bool:
-        """Return whether this step tries requests that do not pay."""
+        """Return whether the budget allows a trial."""
         return self.left >= min(self.loss, AT_FIRST)
+
+    def may_try(self, share: SavedShare) -> bool:
+        """Return whether this step tries a request that does not pay."""
+        return self.is_exploring or (share.num_own == 0 and self.earned >= min(self.loss, AT_FIRST))
 
     def of(self, id: int) -> SavedShare:
         """Return a request's savings. A new request starts with the average of all."""
@@ -160,26 +171,41 @@ class SourceAccount:
     ) -> None:
         """Count a step with `num_roots` roots: the shares that were saved, and whether each is of a
         trial. `more` counts further parts of the step's time that were lost.
+
+        If a source pays, other losses, such as catching up with a prompt, are spread over what it
+        saves: they decide about new requests, but not about those that go on. Trials and sources
+        that do not pay lose their budget.
         """
-        if not self.is_warm or not outcomes:
+        tried = [saved for _, saved, is_trial in outcomes if is_trial]
+        if not self.is_warm:
             self.is_warm |= len(outcomes) > 0
             self.lose(more / num_roots, is_trial=False)
             return
-        tried = [saved for _, saved, is_trial in outcomes if is_trial]
-        lost = more - sum(tried)
-        for share, saved, _ in outcomes:
-            did_pay = share.pays
+        lost, once, found_out, gained = more - sum(tried), 0.0, 0.0, 0.0
+        if self.all.pays and not tried:
+            lost, once = 0.0, more / max(len(outcomes), 1)
+        for share, saved, is_trial in outcomes:
+            did_pay, is_new = share.pays, share.num_own < PATIENCE
+            if is_trial and share.num_own == 0:
+                found_out -= saved
+            gained += 0.0 if is_trial else max(saved, 0.0)
             share.add(saved)
-            self.all.add(saved)
+            self.all.add(saved - once)
             if did_pay and not share.pays:  # it only seemed to pay: count it as a trial
-                lost -= share.saved * min(share.num_steps, 1 / RATE)
-        self.lose(lost / num_roots, is_trial=len(tried) > 0)
+                seemed = -share.saved * min(share.num_steps, 1 / RATE)
+                lost, found_out = lost + seemed, found_out + (seemed if is_new else 0.0)
+        if not outcomes:
+            self.all.charge(once)
+            found_out = lost
+        paid = min(max(found_out, 0.0) / num_roots, self.earned)
+        self.earned = min(self.earned - paid + REINVESTED * gained / num_roots, AT_FIRST)
+        self.lose(lost / num_roots, len(tried) > 0, paid)
 
-    def lose(self, lost: float, is_trial: bool) -> None:
-        """Charge the budget."""
+    def lose(self, lost: float, is_trial: bool, paid: float = 0.0) -> None:
+        """Charge the budget, except for what is paid from gains."""
         if is_trial:
             self.loss += (max(lost, 0.0) - self.loss) / 2
-        self.left = max(self.left - lost, -MOST_LOST)
+        self.left = max(self.left - lost + paid, -MOST_LOST)
 
     def settle(self, part: float) -> None:
         """Count the step of a source that estimates; `part` is the scope's part of the step, in
@@ -311,19 +337,25 @@ class AcceptanceStats:
 
 
 class Plan(msgspec.Struct):
-    """Chosen nodes per request, most likely first, and the step's expected results."""
+    """The chosen draft tokens, and the step's expected results."""
 
-    nodes: list[list[int]]
+    found: Selection
+    size: int  # the first of these nodes are chosen
     rows: int  # including draft tokens
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
-    expected: list[float] = []  # accepted draft tokens per request, by the estimates alone
 
     @property
     def rate(self) -> float:
         """Return expected tokens per second."""
         return self.tokens / self.seconds
+
+    def cut(self, asks: Sequence[RequestCandidates]) -> list[tuple[ChosenDraft, float]]:
+        """Return the draft of each request, and how many of its likely nodes the estimates alone
+        expect to be accepted.
+        """
+        return asks[0].trie.cut(asks, self.found, self.size, LEAST_EXPECTED)
 
 
 class ExplorationSchedule:
@@ -363,12 +395,34 @@ def choose(
 ) -> Plan:
     """Choose at most `most` draft tokens so that the step has the highest expected rate.
 
+    If rows of unknown cost may be better, is_tried(rows) decides.
+    """
+    weighed = asks[0].trie.weigh(asks, most, step.native, costs.native) if asks else None
+    found, known, hoped = weighed or weigh(asks, step, costs, most)
+    best, rival = known, None
+    if known.size and costs.is_stale(step.rows):
+        plain = costs.of(step)
+        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
+        if known.seconds < SEEM_FREE * (step.spent + plain):
+            seconds = step.spent + HOPED * plain
+            none = Size(0, 0.0, seconds, step.root_tokens / seconds)
+            hoped = max(hoped, none, key=lambda size: size.rate)
+    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
+        best, rival = hoped, step.kept * known.rate
+    tokens = step.num_roots + step.kept * best.gain
+    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival)
+
+
+def weigh(
+    asks: Sequence[RequestCandidates], step: Step, costs: StepCosts, most: int
+) -> WeighedSizes:
+    """Select draft tokens, and find the best number of them. Tries in C++ do the same.
+
     Only right edges of row buckets, and all tokens, are compared: rows up to an edge are free. A
-    step that exceeds the allowed time gets none. If rows of unknown cost may be better,
-    is_tried(rows) decides.
+    step that exceeds the allowed time gets none.
     """
     found = select(asks, most)
-    num, gains = len(found.values), [*accumulate(found.values, initial=0.0)]
+    num, sums = len(found.values), [*accumulate(found.values, initial=0.0)]
     first, last = bisect_right(costs.edges, step.rows), len(costs.edges)
     last = bisect_left(costs.edges, step.rows + num, hi=last)
     sizes = [0, *(edge - step.rows for edge in costs.edges[first:last])]
@@ -376,42 +430,19 @@ def choose(
         sizes += [size for size in FEW if size < num]
     if num:
         sizes.append(num)
-    tokens = [step.root_tokens + gains[size] for size in sizes]
-
-    known = best_of(step, sizes, tokens, costs, is_hopeful=False)
-    best, hoped, rival = known, known, None
-    if not costs.are_known(step, sizes):
-        hoped = best_of(step, sizes, tokens, costs, is_hopeful=True)
-    if known.size and costs.is_stale(step.rows):
-        plain = costs.of(step)
-        # Rows may only seem free: no plan shows that steps without draft tokens have become faster.
-        if known.seconds < SEEM_FREE * (step.spent + plain):
-            seconds = step.spent + HOPED * plain
-            hoped = max(hoped, Size(0, seconds, tokens[0] / seconds), key=lambda size: size.rate)
-    if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival = hoped, step.kept * known.rate
-
-    nodes = found.by_request(best.size, len(asks))
-    expected = [0.0] * len(asks)
-    for place, value in zip(found.places[: best.size], found.values, strict=False):
-        expected[place] += value if value > LEAST_EXPECTED else 0.0
-    tokens_of_step = step.num_roots + step.kept * gains[best.size]
-    return Plan(nodes, step.rows + best.size, tokens_of_step, best.seconds, rival, expected)
-
-
-class Size(NamedTuple):
-    """A number of draft tokens, and its expected time and rate."""
-
-    size: int
-    seconds: float
-    rate: float
+    gains = [sums[size] for size in sizes]
+    known = best_of(step, sizes, gains, costs, is_hopeful=False)
+    if costs.are_known(step, sizes):
+        return WeighedSizes(found, known, known)
+    return WeighedSizes(found, known, best_of(step, sizes, gains, costs, is_hopeful=True))
 
 
 def best_of(
-    step: Step, sizes: Sequence[int], tokens: Sequence[float], costs: StepCosts, is_hopeful: bool
+    step: Step, sizes: Sequence[int], gains: Sequence[float], costs: StepCosts, is_hopeful: bool
 ) -> Size:
-    """Return the size with the highest rate; `tokens` holds each size's expected tokens."""
+    """Return the size with the highest rate; `gains` holds each size's expected draft tokens."""
     spent, worth, allowed = step.spent, 0.0, inf
+    tokens = [step.root_tokens + gain for gain in gains]
     takes = [spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
     if step.prompt_rows or step.allowed < inf:
         roots = costs.of(step.without_prompts, 0, is_hopeful)
@@ -421,7 +452,7 @@ def best_of(
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no draft token, if nothing is allowed
-    return Size(sizes[best], takes[best], tokens[best] / takes[best])
+    return Size(sizes[best], gains[best], takes[best], tokens[best] / takes[best])
 
 
 def tokens_behind(target: float, since_first: float, num_output: int, seconds: float) -> float:

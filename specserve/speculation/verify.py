@@ -213,6 +213,7 @@ class SpecDecodeStats:
             self.sums.setdefault(name, SourceStats())
         self.bits = {name: 1 << i for i, name in enumerate(self.sums)}
         self.saved_per_draft_token = self.row_seconds = 0.0
+        self.nothing = dict.fromkeys(names, NOTHING)
 
     def failed(self, name: str) -> None:
         """Count the exception that is being handled."""
@@ -266,7 +267,7 @@ class SpecDecodeStats:
             of_source = sums[name]
             of_source.proposed += number
             of_source.verified += verified[name]
-        counts = {name: NOTHING for name in self.names}
+        counts = self.nothing.copy()
         for name, number in proposed.items():
             counts[name] = SourceCounts(number, verified[name], num_accepted[name])
         if not is_tree_asked or not draft.tokens:

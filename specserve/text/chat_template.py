@@ -17,6 +17,7 @@ from specserve.text.template_messages import (
     read_message,
     with_written_arguments,
 )
+from specserve.text.tool_prompt import CALL, with_tools_as_text, without_system
 
 USED = "default", "tool_use"  # names of templates that are used
 # Arguments of every template, which requests cannot set.
@@ -35,12 +36,16 @@ class ChatOptions(msgspec.Struct, frozen=True):
     continue_final_message  the text ends inside the last message, which is an assistant message
     chat_template_kwargs    values of variables that the template reads
     tools                   functions that the model may call, in OpenAI's format
+    call                    form of a call, for a text that describes the tools to the model
+    are_tools_text          describe the tools in the system text, also if the template shows them
     """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
+    call: str = CALL
+    are_tools_text: bool = False
 
 
 class ChatTemplate(msgspec.Struct, frozen=True):
@@ -62,9 +67,25 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         continued = continued_text(chat, asked) if asked.continue_final_message else None
         if continued is not None:
             chat[-1] = tagged(chat[-1])
-        source = self.sources[-1] if asked.tools else self.source
-        text = self.run_either(source, fitted(chat, sandbox().needs_of(source)), asked)
+        if asked.tools and (asked.are_tools_text or not self.reads_tools()):
+            text = self.run_with_tools_as_text(chat, asked)
+        else:
+            source = self.sources[-1] if asked.tools else self.source
+            text = self.run_either(source, fitted(chat, sandbox().needs_of(source)), asked)
         return text if continued is None else up_to_tag(text, continued)
+
+    def run_with_tools_as_text(self, chat: list[Fields], options: ChatOptions) -> str:
+        """Render tools in the system text or, if the template rejects that, in a user's text."""
+        source, plain_options = self.source, msgspec.structs.replace(options, tools=None)
+        written = with_tools_as_text(chat, options.tools or (), options.call)
+        needs = sandbox().needs_of(source)
+        try:
+            return self.run(source, fitted(written, needs), plain_options)
+        except RequestError as e:
+            try:
+                return self.run(source, fitted(without_system(written), needs), plain_options)
+            except RequestError:
+                raise e from None
 
     @property
     def sources(self) -> list[str]:
@@ -135,9 +156,9 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         return False
 
     def reads_tools(self) -> bool:
-        """Whether the template for requests with tools reads `tools`."""
+        """Whether the template shows tools: it reads `tools`, or is only used with tools."""
         with suppress(Exception):
-            return "tools" in sandbox().names_read(self.sources[-1])
+            return self.tool_use is not None or "tools" in sandbox().names_read(self.source)
         return False
 
     def prepare(self) -> None:

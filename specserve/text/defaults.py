@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from specserve.errors import ConfigError
-from specserve.models.folder import read_json
+from specserve.models.folder import read_json, text_part
 
 TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
@@ -82,10 +82,10 @@ def load_ends(folder: Path) -> dict[str, list[int]]:
 
 
 def read_ends(path: Path, fields: dict[str, Any]) -> list[int]:
-    ids = fields.get("eos_token_id")
     try:
+        ids = fields.get("eos_token_id", text_part(fields).get("eos_token_id"))
         return msgspec.convert([ids] if isinstance(ids, int) else ids or [], list[TokenId])
-    except msgspec.ValidationError as e:
+    except (ValueError, msgspec.ValidationError) as e:
         raise ConfigError(f"{path}: eos_token_id: {e}. Correct the file, or remove the key.") from e
 
 

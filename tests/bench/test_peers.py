@@ -16,6 +16,7 @@ from specserve.cli.command import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
+from specserve.models.gguf.header import read_header
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench import bound
 from specserve_bench.bound import Cost, Rates, StepSize, cost
@@ -59,6 +60,7 @@ from specserve_bench.peers.systems import (
 from specserve_bench.peers.table import caption, group_result, shown, summary, sweep_summary, table
 from tests.bench.fake_engine import PYTHON, fake_python
 from tests.checkpoints import tiny_checkpoint
+from tests.models import gguf_files
 
 SETUP = Setup("model", 64, 1, 1 << 20, 1, None)
 PROMPT = [1, 2, 3]
@@ -583,6 +585,49 @@ def test_llama_cpp_gets_gguf_files_and_the_others_the_folders(two_cores, checkpo
     drafts = {s["drafting"]["draft"] for s in setups["others"] if s["drafting"]}
     assert drafts == {None, str(checkpoint)}
     assert max(s["max_requests"] for s in setups["others"]) == 3
+
+
+def test_engines_are_compared_on_a_gguf_file(two_cores, tmp_path, capsys):
+    file = gguf_files.write(tmp_path / "model", "gemma3", **gguf_files.GEMMA3).file
+    args = [f"--{name}={fake_python(tmp_path / name)}" for name in ("llama", "ik")]
+    assert bench_peers("--gguf", file, *args, "--out", tmp_path / "r.json") == 0
+    figures = json.loads((tmp_path / "r.json").read_text())["figures"]
+    assert [figure["figure"] for figure in figures] == [
+        "TPOT ms",
+        "TTFT 300 ms",
+        "TTFT 1000 ms",
+    ]
+    assert figures[0]["systems"].keys() == {"specserve", "llama.cpp", "ik_llama.cpp"}
+    for name in ("ours", "llama", "ik"):
+        setups = [json.loads(setup) for *_, setup in starts(tmp_path / name)]
+        assert {(s["model"], s["drafting"]) for s in setups} == {(str(file), None)}
+
+
+def test_the_bytes_of_a_gguf_file_are_those_of_a_step(tmp_path):
+    tied = gguf_files.write(tmp_path / "tied", "smollm").file
+    sizes = [
+        (command.stored_bytes(header), sum(tensor.size for tensor in header.tensors.values()))
+        for header in map(read_header, (tied, gguf_files.write(tmp_path / "own", "llama").file))
+    ]
+    embedding = 320 * 64 // 32 * 34  # of Q8_0
+    assert sizes[0][0] == sizes[0][1] and sizes[1][0] == sizes[1][1] - embedding
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--gguf=a.gguf", "--model=b", "--quantize=w4"], "--gguf excludes --model, --quantize"),
+        (["--ik=python3"], "--ik: only --gguf is measured on ik_llama.cpp"),
+    ],
+)
+def test_what_a_gguf_file_excludes_is_named(flags, complaint, capsys):
+    assert bench_peers(*flags) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_is_no_gguf_file(two_cores, checkpoint, capsys):
+    assert bench_peers("--gguf", checkpoint) == 1
+    assert "is not a GGUF file. Use --model" in capsys.readouterr().err
 
 
 def test_a_model_that_llama_cpp_cannot_have_is_a_line_of_the_table(

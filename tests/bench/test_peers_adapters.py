@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from specserve.errors import ConfigError
-from specserve_bench.peers.adapters import llama, transformers, vllm
+from specserve_bench.peers.adapters import ik, llama, transformers, vllm
 from specserve_bench.peers.adapters.specserve import Specserve
 from specserve_bench.peers.gguf_file import write_gguf
 from specserve_bench.peers.peer import Peer
@@ -206,6 +206,14 @@ def test_accepted_draft_tokens_save_steps_of_llama_cpp(name):
     draft_tokens = 4 if name == "right" else 3
     assert timed.counts[:3] == [1, draft_tokens + 1, draft_tokens + 1]
     counts_and_times_fit(timed)
+
+
+def test_ik_llama_cpp_clears_its_kv_by_another_name():
+    cleared = []
+    model = ik.IkModel.__new__(ik.IkModel)
+    model.api, model.context = SimpleNamespace(llama_kv_cache_clear=cleared.append), "context"
+    model.clear()
+    assert cleared == ["context"]
 
 
 def test_a_long_prompt_of_llama_cpp_is_cut_into_batches():

@@ -96,11 +96,11 @@ def slow_target(monkeypatch):
     """Make target forwards slow enough for a draft model to pay."""
     launch, target = Runner.launch, []
 
-    def slow(self, step):
+    def slow(self, *given):
         target.append(self)  # the first one that a start measures is the target
         if self is target[0]:
             time.sleep(0.02)
-        return launch(self, step)
+        return launch(self, *given)
 
     monkeypatch.setattr(Runner, "launch", slow)
 

@@ -22,6 +22,7 @@ from specserve.speculation.draft_depth import DraftDepthController
 from specserve.speculation.planner import Plan, SourceAccount
 from specserve.speculation.speculator import FixedSpeculator
 from specserve_drafters import ROOT, Draft
+from specserve_drafters.candidates import Selection
 from specserve_drafters.ngram import NgramDrafter
 from specserve_kernels import load
 
@@ -170,16 +171,16 @@ class RandomPlanner:
         scheduler.prompt_rows = lambda roots, left: self.rng.randint(1, left) if left else 0
 
     def choose(self, asks, step, most):
-        nodes = []
-        for ask in asks:
+        chosen = []
+        for place, ask in enumerate(asks):
             closed, limit = [ROOT], min(ask.limit, most)
             for node in range(1, len(ask.trie) + 1):
                 is_fit = ask.trie.parents[node] in closed and len(closed) <= limit
                 if is_fit and ask.trie.depths[node] <= ask.max_depth and self.rng.random() < 0.6:
                     closed.append(node)
-            nodes.append(closed[1:])
+            chosen += [(0.5, place, node) for node in closed[1:]]
             most -= len(closed) - 1
-        return Plan(nodes, step.rows + sum(map(len, nodes)), 1.0, 1.0)
+        return Plan(Selection.of(chosen), len(chosen), step.rows + len(chosen), 1.0, 1.0)
 
     def observe(self, plan, step, seconds):
         pass

@@ -3,6 +3,7 @@
 On a GPU if there is one, else in Triton's interpreter.
 """
 
+import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -377,6 +378,17 @@ def test_memory_that_runs_out_at_load_says_what_was_asked_and_what_to_lower(
         for part in ["allocate 9.50 GiB", "of which 1.25 GiB is free)", *words]
         if part not in str(e.value)
     ]
+
+
+def test_the_memory_of_weights_is_reported_and_refused_before_they_are_loaded(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "specserve")
+    settings = {"model.device": "cpu", "model.threads": 1, "memory.kv_bytes": 1 << 26}
+    build.build(load_config(None, settings))
+    assert any("its weights need 0.0" in text for text in caplog.messages)
+    monkeypatch.setattr(cpu, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(loading, "load_decoder", pytest.fail)
+    with pytest.raises(ConfigError, match=r"need 0\.0 GiB, but only 0\.0 GiB are free\. Free some"):
+        build.build(load_config(None, settings))
 
 
 def test_a_system_that_does_not_report_its_free_memory_loads_where_the_pool_is_sized(monkeypatch):

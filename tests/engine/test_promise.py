@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from specserve.exchange.sampling_params import Sampling, SpeculationParams
+from specserve.exchange.sampling_params import ReasoningBudget, Sampling, SpeculationParams
 from specserve.models.eagle_head import load_eagle_head
 from specserve.speculation.speculator import UserSource
 from specserve.text.tokenizer import load_tokenizer
@@ -70,6 +70,7 @@ PARAMETERS = {  # what changes logits after a text
     "allowed_ids": tuple(range(0, VOCAB, 2)),
     "bad_words": ((14,), (40, 41), (8, 9, 10)),
     "min_tokens": 10,
+    "reasoning": ReasoningBudget(3, (14,), (7, 8)),
 }
 samplings = st.builds(
     lambda asked, **given: Sampling(**given, **{name: PARAMETERS[name] for name in asked}),

@@ -50,15 +50,18 @@ def sources(*dtypes):
         ints = dict.fromkeys(("block_size", "block_stride", "scale_stride"), "i32")
         yield source(
             norm._norm,
-            {"IS_CENTERED": True, "ADDS": True, "BLOCK": 4096},
+            {"IS_CENTERED": True, "HAS_BIAS": True, "ADDS": True, "BLOCK": 4096},
             **dict.fromkeys(("x", "out"), t),
-            weight="*fp32",
+            **dict.fromkeys(("weight", "bias"), "*fp32"),
             **dict.fromkeys(("K", "x_stride", "out_stride"), "i32"),
             eps="fp32",
         )
         for gate in ("gelu_tanh", "clamped"):
             fixed = {"GATE": gate, "BLOCK": gated.BLOCK}
             yield source(gated._gated, fixed, gate_up=t, out=t, F="i32", limit="fp32")
+        for curve in gated.CURVES:
+            fixed = {"CURVE": curve, "BLOCK": gated.BLOCK}
+            yield source(gated._activate, fixed, x=t, K="i32", positive="fp32", negative="fp32")
         for out in {t, "*fp32"}:
             sizes = {"TILE": experts.TILE, "OUTPUTS": experts.OUTPUTS, "COLUMNS": experts.COLUMNS}
             yield source(
@@ -74,14 +77,16 @@ def sources(*dtypes):
         scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32")
         for codes, kept in stored:
             fixed = {"HAS_NORM": True, "HALF": 64, "HALF_BLOCK": 64, "HEADS": rope.HEADS}
+            is_plain = codes == PLAIN.value  # so that each form is compiled
+            fixed |= {"IS_CENTERED": is_plain, "IS_LAST": is_plain, "HAS_SCALE": is_plain}
             yield source(
                 rope._rope_write_kv,
                 {**fixed, "CODES": codes},
                 **dict.fromkeys(("qkv", "q_out"), t),
                 **dict.fromkeys(("k_cache", "v_cache"), kept),
                 **scales,
-                **dict.fromkeys(("cos", "sin", "q_norm", "k_norm"), "*fp32"),
-                **dict.fromkeys(("num_heads", "num_kv_heads"), "i32"),
+                **dict.fromkeys(("cos", "sin", "q_norm", "k_norm", "query_scale"), "*fp32"),
+                **dict.fromkeys(("num_heads", "num_kv_heads", "norm_stride"), "i32"),
                 **ints,
                 positions="*i32",
                 slots="*i64",

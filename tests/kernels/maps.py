@@ -92,7 +92,10 @@ def random_maps(gemm, N, K, dtype, num_rows):
     return maps_of(gemm, weight, gate_up, dtype, num_rows)
 
 
-def random_codes(N, K, bits, group, has_zero=False, seed=0, has_offset=False):
+VALUES = (-128, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
+
+
+def random_codes(N, K, bits, group, has_zero=False, seed=0, has_offset=False, has_table=False):
     draw = torch.Generator().manual_seed(seed)
     q = torch.randint(0, 1 << bits, (N, K), generator=draw, dtype=torch.uint8)
     shape = N, K // group
@@ -100,6 +103,8 @@ def random_codes(N, K, bits, group, has_zero=False, seed=0, has_offset=False):
     largest = 17 if bits == 4 else 256  # readers of GPTQ add 1 to what a file has
     zero = torch.randint(0, largest, shape, generator=draw).to(torch.uint8)
     codes = Codes(bits, group, q, scale, zero if has_zero or has_offset else None)
+    if has_table:
+        return codes._replace(table=VALUES)
     if not has_offset:
         return codes
     share = 0.3 * torch.rand(shape, generator=draw)  # of the codes, which zero is off the middle
@@ -134,6 +139,7 @@ def widened(weight):
     """(q - zero) * scale + offset, without rounding; other weights as they are."""
     if not isinstance(weight, Codes):
         return weight.double()
+    weight = weight.without_table()
     N, K = weight.q.shape
     zero = weight.middle if weight.zero is None else weight.zero[..., None].double()
     values = (weight.q.double().view(N, -1, weight.group) - zero) * weight.scale[..., None].double()

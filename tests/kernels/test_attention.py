@@ -246,16 +246,33 @@ ROTATIONS = {  # cosine, sine, norm -> the heads 3 4 | 5 12
     "a quarter turn pairs i with i + D/2": (0.0, 1.0, None, [-5, -12, 3, 4]),
     "a scale lies in the table": (2.0, 0.0, None, [6, 8, 10, 24]),
     "the norm comes first, with its weight": (0.0, 1.0, [1, 1, 1, 2], [-0.05, -0.24, 0.03, 0.04]),
+    "the norm is last": (0.0, 1.0, [1, 1, 1, 2], [-0.05, -0.12, 0.03, 0.08], {"is_last": True}),
+    "the mean is taken off": (
+        1.0,
+        0.0,
+        [1] * 4,
+        [-0.03, -0.02, -0.01, 0.06],
+        {"is_centered": True},
+    ),
+    "the mean is taken off, last": (
+        *(0.0, 1.0, [1] * 4, [-0.025, -0.095, 0.055, 0.065]),
+        {"is_centered": True, "is_last": True},
+    ),
+    "each head has its own weight": (1.0, 0.0, [[1, 1, 1, 2]], [0.03, 0.04, 0.05, 0.24]),
 }
 
 
 @BUILDS
-@pytest.mark.parametrize(("cos", "sin", "weight", "want"), ROTATIONS.values(), ids=ROTATIONS)
-def test_queries_and_keys_are_rotated_and_values_are_not(ops, cos, sin, weight, want):
+@pytest.mark.parametrize("case", ROTATIONS.values(), ids=ROTATIONS)
+def test_queries_and_keys_are_rotated_and_values_are_not(ops, case):
+    cos, sin, weight, want, *flags = case
     step = RandomStep([Req(1, 1)], num_heads=1, num_kv_heads=1, head_dim=4)
     rotary = Rotary(torch.tensor([[7.0] * 2, [cos] * 2]), torch.tensor([[7.0] * 2, [sin] * 2]))
     eps = 100**2 - (3**2 + 4**2 + 5**2 + 12**2) / 4  # mean square and eps make 100^2
-    norm = weight and QKNorm(*[torch.tensor(weight).float()] * 2, eps)
+    if flags and "is_centered" in flags[0]:
+        x = torch.tensor([3.0, 4, 5, 12] if cos else [-5.0, -12, 3, 4])
+        eps = 100**2 - (x - x.mean()).square().mean().item()
+    norm = weight and QKNorm(*[torch.tensor(weight).float()] * 2, eps, **dict(*flags))
     plan = ops.plan(step.rows(), step.kv, 1)
     q = ops.rope_write_kv(
         torch.tensor([[3.0, 4, 5, 12] * 3]), rotary, norm, step.kv.layers[0], plan
@@ -266,19 +283,57 @@ def test_queries_and_keys_are_rotated_and_values_are_not(ops, cos, sin, weight, 
     assert step.kv.layers[0].v[slot // 16, slot % 16, 0].tolist() == [3, 4, 5, 12]
 
 
+@BUILDS
+def test_a_factor_by_position_is_of_queries_only(ops):
+    step = RandomStep([Req(1, 1)], num_heads=2, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.ones(2, 1), torch.zeros(2, 1), torch.tensor([7.0, 3.0]))
+    plan = ops.plan(step.rows(), step.kv, 2)
+    q = ops.rope_write_kv(torch.tensor([[1.0, 2, 3, 4] * 2]), rotary, None, step.kv.layers[0], plan)
+    (slot,) = step.rows().slots.tolist()
+    assert q.flatten().tolist() == [3, 6, 9, 12]
+    assert step.kv.layers[0].k[slot // 16, slot % 16, 0].tolist() == [1, 2]
+
+
+@BUILDS
+def test_each_head_has_its_own_norm(ops):
+    step = RandomStep([Req(0, 1)], num_heads=2, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.ones(1, 1), torch.zeros(1, 1))
+    norm = QKNorm(torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[5.0, 6]]), 1e-12)
+    plan = ops.plan(step.rows(), step.kv, 2)
+    q = ops.rope_write_kv(torch.ones(1, 8), rotary, norm, step.kv.layers[0], plan)
+    (slot,) = step.rows().slots.tolist()
+    torch.testing.assert_close(q.flatten(), torch.tensor([1.0, 2, 3, 4]))
+    torch.testing.assert_close(
+        step.kv.layers[0].k[slot // 16, slot % 16, 0], torch.tensor([5.0, 6])
+    )
+
+
+NORMS = {  # whether heads have their own weights, and the other properties
+    "plain": None,
+    "qk-norm": (False, {}),
+    "layer norm by head": (True, {"is_centered": True}),
+    "last": (False, {"is_last": True}),
+    "all": (True, {"is_centered": True, "is_last": True}),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize(("H", "Hk", "D"), [(4, 2, 16), (7, 1, 20), (8, 8, 80), (2, 1, 128)])
-def test_the_build_writes_as_the_reference_and_only_its_slots(H, Hk, D, has_norm, dtype):
+def test_the_build_writes_as_the_reference_and_only_its_slots(H, Hk, D, norm, dtype):
+    has_norm = norm is not None
+    is_each, flags = norm or (False, {})
     reqs = random_reqs(random.Random(D))
     angle = torch.outer(torch.arange(400.0), random_tensor(D // 2))
-    norm = QKNorm(random_tensor(D, seed=1), random_tensor(D, seed=2), 1e-6)
+    shapes = ((H, D), (Hk, D)) if is_each else ((D,), (D,))
+    weights = [random_tensor(*shape, seed=i) for i, shape in enumerate(shapes, 1)]
+    norm = QKNorm(*weights, 1e-6, **flags)
     steps, q = {}, {}
     for ops in (cpu, reference):
         steps[ops] = step = RandomStep(reqs, 17, H, Hk, D, dtype, num_layers=2)
         plan = ops.plan(step.rows(), step.kv, H)
         qkv = random_tensor(len(step.rows().positions), (H + 2 * Hk) * D, dtype=dtype)
-        rotary = Rotary(angle.cos(), angle.sin())
+        rotary = Rotary(angle.cos(), angle.sin(), random_tensor(400) if has_norm else None)
         q[ops] = ops.rope_write_kv(qkv, rotary, norm if has_norm else None, step.kv.layers[1], plan)
     slots, layers = step.rows().slots, [steps[ops].kv.layers[1] for ops in (cpu, reference)]
     got, want = ([x.reshape(-1, Hk, D)[slots] for x in (layer.k, layer.v)] for layer in layers)

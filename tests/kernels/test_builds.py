@@ -26,6 +26,8 @@ COPIES = test_layers.test_embedding_and_row_selection_copy_whole_rows, FP32
 GATHERED = test_ranks.test_columns_are_gathered_in_the_order_of_ranks, False
 PASSED = (test_ranks.test_a_tensor_goes_from_rank_to_rank,)
 CHECKS = {  # op -> a test of it, and the arguments after the build
+    "activate": (test_layers.test_an_activation_bends_in_place,
+        *test_layers.ACTIVATIONS["relu2"], FP32),
     "adapted": (test_adapters.test_a_rows_adapter_is_as_if_it_were_merged_into_the_weight,
         FP32, "plain"),
     "add_gated": (test_experts.test_rows_are_added_with_a_gate_for_each, FP32),
@@ -49,7 +51,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "rms_norm_add": (test_layers.test_a_norm_is_added_to_the_residual_stream_in_place,),
     "rms_norm_columns": (test_layers.test_a_norm_of_columns_leaves_the_others_as_they_are,),
     "rope_write_kv": (test_attention.test_queries_and_keys_are_rotated_and_values_are_not,
-        *test_attention.ROTATIONS["no angle"]),
+        test_attention.ROTATIONS["no angle"]),
     "route": (test_experts.test_a_row_has_its_k_likeliest_experts, FP32,
         *test_experts.ROUTES["the largest first"]),
     "sample": (test_sampling.test_the_choice_is, *test_sampling.CHOICES["T = 0 is argmax"]),

@@ -125,6 +125,12 @@ def test_a_row_of_nan_stays_alone(R):
     assert got[1].isnan().all() and torch.equal(got[others], want[others])
 
 
+@pytest.mark.parametrize("R", [3, MAX_ROWS + 1])
+def test_codes_may_have_a_table(R):
+    codes, x = random_codes(40, 96, 4, 32, has_table=True), random_tensor(R, 96)
+    check_close(*(ops.linear(x, ops.prepack(codes)) for ops in (placed, reference)))
+
+
 def test_no_rows_are_no_error():
     packed = placed.prepack(random_codes(6, 32, 4, 16, False))
     none = torch.empty(0, 32)

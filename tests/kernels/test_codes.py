@@ -8,7 +8,7 @@ import torch
 from specserve_kernels import Codes, codes, cpu, reference
 from specserve_kernels.ops import EagerProgram
 from tests.kernels.levels import EVERY_LEVEL_AND_ARM
-from tests.kernels.maps import maps_of, random_codes
+from tests.kernels.maps import VALUES, maps_of, random_codes
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, row_errors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -65,6 +65,31 @@ def test_a_value_is_a_code_less_its_zero_times_its_scale(ops, row, dtype):
     *parts, want = row
     got = ops.linear(torch.eye(4, dtype=dtype), ops.prepack(codes_of(*parts)))
     assert torch.equal(got[:, 0], torch.tensor(want, dtype=dtype))
+
+
+@BUILDS
+@DTYPES
+def test_a_value_may_be_an_entry_of_a_table(ops, dtype):
+    q = torch.tensor([[0, 15, 7, 8]], dtype=torch.uint8)
+    made = Codes(4, 2, q, torch.tensor([[1.0, 0.5]]), table=VALUES)
+    want = torch.tensor([-128, 127, -5, 0.5], dtype=dtype)
+    assert torch.equal(ops.linear(torch.eye(4, dtype=dtype), ops.prepack(made))[:, 0], want)
+    assert torch.equal(made.without_table().widen(dtype), made.widen(dtype))
+
+
+@pytest.mark.pairs
+@DTYPES
+@EACH
+def test_codes_with_a_table_have_the_bits_of_8_bit_codes(gemm, N, K, group, dtype):
+    x = random_tensor(45, K, dtype=dtype)
+    both = [random_codes(n, K, 4, group, has_table=True) for n in (N, 2 * N)]
+    with_table = maps_of(gemm, *both, dtype, 45)
+    without = maps_of(gemm, *(codes.without_table() for codes in both), dtype, 45)
+    for n in (1, 3, 45):
+        want = without.outputs(gemm, x[:n], list(range(n)))
+        for name, got in with_table.outputs(gemm, x[:n], list(range(n))).items():
+            assert torch.equal(got, want[name]), (name, n)
+    with_table.check(with_table.outputs(gemm, x, list(range(45))), x)
 
 
 @FORM
@@ -163,6 +188,8 @@ def test_codes_of_another_shape_are_refused():
         cpu.prepack(codes._replace(zero=codes.zero[:2]))
     with pytest.raises(AssertionError, match="offset needs one float32 value per group"):
         cpu.prepack(codes._replace(offset=codes.offset.double()))
+    with pytest.raises(AssertionError, match="a table needs 16 values, 4 bits, no zeros"):
+        cpu.prepack(codes._replace(table=VALUES))
     with pytest.raises(AssertionError, match="codes of 4 or 8 bits, not 3 bits"):
         cpu.prepack(codes._replace(bits=3))
 
@@ -239,6 +266,8 @@ def made(model, kv, *_):
 @BITS
 def test_codes_on_arm_too(bits, dtype):
     x = random_tensor(9, 96, dtype=dtype)
-    for group, form in ((24, "zeros"), (24, "offsets"), (96, "offsets")):
-        maps = code_maps(cpu, (40, 96, group), bits, FORMS[form], dtype, 9)
+    forms = [(24, FORMS["zeros"]), (24, FORMS["offsets"]), (96, FORMS["offsets"])]
+    forms += [(24, {"has_table": True})] if bits == 4 else []
+    for group, form in forms:
+        maps = code_maps(cpu, (40, 96, group), bits, form, dtype, 9)
         maps.check(maps.outputs(cpu, x, list(range(9))), x)

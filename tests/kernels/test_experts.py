@@ -1,6 +1,7 @@
 """Mixtures of experts: the router's table, what is added to the residual stream, and its bits."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -41,13 +42,57 @@ def test_a_row_has_its_k_likeliest_experts(ops, dtype, logits, k, normalizes, wa
     torch.testing.assert_close(routing.weights[0].double(), weights, rtol=1e-6, atol=1e-12)
 
 
+LOGIT = {0.25: -math.log(3), 0.5: 0.0, 0.75: math.log(3)}  # sigmoid -> logit
+RULES = {  # sigmoids of logits, normalizes, correction, factor -> experts, weights
+    "sigmoids": ([0.25, 0.75, 0.5], False, None, 1.0, [1, 2], [0.75, 0.5]),
+    "sigmoids that are normalized": ([0.25, 0.75, 0.5], True, None, 1.0, [1, 2], [0.6, 0.4]),
+    "a correction chooses, and is no part of a weight": (
+        [0.25, 0.75, 0.5],
+        False,
+        [0.6, 0.0, -0.5],
+        1.0,
+        [0, 1],
+        [0.25, 0.75],
+    ),
+    "a factor, after the sum": ([0.25, 0.75, 0.5], True, None, 2.5, [1, 2], [1.5, 1.0]),
+}
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize(
+    ("scores", "normalizes", "correction", "factor", "want", "weights"), RULES.values(), ids=RULES
+)
+def test_scores_of_experts_may_be_sigmoids(
+    ops, dtype, scores, normalizes, correction, factor, want, weights
+):
+    logits = torch.tensor([[LOGIT[score] for score in scores]]).to(dtype)
+    correction = None if correction is None else torch.tensor(correction)
+    routing = ops.route(logits, 2, normalizes, True, correction, factor)
+    assert routing.experts.tolist() == [want]
+    error = 1e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(routing.weights, torch.tensor([weights]), rtol=error, atol=error)
+
+
+@BUILDS
+def test_a_correction_is_added_to_probabilities(ops):
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    routing = ops.route(logits, 2, True, False, torch.tensor([0.6, 0.0, 0.0]), 3.0)
+    probabilities = logits[0].softmax(0)[[0, 2]]
+    assert routing.experts.tolist() == [[0, 2]]
+    torch.testing.assert_close(routing.weights[0], 3 * probabilities / probabilities.sum())
+
+
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_the_build_routes_as_the_reference(E, k, normalizes, dtype):
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_the_build_routes_as_the_reference(E, k, normalizes, is_sigmoid, dtype):
     logits = (4 * random_tensor(40, E)).round().to(dtype)  # with ties
-    got, want = (ops.route(logits, k, normalizes) for ops in (cpu, reference))
+    correction = random_tensor(E, seed=1) if is_sigmoid else None
+    rule = k, normalizes, is_sigmoid, correction, 1.5
+    got, want = (ops.route(logits, *rule) for ops in (cpu, reference))
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-12)
 

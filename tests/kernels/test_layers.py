@@ -75,6 +75,44 @@ def test_layer_norm(ops, x, weight, eps, want):
 
 
 @BUILDS
+def test_a_layer_norm_may_have_a_bias(ops):
+    x, weight, bias = torch.tensor([[1.0, 3]]), torch.tensor([2.0, -3]), torch.tensor([10.0, 20])
+    got = ops.layer_norm(x, weight, 0.0, bias)
+    torch.testing.assert_close(got, torch.tensor([[8.0, 17]]))
+
+
+ACTIVATIONS = {  # curve and alphas -> torch's function
+    "silu": (("silu",), torch.nn.functional.silu),
+    "gelu_tanh": (("gelu_tanh",), lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "relu2": (("relu2",), lambda x: x.relu().square()),
+    "xielu": (
+        ("xielu", (0.8, 0.3)),
+        lambda x: torch.where(
+            x > 0, 0.8 * x.square() + 0.5 * x, (torch.expm1(x) - x) * 0.3 + 0.5 * x
+        ),
+    ),
+}
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("args", "function"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_an_activation_bends_in_place(ops, args, function, dtype):
+    x = torch.cat([torch.linspace(-30, 30, 70).view(2, 35), torch.zeros(1, 35)]).to(dtype)
+    want = function(x.double())
+    got = ops.activate(x, *args)
+    assert got.data_ptr() == x.data_ptr()
+    error = 2e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
+
+
+@BUILDS
+@pytest.mark.parametrize("args", [args for args, _ in ACTIVATIONS.values()], ids=ACTIVATIONS)
+def test_an_activation_keeps_what_is_no_number(ops, args):
+    assert ops.activate(torch.full((1, 3), float("nan")), *args).isnan().all()
+
+
+@BUILDS
 def test_a_norm_is_added_to_the_residual_stream_in_place(ops):
     residual = torch.tensor([[10.0, 20]])
     out = ops.rms_norm_add(torch.tensor([[3.0, 4]]), torch.ones(2), 100 - 12.5, residual)

@@ -5,6 +5,7 @@ Beside each stands the same model as a checkpoint, with the values that its bloc
 
 import json
 import math
+import re
 from typing import NamedTuple
 
 import gguf
@@ -18,11 +19,81 @@ from transformers import AutoConfig
 from tests.checkpoints import tiny_checkpoint
 
 WEIGHTS = "model.safetensors"
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"smollm3": "smollm3"}
-TYPES = "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
-HALVES = {"Q4_K": {0: 3e-4, 2: 2e-3}, "Q5_K": {0: 1.5e-4, 2: 2e-3}, "Q6_K": {208: 1e-4}}
+ARCHITECTURES = {  # model_type -> llama.cpp's architecture
+    "arcee": "arcee",
+    "cohere": "command-r",
+    "ernie4_5": "ernie4_5",
+    "granitemoe": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "nemotron": "nemotron",
+    "olmo3": "olmo2",
+    "seed_oss": "seed_oss",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "cohere2": "cohere2",
+    "exaone4": "exaone4",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+}
+TURNED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "arcee",
+    "ministral3",
+)  # whose rows of q and k are turned
+SCALES = {  # type -> where a block has scales: byte -> one that makes small weights of random bytes
+    "IQ1_M": {48: 1e-3},  # in the upper bits of four words
+    "IQ1_S": {0: 2e-3},
+    "IQ2_S": {0: 2e-4},
+    "IQ2_XS": {0: 2e-4},
+    "IQ2_XXS": {0: 2e-4},
+    "IQ3_S": {0: 1e-4},
+    "IQ3_XXS": {0: 1e-4},
+    "IQ4_NL": {0: 3e-4},
+    "IQ4_XS": {0: 1e-5},
+    "Q2_K": {80: 1e-3, 82: 2e-3},
+    "Q3_K": {108: 3e-4},
+    "Q4_K": {0: 3e-4, 2: 2e-3},
+    "Q5_K": {0: 1.5e-4, 2: 2e-3},
+    "Q6_K": {208: 1e-4},
+    "Q8_K": {0: 3e-4},  # a float32
+}
+WRITTEN = {  # types that the `gguf` package can quantize to
+    "Q4_0": {0: 0},
+    "Q4_1": {0: 0, 2: 0},
+    "Q5_0": {0: 0},
+    "Q5_1": {0: 0, 2: 0},
+    "Q8_0": {0: 0},
+    "MXFP4": {},
+    "TQ1_0": {52: 0},
+    "TQ2_0": {64: 0},
+}
+TYPES = "F32", "F16", "BF16", *WRITTEN, *SCALES
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # of which every type has whole blocks
+
+
+TIED = {"tie_word_embeddings": True}
+# The scale of queries and the windows that files of Gemma 3 have without saying so.
+GEMMA3 = TIED | {"num_hidden_layers": 7, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16}
 
 
 class Pair(NamedTuple):
@@ -94,24 +165,91 @@ def add_shape(writer, config):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    centered = {"cohere2": "layer_norm_eps", "cohere": "layer_norm_eps"}
+    centered |= {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"}
+    if config.model_type in centered:
+        writer.add_layer_norm_eps(getattr(config, centered[config.model_type]))
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
-    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if head_dim:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    add_rope(writer, config, rope)
+    for add, field in FIELDS.get(config.model_type, {}).items():
+        if (value := getattr(config, field)) is not None:
+            getattr(writer, add)(value)
+    writer.add_sampling_temp(0.5)
+    writer.add_sampling_top_k(20)
+    writer.add_sampling_top_p(0.75)
+
+
+MIXTURE = {"add_expert_used_count": "num_experts_per_tok"}
+QWEN = MIXTURE | {
+    "add_expert_count": "num_experts",
+    "add_expert_feed_forward_length": "moe_intermediate_size",
+}
+SOFT_CAPS = {
+    "add_attn_logit_softcapping": "attn_logit_softcapping",
+    "add_final_logit_softcapping": "final_logit_softcapping",
+}
+GRANITE = {
+    "add_attention_scale": "attention_multiplier",
+    "add_embedding_scale": "embedding_multiplier",
+    "add_logit_scale": "logits_scaling",
+    "add_residual_scale": "residual_multiplier",
+}
+WINDOW = {"add_sliding_window": "sliding_window"}
+FIELDS = {  # model_type -> further metadata: the writer's method -> field of the config
+    "cohere": {"add_logit_scale": "logit_scale"},
+    "olmo3": WINDOW,
+    "starcoder2": WINDOW,
+    "cohere2": WINDOW | {"add_logit_scale": "logit_scale"},
+    "exaone4": WINDOW,
+    "gemma2": WINDOW | SOFT_CAPS,
+    "gemma3_text": WINDOW | SOFT_CAPS,
+    "gpt_oss": WINDOW
+    | MIXTURE
+    | {
+        "add_expert_count": "num_local_experts",
+        "add_expert_feed_forward_length": "intermediate_size",
+    },
+    "granite": GRANITE,
+    "granitemoe": GRANITE | MIXTURE | {"add_expert_count": "num_local_experts"},
+    "mistral": WINDOW,
+    "mixtral": WINDOW | MIXTURE | {"add_expert_count": "num_local_experts"},
+    "olmoe": MIXTURE | {"add_expert_count": "num_experts"},
+    "phi3": WINDOW,
+    "qwen2_moe": QWEN
+    | {"add_expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    "qwen3_moe": QWEN,
+}
+
+
+def add_rope(writer, config, rope):
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config, rope))
-    writer.add_sampling_temp(0.5)
-    writer.add_sampling_top_k(20)
-    writer.add_sampling_top_p(0.75)
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        stretched = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(stretched) / math.log(original))
+        )
+        for which in ("long", "short"):
+            factors = np.array(rope[f"{which}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
 
 
 def llama3_factors(config, rope):
@@ -161,38 +299,103 @@ def token_type(text, added, is_known, pre):
 def add_tensors(writer, plain, config, type):
     architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[writer.arch]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    meant = {}
-    for name, tensor in load_file(plain / WEIGHTS).items():
+    tensors = load_file(plain / WEIGHTS)
+    meant = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, views in stacks(meant).items():
+        array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
+        shift = (
+            1
+            if writer.arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight")
+            else 0
+        )
         theirs = names.get_name(name, (".weight", ".bias"))
-        kind = kind_of(tensor, type(theirs) if callable(type) else type)
-        stored = quantized(tensor.numpy(), kind)
-        values = gguf.quants.dequantize(stored, kind)
-        meant[name] = torch.from_numpy(values.reshape(tensor.shape).copy())
-        if writer.arch in ("llama", "smollm3") and theirs.split(".")[-2] in ("attn_q", "attn_k"):
+        theirs += ".weight" if theirs.endswith("sinks") else ""
+        kind = kind_of(array, theirs, type(theirs) if callable(type) else type)
+        stored = quantized((array + shift).reshape(-1, array.shape[-1]), kind)
+        values = torch.from_numpy(dequantized(stored, kind) - shift).view(array.shape)
+        for view, value in zip(views, values if len(views) > 1 else [values], strict=True):
+            view.copy_(value)
+        stored = stored.reshape(*array.shape[:-1], -1)
+        if config.model_type in TURNED and theirs.split(".")[-2] in ("attn_q", "attn_k"):
             heads = len(stored) // config.head_dim
             halves = stored.reshape(heads, 2, -1, *stored.shape[1:])
             stored = halves.swapaxes(1, 2).reshape(stored.shape)
+        if theirs.endswith("ffn_gate_inp_shexp.weight"):
+            stored = stored[0]
         writer.add_tensor(theirs, stored, raw_dtype=kind)
     save_file(meant, plain / WEIGHTS, metadata={"format": "pt"})
 
 
-def kind_of(tensor, name):
+EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
+INTERLEAVED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias)")
+
+
+def stacks(tensors):
+    """Views of the tensors, by the names that llama.cpp's converter gives them: experts become
+    stacks, and gates that alternate with ups are parted.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if (one := EXPERT.fullmatch(name)) is not None:
+            found.setdefault(one[1] + one[2], []).append(tensor)
+        elif (all := INTERLEAVED.fullmatch(name)) is not None:
+            kind = ".bias" if all[3] else ".weight"
+            wide = tensor if all[3] else tensor.transpose(1, 2)
+            parts = {"down": wide}
+            if all[2] == "gate_up":
+                parts = {"gate": wide[:, 0::2], "up": wide[:, 1::2]}
+            found |= {f"{all[1]}{part}_proj{kind}": [views] for part, views in parts.items()}
+        elif name.endswith(".input_linear.weight"):
+            gate, up = tensor.chunk(2, dim=1)
+            experts = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
+            found |= {experts.format("gate"): [gate], experts.format("up"): [up]}
+        else:
+            found[name] = [tensor]
+    return found
+
+
+def kind_of(values, name, type):
     """Rows that the type's blocks do not divide get another, as llama.cpp gives them."""
-    kind = GGMLQuantizationType[name if tensor.dim() == 2 else "F32"]
-    width, _ = gguf.GGML_QUANT_SIZES[kind]
-    return kind if tensor.shape[-1] % width == 0 else GGMLQuantizationType.Q8_0
+    is_map = values.ndim > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
+    kind = GGMLQuantizationType[type if is_map else "F32"]
+    others = GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16
+    return next(k for k in (kind, *others) if values.shape[-1] % gguf.GGML_QUANT_SIZES[k][0] == 0)
 
 
 def quantized(values, kind):
     """Blocks of the values; for types that the package cannot write, random blocks."""
-    if kind.name not in HALVES:
+    if kind.name not in SCALES:
         return gguf.quants.quantize(values, kind)
-    width, size = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(values.size)
-    blocks = random.integers(
-        256, size=(len(values), values.shape[1] // width, size), dtype=np.uint8
-    )
-    for place, scale in HALVES[kind.name].items():
-        halves = np.full((*blocks.shape[:2], 1), scale, dtype=np.float16)
-        blocks[..., place : place + 2] = halves.view(np.uint8)
+    width, _ = gguf.GGML_QUANT_SIZES[kind]
+    dice = np.random.default_rng(values.size)
+    blocks = random_blocks(kind.name, (len(values), values.shape[1] // width), dice)
+    for place, scale in SCALES[kind.name].items():
+        put_scales(kind.name, blocks, place, np.full((*blocks.shape[:2], 1), scale))
     return blocks.reshape(len(values), -1)
+
+
+def random_blocks(name, shape, dice):
+    _, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = dice.integers(256, size=(*shape, size), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = dice.integers(118, 124, size=shape)  # exponents of 2
+    return blocks
+
+
+def put_scales(name, blocks, place, scales):
+    """Write scales [N, blocks, 1] at a byte of every block."""
+    octets = scales.astype(np.float32 if name == "Q8_K" else np.float16).view(np.uint8)
+    if name != "IQ1_M":
+        blocks[..., place : place + octets.shape[-1]] = octets
+        return
+    for i in range(4):
+        word = blocks[..., place + 2 * i + 1]
+        word[:] = word & 15 | (octets[..., i // 2] >> 4 * (i % 2) & 15) << 4
+
+
+def dequantized(stored, kind):
+    if kind.name != "Q8_K":
+        return gguf.quants.dequantize(stored, kind)
+    blocks = stored.reshape(len(stored), -1, 292)
+    scales, codes = blocks[..., :4].copy().view(np.float32), blocks[..., 4:260].view(np.int8)
+    return (scales * codes.astype(np.float32)).reshape(len(stored), -1)

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specserve.models import decoder_config
-from specserve.models.families import FAMILIES
+from specserve.models.families import FAMILIES, MULTIMODAL
 from specserve.models.rotary import frequencies
 
 MODEL_TYPES = {
@@ -33,6 +33,21 @@ MODEL_TYPES = {
     "OlmoeForCausalLM": "olmoe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Olmo3ForCausalLM": "olmo3",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "Ministral3ForCausalLM": "ministral3",
+    "CohereForCausalLM": "cohere",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "StableLmForCausalLM": "stablelm",
+    "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -177,20 +192,44 @@ OWN = {
         "one window in two": SMALL | {"sliding_window": 8, "sliding_window_pattern": 2},
     },
 }
+# It wants rope_parameters by layer type.
+BY_LAYER_TYPE = ", new|oldest|spellings|longrope|theta, in both|llama3, without|yarn, ([wabi]|of)"
+OWN |= {
+    "Olmo3ForCausalLM": {
+        "a rope for each kind of layer": OWN["Gemma3ForCausalLM"]["a rope for each kind of layer"]
+        | {"max_position_embeddings": 131072},
+    },
+    "qwen2_5_vl_text": {
+        "a rope for images, too": {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    },
+    "glm4v_text": {"a share of the head rotates": {"partial_rotary_factor": 0.5}},
+}
 REFUSED = {  # by transformers
     "Phi3ForCausalLM": re.compile("linear|yarn|llama3|two"),
     "MistralForCausalLM": re.compile("as many KV heads"),
+    "mistral": re.compile("as many KV heads"),
     "Gemma2ForCausalLM": re.compile("as many KV heads"),
-    # It wants rope_parameters by layer type.
-    "Gemma3ForCausalLM": re.compile(
-        "as many KV heads|, new|oldest|spellings|longrope|theta, in both|llama3, without"
-        "|yarn, ([wabi]|of)"
-    ),
+    "Gemma3ForCausalLM": re.compile("as many KV heads|" + BY_LAYER_TYPE),
+    "gemma3_text": re.compile("as many KV heads|" + BY_LAYER_TYPE),
+    # It takes rope_theta only for layers without a window.
+    "Olmo3ForCausalLM": re.compile("no scaling|yarn, old|" + BY_LAYER_TYPE),
     "Glm4ForCausalLM": re.compile("as many KV heads|longrope"),
     "Exaone4ForCausalLM": re.compile("as many KV heads|no window"),
     "Qwen3MoeForCausalLM": re.compile("as many KV heads"),
     "Qwen2MoeForCausalLM": re.compile("as many KV heads"),
+    "qwen3_vl_moe_text": re.compile("as many KV heads"),
     "GptOssForCausalLM": re.compile("as many KV heads"),
+    "HunYuanDenseV1ForCausalLM": re.compile("yarn"),
+    "Ministral3ForCausalLM": re.compile("as many KV heads"),
+    "ministral3": re.compile("as many KV heads"),
+    "Starcoder2ForCausalLM": re.compile("as many KV heads"),
+    "StableLmForCausalLM": re.compile("as many KV heads|longrope"),
+    "NemotronForCausalLM": re.compile("longrope"),
+    "MiniMaxM2ForCausalLM": re.compile("as many KV heads"),
+    "Ernie4_5_MoeForCausalLM": re.compile("as many KV heads"),
+    # The heads of their defaults have no whole size.
+    "Glm4MoeForCausalLM": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
+    "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
 TABLE = {
@@ -199,11 +238,23 @@ TABLE = {
     for name, fields in (COMMON | OWN.get(family, {})).items()
     if family not in REFUSED or not REFUSED[family].search(name)
 }
+TABLE |= {
+    f"{family}, {kind}: {name}": {
+        "architectures": [family],
+        "text_config": {"model_type": kind, **fields},
+    }
+    for family, multimodal in MULTIMODAL.items()
+    for kind in multimodal.texts
+    for name, fields in (COMMON | OWN.get(kind, {})).items()
+    if kind not in REFUSED or not REFUSED[kind].search(name)
+}
 
 
 def theirs(fields):
     family = fields["architectures"][0]
-    return CONFIG_MAPPING[MODEL_TYPES[family]].from_dict(copy.deepcopy(fields))
+    text = fields.get("text_config", fields)
+    kind = MODEL_TYPES[family] if family in FAMILIES else text["model_type"]
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(text))
 
 
 def rope_of(config, layer_type):
@@ -222,7 +273,7 @@ def rope_of(config, layer_type):
 def windows_of(config):
     types = getattr(config, "layer_types", None)
     if types is None:  # Mistral's are all alike; Llama's attention has no window
-        windowed = ("mistral", "phi3", "mixtral", "qwen3_moe")
+        windowed = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe", "starcoder2")
         has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
@@ -244,15 +295,15 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     want, got = theirs(fields), decoder_config.parse(fields)
     assert got.num_layers == want.num_hidden_layers
     assert got.num_heads == want.num_attention_heads
-    assert got.num_kv_heads == want.num_key_value_heads
+    assert got.num_kv_heads == (want.num_key_value_heads or want.num_attention_heads)
     assert got.head_dim == (
         getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
     )
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         assert getattr(got, name) == getattr(want, name), name
-    assert got.max_positions == longest_text(fields, want)
+    assert got.max_positions == longest_text(fields.get("text_config", fields), want)
     assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
-    assert got.tied == want.tie_word_embeddings
+    assert got.tied == getattr(want, "tie_word_embeddings", False)
     assert got.windows == windows_of(want)
     assert list(got.rope) == rotating(want)
     ropes = {

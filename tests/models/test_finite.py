@@ -87,7 +87,7 @@ def test_the_error_names_the_shard(tmp_path):
 )
 def test_a_bad_number_of_a_gguf_file_is_refused(tmp_path, type, theirs, ours, place):
     file, _ = write(tmp_path, "llama", type=type)
-    tensor = Checkpoint(file).files[ours].tensors[ours][1]
+    tensor = Checkpoint(file).files[ours].parts[ours].entry
     data = bytearray(file.read_bytes())
     size = place.stop
     data[tensor.offset : tensor.offset + size] = b"\xff" * size  # NaN

@@ -49,11 +49,12 @@ def test_a_model_that_the_hub_does_not_give_is_refused(cache, name):
         resolve(name)
 
 
-def test_nothing_that_can_run_is_downloaded(monkeypatch):
+def test_nothing_that_can_run_is_downloaded(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda path, **kw: asked.update(kw) or "/"
+        "huggingface_hub.snapshot_download", lambda path, **kw: asked.update(kw) or tmp_path
     )
+    (tmp_path / "model.safetensors").touch()
     resolve("org/name")
     wanted = ["config.json", "model-1-of-2.safetensors", "chat_template.jinja", "merges.txt"]
     there = [*wanted, "pytorch_model.bin", "modeling.py", "consolidated.safetensors", "a/b.json"]

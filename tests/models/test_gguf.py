@@ -31,13 +31,14 @@ from specserve.models.rotary import frequencies
 from specserve.models.selection import served_name
 from specserve.models.source import open_source
 from specserve.models.weight_forms import MapForm
-from specserve_kernels import cpu, reference
+from specserve_kernels import Codes, cpu, reference
 from tests.models import gguf_files
 from tests.models.forward import logits, prompt
-from tests.models.gguf_files import WEIGHTS, WIDE, write
+from tests.models.gguf_files import GEMMA3, TIED, WEIGHTS, WIDE, write
 
 QUANTIZED = [type.name for type in TYPES.values() if not type.is_plain]
-FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}  # of codes; those of other types have 8
+# Of codes; those of other types have 4.
+EIGHT_BITS = {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K", "Q8_K"}
 
 
 def test_types_are_those_of_the_gguf_package():
@@ -58,18 +59,17 @@ def read(name, blocks):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_blocks_mean_what_the_gguf_package_says(name):
-    _, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    blocks = np.random.default_rng(0).integers(256, size=(64, 3, size), dtype=np.uint8)
-    for place in gguf_files.HALVES.get(name, {0: 0.0, 2: 0.0} if name[-1] == "1" else {0: 0.0}):
-        halves = np.linspace(-2, 2, 64 * 3, dtype=np.float16).reshape(64, 3, 1)
-        blocks[..., place : place + 2] = halves.view(np.uint8)
-    want = gguf.quants.dequantize(blocks.reshape(64, -1), GGMLQuantizationType[name])
+    blocks = gguf_files.random_blocks(name, (64, 3), np.random.default_rng(0))
+    for place in (gguf_files.SCALES | gguf_files.WRITTEN)[name]:
+        scales = np.linspace(-2, 2, 64 * 3).reshape(64, 3, 1)
+        gguf_files.put_scales(name, blocks, place, scales)
+    want = gguf_files.dequantized(blocks.reshape(64, -1), GGMLQuantizationType[name])
     got = read(name, blocks)
-    assert (got.bits, int(got.q.max()) >> got.bits) == (4 if name in FOUR_BITS else 8, 0)
+    assert (got.bits, int(got.q.max()) >> got.bits) == (8 if name in EIGHT_BITS else 4, 0)
     assert np.array_equal(got.widen(torch.float32).numpy(), want)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"])
 def test_the_middle_of_the_codes_that_occur_is_that_of_all_codes(name):
     """So sums of codes and offsets cancel as little as they can."""
     blocks = np.random.default_rng(0).integers(64, size=(4, 3, BY_NAME[name].size), dtype=np.uint8)
@@ -99,8 +99,10 @@ def test_logits_are_those_of_the_values_that_are_meant(of_type, ops):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_transformers_reads_these_values(of_type):
+def test_transformers_reads_these_values(of_type, request):
     """So the checkpoint beside the file is right."""
+    if request.node.callspec.params["of_type"] == "Q8_K":
+        pytest.skip("the gguf package does not read the type")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(of_type.plain))
     logging.disable_progress_bar()
@@ -112,6 +114,16 @@ def test_transformers_reads_these_values(of_type):
 ROPE = {"original_max_position_embeddings": 128, "rope_theta": 5e5, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 4}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    },
+    "original_max_position_embeddings": 128,
+}
 MODELS = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
     "llama, tied": ("smollm", {}),
@@ -120,6 +132,35 @@ MODELS = {  # family, what departs from its tiny checkpoint
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "smollm3": ("llama", SMOLLM3),
+    "mixtral": ("mixtral", {}),
+    "qwen2moe": ("qwen2_moe", {}),
+    "qwen3moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "glm4": ("glm4", {}),
+    "glm4, a share of each head rotates": ("glm4", {"head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3, long": ("phi3", LONG),
+    "gemma2": ("gemma2", TIED | {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, linear": ("gemma3", GEMMA3 | {"rope_parameters": {"full_attention": LINEAR}}),
+    "cohere2": ("cohere2", TIED | {"num_hidden_layers": 5, "sliding_window_pattern": 4}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4, windows": ("exaone4", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),
+    "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "arcee": ("arcee", {}),
+    "command-r": ("cohere", TIED),
+    "command-r plus": ("command_r_plus", TIED),
+    "ernie4_5": ("ernie4_5", {}),
+    "granitemoe": ("granite_moe", {}),
+    "hunyuan-dense": ("hunyuan", {}),
+    "mistral3": ("ministral3", {}),
+    "nemotron": ("nemotron", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),
+    "seed_oss": ("seed_oss", {}),
+    "stablelm": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {}),
     "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     "rope llama3": ("llama", {"rope_parameters": ROPE | LLAMA3}),
     "rope yarn": ("qwen3", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
@@ -253,13 +294,25 @@ def greedy(model, ids):
     return out[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
-    target = write(tmp_path / "a", family, "Q4_K", seed=1, **WIDE)
-    draft = write(tmp_path / "b", family, "Q6_K", seed=1, num_hidden_layers=1, **WIDE)
+TEXTS = {  # family, type, what departs from its tiny checkpoint
+    "llama": ("llama", "Q4_K", {}),
+    "qwen3": ("qwen3", "Q5_K", {}),
+    "gemma3": ("gemma3", "Q3_K", GEMMA3),
+    "qwen3moe": ("qwen3_moe", "IQ4_XS", {"moe_intermediate_size": 256}),
+    "gpt-oss": ("gpt_oss", "Q2_K", {"swiglu_limit": 7.0}),
+}
+
+
+@pytest.mark.parametrize(("family", "type", "overrides"), TEXTS.values(), ids=TEXTS)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrides):
+    fields = WIDE | overrides
+    target = write(tmp_path / "a", family, type, seed=1, **fields)
+    small = fields | {"num_hidden_layers": 1}
+    draft = write(tmp_path / "b", family, "Q6_K", seed=1, **small)
     model = AutoModelForCausalLM.from_pretrained(target.plain, dtype=torch.float32)
     want = [greedy(model, ids) for ids in PROMPTS]
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.dtype": "fp32"}
+    settings["scheduler.max_model_len"] = 256  # gpt-oss has a long context
     params = SamplingParams(temperature=0, max_tokens=NEW)
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
         with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
@@ -384,6 +437,57 @@ def test_a_part_that_is_a_git_lfs_pointer_is_named_as_one(tmp_path):
     second(first).write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf is a Git LFS pointer"):
         open_source(first).check()
+
+
+def test_a_file_may_list_its_layers_with_windows(tmp_path):
+    edit = lambda writer: writer.add_sliding_window_pattern([False, True] * 3 + [False])  # noqa: E731
+    file, _ = write(tmp_path, "gemma3", edit=edit, **GEMMA3)
+    assert open_source(file).config().windows == (None, 7, None, 7, None, 7, None)
+
+
+def test_a_file_may_name_the_base_of_layers_with_windows(tmp_path):
+    edit = lambda writer: writer.add_rope_freq_base_swa(30_000.0)  # noqa: E731
+    config = open_source(write(tmp_path, "gemma3", edit=edit, **GEMMA3).file).config()
+    assert (config.rope_parameters.theta, config.local_rope_parameters.theta) == (1e6, 3e4)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_of_the_largest_gemmas_are_scaled_by_the_width(tmp_path, family, layers):
+    sizes = {"num_hidden_layers": layers, "hidden_size": 96, "vocab_size": 320} | TIED
+    config = open_source(write(tmp_path, family, **sizes).file).config()
+    assert config.score_scale == pytest.approx(24**-0.5)
+
+
+def test_experts_may_have_gates_and_ups_in_one_tensor(tmp_path):
+    def edit(writer):
+        [tensors] = writer.tensors
+        for i in range(2):
+            gate, up = (tensors.pop(f"blk.{i}.ffn_{part}_exps.weight") for part in ("gate", "up"))
+            both = np.concatenate([gate.tensor, up.tensor], axis=1)
+            writer.add_tensor(f"blk.{i}.ffn_gate_up_exps.weight", both, raw_dtype=gate.dtype)
+
+    file, plain = write(tmp_path, "qwen3_moe", edit=edit)
+    open_source(file).check()
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models))
+
+
+def test_old_files_of_qwen_lack_the_widths_of_experts(tmp_path):
+    def edit(writer):
+        for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+            writer.kv_data[0].pop(f"qwen2moe.{key}")
+
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+    open_source(write(tmp_path, "qwen2_moe", edit=edit, **sizes).file).check()
+
+
+def test_experts_of_quantized_types_stay_codes(tmp_path):
+    pick = lambda name: "MXFP4" if "exps" in name else "Q8_0"  # noqa: E731
+    file, plain = write(tmp_path, "gpt_oss", pick, swiglu_limit=7.0)
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models))
+    each = models[0].weights.layers[0].experts.gate_up.each[0]
+    assert isinstance(each, Codes) and each.group == 32
 
 
 def test_yarn_raises_the_context_of_a_file(tmp_path):

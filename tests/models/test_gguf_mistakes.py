@@ -1,16 +1,19 @@
 """What is wrong with a GGUF file is told in a line, before torch is imported."""
 
+import gc
 import re
 import struct
 import sys
+from pathlib import Path
 from subprocess import run
 
 import numpy as np
 import pytest
-from gguf import GGUFEndian, GGUFWriter, TokenType
+from gguf import GGUFEndian, GGUFValueType, GGUFWriter, TokenType
 
 from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
+from specserve.models.source import open_source
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_preflight import refusal
 
@@ -38,7 +41,7 @@ def put(**values):
 
 def other_architecture(writer):
     writer.kv_data[0].pop("general.architecture")
-    writer.add_string("general.architecture", "gemma3")
+    writer.add_string("general.architecture", "mamba")
 
 
 def add_factors(dtype=np.float32, size=8, value=2):
@@ -71,9 +74,20 @@ def at(place, written):
 EDITS = {  # what is wrong when it is written -> words of the complaint
     "another architecture": (
         other_architecture,
-        "GGUF files of architecture 'gemma3' are not supported",
+        "GGUF files of architecture 'mamba' are not supported",
     ),
-    "a mixture of experts": (put(expert_count=8), "llama.expert_count = 8 is not supported"),
+    "experts that are not there": (
+        put(expert_count=8, expert_used_count=2),
+        "the tensor blk.0.ffn_gate_inp.weight is missing",
+    ),
+    "more active experts than experts": (
+        put(expert_count=8, expert_used_count=9),
+        "num_experts_per_tok = 9 must be a whole number from 1 to 8",
+    ),
+    "experts of a sigmoid": (
+        put(expert_gating_func=2),
+        "llama.expert_gating_func = 2 is not supported",
+    ),
     "no layers": (put(block_count=None), "the key llama.block_count is missing"),
     "a number in words": (put(block_count="2"), "num_hidden_layers = '2' must be a whole number"),
     "a number a layer": (put(attention__head_count=[4, 4]), "= an array of 2 must be"),
@@ -116,7 +130,7 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
     "no tokenizer": (put_tokenizer(model=None), "tokenizer.ggml.model = None is not supported"),
     "an unknown split": (
         put_tokenizer(pre=("unheard-of", 8)),
-        "tokenizer.ggml.pre = 'unheard-of' is not supported, only deepseek-r1-qwen",
+        "tokenizer.ggml.pre = 'unheard-of' is not supported, only a.x-4.0",
     ),
 }
 TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
@@ -147,7 +161,7 @@ DAMAGE = {  # what is wrong with the bytes -> words of the complaint
     "2^60 keys": (at(16, struct.pack("<Q", 1 << 60)), "1152921504606846976 keys"),
     "a long key": (at(24, struct.pack("<Q", 1 << 40)), "1099511627776 bytes of text"),
     "a type to come": (of_type(999), "has the type number 999. Use another quantization"),
-    "a type of three bits": (of_type(11), "has the type Q3_K. Use another quantization"),
+    "a type of other floats": (of_type(40), "has the type NVFP4. Use another quantization"),
     "a quantized norm": (of_type(8), "only linear maps may be quantized"),
     "no dimensions": (
         lambda data: after_name(data, "output_norm.weight", 0, struct.pack("<I", 0)),
@@ -212,6 +226,47 @@ def test_what_is_wrong_with_a_tokenizer_is_reported(tmp_path, edit, complaint):
     file, _ = write(tmp_path, "llama", edit=edit)
     with pytest.raises(ConfigError, match=f"model.gguf: .*{re.escape(complaint)}"):
         load_text_files(file)
+
+
+@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer"])
+def test_a_refused_file_is_not_mapped(tmp_path, wrong):
+    edits = {"metadata": put(expert_gating_func=2), "tensors": without("blk.1.ffn_up.weight")}
+    edits["tokenizer"] = put_tokenizer(tokens=None)
+    file = write(tmp_path, "llama", edit=edits.get(wrong)).file
+    if wrong == "header":
+        file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ConfigError):
+        source = open_source(file)
+        source.check()
+        source.tokenizer()
+    del source
+    gc.collect()
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_unknown_keys_change_nothing(tmp_path):
+    def edit(writer):
+        put(quantizer__date="2026-11-27", some__array=[1, 2])(writer)
+        writer.add_string("quantize.imatrix.file", "imatrix.dat")
+
+    odd, plain = (write(tmp_path / str(e), "llama", edit=e).file for e in (edit, None))
+    open_source(odd).check()
+    assert open_source(odd).config() == open_source(plain).config()
+
+
+def test_a_chat_begins_once(tmp_path):
+    """Although the template and the tokenizer's flag both add a token at the beginning."""
+
+    def edit(writer):
+        writer.kv_data[0].pop("tokenizer.chat_template")
+        writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+        put_tokenizer(
+            add_bos_token=(True, GGUFValueType.BOOL), bos_token_id=(1, GGUFValueType.UINT32)
+        )(writer)
+
+    tokenizer = open_source(write(tmp_path, "llama", edit=edit).file).tokenizer()
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "the cat"}])
+    assert ids == tokenizer.encode("the cat") and ids.count(1) == 1
 
 
 def test_a_big_endian_file_is_reported(tmp_path):

@@ -19,15 +19,20 @@ from tokenizers import (
     trainers,
 )
 from transformers import Qwen2Tokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    convert_gguf_tokenizer,
+    get_gguf_tokenizer,
+)
 from transformers.tokenization_utils_base import generate_merges
 
 from specserve.errors import ConfigError
 from specserve.models.end_tokens import find_end_tokens
+from specserve.models.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from specserve.models.gguf.tokenizer import GgufVocabulary, TokenKind, merges_by_score, split_merge
 from specserve.models.source import open_source
 from tests.checkpoints import EOS
-from tests.models.gguf_files import put_tokenizer, write
+from tests.models.gguf_files import GEMMA3, put_tokenizer, write
 from tests.text.test_tokenizer_parity import TEXTS, check_bytes
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
@@ -209,6 +214,54 @@ def with_end(tokenizer):
         "$A <|im_end|>", "$A $B <|im_end|>", [("<|im_end|>", 3)]
     )
     return tokenizer
+
+
+@pytest.mark.parametrize("name", sorted(GGUF_PRE_TOKENIZER_SPLITS.keys() & PRE_TOKENIZERS.keys()))
+def test_texts_are_split_as_by_transformers(name):
+    assert find_pre_tokenizer(name).splits == (GGUF_PRE_TOKENIZER_SPLITS[name],)
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_every_split_keeps_all_of_a_text(name):
+    splits = [
+        pre_tokenizers.Split(Regex(split), "isolated") for split in find_pre_tokenizer(name).splits
+    ]
+    for text in TRICKY:
+        parts = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
+        assert "".join(part for part, _ in parts) == text
+
+
+def with_runs_of_spaces():
+    """As Gemma's: tokens of several spaces, scores in another order than the merges."""
+    made = json.loads(sentencepiece().to_str())
+    vocab = made["model"]["vocab"]
+    for token in ("▁▁", "▁▁▁", "▁▁▁▁"):
+        vocab.setdefault(token, len(vocab))
+    made["model"]["merges"] = []
+    return Tokenizer.from_str(json.dumps(made))
+
+
+def test_gemmas_merges_have_the_order_of_its_tokens(tmp_path):
+    def edit(writer):
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[:] = [" " * len(t) if t.strip("▁") == "" and len(t) > 1 else t for t in tokens]
+        random = Random(0)
+        put_tokenizer(
+            scores=([-random.random() for _ in tokens], GGUFValueType.ARRAY),
+            add_space_prefix=NO,
+            add_bos_token=NO,
+        )(writer)
+
+    text = with_runs_of_spaces().to_str()
+    files = {"tokenizer.json": text, "tokenizer_config.json": "{}"}
+    file = write(
+        tmp_path, "gemma3", pre=None, files=files, edit=edit, vocab_size=600, **GEMMA3
+    ).file
+    architecture, read, _ = get_gguf_tokenizer(str(file))
+    theirs, _ = convert_gguf_tokenizer(architecture, read)
+    ours = open_source(file).tokenizer()
+    for text in ["a    b  c   d▁▁e", *(text for text in TRICKY if "<" not in text)]:
+        assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 YES, NO = (True, GGUFValueType.BOOL), (False, GGUFValueType.BOOL)

@@ -68,7 +68,7 @@ def test_maps_have_the_values_of_transformers(folders):
     assert len(modules) == 2 * 6 * 3
     for module in modules:
         got, want = coded.weight(module), plain.weight(module)
-        assert (got.bits, got.group) == (8, 32)
+        assert (got.bits, got.group) == (4, 32)
         assert torch.equal(got.widen(torch.float32), want), module
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
 from specserve_kernels import cpu
-from tests.checkpoints import FAMILIES, tiny_checkpoint
+from tests.checkpoints import FAMILIES, MULTIMODAL, oracle, tiny_checkpoint
 from tests.models.formats import change_config
 from tests.models.forward import (
     builds,
@@ -102,6 +102,36 @@ CASES = {  # family, what departs from its tiny checkpoint
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": [SLIDING, FULL]}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5, biases": ("ernie4_5", {"use_bias": True}),
+    "hunyuan": ("hunyuan", {}),
+    "hunyuan, a larger theta": (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ministral3": ("ministral3", {}),
+    "cohere": ("cohere", {}),
+    "command_r_plus": ("command_r_plus", {"attention_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, biases": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "nemotron": ("nemotron", {}),
+    "nemotron, biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "apertus": ("apertus", {}),
+    "granite_moe": ("granite_moe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, weights that are not normalized": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+    ),
+    "ernie4_5_moe without shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    "ernie4_5_moe, every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}),
     "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
     "granite": ("granite", {"attention_bias": True}),
     "glm4": ("glm4", {}),
@@ -130,7 +160,9 @@ CASES = {  # family, what departs from its tiny checkpoint
         {"rope_parameters": LLAMA_LONGROPE | {"original_max_position_embeddings": 16}},
     ),
     "rope in the old style": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "qwen3_vl, tied": ("qwen3_vl", {"tie_word_embeddings": True}),
 }
+CASES |= {name: (name, {}) for name in MULTIMODAL}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
@@ -138,10 +170,8 @@ def case(request, tmp_path_factory):
     """A checkpoint, a prompt, and transformers' logits and residuals at each of its tokens."""
     family, overrides = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    ids = prompt(model.config.vocab_size, 37)
+    model = oracle(folder, attn_implementation="eager")
+    ids = prompt(model.config.get_text_config().vocab_size, 37)
     with torch.inference_mode():
         found = model(ids[None], output_hidden_states=True)
         return folder, ids, found.logits[0], [h[0] for h in found.hidden_states]
@@ -192,21 +222,28 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
 
 def ops_of(config):
     """The C++ ops of a forward that returns the inputs of all layers."""
-    family, norms = config.family, config.family.norms
+    norms, style = config.family.norms, config.mixture and config.mixture.style
 
     def when(condition, *names):
         return names if condition else ()
 
     attention = [
         *("copy", *when(norms.before_attention, "norm"), "linear"),
-        *when(family.qk_norm == "width", "norm", "norm"),
+        *when(config.qk_norm == "width", "norm", "norm"),
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
         *when(norms.before_mlp, "norm"),
     ]
     has_shared = config.mixture is not None and config.mixture.shared_width
-    shared = when(has_shared, "linear", "linear", "linear", "add_gated")
+    shared = when(has_shared, "linear", "linear")
+    shared += when(has_shared and style.has_shared_gate, "linear", "add_gated")
+    is_ungated = config.family.ungated is not None
     maps = {
-        False: ("linear", "linear", *when(norms.after_mlp, "norm")),
+        False: (
+            "linear",
+            *when(is_ungated, "elementwise"),
+            "linear",
+            *when(norms.after_mlp, "norm"),
+        ),
         True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
     }
     layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
@@ -226,13 +263,15 @@ def test_a_recorded_forward_over_kv_of_8_bits_does_too(case, dtype, kv_dtype):
     assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL])
 @pytest.mark.parametrize("ops", builds(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     # Milder weights than the other tests': these logits should not hang on a rounding.
-    fields = FAMILIES[family]
-    num_experts = fields.get("num_experts") or fields.get("num_local_experts")
-    sizes = {"num_experts_per_tok": num_experts} if num_experts else {}  # nor which they are
+    fields = FAMILIES[family] if family in FAMILIES else MULTIMODAL[family][2]
+    experts = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
+    num_experts = next((fields[name] for name in experts if name in fields), None)
+    active = "moe_k" if "moe_k" in fields else "num_experts_per_tok"
+    sizes = {active: num_experts} if num_experts else {}  # nor which they are
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))

@@ -83,7 +83,7 @@ REFUSED = {  # changes of olmo's config.json, words of the complaint
         {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
         "images or sound",
     ),
-    "images under a decoder's name": ({"vision_config": {}}, "vision_config: only text models"),
+    "images under a decoder's name": ({"vision_config": {}}, "vision_config: in transf"),
     "linear attention": ({"layer_types": ["linear_attention"] * 2}, "'linear_attention' is not"),
     "mamba": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},

@@ -4,11 +4,15 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specserve import LLM
+from specserve.models.gguf.source import GgufFile
 from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -74,8 +78,8 @@ def exact(load):
 
 @pytest.fixture(scope="session")
 def gemma(models):
-    """Gemma without draft tokens, of the dtype of its folder: bf16."""
-    with LLM(models.gemma_folder, drafter="none", set=SETTINGS, progress=False) as llm:
+    """Gemma without draft tokens."""
+    with LLM(models.gemma, drafter="none", set=SETTINGS, progress=False) as llm:
         yield llm
 
 
@@ -86,7 +90,23 @@ def smollm2_of_transformers(models):
 
 @pytest.fixture(scope="session")
 def gemma_of_transformers(models):
-    return of_transformers(models.gemma_folder)
+    """With the file's values in fp32: its folder has rounded ones, and transformers takes half a
+    minute to read the file.
+    """
+    config = AutoConfig.from_pretrained(models.gemma_folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    file, parameters = GgufFile(models.gemma), dict(model.named_parameters())
+    for name, place in file.places().items():
+        values = values_of(file.header.tensors[place.name])
+        # Norms of a file include the 1 that Gemma's modules add.
+        parameters[name].data = values - 1 if name.endswith("norm.weight") else values
+    return model
+
+
+def values_of(entry):
+    octets = np.fromfile(entry.file, np.uint8, entry.size, offset=entry.offset)
+    rows = octets.reshape(*entry.shape[:-1], -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[entry.type.name]))
 
 
 def of_transformers(folder):

@@ -14,7 +14,7 @@ WINDOW, WINDOWS = 256, {"smollm2": 4, "gemma": 2}
 NEW = 32
 
 
-@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["smollm2", "gemma"])
 def name(request):
     return request.param
 
@@ -43,7 +43,7 @@ def in_fp32(name, request, models):
         yield request.getfixturevalue("exact")
         return
     given = {"drafter": "none", "dtype": "float32", "set": SETTINGS}
-    with LLM(models.gemma_folder, progress=False, **given) as llm:
+    with LLM(models.gemma, progress=False, **given) as llm:
         yield llm
 
 

@@ -1,13 +1,14 @@
-"""A drafter never changes the text of SmolLM2, at T = 0 and above."""
+"""A drafter never changes the text of SmolLM2 and Gemma, at T = 0 and above."""
 
 import pytest
 
-from specserve import SamplingParams, StructuredOutputsParams
+from specserve import LLM, SamplingParams, StructuredOutputsParams
 from specserve.models.decoder_config import load_config
 from specserve_bench.figures.real import QUESTIONS
 from specserve_drafters.base import AUTO_SOURCES
 from tests.engine.engines import let_all_guess
 from tests.models.eagle_heads import LLAMA, write_head
+from tests.real.conftest import SETTINGS
 
 SCHEMA = {
     "type": "object",
@@ -131,3 +132,15 @@ def test_auto_with_its_usual_sources_does_not_change_the_text(load, requests, wa
     llm = load("auto")
     assert said(outputs(llm, requests, temperature, 24)) == said(wanted(temperature, 24))
     llm.close()
+
+
+@pytest.mark.parametrize("temperature", [HOT, pytest.param(0, marks=SLOW)])
+def test_drafting_does_not_change_the_text_of_gemma(models, gemma, problems, temperature):
+    prompts = [problems[4]["prompt"], "ha ha ho " * 12]
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=24)
+    settings = SETTINGS | {"speculation.max_nodes": 8}
+    given = {"drafter": "ngram", "set": settings, "weights": gemma.weights}
+    with LLM(models.gemma, progress=False, **given) as llm:
+        got = llm.generate(prompts, params)
+        assert llm.engine.stats.num_drafted > 0
+    assert said([got]) == said([gemma.generate(prompts, params)])

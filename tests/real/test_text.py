@@ -55,7 +55,7 @@ def name(request):
 def files(models):
     """Our text files by model, and transformers' tokenizers."""
     folders = {"smollm2": models.smollm2_folder, "gemma": models.gemma_folder}
-    ours = {"smollm2": models.smollm2, "gemma": models.gemma_folder}
+    ours = {"smollm2": models.smollm2, "gemma": models.gemma}
     return {
         name: (load_text_files(ours[name]).tokenizer, AutoTokenizer.from_pretrained(folders[name]))
         for name in folders

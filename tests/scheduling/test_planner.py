@@ -12,6 +12,7 @@ from specserve.speculation.costs import Step, StepCosts
 from specserve.speculation.draft_depth import DraftDepthPolicy
 from specserve.speculation.planner import ExplorationSchedule, Planner, choose, tokens_behind
 from specserve_drafters import ROOT
+from specserve_drafters.native import NativeCalibration
 from specserve_drafters.trie import Calibration, RequestCandidates, Trie
 from tests.drafters.paths import path_value
 
@@ -50,6 +51,10 @@ def plan_of(tries, costs, limit=16, most=64, **step):
     return choose([RequestCandidates(trie, limit) for trie in tries], Step(**step), costs, most)
 
 
+def nodes_of(plan, requests=1):
+    return plan.found.by_request(plan.size, requests)
+
+
 @st.composite
 def tries(draw, most=4):
     found = []
@@ -75,8 +80,8 @@ def buckets(draw):
 def test_a_plan_keeps_its_limits_and_has_no_child_without_its_parent(tries, costs, limit, most):
     tries = [trie_of(draft_tokens) for draft_tokens in tries]
     plan = plan_of(tries, costs, limit, most)
-    assert plan.rows - len(tries) == sum(map(len, plan.nodes)) <= most
-    for trie, nodes in zip(tries, plan.nodes, strict=True):
+    assert plan.rows - len(tries) == sum(map(len, nodes_of(plan, len(tries)))) <= most
+    for trie, nodes in zip(tries, nodes_of(plan, len(tries)), strict=True):
         assert len(nodes) <= limit and len(set(nodes)) == len(nodes)
         assert all(trie.parents[node] in (ROOT, *nodes[:i]) for i, node in enumerate(nodes))
 
@@ -88,7 +93,8 @@ def test_no_plan_is_expected_to_be_slower_than_no_guess(tries, costs, spent, pro
     plan = plan_of(tries, costs, spent=spent, rows=rows, prompt_rows=prompts)
     none = plan_of(tries, costs, most=0, spent=spent, rows=rows, prompt_rows=prompts)
     assert plan.rate >= none.rate * (1 - 1e-9)
-    expected = sum(path_value(trie, n) for t, trie in enumerate(tries) for n in plan.nodes[t])
+    nodes = nodes_of(plan, len(tries))
+    expected = sum(path_value(trie, n) for t, trie in enumerate(tries) for n in nodes[t])
     assert plan.tokens == pytest.approx(len(tries) + expected)
     step = Step(rows, 0, len(tries), len(tries), prompts)
     assert plan.seconds == pytest.approx(spent + costs.of(step, plan.rows - rows))
@@ -110,7 +116,7 @@ def test_no_other_number_of_the_likeliest_draft_tokens_has_a_higher_rate(tries, 
 @given(tries(), buckets(), st.data())
 def test_a_draft_that_gets_likelier_is_not_dropped(tries, costs, data):
     before = plan_of([trie_of(draft_tokens) for draft_tokens in tries], costs)
-    chosen = [(i, node) for i, nodes in enumerate(before.nodes) for node in nodes]
+    chosen = [(i, node) for i, own in enumerate(nodes_of(before, len(tries))) for node in own]
     if not chosen:
         return
     i, node = data.draw(st.sampled_from(chosen))
@@ -119,15 +125,60 @@ def test_a_draft_that_gets_likelier_is_not_dropped(tries, costs, data):
     after = plan_of([trie_of(draft_tokens) for draft_tokens in tries], costs)
     assert after.rate >= before.rate * (1 - 1e-9)
     if after.rate > before.rate * (1 + 1e-9):  # of equal rates either plan will do
-        assert node in after.nodes[i]
+        assert node in nodes_of(after, len(tries))[i]
+
+
+@given(tries(), st.data())
+def test_plans_of_tries_in_cpp_are_the_same_as_in_python(candidates, data):
+    """Costs may be unknown, prompts may be in the step, and requests may have targets."""
+    costs, number = StepCosts(200, 1e-6), st.integers(0, 100)
+    for _ in range(data.draw(st.integers(0, 12))):
+        rows, context = data.draw(st.integers(1, 100)), data.draw(st.integers(0, 5000))
+        seconds = data.draw(st.floats(1e-3, 0.1))
+        for _ in range(data.draw(st.integers(1, KNOWN))):
+            costs.observe(rows, context, min(rows, 4), seconds)
+    roots, prompts = len(candidates), data.draw(st.sampled_from([0, 0, 5, 90]))
+    context, more = data.draw(number), data.draw(number)
+    step = Step(
+        roots + prompts,
+        context + more,
+        roots + (prompts > 0),
+        roots,
+        prompts,
+        context + prompts * more,
+        context,
+        data.draw(st.sampled_from([0.0, 0.01])),
+        data.draw(st.sampled_from([float("inf"), 0.02])),
+        data.draw(st.floats(0.5, 1.25)),
+    )
+    limit, behind, most = (
+        data.draw(st.integers(0, 8)),
+        data.draw(st.floats(0, 2)),
+        data.draw(number),
+    )
+    found = []
+    for calibration in (Calibration(), NativeCalibration()):
+        asks = []
+        for id, draft_tokens in enumerate(candidates):
+            trie = calibration.trie(id)
+            for token, (parent, p) in enumerate(draft_tokens):
+                trie.add(parent, token, p, "ab"[token % 2])
+            asks.append(RequestCandidates(trie, limit, 5, behind * (id % 2)))
+        each = []
+        for tried in (False, True):
+            plan = choose(asks, step, costs, most, lambda rows, tried=tried: tried)
+            numbers = plan.size, plan.rows, plan.tokens, plan.seconds, plan.rival
+            each.append((*plan.found, *numbers, *plan.cut(asks)))
+        found.append(each)
+    assert found[0] == found[1]
 
 
 def test_where_rows_are_free_all_draft_tokens_are_taken():
-    assert plan_of([chain(0.1, 0.1), chain(0.9)], FREE).nodes == [[1, 2], [1]]
+    assert nodes_of(plan_of([chain(0.1, 0.1), chain(0.9)], FREE), 2) == [[1, 2], [1]]
 
 
 def test_where_a_row_costs_what_a_root_does_no_draft_is_taken():
-    assert plan_of([chain(0.95, 0.95)], LINEAR).nodes == [[]]
+    assert nodes_of(plan_of([chain(0.95, 0.95)], LINEAR)) == [[]]
 
 
 def test_rows_up_to_the_edge_are_filled():
@@ -137,7 +188,7 @@ def test_rows_up_to_the_edge_are_filled():
 
 def test_the_likeliest_draft_tokens_of_all_requests_are_taken():
     plan = plan_of([chain(0.9, 0.9, 0.9, 0.9), chain(0.2, 0.2), chain(0.5)], TILES)
-    assert plan.nodes == [[1, 2, 3, 4], [], [1]]
+    assert nodes_of(plan, 3) == [[1, 2, 3, 4], [], [1]]
 
 
 def test_a_step_that_took_long_to_draft_verifies_more():
@@ -156,7 +207,7 @@ def test_a_target_that_no_step_can_keep_forbids_no_guess():
     """It would forbid them for all requests of the step; and only guesses can meet it."""
     draft_tokens, quiet = [chain(*[0.95] * 15)], TILES.seconds(1, 0, 1)
     free = plan_of(draft_tokens, TILES)
-    assert plan_of(draft_tokens, TILES, allowed=0.5 * quiet).nodes == free.nodes
+    assert nodes_of(plan_of(draft_tokens, TILES, allowed=0.5 * quiet)) == nodes_of(free)
     beside = {"rows": 33, "prompt_rows": 32}
     assert plan_of(draft_tokens, TILES, allowed=0.9 * quiet, **beside).rows > 33
     assert plan_of(draft_tokens, TILES, allowed=1.1 * quiet, **beside).rows == 33

@@ -15,7 +15,8 @@ from specserve.exchange.messages import Ready, StepOutput, TokenLogprobs
 from specserve.exchange.sleep import AWAKE
 from specserve.server.completion import ServedModel, Service
 from specserve.server.listen import listen
-from specserve.server.serve import Server, formats_of
+from specserve.server.serve import Server
+from specserve.text.answer.formats import formats_of
 from specserve.text.chat_template import ChatTemplate
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.compiled import GrammarError, compile_grammar, vocabulary_of
@@ -115,9 +116,10 @@ class ScriptedServer(ServerProcess):
         defaults = GenerationDefaults(eos_token_ids=(self.tokenizer.get_vocab()[EOS],))
         files = TextFiles(self.tokenizer, defaults)
         service.prompts.start_templates(self.tokenizer.chat_template)
-        formats = formats_of(self.config.server, self.tokenizer)
+        asked = self.config.server
+        formats = formats_of(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
         served = ServedModel(service.name, "fp", "none", 0, [], "fp32", formats=formats)
-        service.open(make_input_processor(files, size, MAX_LEN), served, ready)
+        service.open(make_input_processor(files, size, MAX_LEN, (), formats), served, ready)
         service.prompts.grammars = Grammars(self.tokenizer, size)
         server = Server(service)
         with listen(self.config.server) as listener:

@@ -8,8 +8,9 @@ import pytest
 
 from specserve.server.body import drop_ignored
 from specserve.server.chat import ChatBody, fit_to_template
+from specserve.server.messages import MessagesBody, OutputConfig, Thinking
 from specserve.server.responses import ReasoningOptions, ResponsesBody
-from specserve.server.tools import NO_TOOLS, ToolsAsked
+from specserve.text.answer.formats import Formats
 from specserve.text.chat_template import ChatTemplate
 
 READS = "{{ reasoning_effort }}{{ messages[0].content }}"
@@ -45,7 +46,7 @@ def test_what_belongs_to_a_call_or_a_schema_stays():
     assert (drop_ignored(body), json.dumps(body)) == ((), before)
 
 
-def effort(source, body, tools=NO_TOOLS):
+def effort(source, body, **formats):
     """The body as the template gets it."""
 
     async def in_thread(do, *args):
@@ -54,8 +55,8 @@ def effort(source, body, tools=NO_TOOLS):
     template = None if source is None else ChatTemplate(source, {})
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     prompts = SimpleNamespace(processor=processor, in_thread=in_thread)
-    service = SimpleNamespace(prompts=prompts)
-    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs, tools))
+    service = SimpleNamespace(prompts=prompts, served=SimpleNamespace(formats=Formats(**formats)))
+    return asyncio.run(fit_to_template(service, body, body.chat_template_kwargs))
 
 
 @pytest.mark.parametrize("value", ["none", "low", "max"])
@@ -72,18 +73,47 @@ def test_an_effort_that_a_template_does_not_read_is_reported(source):
     assert (body.chat_template_kwargs, body.read_past) == (None, ("id", "reasoning_effort"))
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("source", ["{{ messages }}", "{% for tools in [1] %}{% endfor %}"])
-def test_tools_that_a_template_does_not_show_are_reported(source, choice):
-    tools = ToolsAsked(({"type": "function", "function": {"name": "f"}},), choice=choice)
-    assert effort(source, ChatBody(), tools).read_past == ("tools",)
-    assert effort(source, ResponsesBody(), tools).read_past == ("tools",)
-    assert effort(source, ChatBody()).read_past == ()
-    for reads in ("{{ tools }}", "{% if not tools is defined %}{% set tools = 0 %}{% endif %}"):
-        assert effort(reads, ChatBody(), tools).read_past == ()
-
-
 def test_the_effort_of_a_templates_own_values_wins_and_the_other_is_reported():
     own = {"reasoning_effort": "high", "mood": 1}
     body = effort(READS, ChatBody(reasoning_effort="low", chat_template_kwargs=own))
     assert (body.chat_template_kwargs, body.read_past) == (own, ("reasoning_effort",))
+
+
+SWITCH = "{{ enable_thinking }}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(("value", "thinks"), [("none", False), ("low", True), ("max", True)])
+def test_an_effort_turns_reasoning_on_or_off_if_the_template_can(value, thinks):
+    body = effort(SWITCH, ChatBody(reasoning_effort=value))
+    assert (body.chat_template_kwargs, body.read_past) == ({"enable_thinking": thinks}, ())
+    kept = ChatBody(reasoning_effort=value, chat_template_kwargs={"enable_thinking": True})
+    assert effort(SWITCH, kept).chat_template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "thinks"), [("enabled", True), ("adaptive", True), ("disabled", False)]
+)
+def test_thinking_of_messages_turns_reasoning_on_or_off(given, thinks):
+    thinking = Thinking(type=given, budget_tokens=9 if given == "enabled" else None)
+    body = MessagesBody(thinking=thinking, output_config=OutputConfig(effort="high"))
+    told = effort(SWITCH + READS, body).chat_template_kwargs
+    assert told == {"enable_thinking": thinks, "reasoning_effort": "high"}
+    assert effort(SWITCH, MessagesBody()).chat_template_kwargs is None
+
+
+@pytest.mark.parametrize(
+    ("value", "level"), [("minimal", "low"), ("medium", "medium"), ("max", "high")]
+)
+def test_a_model_of_channels_gets_an_effort_that_it_has(value, level):
+    body = effort(READS, ChatBody(reasoning_effort=value), family="harmony")
+    assert body.chat_template_kwargs == {"reasoning_effort": level}
+
+
+def test_a_budget_of_a_model_that_does_not_reason_is_reported():
+    for body, field in (
+        (ChatBody(thinking_token_budget=5), "thinking_token_budget"),
+        (MessagesBody(thinking_token_budget=5), "thinking.budget_tokens"),
+    ):
+        told = effort(None, body)
+        assert (told.thinking_token_budget, told.read_past) == (None, (field,))
+        assert effort(None, body, reasoning="think") == body

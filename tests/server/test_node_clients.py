@@ -72,6 +72,16 @@ def test_a_response_is_that_of_a_plain_request_streamed_and_whole(server, heard)
     )
 
 
+def test_anthropics_client_reads_messages(server, heard):
+    answer = server.post("/v1/messages", ASKED).body
+    text = "".join(block["text"] for block in answer["content"])
+    told, tokens = heard["anthropic"], answer["usage"]["output_tokens"]
+    expected = {"text": text, "reason": answer["stop_reason"], "tokens": tokens}
+    assert told["streamed"] == told["whole"] == expected
+    assert all(name == "weather" and given["city"] for name, given in told["calls"])
+    assert (told["wrong"]["status"], told["nobody"]["status"]) == (400, 404)
+
+
 def test_the_sdk_reads_responses_too(server, heard):
     limit = {"max_output_tokens": ASKED["max_tokens"], "temperature": 0}
     answer = server.post("/v1/responses", limit | {"input": ASKED["messages"]}).body

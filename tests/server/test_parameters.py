@@ -463,7 +463,6 @@ def test_a_seed_of_minus_one_is_drawn(server):
         ("top_logprobs", 3),
         ("functions", []),
         ("function_call", "none"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("reasoning_effort", "enormous"),
         ("suffix", "x"),
@@ -480,6 +479,12 @@ def test_a_field_that_would_have_to_do_something_is_refused_by_name(server, fiel
         answer = server.post(path, body | {field: value})
         assert (answer.status, answer.body["error"]["param"]) == (400, field)
         assert field in answer.body["error"]["message"]
+
+
+def test_completions_have_no_tools(server):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = server.post(COMPLETIONS, completion_body(tools=tools))
+    assert (answer.status, answer.body["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ HERE = "http://127.0.0.1:8000"
 @pytest.mark.parametrize("line", CURLS)
 def test_every_curl_line_streams_an_answer(server, line):
     said = subprocess.check_output(shlex.split(line.replace(HERE, server.url) + " -s"), text=True)
-    assert said.endswith("data: [DONE]\n\n") and '"error"' not in said
+    ends = "data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'
+    assert said.endswith(ends) and '"error"' not in said
 
 
 def test_the_line_that_the_server_prints_works(server):

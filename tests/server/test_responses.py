@@ -170,7 +170,7 @@ def test_an_answer_can_be_sent_back_as_input(client, server):
 
 def test_a_call_is_that_of_the_chat_with_the_same_tools(server):
     tool = {"type": "function", "function": WEATHER | {"strict": True}}
-    same = {"seed": 4, "temperature": 0.7, "ignore_eos": False}
+    same = {"seed": 4, "temperature": 0.7, "ignore_eos": False, "parallel_tool_calls": False}
     asked = {"tools": [tool], "tool_choice": "required", "max_tokens": 200} | same
     [choice] = server.post(CHAT, chat_body(**asked)).body["choices"]
     response = server.post(RESPONSES, body_of(**CALLING | same)).body
@@ -181,7 +181,7 @@ def test_a_call_is_that_of_the_chat_with_the_same_tools(server):
     assert json.loads(expected[0]["arguments"])["city"] in ("Rome", "Paris")
     assert choice["finish_reason"] == "tool_calls"
     assert response["status"] == "completed" and response["tools"] == [TOOL]
-    assert (response["tool_choice"], response["parallel_tool_calls"]) == ("required", True)
+    assert (response["tool_choice"], response["parallel_tool_calls"]) == ("required", False)
 
 
 def test_a_client_streams_a_call_and_sends_its_result(client):

@@ -430,13 +430,68 @@ def test_a_models_own_response_template():
         assert whole["message"]["content"].startswith("Let me see.\n<tool_call>")
 
 
-def test_a_model_that_is_not_known_to_call(unknown):
-    refused = unknown.post(CHAT, ASK)
-    assert refused.status == 400 and "server.tool_parser" in refused.body["error"]["message"]
-    assert refused.body["error"]["param"] == "tools"
-    with unknown.saying(CALL):
-        [whole] = unknown.post(CHAT, ASK | {"tool_choice": "required"}).body["choices"]
-    assert as_reported(whole)[0]["calls"] == [["now", '{"a": 1}']]
+def test_a_model_that_is_not_known_to_call_gets_a_prompt_and_a_grammar(unknown):
+    """The grammar allows any text, and only right calls."""
+    for choice, words in (("auto", "Well. "), ("required", "")):
+        with unknown.saying(words + CALL):
+            [whole] = unknown.post(CHAT, ASK | {"tool_choice": choice}).body["choices"]
+        told, reason = as_reported(whole)
+        assert (told["calls"], reason) == ([["now", '{"a": 1}']], "tool_calls")
+        assert told["content"] == words.strip()
+        prompt = unknown.tokenizer.decode(unknown.last.prompt)
+        assert "You can call these functions" in prompt
+        assert json.dumps(TOOLS[0]["function"]) in prompt
+        grammar = unknown.last.sampling.grammar
+        assert "get_weather" in grammar and ("triggered" in grammar) == (choice == "auto")
+    assert unknown.post("/tokenize", {k: ASK[k] for k in ASK}).body["tokens"] == [
+        *unknown.last.prompt
+    ]
+    with unknown.saying("Hm."):
+        assert unknown.post(CHAT, ASK | {"tools": None}).status == 200
+    assert unknown.last.sampling.grammar == ""
+
+
+def test_an_operator_may_turn_tools_off():
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with scripted(with_template(backend(), source), **{"server.tool_parser": "none"}) as server:
+        refused = server.post(CHAT, ASK)
+        assert refused.status == 400 and "server.tool_parser" in refused.body["error"]["message"]
+
+
+CHANNELS = QWEN.replace("<tool_call> ", "<|channel|>analysis<|message|>")
+SPECIAL = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
+HARMONY = (
+    "<|channel|>analysis<|message|>Paris.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}"
+)
+
+
+def test_the_channels_of_gpt_oss_are_reasoning_text_and_calls():
+    with scripted(with_template(backend(SPECIAL), CHANNELS)) as server:
+        want = {"content": "Let me see.", "reasoning": "Paris."}
+        want["calls"] = [["get_weather", ARGUMENTS]]
+        for size in (1, 3, 50):
+            with server.saying(HARMONY, size):
+                choices, _ = streamed(server)
+                assert put_together(choices) == (want, "tool_calls")
+                [whole] = server.post(CHAT, ASK).body["choices"]
+            assert as_reported(whole) == (want, "tool_calls")
+        final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
+        with server.saying(f"{final}<|message|>Yes."):
+            [whole] = server.post(CHAT, {"messages": ASK["messages"]}).body["choices"]
+            assert whole["message"]["content"] == "Yes."
+            hidden = {"messages": ASK["messages"], "include_reasoning": False}
+            [whole] = server.post(CHAT, hidden).body["choices"]
+            assert "reasoning" not in whole["message"]
+        with server.saying('{"a": 1}'):  # the form leaves no room for channels
+            form = {"messages": ASK["messages"], "response_format": {"type": "json_object"}}
+            [whole] = server.post(CHAT, form).body["choices"]
+            assert whole["message"]["content"] == '{"a": 1}'
+        forced = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+        with server.saying(forced):
+            [whole] = server.post(CHAT, ASK | {"tool_choice": "required"}).body["choices"]
+            assert as_reported(whole)[0]["calls"] == [["now", "{}"]]
 
 
 def test_the_operator_may_name_the_parser():
@@ -597,7 +652,7 @@ def test_an_engine_makes_the_calls_that_are_enforced(server, seed):
 def test_a_models_card_reports_the_parsers(qwen, unknown):
     cards = [server.get("/v1/models").body["data"][0] for server in (qwen, unknown)]
     parsers = [(card["tool_parser"], card["reasoning_parser"]) for card in cards]
-    assert parsers == [("hermes", "think"), ("none", "none")]
+    assert parsers == [("hermes", "think"), ("generic", "none")]
 
 
 @pytest.mark.parametrize(

@@ -693,10 +693,8 @@ def test_plans_count_on_the_share_of_expected_tokens_that_is_kept(target):
             costs.observe(rows, 0, 1, STEP * (1 + 0.2 * (rows - 1)))
     trie = Trie(Calibration(), 1)
     trie.put(ROOT, 5, trie.calibrators["a"].weigh(0.3, 1))
-    found = [
-        choose([RequestCandidates(trie, 4)], Step(1, 0, 1, 1, kept=kept), costs, 4)
-        for kept in (1.0, 0.5)
-    ]
-    assert [len(plan.nodes[0]) for plan in found] == [1, 0]
-    p = trie.p[1]
-    assert found[0].tokens == pytest.approx(1 + p) and found[0].expected == pytest.approx([p])
+    asks = [RequestCandidates(trie, 4)]
+    found = [choose(asks, Step(1, 0, 1, 1, kept=kept), costs, 4) for kept in (1.0, 0.5)]
+    assert [plan.size for plan in found] == [1, 0]
+    [(_, expected)], p = found[0].cut(asks), trie.p[1]
+    assert found[0].tokens == pytest.approx(1 + p) and expected == pytest.approx(p)

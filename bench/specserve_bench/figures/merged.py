@@ -8,7 +8,7 @@ import numpy as np
 
 from specserve import LLM
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
-from specserve.speculation.costs import StepCosts
+from specserve.speculation.costs import StepCosts, columns_of
 from specserve.speculation.planner import AcceptanceStats, SourceAccount
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
@@ -41,6 +41,7 @@ class RowCosts(StepCosts):
         super().__init__(1)
         self.edges = [*range(1, 2 * LIMIT)]
         self.by_rows = self.least_by_rows = [base + price * rows for rows in range(2 * LIMIT)]
+        self.columns = columns_of(self)
 
     def is_known(self, rows: int) -> bool:
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from specserve.text.tokenizer import load_tokenizer
+from specserve.models.source import open_source
 from specserve_bench.bound import StepSize
 from specserve_bench.demo import held_out
 from specserve_bench.peers.protocol import Timed
@@ -37,7 +37,7 @@ class PeerFigure(NamedTuple):
 
 def make_cases(folder: Path, sizes: "PeerSizes") -> dict[str, PeerCase]:
     """By name. No two prompts of a case begin alike, so that no engine finds a prefix again."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_source(folder).tokenizer()
     text = [t for file in held_out.source_files().values() for t in tokenizer.encode(file)]
     short = cut(text, NUM_PROMPT, sizes.batch)
     return {

@@ -13,11 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.folder import resolve
+from specserve.models.folder import is_gguf, resolve
+from specserve.models.gguf.header import Header, read_header
+from specserve.models.gguf.names import EMBEDDING, HEAD
+from specserve.models.source import open_source
 from specserve_bench import arguments, suite
 from specserve_bench.arguments import at_least_1, integer
-from specserve_bench.bound import Bound, Cost, cost
+from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits, Series
@@ -35,7 +37,12 @@ DESCRIPTION = (
     "Measure specserve and the engines whose Pythons are named, on one checkpoint. With llama.cpp "
     "and vLLM it takes about 40 minutes on two cores."
 )
-ENGINES = {"llama": "llama-cpp-python", "vllm": "vLLM for CPU", "transformers": "transformers"}
+ENGINES = {
+    "llama": "llama-cpp-python",
+    "ik": "ik-llama-cpp-python",
+    "vllm": "vLLM for CPU",
+    "transformers": "transformers",
+}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -43,6 +50,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--model",
         metavar="FOLDER",
         help="Llama or Qwen as 16-bit safetensors; default: the demo models at 0.6B compute",
+    )
+    p.add_argument(
+        "--gguf",
+        metavar="FILE",
+        help="GGUF file instead of a model, measured without drafting on specserve, llama.cpp and "
+        "ik_llama.cpp",
     )
     p.add_argument(
         "--draft",
@@ -82,6 +95,11 @@ def peers(args: argparse.Namespace) -> int:
     """The exit code is 1 where every engine failed."""
     if args.draft and args.model is None:
         raise ConfigError("--draft: needs its target model. Add --model.")
+    if args.ik and not args.gguf:
+        raise ConfigError("--ik: only --gguf is measured on ik_llama.cpp. Add it.")
+    others = "model", "quantize", "vllm", "transformers"
+    if args.gguf and (refused := [f"--{name}" for name in others if getattr(args, name)]):
+        raise ConfigError(f"--gguf excludes {', '.join(refused)}. Remove one of them.")
     systems = chosen_systems(args)
     with exits_on_sigterm(), TemporaryDirectory(prefix="specserve-peers-") as folder:
         scratch = Path(folder)
@@ -108,7 +126,7 @@ def exits_on_sigterm() -> Iterator[None]:
 
 
 def chosen_systems(args: argparse.Namespace) -> list[System]:
-    if args.llama is not None and find_spec("gguf") is None:
+    if args.llama is not None and args.gguf is None and find_spec("gguf") is None:
         raise ConfigError(
             "--llama: this environment lacks gguf. Run pip install 'specserve[bench]'."
         )
@@ -124,6 +142,11 @@ def chosen_systems(args: argparse.Namespace) -> list[System]:
 
 
 def chosen_models(args: argparse.Namespace, scratch: Path) -> ComparedModels:
+    if args.gguf is not None:
+        file = resolve(args.gguf).resolve()
+        if not is_gguf(file):
+            raise ConfigError(f"--gguf: {args.gguf} is not a GGUF file. Use --model.")
+        return ComparedModels(file.name, file, [])
     if args.model is None:
         return scaled_pair(scratch)
     # Absolute, as engines run in folders of their own.
@@ -138,8 +161,12 @@ def compare(
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
     comparison = Comparison(systems, models.target, scratch, limits, print_on_stderr, Bound().rates)
-    folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
-    series = comparison.run(make_cases(models.target, sizes), folders)
+    cases = make_cases(models.target, sizes)
+    if args.gguf is not None:
+        series = [Series(comparison.run_plain(cases))]
+    else:
+        folders: list[Path | None] = [draft.folder for draft in models.drafts] or [None]
+        series = comparison.run(cases, folders)
     machine = suite.machine(args.command)
     return {"machine": machine} | described(models, args.quantize, sizes, comparison, series)
 
@@ -175,6 +202,20 @@ def described(
 
 
 def step_costs(target: Path, sizes: PeerSizes, quantize: str | None) -> dict[str, Cost]:
-    config = decoder_config.load_config(target)
+    config = open_source(target).config()
     steps = {figure.name: bound_size(figure.name, sizes) for figure in FIGURES}
-    return {name: cost(config, size, quantize) for name, size in steps.items() if size is not None}
+    sizes_of = {name: size for name, size in steps.items() if size is not None}
+    costs = {name: cost(config, size, quantize) for name, size in sizes_of.items()}
+    if not is_gguf(target):
+        return costs
+    weights = stored_bytes(read_header(target))
+    kv = {name: sum(size.contexts) * kv_token_bytes(config) for name, size in sizes_of.items()}
+    return {name: each._replace(num_bytes=weights + kv[name]) for name, each in costs.items()}
+
+
+def stored_bytes(header: Header) -> int:
+    """Bytes of all weights that a step reads; of an embedding that is no head, it reads rows."""
+    tensors = dict(header.tensors)
+    if HEAD in tensors:
+        del tensors[EMBEDDING]
+    return sum(tensor.size for tensor in tensors.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import load_config
+from specserve.models.source import open_source
 from specserve_bench.bound import Rates, kv_token_bytes
 from specserve_bench.peers.cases import PeerCase, tpot_ms, ttft_ms
 from specserve_bench.peers.gguf_file import write_gguf
@@ -179,6 +179,8 @@ class Comparison:
         self.tell, self.gauge = tell, gauge
         self.sweep = Sweep(self.start, tell)
         self.versions: dict[str, str] = {}
+        self.decoding: dict[System, Pick] = {}  # best settings for output tokens, and for prompts
+        self.prompts: dict[System, Pick] = {}
 
     @contextmanager
     def start(
@@ -192,21 +194,30 @@ class Comparison:
             self.versions[system.name] = peer.version
             yield peer
 
-    def run(self, cases: Mapping[str, PeerCase], drafts: Sequence[Path | None]) -> list[Series]:
-        """Without drafting, then n-gram lookup, then each draft model, and `auto` with each."""
-        plain = cases["plain"]
-        threads = {system: thread_choices(system, self.limits.cores) for system in self.systems}
+    def run_plain(self, cases: Mapping[str, PeerCase]) -> MeasuredGroup:
+        """One request at a time without drafting."""
+        plain, threads = (
+            cases["plain"],
+            {s: thread_choices(s, self.limits.cores) for s in self.systems},
+        )
         decoding, prompts = (
             {s: self.sweep.pick(s, choices, plain, figure) for s, choices in threads.items()}
             for figure in ("tpot_ms", "ttft_ms")
         )
-        together = [
-            *(Lane(s, plain, decoding[s]) for s in self.systems),
-            *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
-        ]
-        batch = [Lane(s, cases["batch"], prompts[s]) for s in self.systems]
-        series = [Series(self.measure(lanes)) for lanes in (together, batch)]
-        case = cases["drafting"]
+        self.decoding, self.prompts = decoding, prompts
+        return self.measure(
+            [
+                *(Lane(s, plain, decoding[s]) for s in self.systems),
+                *(Lane(s, cases["prompt"], prompts[s]) for s in self.systems),
+            ]
+        )
+
+    def run(self, cases: Mapping[str, PeerCase], drafts: Sequence[Path | None]) -> list[Series]:
+        """Without drafting, then n-gram lookup, then each draft model, and `auto` with each."""
+        series = [Series(self.run_plain(cases))]
+        batch = [Lane(s, cases["batch"], self.prompts[s]) for s in self.systems]
+        series.append(Series(self.measure(batch)))
+        case, decoding = cases["drafting"], self.decoding
         kinds: list[tuple[str, Path | None]] = [(LOOKUP, None)]
         kinds += [(kind, draft) for draft in drafts for kind in (DRAFT, AUTO)]
         for kind, draft in kinds:
@@ -239,7 +250,7 @@ class Comparison:
         each = list(cases)
         max_requests = max(len(c.prompts) if c.is_batch else 1 for c in each)
         max_len = max(len(c.prompts[0]) + c.num_tokens for c in each)
-        bytes_a_token = sum(kv_token_bytes(load_config(folder)) for folder in folders)
+        bytes_a_token = sum(kv_token_bytes(open_source(path).config()) for path in folders)
         return Setup(
             model=self.path(system, self.model),
             max_len=max_len,
@@ -251,7 +262,7 @@ class Comparison:
         )
 
     def path(self, system: System, folder: Path) -> str:
-        if not system.needs_gguf:
+        if not system.needs_gguf or folder.is_file():
             return str(folder)
         if folder not in self.written:
             file = self.scratch / f"{len(self.written)}-{folder.name}.gguf"

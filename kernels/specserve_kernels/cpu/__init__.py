@@ -6,6 +6,7 @@ from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
+    activate,
     adapted,
     add_gated,
     all_gather,
@@ -54,6 +55,7 @@ from specserve_kernels.reference.ranks import join
 
 __all__ = [
     "BuildError",
+    "activate",
     "adapted",
     "adapter_slots",
     "add_gated",

@@ -23,7 +23,8 @@ from specserve_kernels.types import (
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
 PLAIN, ADD, FLOATS, SILU_MUL, GELU_MUL, CLAMPED_MUL = range(6)  # Epilogue in linear.h
 GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
-SCALE, SOFT_CAP = range(2)  # Curve in layers.cpp
+SCALE, SOFT_CAP, SILU, GELU, RELU2, XIELU = range(6)  # Curve in layers.cpp
+CURVES = {"silu": SILU, "gelu_tanh": GELU, "relu2": RELU2, "xielu": XIELU}
 MAX_EXPERTS = 1024  # as in experts.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
@@ -36,6 +37,7 @@ class Coding(NamedTuple):
     has_zeros: bool
     has_offsets: bool
     rounds_rows: bool = False
+    has_table: bool = False
 
 
 class Packed(NamedTuple):
@@ -89,19 +91,34 @@ def linear(
     return args
 
 
-def route(domain: int, logits: Tensor, routing: Any, normalizes: bool) -> Structure:
+def route(
+    domain: int,
+    logits: Tensor,
+    routing: Any,
+    normalizes: bool,
+    is_sigmoid: bool = False,
+    correction: Tensor | None = None,
+    factor: float = 1.0,
+) -> Structure:
     num_experts, k = logits.shape[1], routing.weights.shape[1]
     assert 1 <= k <= num_experts <= MAX_EXPERTS, f"k={k} of {num_experts} experts is out of range"
-    pointers = logits.data_ptr(), *(part.data_ptr() for part in routing)
+    is_whole = correction is None or correction.shape == (num_experts,)
+    assert is_whole and (correction is None or correction.dtype == torch.float32), (
+        "the correction is not [E] float32"
+    )
+    pointers = logits.data_ptr(), None if correction is None else correction.data_ptr()
     return native.filled(
-        "i64 is_bf16 domain ptr logits weights experts places rows begins "
-        "i64 num_experts k normalizes",
+        "i64 is_bf16 domain ptr logits correction weights experts places rows begins "
+        "i64 num_experts k normalizes is_sigmoid f32 factor",
         native.is_bf16(logits),
         domain,
         *pointers,
+        *(part.data_ptr() for part in routing),
         num_experts,
         k,
         normalizes,
+        is_sigmoid,
+        factor,
     )
 
 
@@ -165,6 +182,7 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
 def gather_codes(table: Codes, out: Tensor) -> Structure:
     parts = table.q, table.zero, table.scale, table.offset
     assert all(x is None or x.is_contiguous() for x in parts), "the table is not contiguous"
+    assert table.table is None, "an embedding has no codes with a table"
     pointers = (None if x is None else x.data_ptr() for x in parts)
     sizes = out.shape[1], table.group, table.middle
     fields = "i64 is_bf16 ptr q zero scale offset out i64 width group middle"
@@ -178,6 +196,7 @@ def norm(
     out: Tensor,
     eps: float,
     *,
+    bias: Tensor | None = None,
     is_centered: bool = False,
     adds: bool = False,
 ) -> Structure:
@@ -185,18 +204,28 @@ def norm(
     assert weight.dtype == torch.float32 and weight.is_contiguous(), "a norm's weight is float32"
     assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] == weight.shape, "a norm's shapes"
     assert x.dtype in (torch.float32, torch.bfloat16), f"no kernel computes in {x.dtype}"
-    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    assert bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape), (
+        "a norm's bias is as its weight"
+    )
+    own = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    pointers = x.data_ptr(), *own, out.data_ptr()
     sizes = len(weight), x.stride(0), out.stride(0)
     is_bf16 = x.dtype == torch.bfloat16
     fields = (
-        "i64 is_bf16 domain ptr x weight out i64 width x_stride out_stride is_centered adds f32 eps"
+        "i64 is_bf16 domain ptr x weight bias out "
+        "i64 width x_stride out_stride is_centered adds f32 eps"
     )
     return native.filled(fields, is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
 
 
-def elementwise(domain: int, x: Tensor, curve: int, number: float) -> Structure:
-    fields = "i64 is_bf16 domain ptr x i64 width curve f32 number"
-    return native.filled(fields, native.is_bf16(x), domain, x.data_ptr(), x.shape[1], curve, number)
+def elementwise(
+    domain: int, x: Tensor, curve: int, first: float = 0.0, second: float = 0.0
+) -> Structure:
+    fields = "i64 is_bf16 domain ptr x i64 width curve f32 first second"
+    width = x.shape[1]
+    return native.filled(
+        fields, native.is_bf16(x), domain, x.data_ptr(), width, curve, first, second
+    )
 
 
 def connections(ranks: Ranks) -> Any:
@@ -291,13 +320,28 @@ def is_bf16(x: Tensor, kv: KVLayer) -> bool:
 def rope_write_kv(
     qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
 ) -> Structure:
-    for weight in (norm.q, norm.k) if norm else ():
-        assert weight.dtype == torch.float32, "a norm's weight is float32"
+    D, is_each = q.shape[2], norm is not None and norm.q.dim() == 2
+    for weight, heads in ((norm.q, q.shape[1]), (norm.k, kv.k.shape[2])) if norm else ():
+        assert weight.dtype == torch.float32 and weight.is_contiguous(), "a norm's weight"
+        assert weight.shape == ((heads, D) if is_each else (D,)), "a norm's shape"
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
-    pointers = qkv.data_ptr(), *norms, q.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr()
-    eps = norm.eps if norm else 0.0
-    fields = "ptr kv qkv q_norm k_norm q cos sin i64 num_heads f32 eps i64 is_bf16"
-    return native.filled(fields, addressof(layer(kv)), *pointers, q.shape[1], eps, is_bf16(qkv, kv))
+    scale = None if rotary.query_scale is None else rotary.query_scale.data_ptr()
+    tables = rotary.cos.data_ptr(), rotary.sin.data_ptr(), scale
+    return native.filled(
+        "ptr kv qkv q_norm k_norm q cos sin query_scale i64 num_heads f32 eps "
+        "i64 is_bf16 norm_stride is_centered is_last",
+        addressof(layer(kv)),
+        qkv.data_ptr(),
+        *norms,
+        q.data_ptr(),
+        *tables,
+        q.shape[1],
+        norm.eps if norm else 0.0,
+        is_bf16(qkv, kv),
+        D if is_each else 0,
+        norm is not None and norm.is_centered,
+        norm is not None and norm.is_last,
+    )
 
 
 def attention(

@@ -135,6 +135,36 @@ class Limits(Structure):
     _fields_ += [("behind", c_double)]
 
 
+class CostColumns(Structure):
+    """Estimated seconds of a model's steps. Pointers refer to arrays: of C's double by number of
+    rows, of 64-bit integers, and of bytes by edge.
+    """
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("by_rows", "least_by_rows", "edges", "known", "few")),
+        *((name, c_int64) for name in ("last_row", "num_edges", "num_few", "fine")),
+        *((name, c_double) for name in ("per_token", "per_row", "per_request", "slowdown")),
+    ]
+
+
+class StepFields(Structure):
+    """A step before its draft tokens are chosen."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "num_roots", "prompt_rows")),
+        *((name, c_double) for name in ("context", "requests", "attended", "root_context")),
+        *((name, c_double) for name in ("spent", "allowed", "kept")),
+    ]
+
+
+class SizeFields(Structure):
+    """A number of draft tokens, with the sum of their values and the step's expected seconds and
+    rate.
+    """
+
+    _fields_ = [("size", c_int64), *((name, c_double) for name in ("gain", "seconds", "rate"))]
+
+
 class TrieFunctions(NamedTuple):
     """C functions of tries and calibrations. A source is its number in its calibration."""
 
@@ -164,6 +194,9 @@ class TrieFunctions(NamedTuple):
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
     draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
     select: Callable[..., int]  # limits, n, most, least value, values, places, nodes
+    weigh: Callable[..., int]  # limits, n, most, least, step, costs, values, places, nodes, sizes
+    # limits, n, size, likely, values, places, nodes -> counts, expected, then as `draft`
+    cut: Callable[..., None]
 
 
 def trie_functions() -> TrieFunctions:
@@ -201,4 +234,6 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "sources", n, p, n, n, p),
         named(library, "draft", None, p, n, p, p, p, p, p, p),
         named(library, "select", n, p, n, n, x, p, p, p),
+        named(library, "weigh", n, p, n, n, x, *[p] * 6),
+        named(library, "cut", None, p, n, n, x, *[p] * 10),
     )

@@ -12,10 +12,12 @@ constexpr int64_t ROUTED_ALONE = 16;   // maximum rows that one thread routes
 struct Route {
   int64_t is_bf16, domain;
   const void* logits;                // [R, E]
+  const float* correction;           // [E], may be null
   float* weights;                    // [R, k]
   int32_t *experts, *places, *rows;  // [R, k]; places by pair, rows by place
   int32_t* begins;                   // [E + 1]  first place of each expert, and the end
-  int64_t num_experts, k, normalizes;
+  int64_t num_experts, k, normalizes, is_sigmoid;
+  float factor;
 };
 
 // Choose the k largest logits. Equal logits rank by lower index; NaN never replaces an earlier
@@ -41,12 +43,19 @@ template <class T> static void route_row(const Route& a, int64_t r) {
   vf top = splat(numbers[chosen[0]]), total{};
   for (int64_t e = 0; e < E; e += LANES) {
     int n = std::min<int64_t>(E - e, LANES);
-    store_up_to(numbers + e, exp(load_up_to(numbers + e, n) - top), n);
+    vf x = load_up_to(numbers + e, n);
+    store_up_to(numbers + e, a.is_sigmoid ? 1.0f / (1.0f + exp(-x)) : exp(x - top), n);
     total += load_up_to(numbers + e, n);
   }
-  float all = sum(total), some = 0;
+  float all = a.is_sigmoid ? 1.0f : sum(total), some = 0;
+  if (a.correction) {
+    float ranked[MAX_EXPERTS];
+    for (int64_t e = 0; e < E; e++) ranked[e] = numbers[e] / all + a.correction[e];
+    choose(ranked, E, k, chosen);
+  }
   for (int64_t j = 0; j < k; j++) some += weights[j] = numbers[chosen[j]] / all;
   for (int64_t j = 0; j < k && a.normalizes; j++) weights[j] /= some;
+  for (int64_t j = 0; j < k; j++) weights[j] *= a.factor;
 }
 
 static void give_places(const Route& a, int64_t R) {

@@ -11,6 +11,7 @@
 struct PackCodes {
   const uint8_t *q, *zero;  // [N, K], and [N, K / group] or null; twice as many rows if gated
   const float *scale, *offset;  // [N, K / group]; null without offsets, which exclude zeros
+  const int8_t* table;          // [16] or null; a table excludes zeros and offsets
   char* packed;
   int64_t N, K, bits, group, is_gated;
 };
@@ -30,6 +31,13 @@ static void pack_quad(const uint8_t* q, int64_t bits, int column, char* quad) {
   uint32_t word = 0;
   for (int i = 0; i < 2 * QUAD; i++) word |= uint32_t(q[i] & 15) << (i / 2 * 4 + i % 2 * 16);
   memcpy(quad + column * 4, &word, 4);
+}
+
+static void pack_table(const int8_t* from, Table* to) {
+  for (int i = 0; i < 16; i++) {
+    to->values[i] = from[i];
+    to->pairs[i] = to->pairs[i + 16] = __builtin_bit_cast(uint32_t, to->values[i]) >> 16;
+  }
 }
 
 // Whether all values of a group equal its offset in float arithmetic, for example with a scale of
@@ -86,7 +94,7 @@ template <class Path> struct CodeMultiplier {
   CodeShape shape;
   Linear a = maps.each;  // the current map
   int64_t num_blocks = shape.num_blocks(), panel_bytes = shape.panel_bytes();
-  CodeMultiplying by_codes = Path::by_codes(shape.bits, shape.has_zeros);
+  CodeMultiplying by_codes = Path::by_codes(shape.bits, shape.meaning());
   Range slab{0, 0};
   Value* rows = nullptr;  // [blocks][rows of the slab][STRIDE]
   uint32_t* words = word_memory.at_least(BLOCK_PAIRS * Path::PER_PAIR * COLUMNS);
@@ -215,7 +223,9 @@ template <class Path> struct CodeMultiplier {
             .sums = sums,
             .totals = totals,
             .begins = block.begins,
-            .ends = block.ends};
+            .ends = block.ends,
+            .table = shape.has_table ? (const Table*)((const char*)a.packed + shape.table_offset())
+                                     : nullptr};
   }
   // Return the bytes from a block to its prefetch target, perhaps in the next panel.
   int64_t ahead_of(int64_t i, int64_t p, const char* next_panel, int64_t bytes) const {
@@ -230,7 +240,8 @@ template <class Path> struct CodeMultiplier {
 
 template <class Path> static void multiply_on(const Maps& maps, Team& team) {
   const Linear& a = maps.each;
-  CodeShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0, a.is_gated()};
+  CodeShape shape{a.N,         a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0,
+                  a.has_table != 0, a.is_gated()};
   CodeMultiplier<Path>{maps, shape}.run(team);
 }
 
@@ -245,15 +256,20 @@ void multiply_codes(const Maps& maps, Team& team) {
 extern "C" {
 // Return the number of bytes of a packed weight.
 int64_t specserve_code_bytes(int64_t N, int64_t K, int64_t bits, int64_t group, int64_t has_zeros,
-                             int64_t has_offsets, int64_t is_gated) {
-  CodeShape shape{N, K, bits, group, has_zeros != 0, has_offsets != 0, is_gated != 0};
-  return shape.num_panels() * shape.panel_bytes();
+                             int64_t has_offsets, int64_t has_table, int64_t is_gated) {
+  CodeShape shape{N,   K, bits, group, has_zeros != 0, has_offsets != 0, has_table != 0,
+                  is_gated != 0};
+  return shape.packed_bytes();
 }
 
 void specserve_pack_codes(const void* args, const Step&, Team& team) {
   const PackCodes& a = *(const PackCodes*)args;
   bool has_zeros = a.zero != nullptr, has_offsets = a.offset != nullptr;
-  CodeShape shape{a.N, a.K, a.bits, a.group, has_zeros, has_offsets, a.is_gated != 0};
-  for (int64_t p = team.take(); p < shape.num_panels(); p = team.take()) pack_panel(a, shape, p);
+  bool has_table = a.table != nullptr;
+  CodeShape shape{a.N, a.K, a.bits, a.group, has_zeros, has_offsets, has_table, a.is_gated != 0};
+  for (int64_t p = team.take(); p < shape.num_panels(); p = team.take()) {
+    if (p == 0 && has_table) pack_table(a.table, (Table*)(a.packed + shape.table_offset()));
+    pack_panel(a, shape, p);
+  }
 }
 }

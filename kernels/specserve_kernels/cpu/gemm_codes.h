@@ -8,7 +8,11 @@
 //   Scales: [32] float.
 // A word of 4-bit codes holds four pairs, the first in the lowest bits of its halves. The lower
 // half has the first codes, the upper half the second codes. 8-bit codes and zeros are stored minus
-// 128. Groups are padded with codes that mean 0, to a multiple of the pairs of vectors and tiles.
+// 128. Groups are padded to a multiple of the pairs of vectors and tiles, with any codes, because
+// rows are padded with zeros.
+//
+// A table of 4-bit codes, if there is one, follows the panels: twice its 16 values as bf16, which are
+// exact, then the values as floats.
 #pragma once
 
 #include "gemm.h"
@@ -17,6 +21,14 @@ constexpr int64_t BLOCK_PAIRS = 64;  // pairs per block
 constexpr int64_t QUAD = 4;          // pairs that are decoded together
 // Maximum groups of a block. If the weight has shifts, a row's sums by group follow its values.
 constexpr int64_t MAX_GROUPS = BLOCK_PAIRS / QUAD;
+
+// The values of 4-bit codes.
+struct Table {
+  uint16_t pairs[32];  // bf16, each value twice, because an index has five bits
+  float values[16];
+};
+// What a stored code means: code - middle, code - zero, or table[code].
+enum Meaning { CENTERED, WITH_ZEROS, BY_TABLE };
 
 // Some pairs of one group, or several whole groups.
 struct Block {
@@ -27,7 +39,7 @@ struct Block {
 
 struct CodeShape {
   int64_t N, K, bits, group;
-  bool has_zeros, has_shifts, is_gated;
+  bool has_zeros, has_shifts, has_table, is_gated;
   int64_t num_groups = K / group, group_pairs = padded(group) / 2;
   // Groups per block if groups are small; blocks per group otherwise.
   int64_t block_groups = std::max<int64_t>(BLOCK_PAIRS / group_pairs, 1);
@@ -40,11 +52,14 @@ struct CodeShape {
   int64_t num_panels() const { return divide_up(N, panel_columns(is_gated)); }
   // Return the bytes before a group's codes, for zeros or shifts.
   int64_t zero_bytes() const { return has_zeros ? 2 * COLUMNS : has_shifts ? 4 * COLUMNS : 0; }
+  Meaning meaning() const { return has_table ? BY_TABLE : has_zeros ? WITH_ZEROS : CENTERED; }
   int64_t pair_bytes() const { return COLUMNS * 2 * bits / 8; }
   int64_t code_bytes() const { return group_pairs * pair_bytes(); }
   int64_t border_bytes() const { return zero_bytes() + COLUMNS * sizeof(float); }
   int64_t group_bytes() const { return code_bytes() + border_bytes(); }
   int64_t panel_bytes() const { return num_groups * group_bytes(); }
+  int64_t table_offset() const { return num_panels() * panel_bytes(); }
+  int64_t packed_bytes() const { return table_offset() + (has_table ? sizeof(Table) : 0); }
 
   int64_t num_blocks() const { return divide_up(num_groups, block_groups) * group_blocks; }
   Block block(int64_t i) const {
@@ -75,6 +90,7 @@ struct CodePart {
   int64_t ahead;                       // prefetch distance
   float *sums, *totals;                // [rows][32]
   bool begins, ends;
+  const Table* table;  // or null
 
   const int8_t* zeros_of(int64_t group, int64_t panel = 0) const {
     return (const int8_t*)(zeros + group * group_bytes + panel * panel_bytes);

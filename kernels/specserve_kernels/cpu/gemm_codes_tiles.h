@@ -14,9 +14,11 @@ struct CodeTiles {
   static constexpr int STRIDE = BLOCK_PAIRS + MAX_GROUPS;
   static constexpr int MAX_ROWS = 32;
 
-  static CodeMultiplying by_codes(int64_t bits, bool has_zeros) {
-    if (has_zeros) return bits == 4 ? multiply_codes<4, true> : multiply_codes<8, true>;
-    return bits == 4 ? multiply_codes<4, false> : multiply_codes<8, false>;
+  static CodeMultiplying by_codes(int64_t bits, Meaning meaning) {
+    if (meaning == BY_TABLE) return multiply_codes<4, BY_TABLE>;
+    if (meaning == WITH_ZEROS)
+      return bits == 4 ? multiply_codes<4, WITH_ZEROS> : multiply_codes<8, WITH_ZEROS>;
+    return bits == 4 ? multiply_codes<4, CENTERED> : multiply_codes<8, CENTERED>;
   }
   static constexpr int panels(int) { return 1; }
   static void begin() { configured = {}; }
@@ -52,11 +54,11 @@ struct CodeTiles {
     configured = {rows, depth};
   }
 
-  template <int BITS, bool HAS_ZEROS>
+  template <int BITS, Meaning MEANING>
   static void multiply_codes(const CodePart& part, int rows, CodeUse) {
     multiply_after(part, rows, [&](int64_t group, int64_t pair, int depth, uint32_t* words) {
       const char* codes = part.codes_of(group) + pair * COLUMNS * BITS / QUAD;
-      decode_pairs<BITS, HAS_ZEROS>(codes, part.zeros_of(group), depth, part.ahead, words);
+      decode_pairs<BITS, MEANING>(codes, part.zeros_of(group), part.table, depth, part.ahead, words);
       if (pair + depth == part.pairs) part.prefetch_border(codes + depth * COLUMNS * BITS / QUAD);
     });
   }

@@ -14,8 +14,8 @@ static INLINE void fold(rf sum, const float* scales, float* total) {
 
 #if DECODES_PAIRS
 // Products of rows and codes that are decoded to pairs of bf16 in registers.
-template <int BITS, bool HAS_ZEROS> struct PairCodes {
-  typedef Pairing<BITS, HAS_ZEROS> P;
+template <int BITS, Meaning MEANING> struct PairCodes {
+  typedef Pairing<BITS, MEANING> P;
   typedef void (*Function)(const CodePart&);
   static constexpr int MAX_ROWS = SUMS / 2, STRIDE = BLOCK_PAIRS + MAX_GROUPS;
 
@@ -70,7 +70,7 @@ template <int BITS, bool HAS_ZEROS> struct PairCodes {
                                uint32_t* words, rf (&sums)[PANELS][ROWS][2]) {
     const char* codes = part.codes_of(group);
     const int64_t panel_bytes = part.panel_bytes, ahead = part.ahead;
-    const P pairing;
+    const P pairing(part.table);
     typename P::Zeros zeros[PANELS][2];
     for (int p = 0; p < PANELS; p++)
       for (int v = 0; v < 2; v++) zeros[p][v].load(part.zeros_of(group, p) + v * WORDS);
@@ -127,11 +127,13 @@ template <class Kind> struct CodeVectors {
   static void end() {}
   static void pack(const Source* x, int64_t n, Value* to) { Kind::pack(x, n, to); }
   static void multiply(const CodePart& part, int rows) { TABLE<0, false>[rows - 1](part); }
-  static CodeMultiplying by_codes(int64_t bits, bool has_zeros) {
+  static CodeMultiplying by_codes(int64_t bits, Meaning meaning) {
 #if DECODES_PAIRS
     if constexpr (IS_PAIRED) {
-      if (has_zeros) return bits == 4 ? PairCodes<4, true>::multiply : PairCodes<8, true>::multiply;
-      return bits == 4 ? PairCodes<4, false>::multiply : PairCodes<8, false>::multiply;
+      if (meaning == BY_TABLE) return PairCodes<4, BY_TABLE>::multiply;
+      if (meaning == WITH_ZEROS)
+        return bits == 4 ? PairCodes<4, WITH_ZEROS>::multiply : PairCodes<8, WITH_ZEROS>::multiply;
+      return bits == 4 ? PairCodes<4, CENTERED>::multiply : PairCodes<8, CENTERED>::multiply;
     }
 #endif
     return bits == 4 ? multiply_floats<4> : multiply_floats<8>;
@@ -175,7 +177,9 @@ template <class Kind> struct CodeVectors {
         for (int64_t i = 0; i < part.pairs * PER_PAIR; i++, x++, words += COLUMNS)
           add_word(x, words, sums);
       } else {
-        add_codes<BITS, LEAVES>(part, g, column, x, words, sums);
+        if (BITS == 4 && part.table)
+          add_codes<BITS, LEAVES, BITS == 4>(part, g, column, x, words, sums);
+        else add_codes<BITS, LEAVES, false>(part, g, column, x, words, sums);
         x += part.pairs * PER_PAIR;
         words += part.pairs * PER_PAIR * COLUMNS;
       }
@@ -197,12 +201,13 @@ template <class Kind> struct CodeVectors {
   }
 
   // Add the codes of one group, as floats.
-  template <int BITS, bool LEAVES, int ROWS, int V>
+  template <int BITS, bool LEAVES, bool HAS_TABLE, int ROWS, int V>
   static INLINE void add_codes(const CodePart& part, int64_t group, int column, const Value* x,
                                uint32_t* words, rf (&sums)[ROWS][V]) {
     const char* codes = part.codes_of(group);
     alignas(64) float zeros[COLUMNS];
-    load_zeros<BITS>(part.zeros ? part.zeros_of(group) : nullptr, zeros);
+    const float* table = HAS_TABLE ? part.table->values : nullptr;
+    load_zeros<BITS, HAS_TABLE>(part.zeros ? part.zeros_of(group) : nullptr, zeros);
     for (int64_t p = 0; p < part.pairs; p += QUAD, codes += COLUMNS * BITS) {
       if (column == 0) prefetch_quad<BITS>(codes + part.ahead);
 #pragma GCC unroll 8
@@ -210,7 +215,8 @@ template <class Kind> struct CodeVectors {
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
           rf zero = (rf)load_words(zeros + column + v * WORDS);
-          rf each = value<BITS>(codes, column + v * WORDS, i / 2, i % 2, zero);
+          rf each =
+              value<BITS, HAS_TABLE>(codes, column + v * WORDS, i / 2, i % 2, zero, table);
           if (LEAVES) store_words(words + i * COLUMNS + v * WORDS, (rw)each);
 #pragma GCC unroll 16
           for (int r = 0; r < ROWS; r++)

@@ -1,5 +1,6 @@
 // Row-wise ops: table rows, norms, curves, and rotary embedding with the KV write.
 #include "kv_codes.h"
+#include "linear.h"
 #include "op.h"
 
 template <class T> static float inverse_rms(const T* x, int64_t n, float eps) {
@@ -43,19 +44,21 @@ template <class T> static float inverse_deviation(const T* x, float mean, int64_
 struct Norm {
   int64_t is_bf16, domain;
   const void* x;
-  const float* weight;
+  const float *weight, *bias;  // bias may be null
   void* out;
   int64_t width, x_stride, out_stride;  // elements: width of a row, distances of rows
   int64_t is_centered, adds;            // LayerNorm; adds to `out`
   float eps;
 };
 
-// Compute out = (x - mean) * scale * weight, or add it to out; rounded once.
-template <bool ADDS, class T>
-static void scale_row(const T* x, const float* weight, float mean, float scale, int64_t n, T* out) {
+// Compute out = (x - mean) * scale * weight + bias, or add it to out; rounded once.
+template <bool ADDS, class T, class O>
+static void scale_row(const T* x, const float* weight, const float* bias, float mean, float scale,
+                      int64_t n, O* out) {
   for (int64_t i = 0; i < n; i += LANES) {
     int m = n - i < LANES ? n - i : LANES;
     vf y = (load_up_to(x + i, m) - mean) * scale * load_up_to(weight + i, m);
+    if (bias) y += load_up_to(bias + i, m);
     if (ADDS) y += load_up_to(out + i, m);
     store_up_to(out + i, y, m);
   }
@@ -69,27 +72,39 @@ template <class T> static void norm(const Norm& a, const Step& step, Team& team)
     float mean = a.is_centered ? mean_of(x, a.width) : 0.0f;
     float scale = a.is_centered ? inverse_deviation(x, mean, a.width, a.eps)
                                 : inverse_rms(x, a.width, a.eps);
-    if (a.adds) scale_row<true>(x, a.weight, mean, scale, a.width, out);
-    else scale_row<false>(x, a.weight, mean, scale, a.width, out);
+    if (a.adds) scale_row<true>(x, a.weight, a.bias, mean, scale, a.width, out);
+    else scale_row<false>(x, a.weight, a.bias, mean, scale, a.width, out);
   }
 }
 
-// SCALE: x = factor * x. SOFT_CAP: x = cap * tanh(x / cap).
-enum Curve : int64_t { SCALE, SOFT_CAP };
+// SCALE: x = first * x. SOFT_CAP: x = first * tanh(x / first). XIELU has one number for positive x,
+// and one for others.
+enum Curve : int64_t { SCALE, SOFT_CAP, SILU, GELU, RELU2, XIELU };
 struct Elementwise {
   int64_t is_bf16, domain;
   void* x;
   int64_t width, curve;
-  float number;
+  float first, second;
 };
+
+static inline vf bend(const Elementwise& a, vf x) {
+  switch (a.curve) {
+    case SCALE: return x * a.first;
+    case SOFT_CAP: return soft_cap(x, a.first);
+    case SILU: return gate<SILU_MUL>(x);
+    case GELU: return gate<GELU_MUL>(x);
+    case RELU2: return x < 0.0f ? vf{} : x * x;
+  }
+  vf left = (exp(x > 0.0f ? vf{} : x) - 1.0f - x) * a.second;
+  return (x > 0.0f ? a.first * x * x : left) + 0.5f * x;
+}
 
 template <class T> static void elementwise(const Elementwise& a, const Step& step, Team& team) {
   Range part = team.part(step.num_rows[a.domain] * a.width);
   for (int64_t i = part.begin; i < part.end; i += LANES) {
     int n = part.end - i < LANES ? part.end - i : LANES;
     T* at = (T*)a.x + i;
-    vf x = load_up_to(at, n);
-    store_up_to(at, a.curve == SCALE ? x * a.number : soft_cap(x, a.number), n);
+    store_up_to(at, bend(a, load_up_to(at, n)), n);
   }
 }
 
@@ -98,29 +113,53 @@ struct Rope {
   const void* qkv;
   const float *q_norm, *k_norm;  // may be null
   void* q;
-  const float *cos, *sin;
+  const float *cos, *sin, *query_scale;  // the last may be null
   int64_t num_heads;
   float eps;
-  int64_t is_bf16;
+  int64_t is_bf16, norm_stride, is_centered, is_last;  // stride 0: one weight for all heads
 };
 
-// Normalize and rotate one head. Dimension i pairs with i + D/2.
-template <class T, class O>
-static void rotate(const T* x, const float* norm, float eps, const float* cos, const float* sin,
-                   int64_t D, O* out) {
+// How to normalize and rotate one head.
+struct Turn {
+  const float* norm;  // weight; may be null
+  float eps;
+  bool is_centered, is_last;
+  const float *cos, *sin;
+  float factor;  // of the result
+
+  template <class T> float mean(const T* x, int64_t D) const {
+    return is_centered ? mean_of(x, D) : 0.0f;
+  }
+  template <class T> float scale(const T* x, float mean, int64_t D) const {
+    return is_centered ? inverse_deviation(x, mean, D, eps) : inverse_rms(x, D, eps);
+  }
+};
+
+// Normalize and rotate one head, or only rotate it. Dimension i pairs with i + D/2.
+template <bool HAS_NORM, class T, class O>
+static void rotate(const T* x, const Turn& turn, float factor, int64_t D, O* out) {
   int64_t half = D / 2;
-  float scale = norm ? inverse_rms(x, D, eps) : 1.0f;
+  float mean = HAS_NORM ? turn.mean(x, D) : 0.0f;
+  float scale = HAS_NORM ? turn.scale(x, mean, D) : 1.0f;
   for (int64_t i = 0; i < half; i += LANES) {
     int n = half - i < LANES ? half - i : LANES;
     vf a = load_up_to(x + i, n), b = load_up_to(x + half + i, n);
-    if (norm) {
-      a = a * scale * load_up_to(norm + i, n);
-      b = b * scale * load_up_to(norm + half + i, n);
+    if (HAS_NORM) {
+      a = (a - mean) * scale * load_up_to(turn.norm + i, n);
+      b = (b - mean) * scale * load_up_to(turn.norm + half + i, n);
     }
-    vf c = load_up_to(cos + i, n), s = load_up_to(sin + i, n);
+    vf c = load_up_to(turn.cos + i, n) * factor, s = load_up_to(turn.sin + i, n) * factor;
     store_up_to(out + i, a * c - b * s, n);
     store_up_to(out + half + i, b * c + a * s, n);
   }
+}
+template <class T, class O> static void rotate(const T* x, const Turn& turn, int64_t D, O* out) {
+  if (!turn.norm) return rotate<false>(x, turn, turn.factor, D, out);
+  if (!turn.is_last) return rotate<true>(x, turn, turn.factor, D, out);
+  float numbers[MAX_HEAD_DIM];
+  rotate<false>(x, turn, 1.0f, D, numbers);
+  float mean = turn.mean(numbers, D), scale = turn.scale(numbers, mean, D);
+  scale_row<false>(numbers, turn.norm, nullptr, mean, scale * turn.factor, D, out);
 }
 
 template <class T> static void widen(const T* x, int64_t D, float* out) {
@@ -134,19 +173,25 @@ static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) 
   const KV& kv = *rope.kv;
   int64_t H = rope.num_heads, Hk = kv.num_heads, D = kv.head_dim, half = D / 2;
   const T* x = (const T*)rope.qkv + (r * (H + 2 * Hk) + h) * D;
-  const float *c = rope.cos + rows.positions[r] * half, *s = rope.sin + rows.positions[r] * half;
-  if (h < H)
-    return rotate(x, rope.q_norm, rope.eps, c, s, D, (T*)rope.q + (r * H + h) * D);
-  int64_t slot = rows.slots[r], head = h - H;
+  int64_t position = rows.positions[r], head = h < H ? h : h - H;
+  const float* norm = h < H ? rope.q_norm : rope.k_norm;
+  if (norm) norm += head * rope.norm_stride;
+  Turn turn = {norm, rope.eps, rope.is_centered != 0, rope.is_last != 0,
+               rope.cos + position * half, rope.sin + position * half, 1.0f};
+  if (h < H) {
+    if (rope.query_scale) turn.factor = rope.query_scale[position];
+    return rotate(x, turn, D, (T*)rope.q + (r * H + h) * D);
+  }
+  int64_t slot = rows.slots[r];
   S *k = kv.at<S>(kv.k, slot) + head * D, *v = kv.at<S>(kv.v, slot) + head * D;
   if constexpr (IS_CODE<S>) {
     float numbers[MAX_HEAD_DIM];
-    rotate(x, rope.k_norm, rope.eps, c, s, D, numbers);
+    rotate(x, turn, D, numbers);
     *kv.scale_at(kv.k_scale, slot, head) = quantize(numbers, D, k);
     widen(x + Hk * D, D, numbers);
     *kv.scale_at(kv.v_scale, slot, head) = quantize(numbers, D, v);
   } else {
-    rotate(x, rope.k_norm, rope.eps, c, s, D, k);
+    rotate(x, turn, D, k);
     memcpy(v, x + Hk * D, D * sizeof(T));
   }
 }

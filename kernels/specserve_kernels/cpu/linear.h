@@ -18,7 +18,7 @@ struct Linear {
   void* out;                      // [R, N]; the residual for ADD
   int64_t N, K, epilogue;
   int64_t bits, group, has_zeros, has_offsets;  // of coded weights; bits is 0 for plain ones
-  int64_t rounds_rows;
+  int64_t rounds_rows, has_table;
   float factor;           // for ADD
   const int32_t* order;   // [R]  rows of x, or null: all
   const float* added;     // [A, columns]  adapter sums; null: none

@@ -47,7 +47,7 @@ class SampleStruct(Structure):
 class Linear(Structure):
     _fields_ = [
         *declared("i64 is_bf16 domain ptr x packed bias out"),
-        *declared("i64 N K epilogue bits group has_zeros has_offsets rounds_rows"),
+        *declared("i64 N K epilogue bits group has_zeros has_offsets rounds_rows has_table"),
         *declared("f32 factor ptr order added places f32 limit"),
     ]
 
@@ -130,13 +130,13 @@ def run(ops: Any, step: StepStruct, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool], is_gated: bool) -> int:
+def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool) -> int:
     """Size of a packed weight of codes.
 
-    form  bits, group, whether the codes have zeros, whether they have offsets
+    form  bits, group, whether the codes have zeros, offsets, a table
     """
     count = build.kernels().library.specserve_code_bytes
-    count.argtypes, count.restype = [c_int64] * 7, c_int64
+    count.argtypes, count.restype = [c_int64] * 8, c_int64
     return int(count(N, K, *form, is_gated))
 
 

@@ -12,6 +12,7 @@ from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
+    CURVES,
     FLOATS,
     GATES,
     PLAIN,
@@ -98,22 +99,25 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, q, scale, zero, offset, _ = codes.centered()
+    bits, group, q, scale, zero, offset, _, table = codes.centered()
     q, scale = q.contiguous(), scale.contiguous()
     zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
     rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
-    words = allocate(native.code_bytes(N, K, form, is_gated))
-    pointers = (None if x is None else x.data_ptr() for x in (q, zero, scale, offset, words))
-    fields = "ptr q zero scale offset packed i64 N K bits group is_gated"
+    values = None if table is None else torch.tensor(table, dtype=torch.int8)
+    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated))
+    pointers = (
+        None if x is None else x.data_ptr() for x in (q, zero, scale, offset, values, words)
+    )
+    fields = "ptr q zero scale offset table packed i64 N K bits group is_gated"
     args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
     run("pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, Coding(*form))
+    return Packed(words, N, K, is_gated, Coding(*form, has_table=table is not None))
 
 
 def _check(codes: Codes) -> None:
-    bits, group, q, scale, zero, offset, rounds_rows = codes
+    bits, group, q, scale, zero, offset, rounds_rows, table = codes
     assert bits in (4, 8) and q.dtype == torch.uint8, (
         f"kernels read uint8 codes of 4 or 8 bits, not {bits} bits in {q.dtype}"
     )
@@ -126,6 +130,10 @@ def _check(codes: Codes) -> None:
     assert is_zero, "zero needs one uint8 value per group"
     is_offset = offset is None or (offset.shape == shape and offset.dtype == torch.float32)
     assert is_offset, "offset needs one float32 value per group"
+    is_plain = bits == 4 and zero is None and offset is None
+    assert table is None or (is_plain and len(table) == 16), (
+        "a table needs 16 values, 4 bits, no zeros and no offsets"
+    )
     may_round = f"rounding rows needs 8 bits, one scale per row and at most {MAX_ROUNDED} columns"
     assert codes.may_round_rows or not rounds_rows, may_round
 
@@ -215,9 +223,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(arguments.norm(0, x, weight, out := torch.empty_like(x), eps), out)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     out = torch.empty_like(x)
-    return _norm(arguments.norm(0, x, weight, out, eps, is_centered=True), out)
+    return _norm(arguments.norm(0, x, weight, out, eps, bias=bias, is_centered=True), out)
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
@@ -243,8 +251,12 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return _curve(x, SOFT_CAP, cap)
 
 
-def _curve(x: Tensor, curve: int, number: float) -> Tensor:
-    run("elementwise", arguments.elementwise(0, x, curve, number), len(x), x.numel())
+def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    return _curve(x, CURVES[curve], *alphas)
+
+
+def _curve(x: Tensor, curve: int, *numbers: float) -> Tensor:
+    run("elementwise", arguments.elementwise(0, x, curve, *numbers), len(x), x.numel())
     return x
 
 
@@ -417,12 +429,20 @@ def prepack_experts(
     return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
 
 
-def route(logits: Tensor, k: int, normalizes: bool) -> RoutedPairs:
+def route(
+    logits: Tensor,
+    k: int,
+    normalizes: bool,
+    is_sigmoid: bool = False,
+    correction: Tensor | None = None,
+    factor: float = 1.0,
+) -> RoutedPairs:
     R, E = logits.shape
     chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
     begins = torch.zeros(E + 1, dtype=torch.int32)
     routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
-    run("route", arguments.route(0, logits, routing, normalizes), R, R * E * k)
+    rule = normalizes, is_sigmoid, correction, factor
+    run("route", arguments.route(0, logits, routing, *rule), R, R * E * k)
     return routing
 
 

@@ -199,14 +199,16 @@ class Recorder:
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         return self.norm(x, weight, eps, is_centered=False)
 
-    def layer_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
-        return self.norm(x, weight, eps, is_centered=True)
+    def layer_norm(self, x: Any, weight: Tensor, eps: float, bias: Tensor | None = None) -> Any:
+        return self.norm(x, weight, eps, is_centered=True, bias=bias)
 
-    def norm(self, x: Any, weight: Tensor, eps: float, is_centered: bool) -> Any:
+    def norm(
+        self, x: Any, weight: Tensor, eps: float, is_centered: bool, bias: Tensor | None = None
+    ) -> Any:
         out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
         tensors = x.tensor, weight, out.tensor
-        args = arguments.norm(x.domain, *tensors, eps, is_centered=is_centered)
-        self.note("norm", args, x.domain, weight)
+        args = arguments.norm(x.domain, *tensors, eps, bias=bias, is_centered=is_centered)
+        self.note("norm", args, x.domain, weight, bias)
         return out
 
     def rms_norm_add(self, x: Any, weight: Tensor, eps: float, residual: Any) -> Any:
@@ -225,8 +227,11 @@ class Recorder:
     def soft_cap(self, x: Any, cap: float) -> Any:
         return self.curve(x, arguments.SOFT_CAP, cap)
 
-    def curve(self, x: Any, curve: int, number: float) -> Any:
-        args = arguments.elementwise(x.domain, x.tensor, curve, number)
+    def activate(self, x: Any, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Any:
+        return self.curve(x, arguments.CURVES[curve], *alphas)
+
+    def curve(self, x: Any, curve: int, *numbers: float) -> Any:
+        args = arguments.elementwise(x.domain, x.tensor, curve, *numbers)
         self.note("elementwise", args, x.domain)
         return x
 
@@ -294,14 +299,23 @@ class Recorder:
         self.note("adapter_maps", arguments.adapter_maps(*second), ADAPTED, adapters)
         return AdapterSums(sums, told.places)
 
-    def route(self, logits: Any, k: int, normalizes: bool) -> RoutedPairs:
+    def route(
+        self,
+        logits: Any,
+        k: int,
+        normalizes: bool,
+        is_sigmoid: bool = False,
+        correction: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> RoutedPairs:
         # Pairs are [row, k], so that no buffer needs a domain of pairs.
         domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
         weights = self.new(domain, (k,), torch.float32)
         chosen, places, rows = (self.new(domain, (k,), torch.int32) for _ in range(3))
         tensors = RoutedPairs(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
-        args = arguments.route(domain, logits.tensor, tensors, normalizes)
-        self.note("route", args, domain, begins)
+        rule = normalizes, is_sigmoid, correction, factor
+        args = arguments.route(domain, logits.tensor, tensors, *rule)
+        self.note("route", args, domain, begins, correction)
         return RoutedPairs(weights, chosen, places, rows, begins)
 
     def experts(

@@ -414,6 +414,97 @@ void by_urgency(Limits* requests, int64_t n, double least, size_t most,
   }
 }
 
+// The estimates of specserve/speculation/costs.py.
+struct Costs {
+  const double *by_rows, *least_by_rows;  // seconds by number of rows
+  const int64_t* edges;  // right edges of row buckets
+  const int8_t* known;  // by edge: such steps were measured
+  const int64_t* few;  // sizes that steps of at least `fine` rows compare besides the edges
+  int64_t last_row, num_edges, num_few, fine;
+  double per_token, per_row, per_request, slowdown;
+};
+
+// A step before its draft tokens are chosen.
+struct Step {
+  int64_t rows, num_roots, prompt_rows;
+  double context, requests, attended, root_context, spent, allowed, kept;
+};
+
+// The part of a step's time that depends on the number of its rows.
+class StepTimes {
+ public:
+  StepTimes(const Costs& costs, const Step& step, bool is_hopeful)
+      : costs(costs), step(step), by_rows(is_hopeful ? costs.least_by_rows : costs.by_rows) {
+    added = costs.per_token * step.context + costs.per_row * step.attended +
+            costs.per_request * step.requests;
+    per_draft = costs.per_row * step.root_context / double(std::max<int64_t>(step.num_roots, 1));
+  }
+
+  double of(int64_t drafts) const {
+    if (step.rows == 0) return drafts ? of_rows(drafts) * costs.slowdown : 0;
+    return (of_rows(step.rows + drafts) + added + double(drafts) * per_draft) * costs.slowdown;
+  }
+
+ private:
+  double of_rows(int64_t rows) const { return by_rows[std::min(rows, costs.last_row)]; }
+
+  const Costs& costs;
+  const Step step;
+  const double* by_rows;
+  double added, per_draft;
+};
+
+Step without_prompts(Step step) {
+  if (step.prompt_rows == 0) return step;
+  step.rows -= step.prompt_rows;
+  step.prompt_rows = 0;
+  step.context = step.attended = step.root_context;
+  step.requests = double(step.rows);
+  return step;
+}
+
+// A number of draft tokens, with the sum of their values and the step's expected time and rate.
+struct Size {
+  int64_t size;
+  double gain, seconds, rate;
+};
+
+struct Options {
+  const std::vector<int64_t>& sizes;
+  const std::vector<double>& gains;  // by size
+};
+
+Size best_of(const Step& step, const Options& options, const Costs& costs, bool is_hopeful) {
+  StepTimes times(costs, step, is_hopeful), roots(costs, without_prompts(step), is_hopeful);
+  bool has_both = step.prompt_rows && step.num_roots;
+  double none = times.of(0), of_roots = roots.of(0);
+  double prompts = none - of_roots, worth = 0, root_tokens = double(step.num_roots) / step.kept;
+  double allowed = of_roots <= step.allowed ? step.allowed : HUGE_VAL;
+  static thread_local std::vector<double> takes;
+  takes.clear();
+  for (int64_t size : options.sizes) {
+    double seconds = times.of(size);
+    if (has_both && size) seconds = std::max(seconds, none + roots.of(size) - of_roots);
+    takes.push_back(step.spent + seconds);
+  }
+  if (has_both) {
+    double most = 0;
+    for (size_t i = 0; i < takes.size(); i++)
+      if (takes[i] > prompts)
+        most = std::max(most, (root_tokens + options.gains[i]) / (takes[i] - prompts));
+    worth = prompts * most;
+  }
+  size_t best = 0;
+  double highest = -1;
+  for (size_t i = 0; i < takes.size(); i++) {
+    double tokens = root_tokens + options.gains[i];
+    double rate = takes[i] <= allowed ? (tokens + worth) / takes[i] : 0;
+    if (rate > highest) highest = rate, best = i;
+  }
+  double gain = options.gains[best];
+  return {options.sizes[best], gain, takes[best], (root_tokens + gain) / takes[best]};
+}
+
 struct Columns {
   const int32_t *tokens, *parents, *depths, *expanded;
   const double *p, *values;
@@ -559,4 +650,60 @@ extern "C" int64_t specserve_select(Limits* requests, int64_t n, int64_t most, d
     nodes[k] = found[k].node;
   }
   return size;
+}
+
+// Select draft tokens as above, and find the number of them with the highest expected rate: `best`
+// gets it by the known costs, and by the least possible ones.
+extern "C" int64_t specserve_weigh(Limits* requests, int64_t n, int64_t most, double least,
+                                   const Step* step, const Costs* costs, double* values,
+                                   int32_t* places, int32_t* nodes, Size* best) {
+  static thread_local std::vector<int64_t> sizes;
+  static thread_local std::vector<double> sums, gains;
+  int64_t num = specserve_select(requests, n, most, least, values, places, nodes);
+  const int64_t *edges = costs->edges, *end = edges + costs->num_edges;
+  sizes.assign(1, 0);
+  for (auto edge = std::upper_bound(edges, end, step->rows); edge != end; edge++) {
+    if (*edge >= step->rows + num) break;
+    sizes.push_back(*edge - step->rows);
+  }
+  for (int64_t k = 0; k < costs->num_few && step->rows >= costs->fine; k++)
+    if (costs->few[k] < num) sizes.push_back(costs->few[k]);
+  if (num) sizes.push_back(num);
+  sums.assign(1, 0);
+  for (int64_t k = 0; k < num; k++) sums.push_back(sums.back() + values[k]);
+  bool is_known = true;
+  gains.clear();
+  for (int64_t size : sizes) {
+    gains.push_back(sums[size]);
+    int64_t bucket = std::lower_bound(edges, end, step->rows + size) - edges;
+    is_known &= costs->known[std::min(bucket, costs->num_edges - 1)] != 0;
+  }
+  Options options{sizes, gains};
+  best[0] = best_of(*step, options, *costs, false);
+  best[1] = is_known ? best[0] : best_of(*step, options, *costs, true);
+  return num;
+}
+
+// Write the drafts of the first `size` selected nodes, one request after the other. `counts` [n]
+// gets the number of nodes of each, and `expected` [n] the sum of their values above `likely`.
+extern "C" void specserve_cut(Limits* requests, int64_t n, int64_t size, double likely,
+                              const double* values, const int32_t* places, const int32_t* nodes,
+                              int32_t* counts, double* expected, int32_t* tokens, int32_t* parents,
+                              int32_t* expanded, int32_t* order, uint64_t* sources) {
+  static thread_local std::vector<int32_t> own;
+  static thread_local std::vector<int64_t> ends;
+  std::fill(counts, counts + n, 0);
+  std::fill(expected, expected + n, 0.0);
+  for (int64_t k = 0; k < size; k++) {
+    counts[places[k]]++;
+    if (values[k] > likely) expected[places[k]] += values[k];
+  }
+  ends.assign(1, 0);
+  for (int64_t i = 0; i + 1 < n; i++) ends.push_back(ends.back() + counts[i]);
+  own.resize(size);
+  for (int64_t k = 0; k < size; k++) own[ends[places[k]]++] = nodes[k];
+  for (int64_t i = 0, at = 0; i < n; at += counts[i++]) {
+    DraftOut out{tokens + at, parents + at, expanded + at, order + at, sources + at};
+    if (counts[i]) requests[i].trie->draft(counts[i], own.data() + at, out);
+  }
 }

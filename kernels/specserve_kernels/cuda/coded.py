@@ -256,7 +256,7 @@ class CodedMap(NamedTuple):
 
 def pack(codes: Codes, device: torch.device) -> CodedMap:
     """Pack codes into tiles on the device."""
-    codes = codes.centered()
+    codes = codes.without_table().centered()
     N, K = codes.q.shape
     chunk, parts = chunk_of(codes), WORD // codes.bits
     groups, group_chunks = K // codes.group, triton.cdiv(codes.group, chunk)

@@ -23,14 +23,23 @@ TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs and outputs per program, columns pe
 FEW_OUTPUTS, MANY_COLUMNS = 16, 256  # of maps to an adapter's rank: few programs, long sums
 
 
-def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
+def route(
+    logits: Tensor,
+    k: int,
+    normalizes: bool,
+    is_sigmoid: bool = False,
+    correction: Tensor | None = None,
+    factor: float = 1.0,
+) -> Routing:
     """Same as the reference op."""
     wide = logits.float()
-    experts = wide.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    weights = wide.softmax(dim=1).gather(1, experts)
+    scores = wide.sigmoid() if is_sigmoid else wide.softmax(dim=1)
+    ranked = wide if correction is None else scores + correction
+    experts = ranked.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, experts)
     if normalizes:
         weights = weights / weights.sum(dim=1, keepdim=True)
-    return Routing(weights, experts.int())
+    return Routing(weights * factor, experts.int())
 
 
 def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> PackedExperts:

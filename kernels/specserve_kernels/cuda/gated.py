@@ -1,4 +1,6 @@
-"""The gated activation f(gate) * up. Each program computes a piece of a row."""
+"""The gated activation f(gate) * up, and activations without a gate. Each program computes a piece
+of a row.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +8,15 @@ from torch import Tensor
 
 BLOCK = 1024
 GATES = ("silu", "gelu_tanh", "clamped")
+CURVES = ("silu", "gelu_tanh", "relu2", "xielu")
+BETA = tl.constexpr(0.5)  # same as in reference/layers.py
 ALPHA = tl.constexpr(1.702)  # same as in reference/experts.py
+
+
+@triton.jit
+def _sigmoid(x):
+    e = tl.exp(-tl.abs(x))  # at most 1
+    return tl.where(x >= 0, 1.0, e) / (1 + e)
 
 
 @triton.jit
@@ -23,8 +33,7 @@ def _gated(gate_up, out, F, limit, GATE: tl.constexpr, BLOCK: tl.constexpr):
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
         at = ALPHA * gate
-    e = tl.exp(-tl.abs(at))  # at most 1
-    active = gate * tl.where(at >= 0, 1.0, e) / (1 + e)
+    active = gate * _sigmoid(at)
     tl.store(out + F * row + i, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -44,3 +53,32 @@ def gated(gate_up: Tensor, gate: str = "silu", limit: float = 0.0) -> Tensor:
         grid = (R, triton.cdiv(F, BLOCK))
         _gated[grid](gate_up, out, F, limit, GATE=gate, BLOCK=BLOCK, num_warps=4)
     return out
+
+
+@triton.jit
+def _activate(x, K, positive, negative, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < K
+    at = x + K * row + i
+    v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if CURVE == "relu2":
+        y = tl.where(v < 0, 0.0, v * v)  # keeps NaN
+    elif CURVE == "xielu":
+        left = (tl.exp(tl.where(v > 0, 0.0, v)) - 1 - v) * negative
+        y = tl.where(v > 0, positive * v * v, left) + BETA * v
+    elif CURVE == "gelu_tanh":
+        y = v * _sigmoid(v * (1.59576912 + 0.0713548163 * v * v))
+    else:
+        y = v * _sigmoid(v)
+    tl.store(at, y.to(x.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """Same as the reference op."""
+    assert x.is_contiguous(), "rows with gaps"
+    assert curve in CURVES, f"No kernel implements the curve {curve}."
+    R, K = x.shape
+    if R:
+        _activate[(R, triton.cdiv(K, BLOCK))](x, K, *alphas, CURVE=curve, BLOCK=BLOCK, num_warps=4)
+    return x

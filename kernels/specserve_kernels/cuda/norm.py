@@ -15,12 +15,14 @@ def _mean(total, K):
 def _norm(
     x,
     weight,
+    bias,
     out,
     K,
     x_stride,
     out_stride,
     eps,
     IS_CENTERED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -32,6 +34,8 @@ def _norm(
         v = tl.where(inside, v - _mean(tl.sum(v, axis=0), K), 0.0)
     scale = 1 / tl.sqrt(_mean(tl.sum(v * v, axis=0), K) + eps)
     y = v * scale * tl.load(weight + i, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + i, mask=inside, other=0.0)
     at = out + row * out_stride + i
     if ADDS:
         y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -39,15 +43,23 @@ def _norm(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, eps: float, is_centered: bool, adds: bool
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    is_centered: bool,
+    adds: bool,
+    bias: Tensor | None = None,
 ) -> None:
     """Launch over whole rows, or over the same columns of `x` and `out`."""
     R, K = x.shape
     block = triton.next_power_of_2(K)
     if R:
         _norm[(R,)](
-            *(x, weight, out, K, x.stride(0), out.stride(0), eps),
+            *(x, weight, weight if bias is None else bias, out),
+            *(K, x.stride(0), out.stride(0), eps),
             IS_CENTERED=is_centered,
+            HAS_BIAS=bias is not None,
             ADDS=adds,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
@@ -62,10 +74,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     assert x.is_contiguous(), "rows with gaps"
     out = x.new_empty(x.shape)
-    _launch(x, weight, out, eps, is_centered=True, adds=False)
+    _launch(x, weight, out, eps, is_centered=True, adds=False, bias=bias)
     return out
 
 

@@ -72,6 +72,8 @@ class CudaOps:
     records_steps = True
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
+    activate = staticmethod(gated.activate)
+    route = staticmethod(experts.route)
     rms_norm_add = staticmethod(norm.rms_norm_add)
     rms_norm_columns = staticmethod(norm.rms_norm_columns)
     copy_blocks = staticmethod(copy_blocks)
@@ -192,9 +194,6 @@ class CudaOps:
         bias: Tensor | None = None,
     ) -> PackedExperts:
         return experts.packed((self.prepack(weight, is_gated) for weight in weights), bias)
-
-    def route(self, logits: Tensor, k: int, normalizes: bool) -> Routing:
-        return experts.route(logits, k, normalizes)
 
     def experts(
         self,

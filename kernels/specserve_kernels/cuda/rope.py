@@ -12,6 +12,17 @@ HEADS = 8  # per program
 
 
 @triton.jit
+def _normed(a, b, weight_a, weight_b, inside, eps, D: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """Normalize heads, given in halves."""
+    if IS_CENTERED:
+        mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1)) / D)[:, None]
+        a, b = tl.where(inside, a - mean, 0.0), tl.where(inside, b - mean, 0.0)
+    square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D
+    scale = (1 / tl.sqrt(square + eps))[:, None]
+    return a * scale * weight_a, b * scale * weight_b
+
+
+@triton.jit
 def _rope_write_kv(
     qkv,
     q_out,
@@ -23,6 +34,7 @@ def _rope_write_kv(
     sin,
     q_norm,
     k_norm,
+    query_scale,
     positions,
     slots,
     num_heads,
@@ -30,8 +42,12 @@ def _rope_write_kv(
     block_size,
     block_stride,
     scale_stride,
+    norm_stride,  # distance of the heads' weights; 0: one for all heads
     eps,
     HAS_NORM: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -49,20 +65,25 @@ def _rope_write_kv(
     is_q = head < num_heads
     is_v = head >= num_heads + num_kv_heads
 
-    na, nb = a, b
     if HAS_NORM:
-        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D
-        scale = (1 / tl.sqrt(mean + eps))[:, None]
-        qa = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
-        qb = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-        ka = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
-        kb = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-        na = a * scale * tl.where(is_q, qa, ka)
-        nb = b * scale * tl.where(is_q, qb, kb)
+        q_at = q_norm + head * norm_stride + i
+        k_at = k_norm + (head - num_heads) * norm_stride + i
+        has_q, has_k = is_q & (i < HALF), (head >= num_heads) & ~is_v & (i < HALF)
+        wa = tl.load(q_at, mask=has_q, other=0.0) + tl.load(k_at, mask=has_k, other=0.0)
+        q_at, k_at = q_at + HALF, k_at + HALF
+        wb = tl.load(q_at, mask=has_q, other=0.0) + tl.load(k_at, mask=has_k, other=0.0)
+    na, nb = a, b
+    if HAS_NORM and not IS_LAST:
+        na, nb = _normed(a, b, wa, wb, i < HALF, eps, D, IS_CENTERED)
     angle = tl.load(positions + row).to(tl.int64) * HALF + i
     c = tl.load(cos + angle, mask=i < HALF, other=0.0)
     s = tl.load(sin + angle, mask=i < HALF, other=0.0)
     ra, rb = na * c - nb * s, nb * c + na * s
+    if HAS_NORM and IS_LAST:
+        ra, rb = _normed(ra, rb, wa, wb, i < HALF, eps, D, IS_CENTERED)
+    if HAS_SCALE:
+        factor = tl.where(is_q, tl.load(query_scale + tl.load(positions + row).to(tl.int64)), 1.0)
+        ra, rb = ra * factor, rb * factor
 
     q_at = q_out + (row * num_heads + head) * D + i
     tl.store(q_at, ra.to(q_out.dtype.element_ty), mask=inside & is_q)
@@ -114,10 +135,15 @@ def rope_write_kv(
         *stored, scale_stride, codes = kv_codes.arguments(kv)
         _rope_write_kv[(R, triton.cdiv(heads, HEADS))](
             *(qkv, q, *stored, rotary.cos, rotary.sin),
-            *((norm.q, norm.k) if norm else (qkv, qkv)),
+            *((norm.q, norm.k) if norm else (rotary.cos, rotary.cos)),
+            rotary.cos if rotary.query_scale is None else rotary.query_scale,
             *(positions, slots, num_heads, num_kv_heads, block_size, stride, scale_stride),
+            D if norm is not None and norm.q.dim() == 2 else 0,
             norm.eps if norm else 0.0,
             HAS_NORM=norm is not None,
+            IS_CENTERED=norm is not None and norm.is_centered,
+            IS_LAST=norm is not None and norm.is_last,
+            HAS_SCALE=rotary.query_scale is not None,
             HALF=D // 2,
             HALF_BLOCK=triton.next_power_of_2(D // 2),
             HEADS=HEADS,

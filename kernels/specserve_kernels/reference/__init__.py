@@ -21,6 +21,7 @@ from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
 from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.reference.layers import (
+    activate,
     copy,
     embed,
     layer_norm,
@@ -42,6 +43,7 @@ from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
 __all__ = [
+    "activate",
     "adapted",
     "adapter_slots",
     "add_gated",

@@ -50,18 +50,24 @@ def rope_write_kv(
     heads = qkv[:R].view(R, -1, D).float()
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
-    if norm is not None:
-        q, k = _norm(q, norm.q, norm.eps), _norm(k, norm.k, norm.eps)
+    if norm is not None and not norm.is_last:
+        q, k = _norm(q, norm.q, norm), _norm(k, norm.k, norm)
     position = plan.rows.positions.long()
     cos, sin = rotary.cos[position][:, None], rotary.sin[position][:, None]
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if norm is not None and norm.is_last:
+        q, k = _norm(q, norm.q, norm), _norm(k, norm.k, norm)
+    if rotary.query_scale is not None:
+        q = q * rotary.query_scale[position][:, None, None]
     slots = plan.rows.slots
     put(kv, (slots // block_size, slots % block_size), k, v)
     return q.to(qkv.dtype)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+def _norm(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
+    if norm.is_centered:
+        x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight.float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

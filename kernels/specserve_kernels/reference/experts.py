@@ -26,20 +26,33 @@ def prepack_experts(
     return PackedExperts([prepack(weight, is_gated) for weight in weights], bias)
 
 
-def route(logits: Tensor, k: int, normalizes: bool) -> Routing:
+def route(
+    logits: Tensor,
+    k: int,
+    normalizes: bool,
+    is_sigmoid: bool = False,
+    correction: Tensor | None = None,
+    factor: float = 1.0,
+) -> Routing:
     """Choose each row's k experts with the largest logits (Shazeer et al. 1701.06538).
 
     Equal logits rank by the lower expert index. A weight is the expert's probability among all E.
 
     logits      [R, E]  bfloat16 | float32
     normalizes  the weights are divided by their sum over the k
+    is_sigmoid  a weight is the sigmoid of the logit (DeepSeek-AI 2412.19437)
+    correction  [E]     float32  added to the weights before the choice only: the largest sums are
+                        chosen; None: no correction
+    factor      of the weights, after their normalization
     """
     weights = torch.empty(len(logits), k, device=logits.device)
     experts = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
     for r, row in enumerate(logits.float()):
-        chosen = row.sort(descending=True, stable=True).indices[:k]
-        found = row.clone().softmax(0)[chosen]
-        weights[r] = found / found.sum() if normalizes else found
+        scores = 1 / (1 + torch.exp(-row)) if is_sigmoid else row.clone().softmax(0)
+        ranked = row if correction is None else scores + correction
+        chosen = ranked.sort(descending=True, stable=True).indices[:k]
+        found = scores[chosen]
+        weights[r] = factor * (found / found.sum() if normalizes else found)
         experts[r] = chosen
     return Routing(weights, experts)
 

@@ -95,6 +95,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 GATES = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+BETA = 0.5  # slope of xIELU at zero
 
 
 def products(
@@ -177,13 +178,16 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.stack(rows) if rows else x.float()
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight, rounded once (Ba et al. 1607.06450).
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, rounded once.
 
-    Shapes as for `rms_norm`.
+    This is LayerNorm (Ba et al. 1607.06450). Shapes as for `rms_norm`; the bias as the weight.
     """
     centered = [row - row.mean() for row in x.float()]
-    return _normed(torch.stack(centered), weight, eps).to(x.dtype) if centered else x.clone()
+    if not centered:
+        return x.clone()
+    normed = _normed(torch.stack(centered), weight, eps)
+    return (normed if bias is None else normed + bias).to(x.dtype)
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
@@ -214,6 +218,25 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Replace x [R, K] bfloat16 | float32 by cap * tanh(x / cap), in place; return x."""
     return x.copy_(cap * torch.tanh(x.float() / cap))
+
+
+def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """Apply the activation function of a map without a gate, in place; return x.
+
+    x       [R, K]  bfloat16 | float32
+    curve   `silu`, `gelu_tanh`, `relu2` (max(x, 0)^2), or `xielu` (Huang, Schlag 2411.13010)
+    alphas  of `xielu`: of positive, and of other numbers
+    """
+    wide = x.float()
+    if curve == "relu2":
+        return x.copy_(wide.clamp(min=0).square())
+    if curve == "xielu":
+        positive, negative = alphas
+        right = positive * wide.square() + BETA * wide
+        left = (torch.expm1(wide.clamp(max=0)) - wide) * negative + BETA * wide
+        return x.copy_(torch.where(wide > 0, right, left))
+    rows = [GATES[curve](row) for row in wide.clone()]
+    return x.copy_(torch.stack(rows)) if rows else x
 
 
 def tune(

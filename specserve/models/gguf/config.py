@@ -1,129 +1,115 @@
-"""Converts a GGUF file's metadata to config.json, and llama.cpp's tensor names."""
+"""Converts a GGUF file's metadata to the fields of a config.json."""
 
 import struct
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
-from specserve.models.gguf.header import Header, Tensor
+from specserve.models.families import FAMILIES
+from specserve.models.family import Family
+from specserve.models.gguf.architectures import ARCHITECTURES, Architecture
+from specserve.models.gguf.header import Array, Header, Tensor
+from specserve.models.gguf.names import (
+    EMBEDDING,
+    HEAD,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+)
 
-TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-
-
-def checkpoint_name(name: str) -> str | None:
-    """Convert blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; None if unknown."""
-    module, _, kind = name.rpartition(".")
-    if module in TOP:
-        return f"{TOP[module]}.{kind}"
-    block, _, rest = module.partition(".")
-    number, _, inner = rest.partition(".")
-    if block != "blk" or inner not in IN_LAYER:
-        return None
-    return f"model.layers.{number}.{IN_LAYER[inner]}.{kind}"
-
-
-def file_name(name: str) -> str:
-    """Convert model.layers.3.self_attn.q_proj.weight to blk.3.attn_q.weight."""
-    module, _, kind = name.rpartition(".")
-    theirs = {ours: theirs for names in (TOP, IN_LAYER) for theirs, ours in names.items()}
-    if module in theirs:
-        return f"{theirs[module]}.{kind}"
-    number, _, inner = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{theirs[inner]}.{kind}"
-
-
-def is_turned(architecture: str, name: str) -> bool:
-    """Whether the tensor's rows are in another order than in checkpoints. The architecture rotates
-    the pairs (2i, 2i + 1) of a head, and checkpoints have (i, i + D/2).
-    """
-    return architecture in ("llama", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k")
-
-
-ARCHITECTURES = {  # Mistral models have the architecture llama
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
 NAMES = {  # required key, without the architecture's prefix -> field of config.json
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
+}
+NORM_EPS = {  # by Family.is_centered
+    False: "attention.layer_norm_rms_epsilon",
+    True: "attention.layer_norm_epsilon",
 }
 YARN = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-WITHOUT_EFFECT: dict[str, Any] = {  # unsupported keys -> the value that has no effect
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "attention.scale": 0.0,
-    "attention.sliding_window_pattern": None,
-    "attn_logit_softcapping": 0.0,
-    "embedding_scale": 0.0,
-    "expert_count": 0,
-    "final_logit_softcapping": 0.0,
-    "logit_scale": 0.0,
-    "residual_scale": 0.0,
-    "rope.dimension_sections": None,
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values without effect
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_length_per_layer_input": (0,),
+    "embedding_scale": (0.0,),
+    "expert_count": (0,),
+    "expert_gating_func": (0, 1, 3),  # softmax of all experts, or of the active ones
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0,),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0.0,),
+    "rope.dimension_sections": (),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
+# Sizes that must equal attention.key_length.
+HEAD_SIZES = (
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+)
 
 
 def read_config(header: Header) -> dict[str, Any]:
     """The fields of a config.json. Raises ValueError for unsupported metadata."""
-    architecture = find_architecture(header)
-    prefix = f"{architecture}."
+    name = find_architecture(header)
+    architecture, prefix = ARCHITECTURES[name], f"{name}."
     values = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
-    for key, neutral in WITHOUT_EFFECT.items():
-        if key in values and values[key] != neutral:
-            raise ValueError(f"{architecture}.{key} = {values[key]!r} is not supported")
-    for key in NAMES:
+    named = architecture.family
+    if values.get("expert_count") and architecture.mixture is not None:
+        named = architecture.mixture
+    if values.get("attention.sliding_window") and architecture.windowed is not None:
+        named = architecture.windowed
+    family, keys = FAMILIES[named], FAMILIES[named].keys
+    refuse_unsupported(name, architecture, family, values)
+    names = NAMES | {NORM_EPS[family.is_centered]: family.keys.norm_eps}
+    for key in names:
         if key not in values:
-            raise ValueError(f"the key {architecture}.{key} is missing")
+            raise ValueError(f"the key {prefix}{key} is missing")
     if EMBEDDING not in header.tensors:
         raise ValueError(f"the tensor {EMBEDDING} is missing")
-    fields = {NAMES[key]: values[key] for key in NAMES} | {
-        "architectures": [ARCHITECTURES[architecture]],
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "head_dim": head_size(architecture, values),
-        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+    fields = {names[key]: values[key] for key in names} | {
+        "architectures": [named],
+        keys.mlp_bias: "blk.0.ffn_up.bias" in header.tensors,
+        keys.out_bias: "blk.0.attn_output.bias" in header.tensors,
+        keys.qkv_bias: "blk.0.attn_q.bias" in header.tensors,
         "num_key_value_heads": values.get("attention.head_count_kv"),
+        "rope_parameters": None,
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": HEAD not in header.tensors,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
     }
-    return fields | windows(values) | rope(header, values)
+    if keys.qk_norm is not None:
+        fields[keys.qk_norm] = "blk.0.attn_q_norm.weight" in header.tensors
+    fields |= architecture.fields
+    fields |= {field: values[k] for k, field in architecture.keys.items() if k in values}
+    fields |= head_size(name, family, values) | windows(architecture, values)
+    fields |= experts(family, values) | rope(header, architecture, values)
+    if architecture.wide_queries is not None:
+        fields["query_pre_attn_scalar"] = query_scalar(architecture, fields)
+    return fields
 
 
 def find_architecture(header: Header) -> str:
@@ -137,49 +123,130 @@ def find_architecture(header: Header) -> str:
     return named
 
 
-def head_size(architecture: str, values: dict[str, Any]) -> Any:
-    """The size of keys, values and rotated dimensions, which must be equal; None: not given."""
-    size = values.get("attention.key_length")
-    for key in ("attention.value_length", "rope.dimension_count"):
+def refuse_unsupported(
+    name: str, architecture: Architecture, family: Family, values: Mapping[str, Any]
+) -> None:
+    allowed = WITHOUT_EFFECT | {"rope.freq_base_swa": (values.get("rope.freq_base", 10_000.0),)}
+    read = {*architecture.keys, *architecture.rope_keys}
+    if family.experts is not None:
+        read.add("expert_count")
+    if family.rope_names:  # LongRoPE
+        read.add("rope.scaling.attn_factor")
+    for key, neutral in allowed.items():
+        if key in values and key not in read and values[key] not in neutral:
+            raise ValueError(f"{name}.{key} = {values[key]!r} is not supported")
+
+
+def head_size(name: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The size of keys, values and rotated dimensions, which must be equal, unless the family
+    rotates a share of a head's dimensions; None: not given.
+    """
+    size, rotated = values.get("attention.key_length"), values.get("rope.dimension_count")
+    sizes = HEAD_SIZES if family.rotates_a_share else (*HEAD_SIZES, "rope.dimension_count")
+    for key in sizes:
         other = values.get(key, size)
         size = other if size is None else size
         if other != size:
             raise ValueError(
-                f"{architecture}.{key} = {other!r} is not supported, only the head size {size!r}"
+                f"{name}.{key} = {other!r} is not supported, only the head size {size!r}"
             )
-    return size
+    if not family.rotates_a_share or rotated is None:
+        return {"head_dim": size}
+    hidden, heads = values["embedding_length"], values["attention.head_count"]
+    if size is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        size = hidden // heads
+    if not all(isinstance(x, int) and x for x in (size, rotated)):
+        raise ValueError(f"{name}.rope.dimension_count = {rotated!r} is not supported")
+    return {"head_dim": size, "partial_rotary_factor": rotated / size}
 
 
-def windows(values: dict[str, Any]) -> dict[str, Any]:
-    """The config.json fields for a sliding window, which all layers have."""
-    window, layers = values.get("attention.sliding_window"), values["block_count"]
+def windows(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for a sliding window, and the layers that have it."""
+    window = values.get("attention.sliding_window", architecture.window)
+    layers = values["block_count"]
     if not window or not isinstance(layers, int) or layers > MAX_LAYERS:
-        return {}
-    kinds = ["sliding_attention"] * layers
+        return {"sliding_window": None, "use_sliding_window": False}
+    pattern = values.get("attention.sliding_window_pattern", architecture.full_every)
+    if isinstance(pattern, Array):
+        has_window = pattern.numbers()
+    else:
+        has_window = [not pattern or (i + 1) % pattern != 0 for i in range(layers)]
+    kinds = ["sliding_attention" if has else "full_attention" for has in has_window]
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
 
-def rope(header: Header, values: dict[str, Any]) -> dict[str, Any]:
-    """The config.json field rope_scaling, if there is one."""
+def experts(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for experts. Old files of Qwen lack the widths."""
+    style, inner = family.experts, values["feed_forward_length"]
+    if style is None:
+        return {}
+    number, active = values.get("expert_count", 0), values.get("expert_used_count")
+    fields = {style.number_keys[-1]: number, style.active_key: active}
+    if "expert_weights_norm" in values:
+        fields["norm_topk_prob"] = values["expert_weights_norm"]
+    has_sizes = isinstance(inner, int) and isinstance(active, int) and active
+    share = inner // active if has_sizes else inner
+    width = inner if style.width == "intermediate_size" else share
+    fields[style.width] = values.get("expert_feed_forward_length", width)
+    if style.shared_width:
+        fields[style.shared_width] = values.get("expert_shared_feed_forward_length", inner)
+    return fields
+
+
+def query_scalar(architecture: Architecture, fields: Mapping[str, Any]) -> Any:
+    """Queries are divided by the square root of this number."""
+    hidden, heads, size = (
+        fields[key] for key in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    is_wide = fields["num_hidden_layers"] == architecture.wide_queries
+    if (is_wide or size is None) and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        return hidden // heads
+    return size
+
+
+def rope(header: Header, architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The field rope_scaling, if there is one."""
     kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
-    factors = header.tensors.get(ROPE_FACTORS)
-    if factors is not None:
+    tensors = header.tensors
+    if ROPE_FACTORS in tensors:
         if kind != "none":
             raise ValueError(f"{ROPE_FACTORS} with rope.scaling.type = {kind!r} is not supported")
-        return {"rope_scaling": {"rope_type": "factors", "factors": rope_factors(factors)}}
+        factors = rope_factors(ROPE_FACTORS, tensors[ROPE_FACTORS])
+        return {"rope_scaling": {"rope_type": "factors", "factors": factors}}
+    if LONG_FACTORS in tensors and SHORT_FACTORS in tensors and kind in ("none", "longrope"):
+        return longrope(header, values)
     if kind == "none":
         return {}
+    if kind == "longrope":
+        raise ValueError(f"rope type {kind!r} is not supported without {LONG_FACTORS}")
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0))
-    others = {name: values[key] for key, name in YARN.items() if key in values}
-    if kind == "longrope":  # its factors are in separate tensors
-        raise ValueError(f"rope type {kind!r} is not supported in a GGUF file")
-    return {"rope_scaling": {"rope_type": kind, "factor": factor} | others}
+    keys = YARN | dict(architecture.rope_keys)
+    others = {name: values[key] for key, name in keys.items() if key in values}
+    scaling = {"rope_type": kind, "factor": factor, **others, **architecture.rope}
+    return {"rope_scaling": scaling}
 
 
-def rope_factors(tensor: Tensor) -> list[float]:
-    """The RoPE factors of a file: the results of llama3's formula, not its parameters."""
+def longrope(header: Header, values: Mapping[str, Any]) -> dict[str, Any]:
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "long_factor": rope_factors(LONG_FACTORS, header.tensors[LONG_FACTORS]),
+        "short_factor": rope_factors(SHORT_FACTORS, header.tensors[SHORT_FACTORS]),
+    }
+    if "rope.scaling.attn_factor" in values:
+        scaling["attention_factor"] = values["rope.scaling.attn_factor"]
+    fields: dict[str, Any] = {"rope_scaling": scaling}
+    if "rope.scaling.original_context_length" in values:
+        original = values["rope.scaling.original_context_length"]
+        fields["original_max_position_embeddings"] = original
+    return fields
+
+
+def rope_factors(name: str, tensor: Tensor) -> list[float]:
+    """The RoPE factors of a file: a number per rotating pair of dimensions. For Llama 3 they are
+    the results of its formula, not its parameters.
+    """
     if tensor.type.name != "F32" or prod(tensor.shape) > MAX_HEAD_DIM // 2:
-        raise ValueError(f"{ROPE_FACTORS} is not a list of F32, one per pair of dimensions")
+        raise ValueError(f"{name} is not a list of F32, one per pair of dimensions")
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         return list(struct.unpack(f"<{prod(tensor.shape)}f", file.read(tensor.size)))

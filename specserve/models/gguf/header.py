@@ -35,35 +35,37 @@ TYPES = {  # supported types, by number
     6: Type("Q5_0", 32, 22),
     7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34),
+    10: Type("Q2_K", 256, 84),
+    11: Type("Q3_K", 256, 110),
     12: Type("Q4_K", 256, 144),
     13: Type("Q5_K", 256, 176),
     14: Type("Q6_K", 256, 210),
+    15: Type("Q8_K", 256, 292),
+    16: Type("IQ2_XXS", 256, 66),
+    17: Type("IQ2_XS", 256, 74),
+    18: Type("IQ3_XXS", 256, 98),
+    19: Type("IQ1_S", 256, 50),
+    20: Type("IQ4_NL", 32, 18),
+    21: Type("IQ3_S", 256, 110),
+    22: Type("IQ2_S", 256, 82),
+    23: Type("IQ4_XS", 256, 136),
+    29: Type("IQ1_M", 256, 56),
     30: Type("BF16", 1, 2),
+    34: Type("TQ1_0", 256, 54),
+    35: Type("TQ2_0", 256, 66),
+    39: Type("MXFP4", 32, 17),
 }
 OTHERS = {  # names of unsupported types, for error messages
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
 }
+BY_NAME = {type.name: type for type in TYPES.values()}
 QUANTIZED = tuple(type.name for type in TYPES.values() if not type.is_plain)
 
 
@@ -224,21 +226,19 @@ def other_parts(path: Path, count: int) -> Iterator[Path]:
     """Yield the parts after the first part `path`."""
     named = PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
-        raise ConfigError(
+        raise refused(
             f"{path} is one of {count} parts, but its name does not show this. Rename the parts to "
             f"NAME-00001-of-{count:05}.gguf and so on"
         )
     if int(named["number"]) != 1:
-        raise ConfigError(
+        raise refused(
             f"{path} is not the first part. Name {named['stem']}-00001-of-{count:05}.gguf"
         )
     home = path.parent.resolve()
     for number in range(2, int(named["count"]) + 1):
         part = path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
         if not part.exists():
-            raise ConfigError(
-                f"{part} is missing, but {path.name} needs it. Download the model again"
-            )
+            raise refused(f"{part} is missing, but {path.name} needs it. Download the model again")
         check_is_at_home(home, part)
         yield part
 
@@ -248,7 +248,7 @@ def read_file(path: Path) -> Header:
         stat = path.stat()
         return read_version(path, stat.st_size, stat.st_mtime_ns)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
+        raise refused(f"{path}: cannot be read ({e.strerror}). Check its permissions") from e
 
 
 @lru_cache(maxsize=8)
@@ -265,7 +265,13 @@ def read_version(path: Path, size: int, changed_at: int) -> Header:
 
 
 def damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is not a valid GGUF file ({reason}). Download it again")
+    return refused(f"{path} is not a valid GGUF file ({reason}). Download it again")
+
+
+def refused(message: str) -> ConfigError:
+    """An error for a file that is not used. Headers are dropped, because they map their files."""
+    read_version.cache_clear()
+    return ConfigError(message)
 
 
 def parse(path: Path, data: mmap.mmap) -> Header:
@@ -294,15 +300,15 @@ def check_version(path: Path, head: bytes) -> None:
     version, swapped = (int.from_bytes(head[4:], order) for order in ("little", "big"))
     if head[:4] != MAGIC:
         check_pointer(path)
-        raise ConfigError(
+        raise refused(
             f"{path} does not begin with GGUF. Name a GGUF file, or the folder with config.json"
         )
     if len(head) < 8:
         raise ValueError("the file ends too early")
     if swapped in VERSIONS:
-        raise ConfigError(f"{path} is a big-endian GGUF file. Use a little-endian file")
+        raise refused(f"{path} is a big-endian GGUF file. Use a little-endian file")
     if version not in VERSIONS:
-        raise ConfigError(
+        raise refused(
             f"{path}: version {version} of GGUF is not supported, only {VERSIONS[0]} and "
             f"{VERSIONS[1]}. Convert the model again"
         )
@@ -320,7 +326,7 @@ def read_tensor(path: Path, cursor: Cursor) -> tuple[str, Tensor]:
         raise ValueError(f"{name!r:.80} has the shape {sizes[::-1]}")
     if number not in TYPES:
         supported = ", ".join(type.name for type in TYPES.values())
-        raise ConfigError(
+        raise refused(
             f"{path}: the tensor {name!r:.80} has the type {OTHERS.get(number, f'number {number}')}"
             f". Use another quantization of the model: {supported} are supported"
         )

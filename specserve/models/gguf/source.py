@@ -11,16 +11,19 @@ from specserve.errors import ConfigError
 from specserve.models import decoder_config
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
-from specserve.models.gguf.config import ROPE_FACTORS, checkpoint_name, file_name, read_config
-from specserve.models.gguf.header import QUANTIZED, Header, read_header
+from specserve.models.gguf.architectures import ARCHITECTURES
+from specserve.models.gguf.config import find_architecture, read_config
+from specserve.models.gguf.header import QUANTIZED, Header, read_header, refused
+from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
+from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
 from specserve.models.gguf.tokenizer import (
     PREFIX,
     GgufVocabulary,
     build_tokenizer,
     find_model,
-    find_pre_tokenizer,
 )
 from specserve.models.quantized.config import Quantization
+from specserve.models.rope import FACTORS
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.text.defaults import GenerationDefaults, read_defaults
@@ -52,14 +55,23 @@ class GgufFile:
         header = self.header
         try:
             config = decoder_config.parse(read_config(header))
-            factors, pairs = len(config.rope_parameters.factors), config.head_dim // 2
-            if factors not in (0, pairs):
+            told = config.rope_parameters
+            factors, pairs = len(told.factors), told.rotating(config.head_dim) // 2
+            if told.kind == FACTORS and factors != pairs:
                 raise ValueError(f"{ROPE_FACTORS} has {factors} entries, not {pairs}")
         except ValueError as e:
-            raise ConfigError(f"{self.path}: {e}. Use another model, or another file of it") from e
+            raise refused(f"{self.path}: {e}. Use another model, or another file of it") from e
+        # Norms of a file include the 1 that some families add.
+        family = msgspec.structs.replace(config.family, adds_one=False)
+        config = msgspec.structs.replace(config, family=family)
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
+
+    def places(self) -> dict[str, TensorPlace]:
+        """Where the file has the tensors of a checkpoint, by Hugging Face name."""
+        architecture = ARCHITECTURES[find_architecture(self.header)]
+        return places(self.config(), architecture, self.header.tensors)
 
     def shape(self, implementation: str) -> DecoderConfig:
         refuse_transformers(self.path, implementation)
@@ -106,7 +118,7 @@ class GgufFile:
         return Tokenizer(backend, str(self.path), template, variables=named)
 
     def refusal(self, e: Exception) -> ConfigError:
-        return ConfigError(
+        return refused(
             f"{self.path}: the tokenizer cannot be built ({e}). Use another file of the model, or "
             "its folder in the Hugging Face layout"
         )
@@ -115,13 +127,13 @@ class GgufFile:
         """Raise ConfigError if a tensor is missing, has a wrong shape or type, or is unused, or if
         the tokenizer is not supported.
         """
-        config, tensors, metadata = self.config(), self.header.tensors, self.header.metadata
-        expected = decoder_config.tensor_shapes(config)
+        config, metadata = self.config(), self.header.metadata
+        expected = files_shapes(self.places())
         for name, shape in expected.items():
-            self.check_tensor(file_name(name), shape)
-        for name in tensors:
-            if checkpoint_name(name) not in expected and name != ROPE_FACTORS:
-                raise ConfigError(
+            self.check_tensor(name, shape)
+        for name in self.header.tensors:
+            if name not in expected and name not in OF_CONFIG:
+                raise refused(
                     f"{self.path}: the tensor {name!r:.80} is not part of a "
                     f"{config.architecture}. Use a file of a supported architecture"
                 )
@@ -144,14 +156,15 @@ class GgufFile:
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
         if found is None:
-            raise ConfigError(f"{self.path}: the tensor {name} is missing. Download the file again")
+            raise refused(f"{self.path}: the tensor {name} is missing. Download the file again")
         if found.shape != shape:
-            raise ConfigError(
+            raise refused(
                 f"{self.path}: the tensor {name} has the shape {list(found.shape)}, but the "
                 f"metadata require {list(shape)}. Download the file again"
             )
-        if len(shape) == 1 and found.type.name in QUANTIZED:
-            raise ConfigError(
+        is_map = len(shape) > 1 and name.endswith(".weight")
+        if found.type.name in QUANTIZED and not is_map:
+            raise refused(
                 f"{self.path}: the tensor {name} has the type {found.type.name}, but only linear "
                 "maps may be quantized. Use another quantization of the model"
             )

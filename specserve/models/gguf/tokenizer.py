@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -15,7 +15,9 @@ from tokenizers import (
     processors,
 )
 
+from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.header import Array, Value
+from specserve.models.gguf.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 
 PREFIX = "tokenizer.ggml."
 NAMED = {  # name in chat templates -> key in the file
@@ -70,13 +72,22 @@ def find_model(metadata: dict[str, Value | Array]) -> str:
     return str(model)
 
 
+def spelled(token: str) -> str:
+    """Files of Gemma spell tokens of several spaces as such, and its merges have ▁ for spaces."""
+    return token.replace(" ", "▁") if token.isspace() else token
+
+
 class GgufVocabulary:
     """The metadata of a tokenizer. Raises ValueError if fields are missing or inconsistent."""
 
     def __init__(self, metadata: dict[str, Value | Array]) -> None:
         self.metadata = metadata
         self.model = find_model(metadata)
+        named = ARCHITECTURES.get(str(metadata.get("general.architecture")))
+        self.merges_by_id = named is not None and named.merges_by_id
         self.tokens = self.array("tokens").strings()
+        if self.merges_by_id and self.model == "llama":
+            self.tokens = [spelled(token) for token in self.tokens]
         self.kinds = self.numbers("token_type") or [TokenKind.NORMAL] * len(self.tokens)
         kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
         self.ids = dict(kept)
@@ -138,53 +149,6 @@ class GgufVocabulary:
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
 
 
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA_3 = LETTERS + r"|\p{N}{1,3}" + REST
-QWEN_2 = LETTERS + r"|\p{N}" + REST
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class PreTokenizer(NamedTuple):
-    splits: tuple[str, ...]  # regular expressions that split the text, applied in turn
-    is_nfc: bool = False
-    takes_whole_words: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # default if the file lacks add_bos_token
-
-
-LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
-PRE_TOKENIZERS = {
-    "deepseek-r1-qwen": PreTokenizer((QWEN_2,)),
-    # llama.cpp's default, for models without a specific one.
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((GPT2,)),
-    "llama-bpe": LLAMA_BPE,
-    "llama-v3": LLAMA_BPE,
-    "llama3": LLAMA_BPE,
-    "qwen2": PreTokenizer((QWEN_2,), is_nfc=True),
-    "smaug-bpe": PreTokenizer((LLAMA_3,), takes_whole_words=True),  # SmolLM3, too
-    "smollm": PreTokenizer((r"\p{N}", GPT2)),
-    "tekken": PreTokenizer((TEKKEN,), takes_whole_words=True, adds_bos=True),
-}
-
-
-def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """The pre-tokenizer of a name; None is llama.cpp's default. Raises ValueError for an unknown
-    name, because text could be split in another way than in training.
-    """
-    if name is None:
-        return PRE_TOKENIZERS["default"]
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported, only {known}")
-    return PRE_TOKENIZERS[name]
-
-
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Build a tokenizer. Raises ValueError if it is not supported."""
     if vocabulary.model == "gpt2":
@@ -223,6 +187,8 @@ def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     if vocabulary.get("merges") is not None:
         merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
     elif scores := vocabulary.numbers("scores"):
+        if vocabulary.merges_by_id:
+            scores = [-id for id in range(len(scores))]
         merges = merges_by_score(vocabulary.ids, scores)
     else:
         raise ValueError("tokenizer.ggml.scores is missing")

@@ -9,12 +9,15 @@ from specserve.models.gguf.tensors import Gguf
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.stored import (
     INTEGERS,
+    MXFP4,
+    MXFP4_GROUP,
     SCALES,
-    NotFinite,
     Stored,
     WeightFormat,
     bytes_of,
     divided,
+    e8m0_halves,
+    tabled,
     unpack,
     unused,
 )
@@ -144,12 +147,6 @@ class Gptq:
         return stored.T.contiguous()
 
 
-MXFP4_GROUP = 32
-MXFP4_BITS = 8  # bits per code: a code is twice a value, an integer from -12 to 12
-TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the absolute value of a 4-bit float, by its low 3 bits
-BIAS, NAN = 127, 255  # exponent bias and NaN of e8m0 numbers
-
-
 class Mxfp4:
     def __init__(self, told: Quantization) -> None:
         pass
@@ -162,15 +159,9 @@ class Mxfp4:
         }
 
     def read(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Codes:
-        blocks, exponents = tensors["blocks"], tensors["scales"]
-        if (exponents == NAN).any():
-            raise NotFinite("scales")
-        middle = 1 << MXFP4_BITS - 1
-        positive = torch.tensor(TWICE, dtype=torch.uint8)
-        codes = torch.cat([middle + positive, middle - positive])
+        blocks = tensors["blocks"]
         nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1)
-        scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - BIAS)
-        return Codes(MXFP4_BITS, MXFP4_GROUP, codes[nibbles.int()].view(shape), scale)
+        return tabled(MXFP4, nibbles, e8m0_halves(tensors["scales"]))
 
 
 ABSENT = Stored((), ("nothing",))

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint, drop_tensor
+from specserve.models.gguf.blocks import bits_in_memory
+from specserve.models.gguf.tensors import type_of
 from specserve.models.quantized.config import Quantization
-from specserve.models.quantized.formats import FLOATS, FORMATS, MXFP4_BITS, MXFP4_GROUP
+from specserve.models.quantized.formats import FLOATS, FORMATS
 from specserve.models.quantized.stored import SCALES, UNUSED, NotFinite, Stored, is_finite
 from specserve_kernels import Codes
 
-PLAIN = {"weight", "bias"}
+PLAIN = {"weight", "bias", "e_score_correction_bias"}  # the last one is of a router
 UNTOLD = "but config.json has no quantization_config"
 SIZES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}  # bytes, by type
 REMEDY = "Download the model again, or use another quantization of it"
@@ -100,9 +102,9 @@ class QuantizedMaps:
         """Approximate bytes of a map in memory; 8-bit floats are converted to `dtype`."""
         found = self.checkpoint.parts(name.removesuffix(".weight"))
         parts = [found[suffix] for suffix in self.suffixes[name]]
-        if self.told is not None and self.told.method == "mxfp4":
-            size = math.prod(self.shapes[name])
-            return size * MXFP4_BITS // 8 + size // MXFP4_GROUP * torch.float32.itemsize
+        if self.told is not None and self.told.method in ("gguf", "mxfp4"):
+            type = type_of(found) if self.told.method == "gguf" else "MXFP4"
+            return int(math.prod(self.shapes[name]) * bits_in_memory(type)) // 8
         if any(part.dtypes[0] in FLOATS for part in parts):
             return math.prod(self.shapes[name]) * dtype.itemsize
         return sum(math.prod(part.shape) * SIZES[part.dtypes[0]] for part in parts)

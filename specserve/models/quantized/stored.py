@@ -1,6 +1,6 @@
 """The stored form of a quantized linear map: several tensors of a module."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,12 @@ class NotFinite(ValueError):
     """The tensor with this suffix has values that are not finite."""
 
 
+MXFP4_GROUP = 32
+# Twice the values of 4-bit floats, which are integers.
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+BIAS, NAN = 127, 255  # exponent bias and NaN of e8m0 numbers
+
+
 class WeightFormat(Protocol):
     """Reads linear maps of one format. A map of shape [N, K] has tensors `name.suffix`."""
 
@@ -44,6 +50,22 @@ def is_finite(values: Tensor) -> bool:
     """
     total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(values.isfinite().all())
+
+
+def tabled(values: Sequence[int], q: Tensor, scale: Tensor) -> Codes:
+    """Codes for values[q] * scale. There are up to 16 values from -128 to 127; each scale belongs
+    to an equal share of a row's columns.
+    """
+    N, scale = len(q), scale.reshape(len(q), -1)
+    q, table = q.reshape(N, -1), (*values, *[0] * (16 - len(values)))
+    return Codes(4, q.shape[1] // scale.shape[1], q, scale, table=table)
+
+
+def e8m0_halves(exponents: Tensor) -> Tensor:
+    """Half of each e8m0 number, as float32. Raises NotFinite for NaN."""
+    if (exponents == NAN).any():
+        raise NotFinite("scales")
+    return torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - BIAS)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Formats of tool calls and reasoning, and the parsers for a request's responses."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from specserve.text.answer.events import (
     Reasoning,
     answer_of,
 )
+from specserve.text.answer.families import FAMILIES, family_of
 from specserve.text.answer.parsers import (
     ACTION,
     ARGS,
@@ -33,6 +34,7 @@ from specserve.text.answer.parsers import (
     MistralParser,
     ThinkParser,
 )
+from specserve.text.answer.pythonic import PythonicParser
 from specserve.text.answer.response_template import (
     FIELD_KINDS,
     ResponseTemplate,
@@ -40,23 +42,42 @@ from specserve.text.answer.response_template import (
     TemplateParser,
     read_template,
 )
+from specserve.text.tokenizer import Tokenizer
+from specserve.text.tool_prompt import CALL
 
 DEFAULT = "hermes"  # format of enforced calls if the model's format is unknown
+THINKING = {  # format of reasoning -> markers around reasoning at the beginning of a response
+    "think": (THINK, END_THINK),
+    "mistral_think": ("[THINK]", "[/THINK]"),
+}
 MARKERS = {  # markers that may be special tokens, which detokenized text omits
     "command_r": (START_ACTION, END_ACTION),
+    "generic": (CALL_BEGIN, CALL_END),
     "hermes": (CALL_BEGIN, CALL_END),
     "llama3_json": (PYTHON_TAG,),
     "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "none": (),
-    "think": (THINK, END_THINK),
+    "pythonic": (),
+    **THINKING,
 }
+
+
+# Tokens that begin reasoning, and that end it.
+REASONING: dict[str, tuple[tuple[str, ...], ...]] = {
+    "none": (),
+    "template": (),
+    **{name: ((begin,), (end,)) for name, (begin, end) in THINKING.items()},
+}
+HERMES = f"{CALL_BEGIN}\n", f"\n{CALL_END}"  # text around the JSON of a call
+UNFRAMED = "none", "command_r", "pythonic"  # formats of calls that no grammar enforces
 
 
 class Formats(msgspec.Struct, frozen=True):
     """A model's formats of tool calls and reasoning.
 
-    tools      "hermes", "llama3_json", "mistral", "command_r", "template" or "none"
-    reasoning  "think", "template" or "none"
+    tools      "hermes", "llama3_json", "mistral", "command_r", "pythonic", "template", "generic"
+               (Hermes' format, which the server describes to the model) or "none"
+    reasoning  "think", "mistral_think", "template" or "none"
     """
 
     tools: str = "none"
@@ -64,19 +85,54 @@ class Formats(msgspec.Struct, frozen=True):
     template: ResponseTemplate | None = None
     has_args: bool = False  # "mistral": with [ARGS]
     has_actions: bool = False  # "command_r": with <|START_ACTION|>
-    has_channels: bool = False  # channels of gpt-oss, which are not parsed
+    family: str = ""  # name of the built-in template, if that is used
+
+    @property
+    def name(self) -> str:
+        """The name of the format of tool calls."""
+        return self.family if self.family and self.tools == "template" else self.tools
+
+    @property
+    def thinking(self) -> tuple[str, str]:
+        """The markers around reasoning at the beginning of a response."""
+        return THINKING.get(self.reasoning, THINKING["think"])
+
+    @property
+    def has_channels(self) -> bool:
+        return self.family == "harmony"
 
     @property
     def enforced(self) -> str:
         """The format of calls that a grammar enforces."""
         is_framed = self.tools != "template" or self.frame is not None
-        return self.tools if is_framed and self.tools not in ("none", "command_r") else DEFAULT
+        return self.tools if is_framed and self.tools not in UNFRAMED else DEFAULT
+
+    @property
+    def call(self) -> str:
+        """The form of a call in a text that describes tools, see `ChatOptions`."""
+        match self.enforced:
+            case "llama3_json":
+                return '{"name": "%s", "parameters": %s}'
+            case "mistral" if self.has_args:
+                return f"{TOOL_CALLS}%s{ARGS}%s"
+            case "mistral":
+                return f'{TOOL_CALLS}[{{"name": "%s", "arguments": %s}}]'
+        return CALL
+
+    def around(self, name: str) -> tuple[str, str]:
+        """The text before and after the arguments of a call that a grammar enforces."""
+        if self.family and (call := FAMILIES[self.family].call) is not None:
+            return call[0].replace("{name}", name), call[1]
+        begin, end = self.frame or HERMES
+        return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
 
     @property
     def frame(self) -> tuple[str, str] | None:
         """The text before and after the JSON of a call; None if calls do not have this form."""
+        if self.family and (call := FAMILIES[self.family].call) is not None:
+            return call[0].partition("{name}")[0], call[1]
         if self.template is None:
-            return (f"{CALL_BEGIN}\n", f"\n{CALL_END}") if self.tools != "template" else None
+            return HERMES if self.tools != "template" else None
         fields = self.template.fields.items()
         field = next((f for n, f in fields if FIELD_KINDS[n] == "tool_calls"), None)
         if field is None or not isinstance(field.open, str) or not isinstance(field.close, str):
@@ -89,13 +145,8 @@ class Formats(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        words = f"tool calls {self.tools}, reasoning {self.reasoning}"
-        if not self.has_channels or self.reasoning == "template":
-            return words
-        return (
-            f"{words}; the channels of this model (analysis, commentary, final) arrive as content, "
-            "because their format is not parsed"
-        )
+        how = " (described in the system text)" if self.tools == "generic" else ""
+        return f"tool calls {self.name}{how}, reasoning {self.reasoning}"
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -121,7 +172,7 @@ class AnswerReader:
     def __init__(self, formats: Formats, wanted: Wanted, prompt: str) -> None:
         """`prompt` is text, because templates may write the beginning of a response."""
         self.formats, self.wanted = formats, wanted
-        self.is_inside = prompt.rstrip().endswith(THINK)
+        self.is_inside = prompt.rstrip().endswith(formats.thinking[0])
         self.tools = "none"
         if wanted.tools:
             self.tools = formats.enforced if wanted.is_enforced else formats.tools
@@ -129,12 +180,17 @@ class AnswerReader:
         if self.tools not in ("none", "template") and self.reasoning == "template":
             self.reasoning = "none"  # the grammar does not allow it
         self.template, self.prompt = formats.template, ""
-        if "template" in (self.tools, self.reasoning) and formats.template is not None:
+        if self.reasoning == "template" and formats.template is not None:
             self.prompt = formats.template.prefilled(prompt)
 
     @property
     def has_reasoning(self) -> bool:
         return self.reasoning != "none"
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning can only begin the response."""
+        return self.reasoning in THINKING
 
     @property
     def is_plain(self) -> bool:
@@ -150,8 +206,8 @@ class AnswerReader:
 
     def parser(self) -> AnswerParser:
         parser = self.call_parser()
-        if self.reasoning == "think":
-            parser = ThinkParser(parser, self.is_inside)
+        if self.thinks:
+            parser = ThinkParser(parser, self.is_inside, self.formats.thinking)
         wanted = self.wanted
         is_all = wanted.has_reasoning and wanted.most_calls is None and not wanted.is_enforced
         return parser if is_all else FilteringParser(parser, wanted)
@@ -159,12 +215,14 @@ class AnswerReader:
     def call_parser(self) -> AnswerParser:
         tools = self.wanted.tools
         match self.tools:
-            case "hermes":
+            case "hermes" | "generic":
                 return HermesParser()
             case "llama3_json":
                 return Llama3Parser({tool["function"]["name"] for tool in tools})
             case "mistral":
                 return MistralParser()
+            case "pythonic":
+                return PythonicParser()
             case "command_r":
                 return CommandRParser(self.formats.has_actions)
         if "template" not in (self.tools, self.reasoning) or self.template is None:
@@ -224,7 +282,7 @@ def find_formats(
     Formats that the config names are not detected. ConfigError if it names a template that cannot
     be used.
     """
-    template = None
+    template, family = None, ""
     if response_template is not None and tool_parser in ("auto", "template"):
         try:
             template = read_template(response_template)
@@ -236,12 +294,48 @@ def find_formats(
     tools = tool_parser
     if tools == "auto":
         tools = "template" if template is not None else tool_format(source, tokens)
+    if tools in FAMILIES:
+        tools, family = "template", tools
+        template = read_template(FAMILIES[family].template)
     think = reasoning_parser
     if think == "auto":
-        has_tag = THINK in tokens or END_THINK in source
-        think = "template" if template is not None else "think" if has_tag else "none"
-    has_channels = {*tokens} >= {"<|channel|>", "<|message|>"}
-    return Formats(tools, think, template, ARGS in source, START_ACTION in source, has_channels)
+        has_field = template is not None and (not family or FAMILIES[family].reasoning)
+        found = [n for n, (begin, end) in THINKING.items() if begin in tokens or end in source]
+        think = "template" if has_field else next(iter(found), "none")
+    return Formats(tools, think, template, ARGS in source, START_ACTION in source, family)
+
+
+def formats_of(
+    tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Formats:
+    """Return the formats of a model's tokenizer and chat template, see `find_formats`."""
+    template = tokenizer.chat_template
+    source = "" if template is None else "\n".join(template.sources)
+    known = source, tokenizer.get_vocab(), tokenizer.response_template
+    return find_formats(tool_parser, reasoning_parser, *known)
+
+
+class ReasoningMarkers(NamedTuple):
+    """Tokens around reasoning, see `ReasoningBudget`."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
+def reasoning_markers(formats: Formats, tokenizer: Tokenizer) -> ReasoningMarkers | None:
+    """Return the tokens around a model's reasoning.
+
+    None without reasoning, or if a marker is several tokens, because the model can write these
+    tokens in other ways.
+    """
+    vocabulary = tokenizer.get_vocab()
+    texts = REASONING[formats.reasoning]
+    if formats.reasoning == "template" and formats.family:
+        texts = FAMILIES[formats.family].reasoning
+    if not texts or not all(text in vocabulary for each in texts for text in each):
+        return None
+    opening, closing = (tuple(vocabulary[text] for text in each) for each in texts)
+    return ReasoningMarkers(opening, closing)
 
 
 def unusable(reason: str) -> ConfigError:
@@ -252,9 +346,9 @@ def unusable(reason: str) -> ConfigError:
 
 
 def tool_format(source: str, tokens: Collection[str]) -> str:
-    # Formats that begin like Hermes, but contain no JSON.
-    is_other = "<function=" in source or "<arg_key>" in source
-    if CALL_BEGIN in source and not is_other:
+    if (family := family_of(source)) is not None:
+        return family
+    if CALL_BEGIN in source:
         return "hermes"
     if TOOL_CALLS in source:
         return "mistral"
@@ -262,4 +356,4 @@ def tool_format(source: str, tokens: Collection[str]) -> str:
         return "command_r"
     if "tools" in source and (PYTHON_TAG in source or PYTHON_TAG in tokens):
         return "llama3_json"
-    return "none"
+    return "generic"

@@ -461,9 +461,12 @@ class CommandRParser(CallParser):
 class ThinkParser(TextParser):
     """Separates the reasoning at the beginning of a response. Another parser reads the rest."""
 
-    def __init__(self, rest: AnswerParser, is_inside: bool) -> None:
-        """`is_inside`: the prompt ends with <think>."""
+    def __init__(
+        self, rest: AnswerParser, is_inside: bool, markers: tuple[str, str] = (THINK, END_THINK)
+    ) -> None:
+        """`is_inside`: the prompt ends with the first of the markers around reasoning."""
         super().__init__()
+        self.begin, self.end = markers
         self.rest, self.is_inside = rest, is_inside
         self.has_reasoned, self.closed_at = is_inside, -1
         self.num_pushed = 0
@@ -480,10 +483,10 @@ class ThinkParser(TextParser):
 
     def read(self) -> ParseSteps:
         spaces = "" if self.is_inside else (yield from self.spaces())
-        if self.is_inside or (yield from self.follows(THINK)):
+        if self.is_inside or (yield from self.follows(self.begin)):
             self.has_reasoned = True
             yield from self.spaces()
-            yield from self.until(END_THINK, as_event=Reasoning)
+            yield from self.until(self.end, as_event=Reasoning)
             self.closed_at = self.num_pushed - (len(self.text) - self.at)
             yield from self.spaces()
         else:

@@ -15,6 +15,7 @@ import regex  # unlike re, it finds partial matches
 
 from specserve.text.answer.events import Content, Event, Reasoning
 from specserve.text.answer.parsers import CallParser, End, NoCall, ParseSteps, ignored, is_name
+from specserve.text.answer.pythonic import as_pythonic
 
 FIELD_KINDS = {  # message field -> kind
     "content": "content",
@@ -63,6 +64,13 @@ class TemplateField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optional: bool = True
     transform: Any = None
     transform_each: bool = False
+
+    @property
+    def has_bare_arguments(self) -> bool:
+        """Whether the content is a call's arguments as JSON, so that they can be streamed."""
+        is_json = self.content == "json" and not self.content_args and not self.transform_each
+        function = self.transform.get("function") if isinstance(self.transform, dict) else None
+        return is_json and function == {"name": "{name}", "arguments": "{content}"}
 
 
 class ResponseTemplate(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
@@ -193,7 +201,9 @@ class TemplateParser(CallParser):
         if name == default:
             return
         closing = [template.closing[name]] if name in template.closing else []
-        if FIELD_KINDS[name] == "tool_calls":
+        if FIELD_KINDS[name] == "tool_calls" and template.fields[name].has_bare_arguments:
+            yield from self.streamed_call(opening, closing)
+        elif FIELD_KINDS[name] == "tool_calls":
             yield from self.tool_calls(name, opening, closing)
         else:
             yield from self.field_until(name, closing)
@@ -237,10 +247,23 @@ class TemplateParser(CallParser):
 
         return sink
 
+    def streamed_call(self, opening: Any, delimiters: list[Delimiter]) -> ParseSteps:
+        """Read a call whose content is its arguments. NoCall if they are no object."""
+        self.kept = [opening[0]]
+        captures = opening.groupdict()
+        if not is_name(captures["name"]) or (yield from self.space()) != "{":
+            raise NoCall
+        self.begin(captures["name"], captures.get("id"))
+        yield from self.value(self.argue)
+        if (yield from self.up_to(delimiters, ignored)) is None:
+            raise End
+
     def tool_calls(self, name: str, opening: Any, delimiters: list[Delimiter]) -> ParseSteps:
         body = list[str]()
         end = yield from self.up_to(delimiters, body.append)
         try:
+            if end is None and delimiters:  # max_tokens cut it, so that arguments may lack
+                raise NoCall
             field = self.template.fields[name]
             for called, arguments in [*self.calls(field, "".join(body), opening.groupdict())]:
                 self.begin(called)
@@ -377,6 +400,7 @@ PARSERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "int": lambda text, args: int(text),
     "json": as_json,
     "kv-lines": as_lines,
+    "pythonic": as_pythonic,
     "text": as_text,
     "xml-inline": as_xml,
 }

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from specserve.text.answer.formats import MARKERS, Formats
-from specserve.text.answer.parsers import ARGS, END_THINK, PYTHON_TAG, THINK, TOOL_CALLS
+from specserve.text.answer.formats import HERMES, MARKERS, Formats
+from specserve.text.answer.parsers import ARGS, PYTHON_TAG, TOOL_CALLS
 from specserve.text.grammars.compiled import GrammarError
 from specserve.text.grammars.structured_outputs import json_part, lark, quoted
 from specserve.text.tokenizer import Tokenizer
@@ -57,7 +57,9 @@ class CallGrammar(msgspec.Struct, frozen=True):
     def only_calls(self, is_parallel: bool) -> str:
         """Return one call, or one or more calls, as a part of a rule."""
         begin, separator, end = self.around
-        more = f"({self.literal(separator)} call)*" if is_parallel else ""
+        # The calls of a family end the response, or are in a section of their own.
+        has_more = is_parallel and not self.formats.family
+        more = f"({self.literal(separator)} call)*" if has_more else ""
         return f"{begin} call {more} {end}"
 
     def triggered(self) -> str:
@@ -84,14 +86,12 @@ class CallGrammar(msgspec.Struct, frozen=True):
         return self.lark(start, *self.up_to("triggered", trigger), *self.calls(True, trigger))
 
     def lark(self, *rules: str) -> str:
-        thoughts = self.up_to("thought", END_THINK) if self.thinks else ()
+        thoughts = self.up_to("thought", self.formats.thinking[1]) if self.thinks else ()
         return lark("\n".join([*rules, *thoughts, TERMINALS]))
 
     @property
     def frame(self) -> tuple[str, str]:
-        found = self.formats.frame
-        assert found is not None, "a format without a frame cannot be enforced"
-        return found
+        return self.formats.frame or HERMES
 
     @property
     def around(self) -> tuple[str, str, str]:
@@ -141,8 +141,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
                 return f"{TOOL_CALLS}{name}{ARGS}", ""
             case "mistral":
                 return f'{{"name": "{name}", "arguments": ', "}"
-        begin, end = self.frame
-        return f'{begin}{{"name": "{name}", "arguments": ', f"}}{end}"
+        return self.formats.around(name)
 
     @property
     def thought(self) -> str:
@@ -151,7 +150,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
             return ""
         if self.is_inside:
             return "thought GAP"
-        return f"({self.literal(THINK)} thought GAP)?"
+        return f"({self.literal(self.formats.thinking[0])} thought GAP)?"
 
     def up_to(self, rule: str, marker: str) -> Iterator[str]:
         """Write a rule of any text up to and including a marker."""
@@ -178,7 +177,7 @@ def special_tokens(tokenizer: Tokenizer, formats: Formats) -> dict[str, int]:
 
     They are special tokens, and other added tokens in angle brackets.
     """
-    markers = [*(m for each in MARKERS.values() for m in each), *(formats.frame or ())]
+    markers = [*(m for each in MARKERS.values() for m in each), *formats.around("")]
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: id

@@ -4,6 +4,7 @@
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, streamText } from "ai";
+import Anthropic from "@anthropic-ai/sdk";
 import OpenAI from "openai";
 
 const url = `${process.argv[2]}/v1`;
@@ -162,7 +163,38 @@ async function sdkResponses() {
   };
 }
 
+// Anthropic's client, whole and streamed.
+async function anthropic() {
+  const client = new Anthropic({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+  const body = { model: "tiny", messages, max_tokens: limit, ...asked };
+  const read = (message) => ({
+    text: message.content.map((block) => block.text).join(""),
+    reason: message.stop_reason,
+    tokens: message.usage.output_tokens,
+  });
+  const weather = {
+    name: "weather",
+    input_schema: {
+      type: "object",
+      properties: { city: { enum: ["Rome", "Paris"] } },
+      required: ["city"],
+      additionalProperties: false,
+    },
+  };
+  const calling = { ...body, tools: [weather], tool_choice: { type: "any" }, max_tokens: 200 };
+  const [called] = (await client.messages.create(calling)).content;
+  const [streamedCall] = (await client.messages.stream(calling).finalMessage()).content;
+  return {
+    whole: read(await client.messages.create(body)),
+    streamed: read(await client.messages.stream(body).finalMessage()),
+    calls: [called, streamedCall].map((call) => [call.name, call.input]),
+    wrong: await refused(() => client.messages.create({ ...body, temperature: -1 })),
+    nobody: await refused(() => client.messages.create({ ...body, model: "nobody" })),
+  };
+}
+
 const told = {
+  anthropic: await anthropic(),
   openai: await openai(),
   responses: await responses(),
   sdk: await sdk(),

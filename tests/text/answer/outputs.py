@@ -129,6 +129,13 @@ THINK = [
     (" \n<thinking>Yes.", None),
     ("Yes. <think>No.</think>", None),
 ]
+BRACKETS = [
+    (
+        "[THINK]Hm, <think>?[/THINK]Yes.[TOOL_CALLS]now[ARGS]{}",
+        [Reasoning("Hm, <think>?"), Content("Yes."), *call(0, "now", "{}")],
+    ),
+    ("<think>No.</think>", None),
+]
 INSIDE = [
     ("\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), Content("Yes.")]),
     ("Hm.", [Reasoning("Hm.")]),
@@ -244,6 +251,7 @@ CASES = {
     "command_r": (Formats("command_r"), COMMAND_R, ""),
     "command_r7b": (Formats("command_r", has_actions=True), COMMAND_R7B, ""),
     "think": (Formats("hermes", "think"), THINK, "user: hi\nassistant: "),
+    "brackets": (Formats("mistral", "mistral_think", has_args=True), BRACKETS, "[/INST]"),
     "inside": (Formats("hermes", "think"), INSIDE, "user: hi\nassistant: <think>\n"),
     **{
         name: (Formats("template", "template", read_template(written)), cases, prompt)

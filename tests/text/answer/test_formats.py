@@ -11,17 +11,16 @@ QWEN = "{% if tools %}<tool_call>{% endif %}"
 SOURCES = {  # what chat templates of model families have in them
     "Qwen2.5": (QWEN, (), "hermes", "none"),
     "Qwen3": (QWEN + "<think></think>", ("<think>",), "hermes", "think"),
-    "Qwen3-Coder": ("{{ tools }}<tool_call>\n<function=", (), "none", "none"),
-    "GLM": ("{{ tools }}<tool_call>{name}<arg_key><think></think>", (), "none", "think"),
     "Mistral": ("{{ tools }}[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]",), "mistral", "none"),
     "Command R": ("{{ tools }}Action: ```json {'tool_name'}", (), "command_r", "none"),
     "Command R7B": ('{{ tools }}<|START_ACTION|>{"tool_name"}', (), "command_r", "none"),
-    "a plan": ("{{ tools }}Action: think", (), "none", "none"),
+    "a plan": ("{{ tools }}Action: think", (), "generic", "none"),
+    "Magistral": ("{{ tools }}[TOOL_CALLS][THINK][/THINK]", (), "mistral", "mistral_think"),
     "Hermes on Mistral": (QWEN, ("[TOOL_CALLS]",), "hermes", "none"),
     "Llama 3.1": ("{{ tools }}<|python_tag|>", ("<|python_tag|>",), "llama3_json", "none"),
     "Llama 3.2": ("{{ tools }}", ("<|python_tag|>",), "llama3_json", "none"),
-    "Llama 3": ("{{ messages }}", (), "none", "none"),
-    "R1": ("{{ messages }}<think>\\n</think>", ("<think>",), "none", "think"),
+    "Llama 3": ("{{ messages }}", (), "generic", "none"),
+    "R1": ("{{ messages }}<think>\\n</think>", ("<think>",), "generic", "think"),
 }
 
 
@@ -33,15 +32,12 @@ def test_formats_are_found(source, tokens, tools, think):
     assert find_formats("mistral", "think", source, tokens).tools == "mistral"
 
 
-def test_the_channels_of_gpt_oss_are_reported():
-    tokens = ("<|start|>", "<|channel|>", "<|message|>")
-    found = find_formats("auto", "auto", "{{ tools }}<|channel|>analysis", tokens)
-    assert "(analysis, commentary, final) arrive as content" in found.words
-    for other in (
-        find_formats("auto", "auto", "{{ tools }}", tokens[:2]),
-        find_formats("auto", "auto", "{{ tools }}", tokens, XML_TEMPLATE),
-    ):
-        assert "arrive as content" not in other.words
+def test_the_words_report_what_the_server_describes_itself():
+    found = find_formats("auto", "auto", "{{ messages }}", ())
+    assert found.words == "tool calls generic (described in the system text), reasoning none"
+    assert find_formats("harmony", "auto", "", ()).words == (
+        "tool calls harmony, reasoning template"
+    )
 
 
 def test_calls_of_command_r_are_enforced_in_another_format():

@@ -104,12 +104,12 @@ def extend(model: Decoding, tokens: list[int], sequence: int, start: int = 0) ->
 
 
 class LlamaModel:
-    """A model of llama.cpp with its KV."""
+    """A model of llama.cpp with its KV; `api` is the module with the bindings."""
 
-    def __init__(self, file: str, max_len: int, num_sequences: int, threads: int | None) -> None:
-        import llama_cpp
-
-        self.api: Any = llama_cpp
+    def __init__(
+        self, api: Any, file: str, max_len: int, num_sequences: int, threads: int | None
+    ) -> None:
+        self.api = api
         self.model = self.api.llama_model_load_from_file(
             file.encode(), self.api.llama_model_default_params()
         )
@@ -125,14 +125,14 @@ class LlamaModel:
         if not self.context:
             raise EngineError("llama.cpp cannot make a context")
         self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
-        self.memory = self.api.llama_get_memory(self.context)
         self.batch = self.api.llama_batch_init(BATCH, 0, 1)
 
     def clear(self) -> None:
-        self.api.llama_memory_clear(self.memory, False)
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), False)
 
     def cut(self, length: int) -> None:
-        self.api.llama_memory_seq_rm(self.memory, 0, length, -1)
+        memory = self.api.llama_get_memory(self.context)
+        self.api.llama_memory_seq_rm(memory, 0, length, -1)
 
     def decode(self, rows: list[BatchRow]) -> list[int]:
         for i, row in enumerate(rows):
@@ -207,9 +207,8 @@ def load(setup: Setup) -> Llama:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    model = LlamaModel(
-        quantized(setup.model, setup.quantize), setup.max_len, setup.max_requests, setup.threads
-    )
+    file = quantized(setup.model, setup.quantize)
+    model = LlamaModel(llama_cpp, file, setup.max_len, setup.max_requests, setup.threads)
     return Llama(model, make_drafter(setup), str(llama_cpp.__version__))
 
 
@@ -220,9 +219,10 @@ def make_drafter(setup: Setup) -> Drafter | None:
     if drafting.by != DRAFT:
         return Lookup(drafting.tokens)
     assert drafting.draft is not None
-    model = LlamaModel(
-        quantized(drafting.draft, setup.quantize), setup.max_len + drafting.tokens, 1, setup.threads
-    )
+    import llama_cpp
+
+    file, max_len = quantized(drafting.draft, setup.quantize), setup.max_len + drafting.tokens
+    model = LlamaModel(llama_cpp, file, max_len, 1, setup.threads)
     return DraftModelDrafter(model, drafting.tokens)
 
 

@@ -1,0 +1,101 @@
+"""llama.cpp's architectures: how their files differ from a checkpoint of the same model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file of an architecture means. Its norms include the 1 that some families add."""
+
+    family: str  # a key of FAMILIES
+    mixture: str | None = None  # the family of models with experts, if it is another one
+    windowed: str | None = None  # the family of models with sliding windows, if it is another one
+    keys: Mapping[str, str] = {}  # further metadata -> field of config.json
+    fields: Mapping[str, Any] = {}  # fields of config.json that files lack
+    rope: Mapping[str, Any] = {}  # the same within rope_scaling, if positions are scaled
+    rope_keys: Mapping[str, str] = {}  # further metadata -> field of rope_scaling
+    names: Mapping[str, str] = {}  # usual name of a layer's module -> its name in these files
+    # Rows of queries and keys are in another order than in checkpoints: the architecture rotates
+    # the pairs (2i, 2i + 1) of a head, and checkpoints have (i, i + D/2).
+    is_turned: bool = False
+    # Every n-th layer has full attention, the others have the sliding window; 0: all have it.
+    full_every: int = 0
+    window: int | None = None  # sliding window, if the file has none
+    merges_by_id: bool = False  # of SentencePiece: the first tokens come first, not the best scores
+    # Queries are scaled by the head size, or by hidden_size / heads in the model with this number
+    # of layers.
+    wide_queries: int | None = None
+
+
+SOFT_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
+ARCHITECTURES = {
+    "arcee": Architecture(family="ArceeForCausalLM", is_turned=True),
+    "command-r": Architecture(family="CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
+    "ernie4_5": Architecture(family="Ernie4_5ForCausalLM"),
+    "cohere2": Architecture(
+        family="Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, full_every=4
+    ),
+    "exaone4": Architecture(family="Exaone4ForCausalLM", full_every=4),
+    "gemma2": Architecture(
+        family="Gemma2ForCausalLM",
+        keys=SOFT_CAPS,
+        full_every=2,
+        window=4096,
+        wide_queries=46,
+        merges_by_id=True,
+    ),
+    "gemma3": Architecture(
+        family="Gemma3ForCausalLM",
+        keys=SOFT_CAPS | {"rope.freq_base_swa": "rope_local_base_freq"},
+        full_every=6,
+        wide_queries=62,
+        merges_by_id=True,
+    ),
+    "glm4": Architecture(family="Glm4ForCausalLM"),
+    "gpt-oss": Architecture(
+        family="GptOssForCausalLM",
+        rope={"truncate": False},
+        names={"ffn_norm": "post_attention_norm"},
+        full_every=2,
+    ),
+    "granite": Architecture(family="GraniteForCausalLM", keys=GRANITE, is_turned=True),
+    "granitemoe": Architecture(family="GraniteMoeForCausalLM", keys=GRANITE, is_turned=True),
+    "hunyuan-dense": Architecture(family="HunYuanDenseV1ForCausalLM"),
+    "llama": Architecture(  # includes Mistral
+        family="LlamaForCausalLM", mixture="MixtralForCausalLM", is_turned=True
+    ),
+    "mistral3": Architecture(
+        family="Ministral3ForCausalLM",
+        rope={"mscale": 1.0},
+        rope_keys={
+            "attention.temperature_scale": "llama_4_scaling_beta",
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        },
+        is_turned=True,
+    ),
+    "nemotron": Architecture(family="NemotronForCausalLM"),
+    "olmo2": Architecture(family="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", full_every=4),
+    "olmoe": Architecture(family="OlmoeForCausalLM"),
+    "phi3": Architecture(family="Phi3ForCausalLM"),
+    "qwen2": Architecture(family="Qwen2ForCausalLM"),
+    "qwen2moe": Architecture(family="Qwen2MoeForCausalLM"),
+    "qwen3": Architecture(family="Qwen3ForCausalLM"),
+    "qwen3moe": Architecture(family="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
+    "seed_oss": Architecture(
+        family="SeedOssForCausalLM", names={"ffn_norm": "post_attention_norm"}
+    ),
+    "stablelm": Architecture(family="StableLmForCausalLM"),
+    "starcoder2": Architecture(family="Starcoder2ForCausalLM"),
+    "smollm3": Architecture(family="SmolLM3ForCausalLM", is_turned=True),
+}
