@@ -28,6 +28,7 @@ TLS_FILES = "tls_certificate_file", "tls_key_file"
 DEMO_COST = DEMO.parent / "at_cost"  # files that describe scaled demo models
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+NumRanks = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0.0)]
 Milliseconds = Annotated[float, Meta(ge=1e-3)]
 Name = Annotated[str, Meta(min_length=1)]
@@ -275,6 +276,43 @@ class DrafterConfig(Section, frozen=True):
                 f"drafter.name = {self.name!r} is not a built-in drafter (auto, none, ngram, "
                 "model, eagle). Name a class as 'package.module:Class'"
             )
+
+
+class ParallelConfig(Section, frozen=True):
+    """Ranks: processes that run the target model together, with the same text as one process."""
+
+    tensor: Annotated[
+        NumRanks, about("ranks that share the columns of each layer's linear maps, from 1 to 64")
+    ] = 1
+    pipeline: Annotated[
+        NumRanks,
+        about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks"),
+    ] = 1
+
+    address: Annotated[
+        Name | None,
+        about(
+            "HOST:PORT where rank 0 waits for ranks of other machines, which `specserve rank` "
+            "starts; unset: rank 0 starts all ranks on its machine"
+        ),
+    ] = None
+    secret_file: Annotated[
+        Name | None, about("file with the secret that ranks of several machines share")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.size == 1 and self.address is not None:
+            raise ValueError(
+                "parallel.address has no effect with one rank. Raise parallel.tensor or "
+                "parallel.pipeline, or remove it"
+            )
+        if self.address is None and self.secret_file is not None:
+            raise ValueError("parallel.secret_file has no effect without parallel.address")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.pipeline
 
 
 class LoraConfig(Section, frozen=True):
@@ -548,6 +586,7 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig = DrafterConfig()
+    parallel: ParallelConfig = ParallelConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
 
@@ -743,6 +782,8 @@ ARGUMENTS = {  # of the Python API
     "model_impl": "model.implementation",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "tensor_parallel_size": "parallel.tensor",
 }
 DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}  # vLLM's names
 

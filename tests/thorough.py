@@ -16,7 +16,7 @@ FILES = {  # by folder; each took ten seconds or more of two cores' time
     "models": "adapters gguf_mistakes mtp_head preflight",
     "server": (
         "access_log adapters answers bodies canaries control deadlines ending heads "
-        "responses restart sessions sleep_processes tokens tools tracing"
+        "ranks remote_ranks responses restart sessions sleep_processes tokens tools tracing"
     ),
     "speculation": "regret",
 }

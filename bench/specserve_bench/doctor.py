@@ -23,7 +23,7 @@ from specserve_bench.machine import cpu_name
 from specserve_drafters.base import EAGLE
 from specserve_kernels.cpu.compiler import BuildError
 from specserve_kernels.cpu.levels import AMX, BF16, usable_flags
-from specserve_kernels.threads import topology
+from specserve_kernels.threads import numa_nodes, topology
 
 CONTEXT = 256
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -51,6 +51,7 @@ class Findings(NamedTuple):
     is_native: bool
     is_gpu: bool
     is_quantized: bool = False  # the checkpoint
+    num_nodes: int = 1  # NUMA nodes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,6 +91,11 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     shape, is_gpu = target.decoder.config, target.arena.blocks.device.type != "cpu"
     flags, machine = usable_flags(), topology()
     yield "CPU", f"{cpu_name()}, {machine.cpus} CPUs on {machine.cores} cores; {units(flags)}"
+    if (num_nodes := len(numa_nodes())) > 1:
+        yield (
+            "NUMA",
+            f"{num_nodes} nodes; {config.parallel.size} rank{'s' * (config.parallel.size > 1)}",
+        )
     for name, words in llm.loaded.phases.items():
         if name in ("kernels", "target", "draft model", "head", "pool") or name.endswith("threads"):
             yield name, words
@@ -113,7 +119,7 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     slowdown = max((c.slowdown for c in state.costs.values()), default=1.0)
     is_native = "reference" not in llm.loaded.phases.get("kernels", "")
     known = config, steps, agree, slowdown, state.sources, flags, is_native, is_gpu
-    found = Findings(*known, shape.quantization is not None)
+    found = Findings(*known, shape.quantization is not None, num_nodes)
     for line in advice(found) or ["nothing: this is as fast as it gets here"]:
         yield "to change", line
 
@@ -213,6 +219,11 @@ def advice(found: Findings) -> list[str]:
     if is_of_bytes and config.model.quantize is None and not found.is_quantized:
         lines.append(
             "Steps take as long as reading the weights. --quantize w4 about halves their time."
+        )
+    if is_of_bytes and config.parallel.size < found.num_nodes and not found.is_gpu:
+        lines.append(
+            f"This machine has {found.num_nodes} NUMA nodes. With --tensor-parallel-size "
+            f"{found.num_nodes}, each reads a part of the weights from its own memory."
         )
     if config.draft is None and "model" not in found.sources:
         lines.append("Name a draft model of the target model's family with --draft-model.")

@@ -7,6 +7,7 @@ import torch
 from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
+from specserve_kernels.ranks import Gathering, RankLost, Ranks
 from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
@@ -33,6 +34,7 @@ __all__ = [
     "Codes",
     "DeviceError",
     "Edits",
+    "Gathering",
     "HostMemory",
     "KVCache",
     "KVLayer",
@@ -43,6 +45,8 @@ __all__ = [
     "Outputs",
     "Program",
     "QKNorm",
+    "RankLost",
+    "Ranks",
     "Rotary",
     "Rows",
     "SampleParams",
@@ -55,18 +59,23 @@ __all__ = [
 log = logging.getLogger("specserve")
 
 
-def load(device: str | torch.device = "auto", attention: str = "auto") -> Ops:
+def load(
+    device: str | torch.device = "auto", attention: str = "auto", rank: int | None = None
+) -> Ops:
     """Return the build for a device. DeviceError if the device cannot be used.
 
     device     `cpu`, `cuda` or `cuda:N`; auto: a GPU if there is one, else the CPU
     attention  on a GPU: `flashinfer` or `triton`, without a fallback; auto: FlashInfer if it is
                installed and has kernels for the model, else Triton
+    rank       the number of the GPU if the device is `cuda`; None: torch's current GPU
 
     Callers call it once, at start-up. No code outside this package depends on the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None and rank is not None:
+        device = torch.device("cuda", rank)
     if device.type == "cuda":
         from specserve_kernels.cuda import build
 

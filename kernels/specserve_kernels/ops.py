@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
+from specserve_kernels.ranks import Gathering, Ranks
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -214,6 +216,19 @@ class Ops(Protocol):
         down: Any,
         residual: Tensor,
         limit: float | None = None,
+        gathering: Gathering | None = None,
+    ) -> Tensor: ...
+
+    def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
+
+    def all_gather(self, x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor: ...
+
+    def take_columns(self, x: Tensor, begin: int, end: int) -> Tensor: ...
+
+    def send(self, x: Tensor, ranks: Ranks, other: int) -> Tensor: ...
+
+    def receive(
+        self, rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int
     ) -> Tensor: ...
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor: ...

@@ -31,6 +31,25 @@ def topology(affinity: Collection[int] | None = None, root: Path = ROOT) -> Topo
     return Topology(min(len(allowed), most), min(len(cores), most))
 
 
+def numa_nodes(affinity: Collection[int] | None = None, root: Path = ROOT) -> list[set[int]]:
+    """Return the CPUs of each NUMA node, a socket with its own memory; without CPUs that this
+    process may not use, and without nodes that have none.
+    """
+    allowed = set(os.sched_getaffinity(0) if affinity is None else affinity)
+    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    nodes = [cpus_in(text(folder / "cpulist")) & allowed for folder in folders]
+    return [node for node in nodes if node]
+
+
+def cpus_in(ranges: str) -> set[int]:
+    """Parse a list of CPUs like 0-3,8."""
+    found = set[int]()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
 def cgroups(root: Path) -> Iterator[Path]:
     """Yield the folders of the cgroups that limit the process's CPU time, and their parents.
 

@@ -69,6 +69,10 @@ class Poolers(msgspec.Struct, frozen=True):
 
 
 NO_POOLERS = Poolers()
+STAGED = Poolers(
+    why_not="the hidden states are in the last stage of the pipeline. Start with "
+    "parallel.pipeline = 1"
+)
 
 
 def find_poolers(path: Path, task: str, tokenizer: Tokenizer, implementation: str) -> Poolers:

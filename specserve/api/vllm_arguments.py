@@ -35,13 +35,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is al
     "logits_processors": ([], ()),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": (20,),
-    "pipeline_parallel_size": (1,),
     "runner": ("auto", "generate"),
     "scheduling_policy": ("fcfs", "priority"),  # by priority, then in order of arrival
     "skip_tokenizer_init": (False,),
     "swap_space": (0, 4),  # specserve does not swap; 4 is vLLM's default
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),  # specserve never runs code of a checkpoint
     "use_tqdm_on_load": (True,),

@@ -124,6 +124,13 @@ def parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
     )
+    add_rank(
+        commands.add_parser(
+            "rank",
+            help="run a part of the model for an engine on another machine",
+            allow_abbrev=False,
+        )
+    )
     config = commands.add_parser(
         "config", help="show or check the resolved configuration", allow_abbrev=False
     )
@@ -244,8 +251,53 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         help="maximum adapters in use concurrently; default: the number of modules, at least 4",
     )
     p.add_argument("--max-lora-rank", type=int, help="maximum rank of an adapter; default: 16")
+    p.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        help="processes that share the columns of each layer, with the same text; default: 1",
+    )
+    p.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        help="stages of processes, each with a range of layers, with the same text; default: 1",
+    )
     add_settings(p)
     p.set_defaults(action=serve, command=p)
+
+
+def add_rank(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "address",
+        nargs="?",
+        metavar="HOST:PORT",
+        help="parallel.address of rank 0; default: MASTER_ADDR and MASTER_PORT, as set by torchrun",
+    )
+    p.add_argument(
+        "--rank",
+        type=int,
+        help="the number of this rank, from 1; default: RANK, as set by torchrun",
+    )
+    p.add_argument("--secret-file", required=True, help="file with parallel.secret_file's secret")
+    p.add_argument("--model", help="the model's place on this machine; default: as for rank 0")
+    p.set_defaults(action=rank, command=p)
+
+
+def rank(args: argparse.Namespace) -> None:
+    from specserve.cli.rank import run_rank
+    from specserve.engine.rank_network import parse_address, read_secret
+
+    known = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    torchrun = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if known else None
+    address = args.address or torchrun
+    number = args.rank if args.rank is not None else int(os.environ.get("RANK", "0"))
+    if address is None:
+        raise ConfigError("the address of rank 0 is unknown. Name HOST:PORT")
+    if number < 1:
+        raise ConfigError(
+            f"--rank {number} is not the number of a further rank. Use 1, 2, ...; rank 0 is the "
+            "server with parallel.address"
+        )
+    run_rank(parse_address(address), read_secret(args.secret_file), number, args.model)
 
 
 def add_chat(p: argparse.ArgumentParser) -> None:
@@ -640,6 +692,8 @@ def configured(args: argparse.Namespace) -> Config:
             "--lora-modules": ("lora.modules", named_paths(args.lora_modules)),
             "--max-loras": ("lora.max_loras", args.max_loras),
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
+            "--tensor-parallel-size": ("parallel.tensor", args.tensor_parallel_size),
+            "--pipeline-parallel-size": ("parallel.pipeline", args.pipeline_parallel_size),
         }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     config = load_config(args.config, parse_overrides(args.set), given)

@@ -2,16 +2,18 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from specserve.errors import ConfigError
 from specserve.exchange.messages import AdapterRef
 from specserve.logs import escaped
-from specserve.models.adapters import AdapterSlots, PackedAdapter
+from specserve.models.adapters import PackedAdapter
+from specserve.models.decoder import LayerAdapters
 from specserve.scheduling import Request
 
 log = logging.getLogger("specserve")
@@ -23,6 +25,15 @@ GONE = (
     "operator must load it again; the log has details"
 )
 LONGEST = 1000  # most characters of an error, which may quote a file
+
+
+class Slots(Protocol):
+    """`AdapterSlots` defines both."""
+
+    @property
+    def layers(self) -> Sequence[LayerAdapters]: ...
+
+    def put(self, slot: int, adapter: PackedAdapter | None) -> None: ...
 
 
 class Resident:
@@ -40,9 +51,7 @@ class Adapters:
     tenant starves.
     """
 
-    def __init__(
-        self, slots: AdapterSlots, num_slots: int, read: Callable[[Path], PackedAdapter]
-    ) -> None:
+    def __init__(self, slots: Slots, num_slots: int, read: Callable[[Path], PackedAdapter]) -> None:
         """`read` raises ConfigError with the error in an adapter's files."""
         self.slots, self.num_slots, self.read = slots, num_slots, read
         self.free = [*reversed(range(num_slots))]

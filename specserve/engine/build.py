@@ -15,6 +15,16 @@ from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
 from specserve.engine.pool_plan import Models, build_pool, pool_words
+from specserve.engine.rank_messages import ReadAdapter
+from specserve.engine.ranks import (
+    Followers,
+    LeadingSlots,
+    check_parallel,
+    identity,
+    own_threads,
+    placed,
+    start_followers,
+)
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -79,20 +89,48 @@ def build(
     engine's requests use, and `first` are the drafters of the first engine. `tenants` identifies
     each API key.
     """
-    phases = phases or Phases()
     check_drafter(config)
+    check_parallel(config)
+    config = placed(config) if is_served else own_threads(config)
+    followers = start_followers(config, ends_with_thread=is_served)
+    given = progress, phases or Phases(), known, vocabulary, is_served, known_sources, first
+    try:
+        return build_with(followers, config, *given, tenants)
+    except BaseException:
+        if followers is not None:
+            followers.close()
+        raise
+
+
+def build_with(
+    followers: Followers | None,
+    config: Config,
+    progress: Progress | None,
+    phases: Phases,
+    known: Iterable[Model | None],
+    vocabulary: Callable[[], Vocabulary] | None,
+    is_served: bool,
+    known_sources: Iterable[str],
+    first: Drafters | None,
+    tenants: tuple[str, ...],
+) -> Loaded:
+    """Do the same as `build`, with ranks that have been started."""
     grammars = Grammars(vocabulary or partial(read_vocabulary, config))
     if is_served:
         grammars.prepare()
     weights = load_weights(config, progress, phases, known, first)
     target, draft, head = weights
+    if followers is not None and isinstance(target.decoder, Decoder):
+        with phases.phase("ranks"):
+            own = identity(config, target.decoder)
+            followers.wait_until_ready(own, target.decoder.ops)
     config = settled(config, target)
     max_len = context_length(config, target.decoder.config)
     with phases.phase("pool"):
         decoders = target.decoder, draft.decoder if draft else None
         models = Models(*decoders, weights.draft_head, weights.num_ids)
         identities = kv_identities(config, weights), tenants
-        given = known_sources, grammars, is_served, True, *identities
+        given = known_sources, grammars, is_served, True, *identities, followers
         engine = assemble(config, models, max_len, *given)
         phases.note("pool", pool_words(config, engine.pool))
         if engine.scheduler.tiers is not None:
@@ -133,14 +171,16 @@ def assemble(
     keeps_costs: bool = False,
     identities: Mapping[str, str] = NO_IDENTITIES,
     tenants: tuple[str, ...] = (),
+    followers: Followers | None = None,
 ) -> Engine:
-    """Build an engine for loaded models."""
-    adapters = build_adapters(config, models.target)
-    if adapters is not None:
-        models = models._replace(target=adapters.slots.decoder)
+    """Build an engine for loaded models; `followers` run the other parts of the target model."""
+    if followers is not None and isinstance(models.target, Decoder):
+        models = models._replace(target=models.target.connected(followers.connections))
+    adapters, target = build_adapters(config, models.target, followers)
+    models = models._replace(target=target)
     target, draft, _, num_ids = models
-    runners, pool = build_pool(config, models, max_len)
-    sessions = build_sessions(config, pool, runners.target)
+    runners, pool = build_pool(config, models, max_len, followers)
+    sessions = build_sessions(config, pool, runners.target, followers)
     scheduler = Scheduler(step_budget(config, target, draft), pool, sessions=sessions)
     draft_model, head = None, None
     if runners.draft is not None and draft is not None:
@@ -162,6 +202,7 @@ def assemble(
         speculator=build_speculator(config, parts),
         grammars=grammars,
         adapters=adapters,
+        followers=followers,
         stats=stats,
         kept=[kept_costs(config, *each) for each in run] if keeps_costs else (),
         is_replaceable=is_served,
@@ -188,11 +229,15 @@ def kv_tables(
     return KVTables(pool, sizes, names, not config.memory.share_prefix_cache, tenants)
 
 
-def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
-    """Return the target's slots for adapters; ConfigError for a model without adapter support."""
+def build_adapters(
+    config: Config, target: LoadedModel, followers: Followers | None = None
+) -> tuple[Adapters | None, LoadedModel]:
+    """Return the target's slots for adapters, and the target with these slots. ConfigError for a
+    model without adapter support.
+    """
     num_slots, rank = config.lora.num_slots, config.lora.max_rank
     if num_slots == 0:
-        return None
+        return None, target
     if not isinstance(target, Decoder):
         raise ConfigError(
             "lora.max_loras: models that run with transformers' modules cannot have adapters. "
@@ -202,9 +247,12 @@ def build_adapters(config: Config, target: LoadedModel) -> Adapters | None:
     slots = AdapterSlots(target, num_slots, rank)
 
     def read(folder: Path) -> PackedAdapter:
+        if followers is not None:
+            followers.send(ReadAdapter(str(folder)))
         return slots.packed(read_adapter(folder, shape, rank, dtype))
 
-    return Adapters(slots, num_slots, read)
+    own = slots if followers is None else LeadingSlots(slots, followers)
+    return Adapters(own, num_slots, read), slots.decoder
 
 
 def read_vocabulary(config: Config) -> Vocabulary:

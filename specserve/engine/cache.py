@@ -10,6 +10,7 @@ import torch
 
 from specserve.config import Config
 from specserve.engine.loading import Weights, asked_for
+from specserve.engine.ranks import Followers
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool
@@ -24,7 +25,9 @@ NO_IDENTITIES: Mapping[str, str] = MappingProxyType({})
 TIMED = 32  # blocks that are copied to measure the time of a load; more than caches hold
 
 
-def build_sessions(config: Config, pool: BlockPool, target: Runner) -> Sessions | None:
+def build_sessions(
+    config: Config, pool: BlockPool, target: Runner, followers: Followers | None = None
+) -> Sessions | None:
     """Return the tiers of a pool and their sessions; None if the config has no tiers. ConfigError
     if memory is missing, or the folder cannot be used.
     """
@@ -39,6 +42,8 @@ def build_sessions(config: Config, pool: BlockPool, target: Runner) -> Sessions 
         )
     try:
         arena.host = target.ops.host_blocks(num_blocks, block_bytes)
+        if followers is not None:
+            followers.allocate_host(num_blocks)
         seconds = seconds_per_block(target, pool)
     except (OSError, OverflowError, RuntimeError) as e:
         raise ConfigError(

@@ -13,6 +13,7 @@ from specserve.engine.admission import Admission
 from specserve.engine.beams import BeamRequests
 from specserve.engine.grammars import Grammars
 from specserve.engine.pooling import pool
+from specserve.engine.ranks import Followers
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.engine.tuning import KeptCosts
 from specserve.exchange.messages import (
@@ -69,6 +70,7 @@ class Engine:
         speculator: Speculator | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        followers: Followers | None = None,
         stats: Stats | None = None,
         kept: Sequence[KeptCosts] = (),
         is_replaceable: bool = False,
@@ -76,12 +78,11 @@ class Engine:
         """Unused parts are None. `is_replaceable`: another process can continue the requests."""
         self.target, self.scheduler = target, scheduler
         self.draft_model, self.head, self.speculator = draft_model, head, speculator
-        self.grammars, self.adapters = grammars, adapters
+        self.grammars, self.adapters, self.followers = grammars, adapters, followers
         self.vocab_size = target.decoder.config.vocab_size
         self.num_slots = 0 if adapters is None else adapters.num_slots
         self.admission = Admission(scheduler, self.vocab_size, tables, grammars, adapters)
-        self.stats = stats or Stats()
-        self.plain_steps = PlainSteps()
+        self.stats, self.plain_steps = stats or Stats(), PlainSteps()
         self.kept, self.kept_at = [*kept], float("-inf")
         self.is_replaceable = is_replaceable
         self.requests: dict[int, Request] = {}  # all that have not ended
@@ -326,8 +327,7 @@ class Engine:
         """Use another draft model, or none, from the next step on. All draft KV is released and
         computed again for running requests. It gets no keys, so that no step hashes a prompt.
         """
-        requests = [*self.requests.values()]
-        for request in requests:
+        for request in (requests := [*self.requests.values()]):
             request.draft_table.clear()
         self.pool.drop("draft")
         self.pool.updates.moves.pop("draft", None)
@@ -418,10 +418,10 @@ class Engine:
             costs.write()
 
     def close(self) -> None:
-        """Store step costs and queued KV blocks; stop compiling grammars and reading adapters."""
+        """Store step costs and queued KV blocks; end the engine's threads and its other ranks."""
         self.keep_costs()
         self.scheduler.close(self.target.run_updates)
-        for part in (self.grammars, self.adapters):
+        for part in (self.grammars, self.adapters, self.followers):
             if part is not None:
                 part.close()
 

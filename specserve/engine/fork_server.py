@@ -55,7 +55,7 @@ def main(fd: int, log_format: str) -> None:
                 continue
             link = Link(sock)
             begin = msgspec.msgpack.decode(link.receive(wait=True)[0], type=EngineStart)
-            if is_for_cpu(begin.config) and shared is NOTHING:
+            if is_shareable(begin.config) and shared is NOTHING:
                 try:
                     shared = read_shared(begin, process.progress_to(link), phases)
                 except ConfigError as e:
@@ -106,6 +106,13 @@ def released(shared: Shared) -> Shared:
         if model is not None:
             model.decoder.ops.release(model.storages)
     return NOTHING
+
+
+def is_shareable(config: Config) -> bool:
+    """Return whether engine processes share weights. A rank reads its own on its NUMA node, in the
+    time that the other ranks take.
+    """
+    return is_for_cpu(config) and config.parallel.size == 1
 
 
 def is_for_cpu(config: Config) -> bool:

@@ -29,6 +29,7 @@ from specserve.models.selection import (
     resolve_drafters,
     resolve_model,
 )
+from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import is_head, open_source
 from specserve.models.storages import storages_of
 from specserve.models.weight import AS_STORED, Rounding
@@ -50,6 +51,7 @@ class ModelKey(NamedTuple):
     max_model_len: int | None
     rounding: Rounding = AS_STORED
     implementation: str = "native"
+    shard: Shard = WHOLE
 
 
 class Model:
@@ -170,15 +172,22 @@ def load_models(
     """Load the target and the draft model of a config; models in `known` are not loaded again."""
     loaded = {model.key: model for model in known if model is not None}
 
-    def get(name: str, path: Path, quantize: str | None, implementation: str = "auto") -> Model:
+    def get(
+        name: str,
+        path: Path,
+        quantize: str | None,
+        implementation: str = "auto",
+        shard: Shard = WHOLE,
+    ) -> Model:
         model, most = config.model, config.scheduler.max_model_len
         rounding = Rounding.named(quantize, model.quantize_head, model.quantize_embedding)
         build = model.device, model.attention, model.dtype
         shape = open_source(path).shape(implementation)
-        key = ModelKey(str(path.resolve()), *build, most, rounding, shape.implementation)
+        given = rounding, shape.implementation, shard
+        key = ModelKey(str(path.resolve()), *build, most, *given)
         if key not in loaded:
             with phases.phase(name):
-                load = partial(load_model, path, shape, config, rounding, ops)
+                load = partial(load_model, path, shape, config, rounding, ops, shard=shard)
                 loaded[key] = Model(key, load, progress)
                 phases.note(name, loaded[key].decoder.forms.words)
         return loaded[key]
@@ -187,7 +196,8 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    target = get("target", folder, asked.quantize, asked.implementation)
+    shard = Shard(0, config.parallel.tensor, config.parallel.pipeline)
+    target = get("target", folder, asked.quantize, asked.implementation, shard)
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # its code may not be batch-invariant
         probe(target, config.scheduler.max_batched_tokens, phases)
@@ -253,9 +263,11 @@ def settled(config: Config, target: Model) -> Config:
     return replace(config, memory=memory, speculation=replace(config.speculation, max_nodes=0))
 
 
-def load_ops(config: Config) -> Ops:
+def load_ops(config: Config, rank: int = 0) -> Ops:
+    """Return the build of a rank. Ranks on GPUs have a GPU each."""
+    number = rank if config.parallel.size > 1 else None
     try:
-        return load(config.model.device, config.model.attention)
+        return load(config.model.device, config.model.attention, number)
     except DeviceError as e:
         raise device_refused(config, e) from e
 
@@ -280,6 +292,7 @@ def load_model(
     rounding: Rounding,
     ops: Ops,
     progress: Progress | None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -287,18 +300,38 @@ def load_model(
 
     dtype, most = config.model.dtype, config.scheduler.max_model_len
     if shape.implementation == "native":  # the other sizes are estimates
-        check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding), ops)
+        check_memory(folder, num_bytes(folder, shape, dtype, ops, rounding, shard), ops)
     try:
         if shape.implementation == "transformers":
+            refuse_ranks(folder, shard)
             from specserve.models.transformers_loader import load_transformers  # slow to import
 
             return load_transformers(folder, shape, dtype, ops, most, report, rounding)
-        return load_decoder(folder, dtype, ops, most, report, rounding)
+        return load_decoder(folder, dtype, ops, most, report, rounding, shard)
     except torch.OutOfMemoryError as e:
-        gib = num_bytes(folder, shape, dtype, ops, rounding) / 2**30
+        gib = num_bytes(folder, shape, dtype, ops, rounding, shard) / 2**30
         raise ConfigError(
             f"{folder}: its {gib:.1f} GiB of weights do not fit ({asked_for(e)}). {SMALLER}"
         ) from e
+
+
+def load_target(config: Config, ops: Ops, shard: Shard) -> Decoder:
+    """Load a rank's part of the target model."""
+    folder, model = resolve_model(config), config.model
+    shape = open_source(folder).shape(model.implementation)
+    rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
+    loaded = load_model(folder, shape, config, rounding, ops, None, shard)
+    assert isinstance(loaded, Decoder), "other implementations have no ranks"
+    return loaded
+
+
+def refuse_ranks(folder: Path, shard: Shard) -> None:
+    if shard.size > 1:
+        raise ConfigError(
+            f"{folder}: this model runs with transformers' modules, which [parallel] does not "
+            "support. Set parallel.tensor and parallel.pipeline to 1, or use a model with native "
+            "code"
+        )
 
 
 SMALLER = (
@@ -322,11 +355,15 @@ def check_memory(folder: Path, needed: int, ops: Ops) -> None:
         )
 
 
-def num_bytes(folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding) -> int:
-    """Return the bytes of a model's weights; an estimate if transformers loads them."""
+def num_bytes(
+    folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding, shard: Shard = WHOLE
+) -> int:
+    """Return the bytes of a shard's weights; an estimate for parts of a model, and for models that
+    transformers loads.
+    """
     if shape.implementation == "transformers":
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return weight_bytes(folder, dtype, ops, rounding)
+    return weight_bytes(folder, dtype, ops, rounding, shard)
 
 
 def asked_for(e: BaseException) -> str:

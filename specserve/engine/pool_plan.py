@@ -6,6 +6,7 @@ import torch
 
 from specserve.config import Config
 from specserve.engine.loading import asked_for
+from specserve.engine.ranks import Followers
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
@@ -77,17 +78,26 @@ class PoolPlan:
         )
 
 
-def build_pool(config: Config, models: Models, max_len: int) -> tuple[Runners, BlockPool]:
-    """Return a runner for each model, and the pool that they share."""
+def build_pool(
+    config: Config, models: Models, max_len: int, followers: Followers | None = None
+) -> tuple[Runners, BlockPool]:
+    """Return a runner for each model, and the pool that they share. `followers` get pools with as
+    many blocks.
+    """
     plan = PoolPlan(config, models, max_len)
     plan.check()
     arena, (target, draft, head, _) = allocate(plan, models.target.ops), models
     both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
-    sizes, num_layers = rows_of_steps(config), target.config.num_layers
+    sizes, num_layers = rows_of_steps(config), len(target.kv_layouts())
     # Only the target's KV is moved: a head runs accepted draft tokens again.
     arena.views["target"] = of_target = KVCache(both[:num_layers])
-    aux_layer_ids = () if head is None else [i for i in head.aux_layer_ids if i < num_layers]
-    runners = Runners(Runner(target, arena, of_target, *sizes, aux_layer_ids))
+    last = target.config.num_layers
+    aux_layer_ids = () if head is None else [i for i in head.aux_layer_ids if i < last]
+    leading = None
+    if followers is not None:
+        followers.allocate(plan.num_blocks, plan.block_sizes[0], sizes, aux_layer_ids)
+        arena.repeat, leading = followers.update, followers.leading
+    runners = Runners(Runner(target, arena, of_target, *sizes, aux_layer_ids, leading))
     if draft is not None:
         kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
         runners = runners._replace(draft=Runner(draft, arena, kv, *sizes))
@@ -148,7 +158,7 @@ def draft_block_size(asked: int | None, fits: int) -> int:
 def kv_bytes(config: Config, ops: Ops) -> int:
     if config.memory.kv_bytes is not None:
         return config.memory.kv_bytes
-    try:
-        return int(config.memory.kv_fraction * ops.free_memory())
+    try:  # the ranks share the memory
+        return int(config.memory.kv_fraction * ops.free_memory() / config.parallel.size)
     except DeviceError as e:
         raise ConfigError(f"{e}. Set memory.kv_bytes") from e

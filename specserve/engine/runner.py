@@ -33,6 +33,7 @@ from specserve_kernels import (
     Logprobs,
     Masks,
     Ops,
+    Program,
     Rows,
     SampleParams,
     Threads,
@@ -498,13 +499,16 @@ class Runner:
         max_rows: int = 1,
         max_read: int = 1,
         aux_layer_ids: Collection[int] = (),
+        leading: Callable[[Program], Program] | None = None,
     ) -> None:
         """`kv` is the model's view of the arena. Memory is reserved for steps of `max_rows` rows,
         `max_read` of them read. `outputs` include the inputs of the layers in `aux_layer_ids`.
+        `leading` returns a program whose runs other ranks repeat.
         """
         self.decoder, self.ops, self.arena = decoder, decoder.ops, arena
         self.kv, self.head_rows = kv, min(max_read, HEAD_ROWS)
-        self.program = decoder.program(self.kv, max_rows, self.head_rows, aux_layer_ids)
+        program = decoder.program(self.kv, max_rows, self.head_rows, aux_layer_ids)
+        self.program = program if leading is None else leading(program)
         self.threads: Threads | None = None  # None keeps torch's number
         self.outputs: Outputs | None = None  # outputs of the last launch
 
@@ -620,18 +624,25 @@ class Runner:
 
     def update(self, updates: KVUpdates) -> None:
         """Do the updates in the order of `KVUpdates`; KVLost if one fails."""
-        blocks, host = self.arena.blocks, self.arena.host
         try:
-            for name, slots in updates.moves.items():
-                self.ops.move_kv(self.arena.views[name], *columns(slots))
-            if host is not None and updates.stores:
-                host.store(blocks, updates.stores)
-            if updates.copies:
-                self.ops.copy_blocks(blocks, *columns(updates.copies))
-            if host is not None and updates.loads:
-                host.load(blocks, updates.loads)
+            if self.arena.repeat is not None:
+                self.arena.repeat(updates)
+            update_arena(self.ops, self.arena, updates)
         except Exception as e:
             raise KVLost(f"KV updates failed ({e})") from e
+
+
+def update_arena(ops: Ops, arena: Arena, updates: KVUpdates) -> None:
+    """Do the updates in the order of `KVUpdates`."""
+    blocks, host = arena.blocks, arena.host
+    for name, slots in updates.moves.items():
+        ops.move_kv(arena.views[name], *columns(slots))
+    if host is not None and updates.stores:
+        host.store(blocks, updates.stores)
+    if updates.copies:
+        ops.copy_blocks(blocks, *columns(updates.copies))
+    if host is not None and updates.loads:
+        host.load(blocks, updates.loads)
 
 
 def columns(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,8 @@ class Sleeper:
         ConfigError, with nothing changed, if another engine of this process runs a model, if host
         memory is missing, or if level 2 could not read the weights again.
         """
+        if loaded.engine.followers is not None:
+            raise ConfigError("[parallel] does not support sleep. Stop the server instead")
         models = models_of(loaded)
         check_alone(models)
         dropped = stamped(models) if level == 2 and not self.dropped else []

@@ -1,11 +1,12 @@
 """The memory of the KV pool: equal blocks in one flat arena, and each model's view of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
+from specserve.memory.blocks import KVUpdates
 from specserve_kernels import HostMemory, KVCache, KVLayer
 
 ALIGNMENT = 16  # bytes, for vector loads
@@ -65,6 +66,7 @@ class Arena:
     blocks  [num_blocks, block_bytes]  uint8, zeroed
     views   by model name: all blocks as that model's KV; one model at a time uses a block
     host    the blocks of the host tier; None without one
+    repeat  repeats updates in the arenas of other ranks; None without ranks
     """
 
     def __init__(self, memory: Tensor, block_bytes: int) -> None:
@@ -72,6 +74,7 @@ class Arena:
         self.blocks = memory[: num_blocks * block_bytes].view(num_blocks, block_bytes)
         self.views: dict[str, KVCache] = {}
         self.host: HostMemory | None = None
+        self.repeat: Callable[[KVUpdates], None] | None = None
 
     def add_view(self, name: str, layouts: Sequence[KVLayout], block_size: int) -> KVCache:
         """Add and return a `view`; later updates of this model's KV use it."""

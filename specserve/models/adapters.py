@@ -293,28 +293,34 @@ class AdapterSlots:
     def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
         """Add slots to a decoder: `self.decoder` has them, and shares everything else."""
         ops, config, dtype = decoder.ops, decoder.config, decoder.dtype
+        self.own = decoder.shard.layers(config.num_layers)
+        self.rows = rows_of_maps(decoder)
         self.layers: list[LayerAdapters] = []
-        for i in range(config.num_layers):
+        for i in self.own:
             slots: dict[str, Any] = {}
             for name, parts in fused_maps(config, i).items():
-                rank, height = len(parts) * max_rank, sum(part.height for part in parts)
-                shape = rank, height, parts[0].width
-                slots[name] = ops.adapter_slots(num_slots, *shape, dtype)
+                rank, rows = len(parts) * max_rank, self.rows[name]
+                height = sum(part.height for part in parts) if rows is None else len(rows)
+                slots[name] = ops.adapter_slots(num_slots, rank, height, parts[0].width, dtype)
             self.layers.append(LayerAdapters(**slots))
         weights = decoder.weights
         layers = zip(weights.layers, self.layers, strict=True)
         with_slots = tuple(layer._replace(adapters=slots) for layer, slots in layers)
-        adapted = weights._replace(layers=with_slots)
-        self.decoder = Decoder(config, ops, decoder.rotary, adapted)
+        self.decoder = decoder.replaced(weights=weights._replace(layers=with_slots))
 
     def packed(self, adapter: Adapter) -> PackedAdapter:
         """Convert an adapter to the kernels' format. May run concurrently with steps."""
-        each = zip(self.layers, adapter.layers, strict=True)
+        each = zip(self.layers, adapter.layers[self.own.start : self.own.stop], strict=True)
         layers = (
-            {name: getattr(slots, name).packed(*map) for name, map in maps.items()}
+            {name: getattr(slots, name).packed(*self.cut(name, map)) for name, map in maps.items()}
             for slots, maps in each
         )
         return PackedAdapter(adapter.digest.hex(), adapter.rank, tuple(layers))
+
+    def cut(self, name: str, map: AdapterMap) -> AdapterMap:
+        """The change of this shard's columns of a linear map."""
+        rows = self.rows[name]
+        return map if rows is None else map._replace(up=map.up[rows])
 
     def put(self, slot: int, adapter: PackedAdapter | None) -> None:
         """Set the adapter of a slot; None clears the slot. Must run between two steps."""
@@ -324,3 +330,15 @@ class AdapterSlots:
             for name, own in slots._asdict().items():
                 if own is not None:
                     own.put(slot, maps.get(name))
+
+
+def rows_of_maps(decoder: Decoder) -> dict[str, Tensor | None]:
+    """The rows of each fused map of a layer that a shard holds; None: all."""
+    config, shard = decoder.config, decoder.shard
+    hidden = shard.rows(config.hidden_size)
+    return {
+        "qkv": shard.qkv_rows(config, None),
+        "out": hidden,
+        "gate_up": shard.gate_up_rows(config),
+        "down": hidden,
+    }

@@ -8,18 +8,22 @@ from torch import Tensor
 
 from specserve.memory.arena import KVLayout
 from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
+    Gathering,
     KVCache,
     KVLayer,
     ModelForward,
     Ops,
     Program,
     QKNorm,
+    Ranks,
     Rotary,
     Rows,
 )
+from specserve_kernels.ops import EagerProgram
 
 
 class LoadedModel(ModelForward, Protocol):
@@ -160,36 +164,79 @@ class DecoderWeights(NamedTuple):
     score: Tensor | None = None
 
 
+class Connections(NamedTuple):
+    """A rank's connections with the ranks that run the other parts of its model.
+
+    columns  the ranks of its stage, which share the columns of its layers
+    every    all ranks, for residuals and logits that go from stage to stage
+    """
+
+    columns: Ranks
+    every: Ranks
+
+
+class Gatherings(NamedTuple):
+    """How the columns of a layer's tensors are distributed over ranks; None: one rank has all."""
+
+    heads: Gathering | None = None  # attention's results, [R, H D]
+    inner: Gathering | None = None  # inner rows of the MLP
+    experts: Gathering | None = None  # inner rows of an expert
+    shared: Gathering | None = None  # inner rows of the shared expert
+    hidden: Gathering | None = None  # the residual stream
+    logits: Gathering | None = None
+
+
 class Decoder:
     """Maps token ids, or a residual, to logits, and writes the KV of every row.
 
-    The caller enables torch.inference_mode, and calls `plan` once per step.
+    The caller enables torch.inference_mode, and calls `plan` once per step. A shard of a model runs
+    after `connected` has joined it with the other ranks, which run the same steps.
     """
 
     def __init__(
-        self, config: DecoderConfig, ops: Ops, rotary: Rotary, weights: DecoderWeights
+        self,
+        config: DecoderConfig,
+        ops: Ops,
+        rotary: Rotary,
+        weights: DecoderWeights,
+        shard: Shard = WHOLE,
+        connections: Connections | None = None,
     ) -> None:
         self.config, self.ops, self.rotary, self.weights = config, ops, rotary, weights
         self.forms, self.dtype = weights.forms, weights.dtype
         self.has_head, self.score = weights.has_head, weights.score
-        self.num_positions, self.num_heads = len(rotary.cos), config.num_heads
+        self.shard, self.connections = shard, connections
+        self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
+        self.gatherings = gatherings(config, shard, connections)
         self.windows = tuple(dict.fromkeys(config.windows))
         # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     def on(self, ops: Ops) -> "Decoder":
         """The same model with other ops, e.g. ops that record a program's forward pass."""
-        return Decoder(self.config, ops, self.rotary, self.weights)
+        return self.replaced(ops=ops)
+
+    def connected(self, connections: Connections) -> "Decoder":
+        """The same part of a model, joined with the other ranks."""
+        return self.replaced(connections=connections)
+
+    def replaced(self, **parts: Any) -> "Decoder":
+        names = "config", "ops", "rotary", "weights", "shard", "connections"
+        return Decoder(**{name: getattr(self, name) for name in names} | parts)
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        """The layout of each layer's KV in `dtype`; None: the dtype of the activations."""
-        c = self.config
-        return (KVLayout(c.num_kv_heads, c.head_dim, dtype or self.dtype),) * c.num_layers
+        """The layout of this shard's KV of each layer in `dtype`; None: the activations' dtype."""
+        c, num_heads = self.config, len(self.shard.heads(self.config).kv)
+        layout = KVLayout(num_heads, c.head_dim, dtype or self.dtype)
+        return (layout,) * len(self.shard.layers(c.num_layers))
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
     ) -> Program:
         """The program of the ops, which may record the forward pass."""
+        if self.shard.size > 1 and self.ops.records_steps:
+            # Ranks must not differ in what they record: a recording reads the logits of more rows.
+            return EagerProgram(self, kv, aux_layer_ids)
         return self.ops.program(self, kv, max_rows, max_read, aux_layer_ids)
 
     def plan(self, rows: Rows, kv: KVCache, also: Sequence[Tensor] = ()) -> Any:
@@ -200,7 +247,11 @@ class Decoder:
         return self.ops.plan(rows, kv, self.num_heads, self.windows, also, plain)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The residual stream before the first layer, [R, hidden], for token ids [R] int64."""
+        """The residual stream before this shard's first layer, [R, hidden], for token ids [R]
+        int64. It comes from the previous stage, if there is one.
+        """
+        if not self.shard.is_first:
+            return self.receive(token_ids, self.shard.rank - self.shard.tensor)
         embedded = self.ops.embed(self.weights.embedding, token_ids, self.dtype)
         factor = self.embedding_scale
         return embedded if factor == 1 else self.ops.scale(embedded, factor)
@@ -214,16 +265,47 @@ class Decoder:
         residual  [R, hidden]  from `embed`; overwritten
         ->        [R, hidden]  for `logits`; and by layer, transformers' hidden_states[i]
         """
-        if unknown := set(aux_layer_ids).difference(range(len(kv.layers))):
+        num_layers = self.config.num_layers
+        if unknown := set(aux_layer_ids).difference(range(num_layers)):
             raise ValueError(
-                f"auxiliary layers {sorted(unknown)} do not exist: the model has {len(kv.layers)}"
+                f"auxiliary layers {sorted(unknown)} do not exist: the model has {num_layers}"
             )
         aux_hidden_states = {}
-        for i, (layer, cache) in enumerate(zip(self.weights.layers, kv.layers, strict=True)):
+        each = zip(self.weights.layers, kv.layers, strict=True)
+        for i, (layer, cache) in enumerate(each, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
                 aux_hidden_states[i] = self.ops.copy(residual)
             residual = self.layer(layer, residual, cache, plan)
+        if self.shard.pipeline > 1:
+            self.pass_on(residual, aux_hidden_states)
+            if self.shard.rank == 0:
+                aux_hidden_states |= self.received(residual, aux_layer_ids)
         return residual, aux_hidden_states
+
+    def pass_on(self, residual: Tensor, aux_hidden_states: dict[int, Tensor]) -> None:
+        """Send this stage's residual to the next stage, and auxiliary hidden states to rank 0."""
+        shard = self.shard
+        if not shard.is_last:
+            self.ops.send(residual, self.every, shard.rank + shard.tensor)
+        if not shard.is_first and shard.column == 0:
+            for aux in aux_hidden_states.values():
+                self.ops.send(aux, self.every, 0)
+
+    def received(self, rows: Tensor, aux_layer_ids: Collection[int]) -> dict[int, Tensor]:
+        """The auxiliary hidden states of the other stages."""
+        num_layers, shard = self.config.num_layers, self.shard
+        stages = {i: shard.stage_of(i, num_layers) for i in sorted(aux_layer_ids)}
+        return {
+            i: self.receive(rows, stage * shard.tensor) for i, stage in stages.items() if stage > 0
+        }
+
+    def receive(self, rows: Tensor, source: int) -> Tensor:
+        return self.ops.receive(rows, self.config.hidden_size, self.dtype, self.every, source)
+
+    @property
+    def every(self) -> Ranks:
+        assert self.connections is not None, "a shard runs only with the other ranks"
+        return self.connections.every
 
     def layer(
         self,
@@ -238,19 +320,19 @@ class Decoder:
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         q = self.write(layer, read, cache, plan, qkv)
         scores = c.score_scale, layer.window, c.score_cap, layer.sinks
-        h = ops.attention(q, cache, plan, *scores)
+        h = self.gather(ops.attention(q, cache, plan, *scores), self.gatherings.heads)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
             read = self.norm(residual, layer.mlp_norm, layer.mlp_norm_bias)
         if layer.experts is not None:
-            return add_experts(ops, read, layer.experts, residual)
-        h = self.inner(layer, read, plan)
+            return self.add_experts(read, layer.experts, residual)
+        h = self.gather(self.inner(layer, read, plan), self.gatherings.inner)
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
 
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
-        """The input of the MLP's last map."""
+        """The input of the MLP's last map: this rank's columns."""
         ops, activation = self.ops, self.config.activation
         added = self.added(read, layer.adapters.gate_up, plan)
         if self.config.family.ungated is None:
@@ -297,8 +379,40 @@ class Decoder:
         """Add a linear map's result, normalized if there is a norm, to the residual stream."""
         ops, c = self.ops, self.config
         if norm is None:
-            return ops.linear_add(h, packed, bias, residual, c.residual_scale, added)
-        return ops.rms_norm_add(ops.linear(h, packed, bias, added), norm, c.norm_eps, residual)
+            own = self.own_columns(residual)
+            own = ops.linear_add(h, packed, bias, own, c.residual_scale, added)
+            return self.gather(own, self.gatherings.hidden)
+        found = self.gather(ops.linear(h, packed, bias, added), self.gatherings.hidden)
+        return ops.rms_norm_add(found, norm, c.norm_eps, residual)
+
+    def add_experts(self, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
+        """Add the output of each row's experts to the residual."""
+        ops, gatherings = self.ops, self.gatherings
+        logits = ops.linear(h, layer.router, layer.router_bias)
+        rule = layer.is_sigmoid, layer.correction, layer.factor
+        routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
+        own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
+        own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        if layer.shared is not None:
+            own = self.add_shared(h, layer.shared, own)
+        return self.gather(own, gatherings.hidden)
+
+    def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
+        """Add the shared expert's output to this rank's columns of the residual."""
+        ops = self.ops
+        inner = self.gather(ops.linear_gated(h, shared.gate_up), self.gatherings.shared)
+        if shared.gate is None:
+            return ops.linear_add(inner, shared.down, None, own)
+        return ops.add_gated(ops.linear(inner, shared.down), ops.linear(h, shared.gate), own)
+
+    def own_columns(self, residual: Tensor) -> Tensor:
+        """This rank's columns of the residual stream; without ranks, the stream itself."""
+        gathering = self.gatherings.hidden
+        return residual if gathering is None else self.ops.take_columns(residual, *gathering.own)
+
+    def gather(self, x: Tensor, gathering: Gathering | None, reader: int | None = None) -> Tensor:
+        """The columns of all ranks, see `Ops.all_gather`; without ranks, x."""
+        return x if gathering is None else self.ops.all_gather(x, gathering, reader)
 
     def hidden(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The hidden states of some rows after the final norm, as transformers returns them.
@@ -319,23 +433,33 @@ class Decoder:
         rows      [n]          int64, ascending
         ->        [n, V]       float32
         """
-        ops, weights = self.ops, self.weights
-        hidden = self.norm(ops.take_rows(residual, rows), weights.norm, weights.norm_bias)
-        logits = ops.lm_head(hidden, weights.head)
+        ops, weights, shard = self.ops, self.weights, self.shard
+        hidden, V = ops.take_rows(residual, rows), self.config.vocab_size
+        last = (shard.pipeline - 1) * shard.tensor
+        if not shard.is_last:
+            is_reader = shard.rank == 0
+            return ops.receive(hidden, V, torch.float32, self.every, last) if is_reader else hidden
+        logits = ops.lm_head(self.norm(hidden, weights.norm, weights.norm_bias), weights.head)
+        logits = self.gather(logits, self.gatherings.logits, reader=0)
         cap = self.config.logit_cap
-        return logits if cap is None else ops.soft_cap(logits, cap)
+        logits = logits if cap is None else ops.soft_cap(logits, cap)
+        return logits if shard.rank != last or last == 0 else ops.send(logits, self.every, 0)
 
 
-def add_experts(ops: Ops, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
-    """Add the output of each row's experts to the residual."""
-    logits = ops.linear(h, layer.router, layer.router_bias)
-    rule = layer.is_sigmoid, layer.correction, layer.factor
-    routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
-    residual = ops.experts(h, routing, layer.gate_up, layer.down, residual, layer.limit)
-    if layer.shared is None:
-        return residual
-    inner = ops.linear_gated(h, layer.shared.gate_up)
-    if layer.shared.gate is None:
-        return ops.linear_add(inner, layer.shared.down, None, residual)
-    found = ops.linear(inner, layer.shared.down)
-    return ops.add_gated(found, ops.linear(h, layer.shared.gate), residual)
+def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | None) -> Gatherings:
+    if connections is None or shard.tensor == 1:
+        return Gatherings()
+
+    def of(num_columns: int) -> Gathering:
+        return Gathering(connections.columns, shard.begins(num_columns))
+
+    mixture = config.mixture
+    begins = tuple(config.head_dim * head for head in shard.heads(config).begins)
+    return Gatherings(
+        heads=Gathering(connections.columns, begins),
+        inner=of(config.intermediate_size),
+        experts=of(mixture.width) if mixture else None,
+        shared=of(mixture.shared_width) if mixture and mixture.shared_width else None,
+        hidden=of(config.hidden_size),
+        logits=of(config.vocab_size),
+    )

@@ -21,6 +21,7 @@ from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
+from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
 from specserve.models.tensor_views import part_experts, show_as_causal, show_text_model
 from specserve.models.weight import (
@@ -54,14 +55,18 @@ def load_decoder(
     max_len: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     rounding: Rounding = AS_STORED,
+    shard: Shard = WHOLE,
 ) -> Decoder:
-    """Load a model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens.
+    """Load a model in `dtype` (auto, bf16, fp32), for requests of up to `max_len` tokens, or the
+    part of it that a rank holds.
 
     Files are mapped, and the pages of a tensor are dropped after it is packed, so that weights are
     never in memory twice.
     """
     config = open_source(folder).config()
+    shard.check(config)
     reader = open_reader(folder, config, dtype, ops, rounding)
+    reader.shard = shard
     if progress is not None:
         reader.report = progress
     if max_len is None and config.max_positions > LONGEST:
@@ -81,7 +86,7 @@ def load_decoder(
         asks = " and for ".join(unmet)
         words = weights.forms.activation_words
         log.warning("%s/config.json asks for %s, but %s", folder, asks, words)
-    return Decoder(config, ops, tables.all_positions, weights)
+    return Decoder(config, ops, tables.all_positions, weights, shard)
 
 
 class Tables(NamedTuple):
@@ -113,10 +118,26 @@ def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
     return tables.all_positions if config.windows[index] is None else tables.windowed
 
 
-def weight_bytes(folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED) -> int:
-    """The bytes of a model's weights after `load_decoder`."""
-    reader = open_reader(folder, open_source(folder).config(), dtype, ops, rounding)
-    return sum(map(reader.expected_bytes, reader.shapes))
+def weight_bytes(
+    folder: Path, dtype: str, ops: Ops, rounding: Rounding = AS_STORED, shard: Shard = WHOLE
+) -> int:
+    """The bytes of a model's weights after `load_decoder`; about these bytes for a shard."""
+    config = open_source(folder).config()
+    reader = open_reader(folder, config, dtype, ops, rounding)
+    shares = {name: share(name, reader, config, shard) for name in reader.shapes}
+    return sum(math.ceil(held * reader.expected_bytes(name)) for name, held in shares.items())
+
+
+def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> float:
+    """About which part of a tensor a shard holds."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
+    if layer.isdecimal():
+        return own if int(layer) in shard.layers(config.num_layers) else 0.0
+    if name == EMBEDDING:
+        has_head = shard.is_last and HEAD not in reader.shapes
+        return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
+    return own if shard.is_last or name != HEAD else 0.0
 
 
 def open_reader(
@@ -176,6 +197,7 @@ class Reader:
     ) -> None:
         self.checkpoint, self.shapes, self.maps = checkpoint, dict(shapes), maps
         self.dtype, self.ops, self.rounding = dtype, ops, rounding
+        self.shard = WHOLE  # the part of the model that is read
         self.report: Callable[[int, int], None] = lambda done, total: None  # bytes
         self.sources: dict[str, str] = {}  # name -> stored name, if they differ
         if HEAD not in shapes and rounding.head != rounding.embedding:
@@ -213,25 +235,30 @@ class Reader:
         """Read and pack the weights of linear maps that are fused into one. `rows` is the order of
         the rows. The unpacked weights are freed.
         """
-        weight = self.weight(*modules)
-        if rows is not None:
-            if isinstance(weight, Tensor):
-                weight = weight[rows.to(weight.device)]
-            else:
-                weight = weight.take(rows.to(weight.q.device))
+        weight = rows_of(self.weight(*modules), rows)
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
-    def read_experts(self, experts: Sequence[Sequence[str]], is_gated: bool = False) -> Any:
-        """Read and pack one map of each expert; `experts` lists the modules fused into each map."""
-        each = [bias for modules in experts if (bias := self.read_bias(*modules)) is not None]
+    def read_experts(
+        self,
+        experts: Sequence[Sequence[str]],
+        is_gated: bool = False,
+        rows: Tensor | None = None,
+    ) -> Any:
+        """Read and pack one map of each expert; `experts` lists the modules fused into each map.
+        `rows` is the order of each map's rows.
+        """
+        biases = [self.read_bias(*modules, rows=rows) for modules in experts]
+        each = [bias for bias in biases if bias is not None]
         bias = torch.stack(each) if each else None
-        return self.ops.prepack_experts(self.expert_weights(experts), is_gated, bias)
+        return self.ops.prepack_experts(self.expert_weights(experts, rows), is_gated, bias)
 
-    def expert_weights(self, experts: Sequence[Sequence[str]]) -> Iterator[Weight]:
+    def expert_weights(
+        self, experts: Sequence[Sequence[str]], rows: Tensor | None
+    ) -> Iterator[Weight]:
         forms = set[tuple[MapForm, bool]]()
         for modules in experts:
-            weight = self.weight(*modules)
+            weight = rows_of(self.weight(*modules), rows)
             forms.add((form_of(weight), isinstance(weight, Codes) and weight.zero is not None))
             if len(forms) > 1:
                 raise ConfigError(
@@ -340,20 +367,36 @@ class Reader:
         self.report(self.num_read * size, self.num_elements * size)
 
 
+def rows_of(weight: Weight, rows: Tensor | None) -> Weight:
+    """Select rows [n] int64 of a weight, in the given order; None: all."""
+    if rows is None:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight[rows.to(weight.device)]
+    return weight.take(rows.to(weight.q.device))
+
+
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
     # The largest weight is read first: its unpacked form is freed before the others are loaded.
-    head = reader.read_weight("lm_head") if HEAD in reader.shapes else None
-    embedding = reader.read_embedding()
-    if head is None:  # the head is the embedding table
-        head = reader.ops.prepack(embedding)
+    shard, rows = reader.shard, reader.shard.rows(config.vocab_size)
+    is_tied = HEAD not in reader.shapes
+    head: Any = None
+    embedding: Weight = torch.empty(0, config.hidden_size, dtype=reader.dtype)
+    if shard.is_last and not is_tied:
+        head = reader.read_weight("lm_head", rows=rows)
+    if shard.is_first or (shard.is_last and is_tied):
+        embedding = reader.read_embedding()
+    if shard.is_last and is_tied:
+        table = rows_of(embedding, rows)
+        head = reader.ops.prepack(table)
         if head is not embedding:
-            reader.count(embedding, is_head=True)
+            reader.count(table, is_head=True)
     return DecoderWeights(
         embedding=embedding,
         head=head,
         layers=tuple(
             read_layer(reader, config, i, table_of(config, i, tables))
-            for i in range(config.num_layers)
+            for i in shard.layers(config.num_layers)
         ),
         # The head is linear, so that scaling the norm scales the logits without extra time.
         norm=reader.read_norm("model.norm.weight", config.family.adds_one, config.logit_scale),
@@ -370,7 +413,7 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
 def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
     qkv = [f"{layer}.{name}" for name in config.qkv_names]
-    rows = rows_of_qkv(config)
+    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
     out, norms = f"{layer}.self_attn.o_proj", config.family.norms
     mlp = read_mixture if config.has_experts(index) else read_mlp
 
@@ -390,12 +433,12 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         attention_norm=norm(norms.before_attention),
         qkv=reader.read_weight(*qkv, rows=rows),
         qkv_bias=reader.read_bias(*qkv, rows=rows),
-        out=reader.read_weight(out),
-        out_bias=reader.read_bias(out),
+        out=reader.read_weight(out, rows=shard.rows(config.hidden_size)),
+        out_bias=reader.read_bias(out, rows=shard.rows(config.hidden_size)),
         after_attention=norm(norms.after_attention),
         mlp_norm=norm(norms.before_mlp),
         after_mlp=norm(norms.after_mlp),
-        sinks=reader.read_norm(f"{layer}.{SINKS}", False) if config.family.has_sinks else None,
+        sinks=read_sinks(reader, config, layer) if config.family.has_sinks else None,
         attention_norm_bias=norm_bias(norms.before_attention),
         mlp_norm_bias=norm_bias(norms.before_mlp),
         **mlp(reader, config, layer),
@@ -404,14 +447,15 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
 
 def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
-    down = f"{layer}.{config.down_name}"
+    down, is_gated = f"{layer}.{config.down_name}", config.family.ungated is None
     alphas = read_alphas(reader, layer) if config.activation == "xielu" else (0.0, 0.0)
+    inner, hidden = reader.shard.gate_up_rows(config), reader.shard.rows(config.hidden_size)
     return {
         "alphas": alphas,
-        "gate_up": reader.read_weight(*gate_up, is_gated=config.family.ungated is None),
-        "gate_up_bias": reader.read_bias(*gate_up),
-        "down": reader.read_weight(down),
-        "down_bias": reader.read_bias(down),
+        "gate_up": reader.read_weight(*gate_up, is_gated=is_gated, rows=inner),
+        "gate_up_bias": reader.read_bias(*gate_up, rows=inner),
+        "down": reader.read_weight(down, rows=hidden),
+        "down_bias": reader.read_bias(down, rows=hidden),
     }
 
 
@@ -421,16 +465,24 @@ def read_alphas(reader: Reader, layer: str) -> tuple[float, float]:
     return p, BETA + n
 
 
+def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
+    """Read the sinks of this shard's heads."""
+    own = reader.shard.heads(config).query
+    return reader.read_norm(f"{layer}.{SINKS}", False)[own.start : own.stop]
+
+
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
     each = range(mixture.num_experts)
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
+    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
+    gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
     experts = Experts(
         router=reader.read_weight(router),
-        gate_up=reader.read_experts(gate_up, is_gated=True),
-        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each]),
+        gate_up=reader.read_experts(gate_up, is_gated=True, rows=shard.rows(mixture.width, 2)),
+        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,
@@ -444,8 +496,10 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
             gate=reader.read_weight(f"{layer}.{mixture.shared_gate}")
             if mixture.style.has_shared_gate
             else None,
-            gate_up=reader.read_weight(f"{shared}.gate_proj", f"{shared}.up_proj", is_gated=True),
-            down=reader.read_weight(f"{shared}.down_proj"),
+            gate_up=reader.read_weight(
+                gate, up, is_gated=True, rows=shard.rows(mixture.shared_width, 2)
+            ),
+            down=reader.read_weight(f"{shared}.down_proj", rows=hidden),
         )
         if mixture.shared_width
         else None,
@@ -482,7 +536,10 @@ def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | 
     q, k = (reader.read_norm(name, family.adds_one) for name in names)
     if order is not None:
         q, k = (in_order(weight, order.to(weight.device)) for weight in (q, k))
-    return QKNorm(q, k, config.norm_eps, config.qk_norm == "each", family.norms_after_rope)
+    is_each, heads = config.qk_norm == "each", reader.shard.heads(config)
+    if is_each:
+        q, k = q[heads.query.start : heads.query.stop], k[heads.kv.start : heads.kv.stop]
+    return QKNorm(q, k, config.norm_eps, is_each, family.norms_after_rope)
 
 
 def in_order(weight: Tensor, order: Tensor) -> Tensor:

@@ -117,8 +117,13 @@ EMBEDDING_MAP, FEATURE_MAP = "embedding_map", "feature_map"
 
 def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
     """Load the MTP layer from the target model's folder, with its dtype and positions. Raises
-    ConfigError if there is none.
+    ConfigError if there is none, or if the target is only a part of the model.
     """
+    if target.shard.size > 1:
+        raise ConfigError(
+            f"{folder}: MTP layers need the model's LM head and last hidden state in one process, "
+            "and [parallel] divides them. Use another drafter, or remove [parallel]"
+        )
     checkpoint, style = open_layer(folder, target.config)
     config = config_of_layer(folder, target.config, style, checkpoint)
     places = places_of(config, style)

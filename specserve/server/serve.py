@@ -21,7 +21,7 @@ import uvloop
 from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
-from specserve.api.poolers import find_poolers
+from specserve.api.poolers import STAGED, find_poolers
 from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config
 from specserve.errors import EngineDied, Overloaded
@@ -144,6 +144,8 @@ async def load(service: Service, start: Start) -> Ready:
             model = service.config.model
             asked = model.task, files.tokenizer, model.implementation
             poolers = await asyncio.to_thread(find_poolers, folders.target, *asked)
+            if service.config.parallel.pipeline > 1:
+                poolers = STAGED
         service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)

@@ -93,8 +93,7 @@ def test_what_has_an_equal_setting_is_taken(folder, name):
 
 
 REFUSED = {  # argument, value -> words
-    "two GPUs": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*no equivalent. Omit"),
-    "true for one": ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+    "true for one": ({"tensor_parallel_size": True}, r"LLM\(tensor_parallel_size\)"),
     "functions": ({"logits_processors": [print]}, "pass them to LLM.generate"),
     "another name": ({"served_model_name": "mine"}, "the option of `specserve serve`"),
     "processed logprobs": ({"logprobs_mode": "processed_logprobs"}, "Omit logprobs_mode"),

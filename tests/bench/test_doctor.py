@@ -98,6 +98,7 @@ QUIET = {
             "--drafter eagle, model, ngram and none",
         ),
         ({"flags": frozenset()}, "AVX512-BF16"),
+        ({"num_nodes": 2}, "--tensor-parallel-size 2"),
     ],
 )
 def test_each_finding_has_its_advice(changed, words):

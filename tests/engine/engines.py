@@ -63,9 +63,19 @@ def in_chunks(rows, max_running=8):
 
 
 def engine_for(
-    target, draft=None, drafter="none", max_len=MAX_LEN, head=None, grammars=None, **overrides
+    target,
+    draft=None,
+    drafter="none",
+    max_len=MAX_LEN,
+    head=None,
+    grammars=None,
+    shards=None,
+    **overrides,
 ):
-    """An engine with settings like max_nodes=4; drafter is a name, or an object put in place."""
+    """An engine with settings like max_nodes=4; drafter is a name, or an object put in place.
+
+    With `shards` (tests/engine/ranks.py), `target` is the part of rank 0.
+    """
     name = drafter if isinstance(drafter, str) else "ngram"
     sections = {
         "block_size": "memory",
@@ -86,7 +96,9 @@ def engine_for(
     if draft is not None:
         settings["drafter.model"] = "loaded"
     models = Models(target, draft, head)
-    engine = assemble(load_config(None, settings), models, max_len, grammars=grammars)
+    followers = None if shards is None else shards.followers(settings)
+    config = load_config(None, settings)
+    engine = assemble(config, models, max_len, grammars=grammars, followers=followers)
     if not isinstance(drafter, str):
         engine.speculator = fixed(engine, drafter)
     return engine

@@ -13,6 +13,7 @@ from tests.kernels import (
     test_layers,
     test_logprobs,
     test_quantize,
+    test_ranks,
     test_sampling,
 )
 from tests.kernels.builds import DEVICE, ON_GPU, cuda, placed
@@ -22,12 +23,15 @@ FP32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 CURVES = (test_layers.test_curves_bend_in_place,)
 COPIES = test_layers.test_embedding_and_row_selection_copy_whole_rows, FP32
+GATHERED = test_ranks.test_columns_are_gathered_in_the_order_of_ranks, False
+PASSED = (test_ranks.test_a_tensor_goes_from_rank_to_rank,)
 CHECKS = {  # op -> a test of it, and the arguments after the build
     "activate": (test_layers.test_an_activation_bends_in_place,
         *test_layers.ACTIVATIONS["relu2"], FP32),
     "adapted": (test_adapters.test_a_rows_adapter_is_as_if_it_were_merged_into_the_weight,
         FP32, "plain"),
     "add_gated": (test_experts.test_rows_are_added_with_a_gate_for_each, FP32),
+    "all_gather": GATHERED,
     "attention": (test_attention.test_query_heads_share_kv_heads_in_order,),
     "copy_blocks": (test_layers.test_blocks_are_copied_whole_and_in_order,),
     "embed": COPIES,
@@ -42,6 +46,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "move_kv": (test_attention.test_moves_copy_tokens_in_every_layer_in_order,
         *test_attention.MOVES["a path closes up"], FP32),
     "quantize": (test_quantize.test_of_8_bits_a_row_has_one_scale_whatever_its_width,),
+    "receive": PASSED,
     "rms_norm": (test_layers.test_rms_norm, *test_layers.NORMS["mean, not sum"]),
     "rms_norm_add": (test_layers.test_a_norm_is_added_to_the_residual_stream_in_place,),
     "rms_norm_columns": (test_layers.test_a_norm_of_columns_leaves_the_others_as_they_are,),
@@ -51,7 +56,9 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
         *test_experts.ROUTES["the largest first"]),
     "sample": (test_sampling.test_the_choice_is, *test_sampling.CHOICES["T = 0 is argmax"]),
     "scale": CURVES,
+    "send": PASSED,
     "soft_cap": CURVES,
+    "take_columns": GATHERED,
     "take_rows": COPIES,
     "top_children": (test_sampling.test_the_likeliest_children_are,
         *next(iter(test_sampling.CHILDREN.values()))),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve_kernels import load
-from specserve_kernels.threads import Topology, topology
+from specserve_kernels.threads import Topology, numa_nodes, topology
 
 
 def machine(root, siblings):
@@ -127,3 +127,10 @@ def test_torch_takes_no_more_threads_than_the_quota_allows(monkeypatch):
 def test_this_machine_has_a_core():
     cpus, cores = topology()
     assert 1 <= cores <= cpus
+
+
+def test_nodes_have_the_cpus_that_the_process_may_use(tmp_path):
+    nodes = {"node0": "0-1,4", "node1": "2-3,5\n", "node2": "\n"}  # the last has only memory
+    put(tmp_path, {f"sys/devices/system/node/{n}/cpulist": cpus for n, cpus in nodes.items()})
+    assert numa_nodes(range(6), tmp_path) == [{0, 1, 4}, {2, 3, 5}]
+    assert numa_nodes([1, 4], tmp_path) == [{1, 4}]

@@ -37,6 +37,7 @@ FIGURES = {  # what they measure, without arguments
     "merged": "one tree of all draft sources against the draft model's, with equal draft tokens",
     "mixtures": "steps of a mixture of experts against the bytes that its rows read",
     "targets": "long prompts that arrive while streams with a TPOT target run",
+    "ranks": "steps of a 0.6B model in two ranks against one process on the same cores",
     "restart": "pause of 16 streams when the engine process is killed",
     "swap": "longest wait of 8 streams while another draft model is loaded",
     "load-gaps": "the longest gap of streams while adapters or draft models load on a busy host",

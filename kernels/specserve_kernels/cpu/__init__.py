@@ -9,6 +9,7 @@ from specserve_kernels.cpu.ops import (
     activate,
     adapted,
     add_gated,
+    all_gather,
     attention,
     copy,
     embed,
@@ -24,6 +25,7 @@ from specserve_kernels.cpu.ops import (
     prepack,
     prepack_experts,
     quantize,
+    receive,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
@@ -31,7 +33,9 @@ from specserve_kernels.cpu.ops import (
     route,
     sample,
     scale,
+    send,
     soft_cap,
+    take_columns,
     take_rows,
     top_children,
 )
@@ -47,6 +51,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
+from specserve_kernels.reference.ranks import join
 
 __all__ = [
     "BuildError",
@@ -54,6 +59,7 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "all_gather",
     "allocate",
     "arithmetic",
     "attention",
@@ -64,6 +70,7 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "host_blocks",
+    "join",
     "layer_norm",
     "library",
     "linear",
@@ -80,6 +87,7 @@ __all__ = [
     "prepack_experts",
     "program",
     "quantize",
+    "receive",
     "records_steps",
     "release",
     "renew",
@@ -92,7 +100,9 @@ __all__ = [
     "sample",
     "samples_ahead",
     "scale",
+    "send",
     "soft_cap",
+    "take_columns",
     "take_rows",
     "top_children",
     "tune",

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_int64, c_void_p
+from ctypes import Structure, addressof, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
+from specserve_kernels.ranks import HEADER, Gathering, Ranks
 from specserve_kernels.types import (
     AdapterSums,
     KVCache,
@@ -225,6 +226,56 @@ def elementwise(
     return native.filled(
         fields, native.is_bf16(x), domain, x.data_ptr(), width, curve, first, second
     )
+
+
+def connections(ranks: Ranks) -> Any:
+    """Return the struct of a rank's connections, which also counts exchanges."""
+    if ranks.native is None:
+        fds = (ranks.sockets.get(r) for r in range(ranks.size))
+        sockets = (c_int * ranks.size)(*(-1 if s is None else s.fileno() for s in fds))
+        made = native.RanksStruct(ranks.rank, ranks.size, addressof(sockets))
+        made.kept = sockets
+        if ranks.shared is not None:
+            made.meeting = ranks.shared.data_ptr()
+            made.slots = ranks.shared.data_ptr() + HEADER
+            made.slot_bytes = (len(ranks.shared) - HEADER) // 2
+        ranks.native = made
+    return ranks.native
+
+
+def all_gather(
+    domain: int, x: Tensor, gathering: Gathering, reader: int | None, out: Tensor
+) -> tuple[Structure, Any]:
+    """Return the op's arguments, and the object whose address they contain."""
+    begin, end = gathering.own
+    ranks, size = connections(gathering.ranks), x.itemsize
+    assert x.shape[-1] == end - begin, "x differs from this rank's columns"
+    assert out.shape[-1] == gathering.width and out.dtype == x.dtype, "the output's shape or dtype"
+    assert x.is_contiguous() and out.is_contiguous(), "kernels need contiguous tensors"
+    assert ranks.meeting is None or gathering.width * size <= ranks.slot_bytes, (
+        f"a row of {gathering.width * size} bytes exceeds the {ranks.slot_bytes} bytes of a slot"
+    )
+    begins = (c_int64 * len(gathering.begins))(*(size * b for b in gathering.begins))
+    rows = x[0].numel() // x.shape[-1] if x.dim() > 2 else 1
+    pointers = addressof(ranks), x.data_ptr(), out.data_ptr(), addressof(begins)
+    fields = "i64 domain rows_per_row ptr ranks x out begins i64 reader"
+    args = native.filled(fields, domain, rows, *pointers, -1 if reader is None else reader)
+    return args, begins
+
+
+def take_columns(domain: int, x: Tensor, begin: int, end: int, out: Tensor) -> Structure:
+    size = x.itemsize
+    interval = size * begin, size * end
+    fields = "i64 domain ptr x out i64 row_bytes begin end"
+    pointers = x.data_ptr(), out.data_ptr()
+    return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
+
+
+def message(domain: int, x: Tensor, ranks: Ranks, other: int) -> Structure:
+    """Return the arguments of `send` and `receive`."""
+    pointers = addressof(connections(ranks)), x.data_ptr()
+    fields = "i64 domain ptr ranks x i64 row_bytes other"
+    return native.filled(fields, domain, *pointers, x.itemsize * x.shape[1], other)
 
 
 def plan_attention(

@@ -52,6 +52,13 @@ class Linear(Structure):
     ]
 
 
+class RanksStruct(Structure):
+    _fields_ = declared(
+        "i64 rank size ptr sockets meeting slots i64 slot_bytes turn has_failed "
+        "num_bytes num_exchanges nanoseconds"
+    )
+
+
 class StepStruct(Structure):
     _fields_ = [("num_rows", c_int64 * 3), *declared("ptr token_ids read rows attention")]
 

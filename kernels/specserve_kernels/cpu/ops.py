@@ -23,6 +23,7 @@ from specserve_kernels.cpu.arguments import (
     Packed,
 )
 from specserve_kernels.host import allocate
+from specserve_kernels.ranks import Gathering, Ranks
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
@@ -452,22 +453,45 @@ def experts(
     down: PackedExperts,
     residual: Tensor,
     limit: float | None = None,
+    gathering: Gathering | None = None,
 ) -> Tensor:
     R, k = routing.weights.shape
     assert len(x) == len(residual) == R, "x, routing and residual differ in their number of rows"
     inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
     rows, begins = routing.rows, routing.begins
-    calls: list[tuple[str, Any]] = [
-        ("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit)),
-        ("expert_maps", arguments.expert_maps(inner, None, down, begins, sums)),
-        (
-            "add_experts",
-            arguments.add_experts(0, sums, routing.weights, routing.places, residual),
-        ),
-    ]
-    for name, args in calls:
-        run(name, args, R, x.numel() * inner.shape[1])
+    size = x.numel() * inner.shape[1]
+    run("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit), R, size)
+    if gathering is not None:
+        inner = all_gather(inner, gathering)
+    run("expert_maps", arguments.expert_maps(inner, None, down, begins, sums), R, size)
+    added = arguments.add_experts(0, sums, routing.weights, routing.places, residual)
+    run("add_experts", added, R, size)
     return residual
+
+
+def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor:
+    out = x.new_empty(len(x), gathering.width)
+    args, _ = arguments.all_gather(0, x, gathering, reader, out)
+    run("all_gather", args, len(x), 0)
+    gathering.ranks.check()
+    return out
+
+
+def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
+    return x[:, begin:end].contiguous()
+
+
+def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:
+    run("send", arguments.message(0, x, ranks, other), len(x), 0)
+    ranks.check()
+    return x
+
+
+def receive(rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: int) -> Tensor:
+    out = rows.new_empty(len(rows), width, dtype=dtype)
+    run("receive", arguments.message(0, out, ranks, other), len(out), 0)
+    ranks.check()
+    return out
 
 
 def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:

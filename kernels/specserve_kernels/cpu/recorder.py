@@ -13,6 +13,7 @@ from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
 from specserve_kernels.cpu.arguments import Packed
 from specserve_kernels.cpu.ops import CpuMapAdapters, RoutedPairs
+from specserve_kernels.ranks import Gathering, Ranks
 from specserve_kernels.types import (
     AdapterRows,
     AdapterSums,
@@ -164,6 +165,29 @@ class Recorder:
         self.note("copy", args, x.domain)
         return out
 
+    def all_gather(self, x: Any, gathering: Gathering, reader: int | None = None) -> Any:
+        *rows, _ = x.tensor.shape[1:]
+        out = self.new(x.domain, (*rows, gathering.width), x.tensor.dtype)
+        args, begins = arguments.all_gather(x.domain, x.tensor, gathering, reader, out.tensor)
+        self.note("all_gather", args, x.domain, begins, gathering)
+        return out
+
+    def take_columns(self, x: Any, begin: int, end: int) -> Any:
+        out = self.new(x.domain, (end - begin,), x.tensor.dtype)
+        args = arguments.take_columns(x.domain, x.tensor, begin, end, out.tensor)
+        self.note("columns", args, x.domain)
+        return out
+
+    def send(self, x: Any, ranks: Ranks, other: int) -> Any:
+        self.note("send", arguments.message(x.domain, x.tensor, ranks, other), x.domain, ranks)
+        return x
+
+    def receive(self, rows: Any, width: int, dtype: torch.dtype, ranks: Ranks, other: int) -> Any:
+        out = self.new(rows.domain, (width,), dtype)
+        args = arguments.message(rows.domain, out.tensor, ranks, other)
+        self.note("receive", args, rows.domain, ranks)
+        return out
+
     def gather(self, x: Any, tensor: Tensor, index: Index) -> Any:
         out = self.new(index.domain, tensor.shape[1:], tensor.dtype)
         pointers = tensor.data_ptr(), out.tensor.data_ptr()
@@ -302,12 +326,16 @@ class Recorder:
         down: PackedExperts,
         residual: Any,
         limit: float | None = None,
+        gathering: Gathering | None = None,
     ) -> Any:
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
         args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit)
         self.note("expert_maps", args, x.domain, gate_up)
+        if gathering is not None:
+            inner = self.all_gather(inner, gathering)
+            pairs = inner.tensor.flatten(0, 1)
         sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
         found = sums.tensor.flatten(0, 1)
         args = arguments.expert_maps(pairs, None, down, routing.begins, found)

@@ -15,23 +15,7 @@
 #include <thread>
 #include <vector>
 
-// A waiting thread spins first, because a sleep and wake-up takes 7 us, or 50 us in some virtual
-// machines. If another process is busy, the awaited thread may have no CPU, and can use the CPU of
-// a sleeping thread. After a few useless spins, a thread therefore sleeps at once, and only
-// occasionally spins again. It never yields: the other process would get a whole time slice.
-
-constexpr int SPINS = 1000;       // pauses: 20 to 50 us
-constexpr int FEW_SPINS = 50;     // pauses while spinning is useless
-constexpr int PATIENCE = 3;       // consecutive sleeps that end spinning
-constexpr int TRY_AGAIN = 128;    // waits between spinning attempts
-
-static inline void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  asm volatile("isb" ::: "memory");  // `yield` takes only one cycle
-#endif
-}
+#include "wait.h"
 
 static void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   while (word.load(std::memory_order_seq_cst) == value)
@@ -42,22 +26,9 @@ static void wake(std::atomic<uint32_t>& word, int number) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, number, nullptr, nullptr, 0);
 }
 
-static bool spin_while(const std::atomic<uint32_t>& word, uint32_t value, int spins) {
-  for (int i = 0; i < spins; i++) {
-    if (word.load(std::memory_order_acquire) != value) return true;
-    pause_briefly();
-  }
-  return false;
-}
-
 void Meeting::wait_for_others(uint32_t phase) {
-  static thread_local int in_vain = 0;  // consecutive useless spins
-  if (spin_while(this->phase, phase, FEW_SPINS)) return;
-  if ((in_vain < PATIENCE || in_vain % TRY_AGAIN == 0) && spin_while(this->phase, phase, SPINS)) {
-    in_vain = 0;
-    return;
-  }
-  in_vain++;
+  static thread_local Patience patience;
+  if (patience.spin_while(this->phase, phase)) return;
   num_asleep.fetch_add(1, std::memory_order_seq_cst);
   sleep_while(this->phase, phase);
   num_asleep.fetch_sub(1, std::memory_order_relaxed);

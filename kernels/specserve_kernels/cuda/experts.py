@@ -15,6 +15,8 @@ from torch import Tensor
 
 from specserve_kernels.cuda.coded import LinearMap, PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED
+from specserve_kernels.cuda.ranks import all_gather
+from specserve_kernels.ranks import Gathering
 from specserve_kernels.types import PackedExperts, Routing
 
 TILE, OUTPUTS, COLUMNS = 16, 64, 64  # pairs and outputs per program, columns per iteration
@@ -155,10 +157,11 @@ def add_experts(
     down: PackedExperts,
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
+    gathering: Gathering | None = None,
 ) -> Tensor:
     """Same as the reference op, but the first map's outputs are also rounded before `gated`."""
     if gate_up.joined is None or down.joined is None:
-        return add_each(x, routing, gate_up, down, residual, gated)
+        return add_each(x, routing, gate_up, down, residual, gated, gathering)
     if not len(x):
         return residual
     flat, k = routing.experts.flatten().long(), routing.experts.shape[1]
@@ -166,6 +169,8 @@ def add_experts(
     num.scatter_add_(0, flat, torch.ones_like(flat))
     work = tiles(flat.argsort(stable=True), num)
     inner = gated(multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k))
+    if gathering is not None:
+        inner = all_gather(inner, gathering)
     sums = multiply(inner, down.joined, down.bias, work, torch.float32)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
     return residual.copy_(residual.float() + shares.sum(dim=1))
@@ -178,6 +183,7 @@ def add_each(
     down: PackedExperts,
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
+    gathering: Gathering | None = None,
 ) -> Tensor:
     """Add the outputs of experts with coded weights. This is slow: every expert multiplies all
     rows.
@@ -187,6 +193,9 @@ def add_each(
         biases = [None if maps.bias is None else maps.bias[e] for maps in (gate_up, down)]
         is_chosen = routing.experts == e
         weight = routing.weights.where(is_chosen, 0.0).sum(dim=1, keepdim=True)
-        found = second.linear(gated(first.linear(x, biases[0])), biases[1]).float()
+        inner = gated(first.linear(x, biases[0]))
+        if gathering is not None:
+            inner = all_gather(inner, gathering)
+        found = second.linear(inner, biases[1]).float()
         total += torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
     return residual.copy_(residual.float() + total)

@@ -19,6 +19,7 @@ from specserve_kernels.cuda import (
     move,
     norm,
     paged,
+    ranks,
     rope,
     sample,
     top_children,
@@ -34,6 +35,8 @@ from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
+from specserve_kernels.ranks import Gathering
+from specserve_kernels.reference.ranks import take_columns
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -74,6 +77,11 @@ class CudaOps:
     rms_norm_add = staticmethod(norm.rms_norm_add)
     rms_norm_columns = staticmethod(norm.rms_norm_columns)
     copy_blocks = staticmethod(copy_blocks)
+    join = staticmethod(ranks.join)
+    all_gather = staticmethod(ranks.all_gather)
+    take_columns = staticmethod(take_columns)
+    send = staticmethod(ranks.send)
+    receive = staticmethod(ranks.receive)
 
     def __init__(
         self, device: torch.device, flashinfer: Any | None, attention: str = "auto"
@@ -195,9 +203,10 @@ class CudaOps:
         down: PackedExperts,
         residual: Tensor,
         limit: float | None = None,
+        gathering: Gathering | None = None,
     ) -> Tensor:
         gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, gate)
+        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering)
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())

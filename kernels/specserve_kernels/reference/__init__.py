@@ -38,6 +38,7 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
+from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -46,6 +47,7 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "all_gather",
     "allocate",
     "arithmetic",
     "attention",
@@ -56,6 +58,7 @@ __all__ = [
     "free_memory",
     "has_bf16",
     "host_blocks",
+    "join",
     "layer_norm",
     "linear",
     "linear_add",
@@ -71,6 +74,7 @@ __all__ = [
     "prepack_experts",
     "program",
     "quantize",
+    "receive",
     "records_steps",
     "release",
     "renew",
@@ -83,7 +87,9 @@ __all__ = [
     "sample",
     "samples_ahead",
     "scale",
+    "send",
     "soft_cap",
+    "take_columns",
     "take_rows",
     "top_children",
     "tune",

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
+from specserve_kernels.ranks import Gathering
 from specserve_kernels.reference.layers import linear_gated, prepack, products
+from specserve_kernels.reference.ranks import all_gather
 from specserve_kernels.types import PackedExperts, Routing
 
 ALPHA = 1.702  # factor of the clamped gate
@@ -62,6 +64,7 @@ def experts(
     down: PackedExperts,
     residual: Tensor,
     limit: float | None = None,
+    gathering: Gathering | None = None,
 ) -> Tensor:
     """Add the weighted outputs of each row's experts to the residual stream, in place; return it.
 
@@ -75,14 +78,17 @@ def experts(
     gate_up   of weights [2F, K], by expert
     down      of weights [N, F], by expert
     residual  [R, N]  as x; becomes residual + the sum, rounded once
+    gathering         of the columns of inner rows, if ranks share the columns of both maps
     """
-    for r, (weights, chosen) in enumerate(zip(*routing, strict=True)):
-        total = torch.zeros(residual.shape[1], device=x.device)
-        for weight, e in zip(weights, chosen.tolist(), strict=True):
-            inner = _inner(x[r : r + 1], gate_up, e, limit)
-            total += weight * products(inner, down.each[e], _bias(down, e))[0]
-        residual[r] = residual[r].float() + total
-    return residual
+    R = len(x)
+    every = [(r, j, e) for r in range(R) for j, e in enumerate(routing.experts[r].tolist())]
+    inner = [_inner(x[r : r + 1], gate_up, e, limit) for r, _, e in every]
+    if gathering is not None and R:
+        inner = [*torch.split(all_gather(torch.cat(inner), gathering), 1)]
+    totals = torch.zeros(R, residual.shape[1], device=x.device)
+    for (r, j, e), row in zip(every, inner, strict=True):
+        totals[r] += routing.weights[r, j] * products(row, down.each[e], _bias(down, e))[0]
+    return residual.copy_(residual.float() + totals)
 
 
 def _inner(x: Tensor, gate_up: PackedExperts, e: int, limit: float | None) -> Tensor:

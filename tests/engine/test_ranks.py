@@ -1,0 +1,204 @@
+"""The text of several ranks is the text of one process, with every drafter and every event."""
+
+from collections import Counter
+from contextlib import contextmanager
+from socket import socketpair
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from specserve.config import load_config
+from specserve.engine import ranks
+from specserve.engine.build import assemble
+from specserve.engine.pool_plan import Models
+from specserve.engine.rank_messages import RankFailed, RankReady
+from specserve.engine.ranks import Follower, Followers, check_parallel
+from specserve.errors import ConfigError
+from specserve.exchange.messages import Link
+from specserve.exchange.sampling_params import Sampling
+from specserve.models.decoder import Connections
+from specserve.models.eagle_head import load_eagle_head
+from specserve.models.loader import load_decoder
+from specserve.models.shard import Shard
+from specserve.models.weight import AS_STORED, Rounding
+from specserve_kernels import RankLost, Ranks
+from tests.adapters import ALL, write_adapter
+from tests.checkpoints import tiny_checkpoint
+from tests.engine.engines import (
+    MAX_LEN,
+    OPS,
+    Scripted,
+    Watch,
+    bush,
+    each_choice,
+    engine_for,
+    load_small,
+    plain,
+)
+from tests.engine.ranks import Shards
+from tests.engine.test_adapters import asked, finish, load, told
+from tests.engine.test_promise import scenarios, stretched, truth_by_id
+from tests.models.eagle_heads import write_head
+
+SEEN = Counter()
+PLACES = {  # the target, and how many ranks share columns and layers
+    "tensor 2": ("target", 2, 1),
+    "tensor 4 of experts in w4": ("experts", 4, 1),
+    "pipeline 2": ("target", 1, 2),
+    "tensor 2, pipeline 2": ("target", 2, 2),
+}
+ROUNDING = {"target": AS_STORED, "experts": Rounding.named("w4", "w8")}
+GREEDY = Sampling(max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    tiny_checkpoint(root / "target", seed=1)
+    tiny_checkpoint(root / "experts", "qwen3_moe", seed=1)
+    tiny_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
+    write_head(root / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
+    return root
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request):
+    return PLACES[request.param]
+
+
+@pytest.fixture(scope="module")
+def whole(folders, place):
+    rounding = ROUNDING[place[0]]
+    target = load_decoder(folders / place[0], "fp32", OPS, MAX_LEN, rounding=rounding)
+    return target, load_small(folders / "draft")
+
+
+@pytest.fixture(scope="module")
+def shards(folders, place):
+    name, *sizes = place
+    return Shards(folders / name, *sizes, rounding=ROUNDING[name])
+
+
+@contextmanager
+def running(shards, *args, **given):
+    engine = engine_for(shards.target, *args, shards=shards, **given)
+    try:
+        yield engine
+    finally:
+        engine.followers.close()
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "auto", "eagle", bush])
+@settings(max_examples=4)
+@given(**scenarios)
+def test_text_is_that_of_one_process(folders, whole, shards, drafter, scenario, events, **limits):
+    target, draft = whole
+    want = plain(target, scenario)
+    given, name = stretched(limits), drafter
+    if drafter == "eagle":
+        given |= {"head": load_eagle_head(folders / "head", shards.target)}
+        given |= {"options": {"min_gain": 0.0, "min_value": 0.0}}
+    if drafter is bush:
+        name = Scripted(drafter, truth_by_id(scenario, want))
+    with running(shards, draft if drafter in ("model", "auto") else None, name, **given) as engine:
+        watch = Watch(engine)
+        got = watch.run(scenario, events)
+        SEEN.update(watch.seen)
+        SEEN["accepted"] += engine.stats.num_accepted
+    for (_, _, may_leave), request, text in zip(each_choice(scenario), got, want, strict=True):
+        found = request.token_ids.tolist()
+        assert found == (text[: len(found)] if may_leave else text)
+
+
+@settings(max_examples=4)
+@given(**scenarios)
+def test_kv_of_8_bits_is_cut_by_heads(whole, shards, scenario, events, **limits):
+    want = plain(whole[0], scenario, kv_dtype="int8")
+    with running(shards, None, "ngram", kv_dtype="int8", **stretched(limits)) as engine:
+        got = Watch(engine).run(scenario, events)
+    for (_, _, may_leave), request, text in zip(each_choice(scenario), got, want, strict=True):
+        found = request.token_ids.tolist()
+        assert found == (text[: len(found)] if may_leave else text)
+
+
+def test_the_runs_above_met_what_is_hard():
+    for what in ("moved", "preempted", "copied", "found", "loaded", "accepted"):
+        assert SEEN[what] >= 20, (what, SEEN)
+
+
+def test_a_lost_rank_ends_the_engine(shards):
+    with running(shards, None, "ngram") as engine:
+        engine.add([1, 2, 3], GREEDY)
+        engine.step()
+        engine.followers.each[-1].link.sock.close()
+        with pytest.raises(RankLost):
+            while not engine.is_idle:
+                engine.step()
+
+
+def test_every_rank_has_the_adapters_of_its_columns(folders, place, whole, shards, tmp_path):
+    modules = ALL[:4] if place[0] == "experts" else ALL
+    for seed in range(3):
+        write_adapter(tmp_path / str(seed), folders / place[0], seed, 4, modules, scale=0.3)
+    given = {"lora.max_loras": 2, "lora.max_rank": 4, "memory.kv_bytes": 1 << 26}
+    cases = [asked(seed) for seed in range(6)]
+    texts = []
+    for parts in (None, shards):
+        target = whole[0] if parts is None else parts.target
+        followers = None if parts is None else parts.followers(given)
+        engine = assemble(load_config(None, given), Models(target), 288, followers=followers)
+        refs = [load(engine, tmp_path / str(seed % 3)) for seed in range(6)]
+        each = zip(cases, refs, strict=True)
+        ids = [engine.add_choices(p, [s], adapter=ref)[0].id for (p, s), ref in each]
+        outputs = finish(engine)
+        texts.append([told(outputs[id]) for id in ids])
+        engine.close()
+    assert texts[0] == texts[1]
+    assert len({tuple(tokens) for tokens, _ in texts[0]}) == 6
+
+
+READY = RankReady("1", "kernels", "cpu", "model", "bf16", 8)
+REFUSALS = {
+    "a rank's own reason": (RankFailed("No such file."), r"rank 1: No such file\."),
+    "another version": (replace(READY, version="2"), "rank 1 has another version than rank 0: 2"),
+    "another model": (replace(READY, model="other"), "rank 1 has another model than rank 0: other"),
+    "another dtype": (replace(READY, dtype="fp32"), "rank 1 has another dtype than rank 0: fp32"),
+    "another build": (replace(READY, arithmetic="avx2"), "rank 1 has another arithmetic"),
+    "no answer": (None, r"rank 1 ended during start-up \(exit code 0\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_rank_that_cannot_run_the_model_is_named(case):
+    answer, words = REFUSALS[case]
+    ours, theirs = socketpair()
+    if answer is not None:
+        Link(theirs).send(answer)
+    theirs.close()
+    ended = SimpleNamespace(wait=lambda seconds=None: 0)
+    nobody = Connections(Ranks(0, 1, {}), Ranks(0, 1, {}))
+    each = [Follower(1, ended, Link(ours))]
+    followers = Followers(Shard(0, 2), nobody, each, TemporaryDirectory())
+    with pytest.raises(ConfigError, match=words):
+        followers.wait_until_ready(READY, OPS)
+
+
+def test_settings_without_support_for_ranks_are_refused(tmp_path):
+    given = {"parallel.tensor": 2, "memory.host_bytes": 1 << 20}
+    disk = {"memory.disk_path": str(tmp_path), "memory.disk_bytes": 1 << 20}
+    for more, words in ((disk, r"memory\.disk_path"), ({"model.device": "cuda:1"}, "CUDA_VISIBLE")):
+        with pytest.raises(ConfigError, match=words):
+            check_parallel(load_config(None, given | more))
+
+
+def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):
+    bound = []
+    monkeypatch.setattr(ranks, "numa_nodes", lambda: [{0, 1}, {2, 3}])
+    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    for size in (1, 2, 3):  # two nodes are too few for three ranks
+        for rank in range(size):
+            ranks.placed(load_config(None, {"parallel.tensor": size}), rank)
+    assert bound == [{0, 1}, {2, 3}]

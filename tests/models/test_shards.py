@@ -1,0 +1,167 @@
+"""The parts of a model, in several ranks, compute the bits that one process computes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from specserve.errors import ConfigError
+from specserve.models import families
+from specserve.models.adapters import AdapterSlots, read_adapter
+from specserve.models.decoder_config import load_config
+from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.shard import Shard
+from specserve.models.weight import AS_STORED, Rounding
+from specserve_kernels import AdapterRows, reference
+from tests.adapters import ALL, write_adapter
+from tests.checkpoints import FAMILIES, MULTIMODAL, tiny_checkpoint
+from tests.models.formats import change_config, quantized
+from tests.models.forward import builds, causal_rows, empty_kv, prompt
+from tests.models.shards import in_ranks
+
+OPS = builds()[-1]
+BITS = torch.uint8
+RANK = 4  # of adapters
+
+
+def outputs(decoder, adapter=None):
+    """The logits and all auxiliary hidden states of three steps of a program."""
+    if adapter is not None:
+        slots = AdapterSlots(decoder, 1, RANK)
+        decoder = slots.decoder
+        slots.put(0, slots.packed(read_adapter(adapter, decoder.config, RANK, decoder.dtype)))
+    ids, table, found = prompt(320, 40), [3, 1, 4, 2, 0], []
+    with torch.inference_mode():
+        kv = empty_kv(decoder, len(table), 16)
+        layers = range(decoder.config.num_layers)
+        program = decoder.program(kv, 40, 8, aux_layer_ids=layers)
+        for start, end in [(0, 30), (30, 31), (31, 40)]:
+            read = torch.arange(max(0, end - start - 8), end - start)
+            rows = causal_rows(table, start, end, 16)
+            if adapter is not None:
+                rows = rows._replace(adapters=AdapterRows.of([0] * (end - start), 1))
+            run = program.run(rows, ids[start:end], read)
+            aux = [run.aux_hidden_states[i] for i in sorted(run.aux_hidden_states)]
+            found += [x.clone() for x in (run.logits, *aux)]
+            found.append(program.logits(read[:1]).clone())
+    return found
+
+
+def assert_same(folder, tensor, pipeline, dtype="bf16", rounding=AS_STORED, adapter=None, **given):
+    run = partial(outputs, adapter=adapter)
+    expected = run(load_decoder(folder, dtype, OPS, 288, None, rounding))
+    found = in_ranks(folder, OPS, dtype, tensor, pipeline, run, rounding, **given)[0]
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.view(BITS), other.view(BITS))
+
+
+# name -> tiny checkpoint, what departs from it. Together they have every supported architecture.
+CASES = {name: (name, {}) for name in (*FAMILIES, *MULTIMODAL)} | {
+    "smollm3": ("llama", {"model_type": "smollm3", "no_rope_layers": [1, 0]}),
+    "mimo": ("qwen2", {}),  # its own code derives from that
+    "every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "arcee with biases": ("arcee", {"mlp_bias": True}),
+    "apertus, odd widths": ("apertus", {"hidden_size": 76, "intermediate_size": 150}),
+    "nemotron, odd widths": ("nemotron", {"hidden_size": 76, "intermediate_size": 150}),
+    "stablelm, biases": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "command_r_plus, a KV head per rank": ("command_r_plus", {"num_key_value_heads": 4}),
+    "glm4_moe, all layers": ("glm4_moe", {"norm_topk_prob": False, "first_k_dense_replace": 0}),
+    "ernie4_5_moe, every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}),
+}
+
+
+def checkpoint_of(case, folder):
+    family, fields = CASES[case]
+    tiny_checkpoint(folder, family, **fields)
+    if case == "mimo":
+        change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
+    """Or refuse a family that they cannot share."""
+    folder, tensor = checkpoint_of(case, tmp_path), 2
+    if load_config(folder).qk_norm == "width":
+        with pytest.raises(ConfigError, match=r"Use parallel\.pipeline instead"):
+            load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
+        tensor = 1
+    assert_same(folder, tensor, pipeline=2)
+
+
+def test_every_family_is_compared(tmp_path):
+    folders = [checkpoint_of(case, tmp_path / str(i)) for i, case in enumerate(CASES)]
+    found = {load_config(folder).architecture for folder in folders}
+    assert found == {*families.FAMILIES, *families.MULTIMODAL}
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(4, 1), (3, 1), (1, 3), (2, 3)])
+def test_ranks_may_have_unequal_parts(tensor, pipeline, tmp_path):
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 200}
+    if tensor == 4:  # two ranks hold each KV head
+        shape |= {"num_attention_heads": 6, "num_key_value_heads": 2}
+    folder = tiny_checkpoint(tmp_path, num_hidden_layers=4, **shape)
+    assert_same(folder, tensor, pipeline)
+
+
+@pytest.mark.parametrize("family", ["nemotron", "arcee", "apertus", "gemma2", "glm4_moe"])
+def test_functions_of_numbers_have_the_same_bits_for_every_width(family, tmp_path):
+    """Of activations, whose kernels compute the last numbers of a row in another way."""
+    sizes = {"intermediate_size": 150, "hidden_size": 76}
+    assert_same(tiny_checkpoint(tmp_path, family, **sizes), 2, 1, dtype="fp32")
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron"])
+def test_ranks_have_the_adapters_of_their_columns(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "base", family)
+    ups = {"nemotron": ["up_proj", "down_proj"]}
+    write_adapter(tmp_path / "adapter", folder, 0, RANK, ups.get(family, ALL), scale=0.3)
+    assert_same(folder, 2, 2, adapter=tmp_path / "adapter")
+
+
+def test_ranks_of_several_hosts_use_only_sockets(tmp_path):
+    assert_same(tiny_checkpoint(tmp_path), 2, 2, shares_memory=False)
+
+
+@pytest.mark.parametrize("layers", ["w4", "w8", "w8a8"])
+def test_maps_may_be_quantized_at_loading(layers, tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen3_moe")
+    assert_same(folder, 2, 1, rounding=Rounding.named(layers, "w8"))
+
+
+@pytest.mark.parametrize("form", ["gptq-v1-asym", "awq", "compressed-w8a8", "fp8-block"])
+def test_maps_may_be_stored_quantized(form, tmp_path):
+    assert_same(quantized(tmp_path, form), 2, 1)
+
+
+def test_the_reference_ops_exchange_the_same(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen2_moe")
+    expected = outputs(load_decoder(folder, "fp32", reference, 288))
+    found = in_ranks(folder, reference, "fp32", 2, 2, outputs)[0]
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+REFUSED = {
+    "more ranks than heads": ({}, Shard(0, 8), "at most 2, or to a multiple of 2 up to 4"),
+    "no multiple of the KV heads": ({}, Shard(0, 3), "3 does not fit 4 attention heads"),
+    "more stages than layers": ({}, Shard(0, 1, 3), "the model's 2 layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_cut_are_refused(case, tmp_path):
+    fields, shard, words = REFUSED[case]
+    folder = tiny_checkpoint(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=words):
+        load_decoder(folder, "fp32", OPS, 288, shard=shard)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "smollm", "nemotron", "ernie4_5_moe"])
+def test_the_memory_of_a_shard_is_known_before_loading(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path, family)
+    for rank in range(4):
+        shard = Shard(rank, 2, 2)
+        decoder = load_decoder(folder, "fp32", OPS, 288, shard=shard)
+        expected = weight_bytes(folder, "fp32", OPS, shard=shard)
+        assert expected == pytest.approx(decoder.forms.num_bytes, rel=0.1)
