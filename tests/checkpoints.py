@@ -272,8 +272,8 @@ def random_model(config: Any, seed: int, kind: Any = None) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = (kind or auto_class(config)).from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_norm.weight"):  # some norms have 2
                 parameter += 0.2 * torch.randn_like(parameter)
         for name, tensor in model.state_dict().items():  # the others are zeros
             if name.endswith(CORRECTION) and not tensor.any():

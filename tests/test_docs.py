@@ -116,6 +116,9 @@ def folders(tmp_path_factory):
     for name in ("sql-adapter", "legal-adapter"):
         there[f"path/to/{name}"] = write_adapter(top / name, top / "model")
     there["path/to/rounded"] = top / "rounded"
+    there["path/to/secret"] = top / "secret"
+    there["path/to/secret"].write_text("0123456789abcdef" * 4)
+    there["path/to/secret"].chmod(0o600)
     return {name: str(folder) for name, folder in there.items()}
 
 
@@ -134,6 +137,7 @@ def test_every_command_runs(command, folders, monkeypatch, capsys):
     monkeypatch.setattr("specserve.exchange.spawn.ForkServer.start", lambda self: self)
     monkeypatch.setattr("specserve.server.listen.listen", lambda limits: nullcontext())
     monkeypatch.setattr("specserve.server.serve.serve", lambda *args: 0)
+    monkeypatch.setattr("specserve.cli.rank.run_rank", lambda *args: None)
     remote = SimpleNamespace(card=SimpleNamespace(sources=["ngram"], scaled=[]))
     monkeypatch.setattr("specserve.cli.remote.Remote", lambda *args: remote)
     monkeypatch.setattr("specserve.cli.chat.LocalModel", lambda *args: None)
