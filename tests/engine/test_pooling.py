@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from specserve.exchange.sampling_params import Pooling, Sampling, pooled
+from specserve.scheduling.request import LOGITS_NOT_FINITE
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import engine_for, in_chunks, load_small
 
@@ -147,3 +148,18 @@ def test_a_model_saved_without_prefix_and_head_is_read(tmp_path, kind):
     assert not model.has_head
     found, _ = vectors(engine_for(model), PROMPTS[:1], kind)
     np.testing.assert_allclose(found[0], expected(folder, kind, PROMPTS[0]), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_that_is_not_finite_fails_its_request_alone(folders, kind):
+    model = load_small(folders[kind])
+    sound = vectors(engine_for(model), [PROMPTS[0]], kind)[0][0].tobytes()
+    embedding = model.weights.embedding.clone()
+    embedding[200] = torch.nan
+    weights = model.weights._replace(embedding=embedding)
+    engine = engine_for(type(model)(model.config, model.ops, model.rotary, weights))
+    ids = [engine.add(p, pooled(pooling_of(kind))).id for p in ([5, 200, 9], PROMPTS[0])]
+    outputs = {out.id: out for out in engine.step()}
+    assert engine.is_idle
+    assert outputs[ids[0]].failure == LOGITS_NOT_FINITE and not outputs[ids[0]].pooled
+    assert outputs[ids[1]].pooled == sound
