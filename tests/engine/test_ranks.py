@@ -15,6 +15,7 @@ from specserve.engine import ranks
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
+from specserve.engine.rank_process import KEPT
 from specserve.engine.ranks import Follower, Followers, check_parallel
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
@@ -158,6 +159,28 @@ def test_every_rank_has_the_adapters_of_its_columns(folders, place, whole, shard
         engine.close()
     assert texts[0] == texts[1]
     assert len({tuple(tokens) for tokens, _ in texts[0]}) == 6
+
+
+def test_a_rank_has_an_adapter_that_waited_for_a_slot_while_others_were_loaded(
+    folders, place, shards, tmp_path
+):
+    modules = ALL[:4] if place[0] == "experts" else ALL
+    for seed in range(KEPT + 3):
+        write_adapter(tmp_path / str(seed), folders / place[0], seed, 4, modules, scale=0.3)
+    given = {"lora.max_loras": 1, "lora.max_rank": 4, "memory.kv_bytes": 1 << 26}
+    followers = shards.followers(given)
+    engine = assemble(load_config(None, given), Models(shards.target), 288, followers=followers)
+    refs = [load(engine, tmp_path / str(seed)) for seed in range(2)]
+    sampling = replace(GREEDY, max_tokens=200)
+    first = engine.add_choices([1, 2, 3], [sampling], adapter=refs[0])[0]
+    engine.step()
+    second = engine.add_choices([1, 2, 3], [GREEDY], adapter=refs[1])[0]
+    engine.step()
+    for seed in range(2, KEPT + 3):
+        load(engine, tmp_path / str(seed))
+    outputs = finish(engine)
+    engine.close()
+    assert first.num_output == 200 and len(told(outputs[second.id])[0]) == 20
 
 
 READY = RankReady("1", "kernels", "cpu", "model", "bf16", 8)
