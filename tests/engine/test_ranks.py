@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from specserve.config import load_config
-from specserve.engine import ranks
+from specserve.engine import build, ranks
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
@@ -22,10 +22,10 @@ from specserve.exchange.messages import Link
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.decoder import Connections
 from specserve.models.eagle_head import load_eagle_head
-from specserve.models.loader import load_decoder
+from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
-from specserve_kernels import RankLost, Ranks
+from specserve_kernels import RankLost, Ranks, cpu
 from tests.adapters import ALL, write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
@@ -212,9 +212,26 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
 def test_settings_without_support_for_ranks_are_refused(tmp_path):
     given = {"parallel.tensor": 2, "memory.host_bytes": 1 << 20}
     disk = {"memory.disk_path": str(tmp_path), "memory.disk_bytes": 1 << 20}
-    for more, words in ((disk, r"memory\.disk_path"), ({"model.device": "cuda:1"}, "CUDA_VISIBLE")):
+    staged = {"parallel.pipeline": 2, "model.task": "embed"}
+    for more, words in (
+        (disk, r"memory\.disk_path"),
+        ({"model.device": "cuda:1"}, "CUDA_VISIBLE"),
+        (staged, r"Set parallel\.pipeline = 1"),
+    ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+
+
+def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeypatch):
+    """Each alone would fit, and the system would kill one of them."""
+    given = {"model.path": str(folders / "target"), "model.device": "cpu", "parallel.tensor": 2}
+    alone = weight_bytes(folders / "target", "auto", cpu, shard=Shard(0, 2))
+    monkeypatch.setattr(cpu, "free_memory", lambda: alone * 3 // 2)
+    monkeypatch.setattr(build, "start_followers", pytest.fail)
+    with pytest.raises(ConfigError, match=r"its weights need .* are free"):
+        build.build(load_config(None, given))
+    remote = {"parallel.address": "10.0.0.1:29500", "parallel.secret_file": "x"}
+    build.check_ranks_memory(load_config(None, given | remote))
 
 
 def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):
