@@ -198,8 +198,9 @@ def test_a_model_of_ollama_is_the_file_of_its_manifest(ollama):
     assert name_of("ollama:llama3.2:1b") == "llama3.2:1b"
     with pytest.raises(ConfigError) as e:
         resolve("ollama:qwen")
-    known = "hf.co/org/m-GGUF:Q8_0, hub.local:5000/org/m:latest, llama3.2:1b, llama3.2:latest, user/own:v1"
-    assert f"It has {known}. Run `ollama pull`" in str(e.value)
+    known = "llama3.2:1b, llama3.2:latest, user/own:v1"
+    others = "hf.co/org/m-GGUF:Q8_0, hub.local:5000/org/m:latest"
+    assert f"It has {others}, {known}. Run `ollama pull`" in str(e.value)
 
 
 def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
