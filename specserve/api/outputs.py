@@ -159,6 +159,11 @@ class Generation:
         return self.finish_reason is not None
 
     @property
+    def is_queued(self) -> bool:
+        """Whether nothing has come so far."""
+        return not self.token_ids and not self.is_done
+
+    @property
     def num_predicted(self) -> int:
         """Tokens of the predicted text that are in the output, whether they were drafted or not."""
         return 0 if self.alignment is None else self.alignment.num_came

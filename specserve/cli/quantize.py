@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.errors import ConfigError
+from specserve.models.decoder_config import SCORE
 from specserve.models.experts import is_router
 from specserve.models.folder import read_json
 from specserve.models.loader import HEAD, Reader, open_reader
@@ -126,7 +127,7 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
         if form != most or module == "lm_head":  # other programs do not count a head as Linear
             targets.setdefault(form, []).append(module)
     formats = {form.format for form in targets}
-    routers = [name for name in map(module_of, reader.shapes) if is_router(name)]
+    kept = [module_of(n) for n in reader.shapes if is_router(module_of(n)) or n == SCORE]
     groups = {
         f"group_{i}": group_config(form, named, len(formats) > 1)
         for i, (form, named) in enumerate(targets.items())
@@ -136,7 +137,7 @@ def quantization_config(reader: Reader) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [*([] if "lm_head" in modules else ["lm_head"]), *routers],
+        "ignore": [*([] if "lm_head" in modules else ["lm_head"]), *kept],
     }
 
 

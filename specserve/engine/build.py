@@ -13,7 +13,14 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.cache import NO_IDENTITIES, build_sessions, kv_identities, tier_words
 from specserve.engine.engine import Engine
 from specserve.engine.grammars import Grammars, Vocabulary
-from specserve.engine.loading import Model, Progress, Weights, load_weights, settled
+from specserve.engine.loading import (
+    Model,
+    Progress,
+    Weights,
+    check_ranks_memory,
+    load_weights,
+    settled,
+)
 from specserve.engine.pool_plan import Models, build_pool, pool_words
 from specserve.engine.rank_messages import ReadAdapter
 from specserve.engine.ranks import (
@@ -92,6 +99,9 @@ def build(
     check_drafter(config)
     check_parallel(config)
     config = placed(config) if is_served else own_threads(config)
+    known = [*known]
+    if not known:  # known models take their memory already
+        check_ranks_memory(config)
     followers = start_followers(config, ends_with_thread=is_served)
     given = progress, phases or Phases(), known, vocabulary, is_served, known_sources, first
     try:

@@ -12,7 +12,7 @@ from specserve.engine.adapters import Adapters
 from specserve.engine.admission import Admission
 from specserve.engine.beams import BeamRequests
 from specserve.engine.grammars import Grammars
-from specserve.engine.pooling import pool
+from specserve.engine.pooling import is_finite, pool
 from specserve.engine.ranks import Followers
 from specserve.engine.runner import KVLost, Runner, StepInput, TargetTokens, step_input_of
 from specserve.engine.tuning import KeptCosts
@@ -272,7 +272,9 @@ class Engine:
         return token_output(item, path, counts, reason, **kind)
 
     def end_pooled(self, item: ScheduledRequest) -> StepOutput:
-        """End a request whose prompt was pooled."""
+        """End a request whose prompt was pooled; it fails if its vector is not finite."""
+        if not is_finite(item.pooled):
+            return self.fail(item.request, *item.request.no_token(NOT_FINITE))
         item.request.begin_output(self.stats)
         self.finish(item.request.id)
         return pooled_output(item)

@@ -355,6 +355,23 @@ def check_memory(folder: Path, needed: int, ops: Ops) -> None:
         )
 
 
+def check_ranks_memory(config: Config) -> None:
+    """Raise ConfigError if the ranks of this machine do not fit into its memory together. Ranks on
+    GPUs have a memory each.
+    """
+    T, stages = config.parallel.tensor, config.parallel.pipeline
+    if T * stages == 1 or config.parallel.address is not None:
+        return
+    ops, folder, model = load_ops(config), resolve_model(config), config.model
+    shape = open_source(folder).shape(model.implementation)
+    if ops.place(torch.empty(0)).is_cuda or shape.implementation != "native":
+        return
+    rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
+    shards = [Shard(rank, T, stages) for rank in range(T * stages)]
+    each = (num_bytes(folder, shape, model.dtype, ops, rounding, shard) for shard in shards)
+    check_memory(folder, sum(each), ops)
+
+
 def num_bytes(
     folder: Path, shape: Shape, dtype: str, ops: Ops, rounding: Rounding, shard: Shard = WHOLE
 ) -> int:

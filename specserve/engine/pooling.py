@@ -89,3 +89,7 @@ def scores(hidden: NDArray[np.float32], target: Runner) -> NDArray[np.float32]:
 
 def packed(vector: NDArray[np.floating]) -> bytes:
     return vector.astype("<f4").tobytes()
+
+
+def is_finite(vector: bytes) -> bool:
+    return bool(np.isfinite(np.frombuffer(vector, "<f4")).all())

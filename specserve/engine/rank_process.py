@@ -44,7 +44,7 @@ from specserve.process import die_with_parent, ignore_signals, keep_objects, pre
 from specserve_kernels import Program, RankLost
 
 log = logging.getLogger("specserve")
-KEPT = 8  # adapters that were read last and stay in memory; more than rank 0 reads ahead
+KEPT = 8  # adapters that were read last and stay in memory; others are read again
 MOST = 253  # file descriptors that one message can carry
 
 
@@ -141,6 +141,7 @@ class Rank:
             self.decoder = self.slots.decoder
         self.thread = ThreadPoolExecutor(1, "adapters", use_one_core)
         self.read: deque[Future[PackedAdapter]] = deque(maxlen=KEPT)  # adapters
+        self.folders: dict[str, Path] = {}  # of all adapters that were read, by digest
         self.arena: Arena | None = None
         self.program: Program | None = None
 
@@ -187,7 +188,9 @@ class Rank:
     def read_adapter(self, folder: Path) -> PackedAdapter:
         assert self.slots is not None, "the config has no adapters"
         decoder, rank = self.decoder, self.config.lora.max_rank
-        return self.slots.packed(read_adapter(folder, decoder.config, rank, decoder.dtype))
+        read = self.slots.packed(read_adapter(folder, decoder.config, rank, decoder.dtype))
+        self.folders[read.digest] = folder
+        return read
 
     def put_adapter(self, command: PutAdapter) -> None:
         """Fill or clear a slot. RuntimeError if this rank has read other files than rank 0."""
@@ -200,7 +203,9 @@ class Rank:
         wait(self.read)
         read = (future.result() for future in self.read if future.exception() is None)
         found = next((adapter for adapter in read if adapter.digest == digest), None)
-        if found is None:
+        if found is None and digest in self.folders:  # it has waited long for a slot
+            found = self.read_adapter(self.folders[digest])
+        if found is None or found.digest != digest:
             raise RuntimeError(f"the adapter {digest} that rank 0 has read is not in this rank")
         return found
 

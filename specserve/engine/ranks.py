@@ -64,6 +64,11 @@ def check_parallel(config: Config) -> None:
             f"model.device = {config.model.device!r} names one GPU, but [parallel] uses a GPU per "
             "rank. Set model.device = 'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
+    if config.parallel.pipeline > 1 and config.model.task in ("embed", "rank"):
+        raise ConfigError(
+            f"model.task = {config.model.task!r}: the hidden states are in the last stage of the "
+            "pipeline. Set parallel.pipeline = 1; parallel.tensor is supported"
+        )
     if config.memory.disk_path is not None:
         raise ConfigError(
             "[parallel] does not support memory.disk_path: each rank has only a part of a block. "

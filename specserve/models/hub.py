@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from glob import escape
 from pathlib import Path, PurePosixPath
 
 from specserve.errors import ConfigError
@@ -95,7 +96,7 @@ def fetch(repo: str, asked: str) -> Path | None:
     files = choose(repo, list_files(repo), asked)
     if not files:
         return None
-    folder = Path(snapshot_download(repo, allow_patterns=list(files)))
+    folder = Path(snapshot_download(repo, allow_patterns=[escape(file) for file in files]))
     check_complete(repo, folder, files)
     return folder / files[0]
 

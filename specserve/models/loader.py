@@ -315,7 +315,7 @@ class Reader:
         """The number of bits to which a tensor is quantized; None: it is not quantized."""
         module, _, suffix = name.rpartition(".")
         shape = self.shapes[name]
-        is_map = suffix == "weight" and len(shape) == 2
+        is_map = suffix == "weight" and len(shape) == 2 and name != SCORE
         if not is_map or self.source(name) in self.maps:
             return None
         return self.rounding.bits(module, shape[1])

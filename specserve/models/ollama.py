@@ -21,7 +21,9 @@ def stores() -> list[Path]:
 
 def find(path: str) -> Path:
     """The GGUF file of `ollama:name:tag`. Raises ConfigError if Ollama does not have it."""
-    name, _, tag = path.removeprefix(PREFIX).partition(":")
+    name, _, tag = path.removeprefix(PREFIX).rpartition(":")
+    if not name or "/" in tag:  # the only colon is before a port, or there is none
+        name, tag = path.removeprefix(PREFIX), ""
     parts = name.split("/")
     host = parts[:-2] or [REGISTRY]
     inner = Path(*host, *([LIBRARY, *parts] if len(parts) == 1 else parts[-2:]), tag or LATEST)
@@ -44,7 +46,7 @@ def read(manifest: Path) -> dict[str, str]:
         raise ConfigError(
             f"{manifest}: cannot be read ({e.strerror}). Check its permissions"
         ) from e
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ConfigError(f"{manifest} is not a manifest of Ollama. Run `ollama pull` again") from e
 
 

@@ -36,7 +36,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             folder.mkdir()
             yield folder
             # Some libraries write files that only the owner can read.
-            for file in folder.iterdir():
+            for file in filter(Path.is_file, folder.rglob("*")):
                 file.chmod(folder.stat().st_mode & 0o666)
             os.rename(folder, target)
     except (OSError, SafetensorError) as e:
@@ -48,7 +48,13 @@ def write_json(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy all files except weights, their index and config.json."""
+    """Copy all files except weights, their index and config.json; of subfolders, the configs of
+    sentence-transformers' modules, and templates.
+    """
+    for path in (*source.glob("*/*.json"), *source.glob("*/*.jinja")):
+        if path.is_file():
+            (inner := target / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(path, inner / path.name)
     for path in source.iterdir():
         is_weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":

@@ -28,7 +28,8 @@ class ReasoningState(msgspec.Struct, frozen=True):
     def after(self, token: int, budget: ReasoningBudget) -> "ReasoningState":
         """Return the state after one more token."""
         if self.is_inside and self.num_tokens >= budget.max_tokens:
-            number = self.num_closing + 1
+            # A grammar may delay the closing, for example to the end of a character.
+            number = self.num_closing + (token == budget.closing[self.num_closing])
             is_closed = number == len(budget.closing)
             opening = self.opening_with(token, budget.opening)
             number = 0 if is_closed else number

@@ -205,10 +205,16 @@ class TextState:
         return self.grammar is not None or self.reasoning_mask(path) is not None
 
     def mask_after(self, path: Sequence[int]) -> Tensor:
-        """Return the ids that grammar, budget and mask allow after a path of draft tokens."""
-        each = [None if self.mask is None else self.mask.numpy(), self.reasoning_mask(path)]
+        """Return the ids that grammar, budget and mask allow after a path of draft tokens.
+
+        The budget waits while the grammar forbids what it asks for: a character may be incomplete.
+        """
+        budget, grammar = self.reasoning_mask(path), None
         if self.grammar is not None:
-            each.append(self.grammar.mask(path))
+            grammar = self.grammar.mask(path)
+            if budget is not None and not (budget & grammar).any():
+                budget = None
+        each = [None if self.mask is None else self.mask.numpy(), budget, grammar]
         return torch.from_numpy(reduce(np.bitwise_and, [w for w in each if w is not None]))
 
     def own(self, path: dict[int, Edit]) -> NodeEdits:

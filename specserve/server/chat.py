@@ -253,7 +253,7 @@ async def fit_thinking(service: Service, asked: ChatBody, field: str) -> ChatBod
 async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
     """Return the body with the reasoning effort as variables of the template.
 
-    An effort that the template does not read, and a budget of a model without reasoning, are
+    An effort that the template does not read, and a budget of a response without reasoning, are
     reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
@@ -272,7 +272,10 @@ async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | N
             effort = None
     if effort not in (None, "none"):
         past.append(name)
-    if service.served.formats.reasoning == "none" and asked.thinking_token_budget is not None:
+    # A format that is no JSON is that of the whole text.
+    is_whole = asked.form is not None and asked.form.kinds[0] not in JSON_KINDS
+    has_none = is_whole or service.served.formats.reasoning == "none"
+    if has_none and asked.thinking_token_budget is not None:
         past.append(asked.budget_field)
         asked = msgspec.structs.replace(asked, thinking_token_budget=None)
     return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past)) if past else asked

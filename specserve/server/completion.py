@@ -537,14 +537,14 @@ class Service:
     def check_choices(self, num_prompts: int, params: SamplingParams, field: str) -> None:
         """Refuse requests above the limit of waiting requests, because their TTFT would be long."""
         more = [name for name in ("best_of", "n") if (getattr(params, name) or 1) > 1]
-        queued = self.queued(lambda c: sum(not g.token_ids for g in c.generations))
+        queued = self.queued(lambda c: sum(g.is_queued for g in c.generations))
         for each in self.prompts.processes:
             queued += each.asked
         number, most = num_prompts * params.num_choices, self.limits.max_queued_requests
         self.check_room("requests", queued, number, most, more[0] if more else field)
 
     def check_tokens(self, number: int, field: str) -> None:
-        queued = self.queued(lambda c: sum(len(g.prompt) for g in c.firsts if not g.token_ids))
+        queued = self.queued(lambda c: sum(len(g.prompt) for g in c.firsts if g.is_queued))
         most = max(self.limits.max_queued_tokens, self.prompts.processor.max_model_len)
         self.check_room("tokens", queued, number, most, field)
 

@@ -226,8 +226,10 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
 
 
 def read_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return Ollama's messages as OpenAI's. Calls get ids, which their results repeat in order."""
-    found, open_calls = list[dict[str, Any]](), list[str]()
+    """Return Ollama's messages as OpenAI's. Calls get ids, which their results repeat: a result
+    belongs to the first open call of its tool, or else to the first open call.
+    """
+    found, open_calls = list[dict[str, Any]](), dict[str, Any]()  # by id: the tool's name
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         given = {key: value for key, value in message.items() if value is not None}
@@ -238,15 +240,18 @@ def read_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if given.get("role") == "tool":
             named = given.pop("tool_name", given.get("name"))
             given |= {} if named is None else {"name": named}
-            id = given.pop("tool_call_id", None)
-            given["tool_call_id"] = id or (open_calls.pop(0) if open_calls else f"call_{i}")
+            same = (id for id, tool in open_calls.items() if named is not None and tool == named)
+            id = given.pop("tool_call_id", None) or next(same, next(iter(open_calls), f"call_{i}"))
+            if isinstance(id, str):
+                open_calls.pop(id, None)
+            given["tool_call_id"] = id
         calls = given.pop("tool_calls", None)
         if calls:
             calls = [
                 numbered(convert(call, dict[str, Any], f"{path}.tool_calls[{j}]"), f"call_{i}_{j}")
                 for j, call in enumerate(convert(calls, list[Any], f"{path}.tool_calls"))
             ]
-            open_calls = [call["id"] for call in calls]
+            open_calls = {str(call["id"]): name_in(call) for call in calls}
             given["tool_calls"] = calls
         found.append({"content": "", **given})
     return found
@@ -258,3 +263,8 @@ def numbered(call: dict[str, Any], id: str) -> dict[str, Any]:
     if isinstance(function, dict):
         call = {**call, "function": {k: v for k, v in function.items() if k != "index"}}
     return {"type": "function", **call, "id": call.get("id") or id}
+
+
+def name_in(call: Mapping[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None

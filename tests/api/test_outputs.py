@@ -6,7 +6,7 @@ import pytest
 
 from specserve.api.outputs import Generation, Logprob, prompt_tables
 from specserve.exchange.messages import StepOutput, TokenLogprobs
-from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sampling_params import Pooling, Sampling, pooled
 from specserve.text.tokenizer import Tokenizer
 from tests.checkpoints import EOS, tiny_tokenizer
 
@@ -85,3 +85,11 @@ def test_logprobs_are_nothing_that_the_garbage_collector_looks_at():
     """Hundreds of thousands of them would make each of its runs hold up all streams."""
     told = TokenLogprobs(-0.5, 1, [6], [-0.5]), Logprob(-0.5, 1, "a")
     assert not any(map(gc.is_tracked, told))
+
+
+def test_a_prompt_that_was_pooled_is_queued_no_more():
+    """It has no tokens, and would count as waiting until all inputs of its request are done."""
+    generation = Generation(1, [1], pooled(Pooling("last")), TOKENIZER)
+    assert generation.is_queued
+    generation.push(StepOutput(1, [], "stop", False, 0, 0, 0.0, pooled=bytes(4)))
+    assert not generation.is_queued

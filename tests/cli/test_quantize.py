@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from specserve.api.poolers import find_poolers
 from specserve.cli import command as cli
 from specserve.models import writing
 from specserve.models.loader import load_decoder
 from specserve.models.weight import AS_STORED, Rounding
 from specserve.process import ENDING
+from specserve.text.tokenizer import load_tokenizer
 from specserve_kernels import reference
 from tests.checkpoints import tiny_checkpoint
 from tests.models.forward import logits, prompt
@@ -59,6 +61,28 @@ def test_loading_it_gives_the_bits_of_rounding_at_load(tmp_path, flags, rounding
     written, rounded = load(target), load(source, rounding)
     assert torch.equal(logits(written, ids), logits(rounded, ids))
     assert written.weights.forms.maps == rounded.weights.forms.maps
+
+
+@pytest.mark.parametrize("flags", [["--to", "w4"], ["--to", "w8a8"]], ids=["w4", "w8a8"])
+def test_the_head_of_a_classifier_is_not_rounded(tmp_path, flags):
+    kind = AutoModelForSequenceClassification
+    source = tiny_checkpoint(tmp_path / "source", kind=kind, num_labels=2)
+    target = quantize(source, tmp_path / "target", *flags)
+    stored = load_file(source / "model.safetensors")["score.weight"]
+    assert torch.equal(load(target).score, stored)
+
+
+def test_the_modules_of_an_embedder_are_copied(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source", kind=AutoModel)
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    (source / "onnx").mkdir()
+    (source / "onnx" / "model.onnx").write_bytes(b"weights")
+    target = quantize(source, tmp_path / "target", "--to", "w8")
+    read = load_tokenizer(target)
+    assert find_poolers(target, "auto", read, "native").embedder.pooling.kind == "mean"
+    assert not (target / "onnx").exists()
+    assert (target / "1_Pooling").stat().st_mode & 0o100
 
 
 def test_routers_are_not_rounded(tmp_path):

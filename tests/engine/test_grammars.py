@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from specserve.engine.admission import MOMENT
 from specserve.engine.grammars import Grammars, Vocabulary
 from specserve.exchange.messages import Caller
-from specserve.exchange.sampling_params import Sampling
+from specserve.exchange.sampling_params import ReasoningBudget, Sampling
 from specserve.scheduling.grammar_state import GrammarState
 from specserve.scheduling.request import NOTHING_LEFT
 from specserve.text.grammars import compiled
@@ -644,3 +644,20 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once(vocabulary, monke
     monkeypatch.setattr(compiled, "LONG", 0.0)
     one = compiled.Compiled(vocabulary.tokens, GRAMMARS["regex"])
     assert not one.renew(0) and one.copy()[1] == 0
+
+
+def test_a_budget_of_reasoning_waits_for_the_end_of_a_character(engine_with, sampling, tokenizer):
+    """The grammar would allow no end of the reasoning after the first byte of a letter."""
+    grammar = LLMatcher.grammar_from_regex("[éè]{2,20}![a-f]{3}")
+    opening, [closing] = 310, tokenizer.encode("!", add_special_tokens=False)
+    budget = ReasoningBudget(3, (opening,), (closing,))
+    cases = [
+        Case([5, 9, 9, 5, opening], sampling(grammar, seed=seed, reasoning=budget))
+        for seed in range(12)
+    ]
+    texts = set()
+    for drafter in ("none", "ngram", "model", "auto"):
+        requests = Watch(engine_with(drafter)).run(cases)
+        texts.add(tuple(tokenizer.decode(r.output.tolist()) for r in requests))
+    [each] = texts
+    assert all(re.match("[éè]{2}![a-f]{3}", text) for text in each)

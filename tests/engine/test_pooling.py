@@ -5,9 +5,16 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from specserve.config import load_config
+from specserve.engine.build import assemble
+from specserve.engine.pool_plan import Models
 from specserve.exchange.sampling_params import Pooling, Sampling, pooled
+from specserve.scheduling.request import LOGITS_NOT_FINITE
+from tests.adapters import write_adapter
 from tests.checkpoints import tiny_checkpoint
-from tests.engine.engines import engine_for, in_chunks, load_small
+from tests.engine.engines import MAX_LEN, engine_for, in_chunks, load_small
+from tests.engine.ranks import Shards
+from tests.engine.test_adapters import finish, load
 
 PROMPTS = [[5, 9, 9, 7, 120, 9, 9, 7, 31], [17], [*range(3, 90)], [5, 9, 9, 7, 120, 8]]
 KINDS = {  # the auto class of the checkpoint, by what is pooled
@@ -147,3 +154,53 @@ def test_a_model_saved_without_prefix_and_head_is_read(tmp_path, kind):
     assert not model.has_head
     found, _ = vectors(engine_for(model), PROMPTS[:1], kind)
     np.testing.assert_allclose(found[0], expected(folder, kind, PROMPTS[0]), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_that_is_not_finite_fails_its_request_alone(folders, kind):
+    model = load_small(folders[kind])
+    sound = vectors(engine_for(model), [PROMPTS[0]], kind)[0][0].tobytes()
+    embedding = model.weights.embedding.clone()
+    embedding[200] = torch.nan
+    weights = model.weights._replace(embedding=embedding)
+    engine = engine_for(type(model)(model.config, model.ops, model.rotary, weights))
+    ids = [engine.add(p, pooled(pooling_of(kind))).id for p in ([5, 200, 9], PROMPTS[0])]
+    outputs = {out.id: out for out in engine.step()}
+    assert engine.is_idle
+    assert outputs[ids[0]].failure == LOGITS_NOT_FINITE and not outputs[ids[0]].pooled
+    assert outputs[ids[1]].pooled == sound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_has_the_same_bits_in_ranks(folders, kind):
+    want, texts = vectors(engine_for(load_small(folders[kind])), PROMPTS, kind, beside=[[9, 8, 7]])
+    shards = Shards(folders[kind], 2, 1)
+    engine = engine_for(shards.target, shards=shards, **in_chunks(9))
+    try:
+        found, beside = vectors(engine, PROMPTS, kind, beside=[[9, 8, 7]])
+    finally:
+        engine.followers.close()
+    assert [v.tobytes() for v in found] == [v.tobytes() for v in want] and beside == texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_of_an_adapter_has_the_same_bits_next_to_others(folders, kind, tmp_path):
+    write_adapter(tmp_path / "a", folders[kind], 1, 4, scale=0.3)
+    target, given = load_small(folders[kind]), {"lora.max_loras": 1, "lora.max_rank": 4}
+
+    def run(each):
+        config = load_config(None, given | {"memory.kv_bytes": 1 << 26})
+        engine = assemble(config, Models(target), MAX_LEN)
+        ref = load(engine, tmp_path / "a")
+        sampling = pooled(pooling_of(kind))
+        ids = [
+            engine.add_choices(PROMPTS[2], [sampling], adapter=ref if has else None)[0].id
+            for has in each
+        ]
+        found = finish(engine)
+        engine.close()
+        return [found[id][0].pooled for id in ids]
+
+    [plain], [adapted] = run([False]), run([True])
+    assert plain != adapted
+    assert run([True, False, True, False]) == [adapted, plain, adapted, plain]

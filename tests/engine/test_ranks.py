@@ -11,20 +11,21 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from specserve.config import load_config
-from specserve.engine import ranks
+from specserve.engine import build, ranks
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.engine.rank_messages import RankFailed, RankReady
+from specserve.engine.rank_process import KEPT
 from specserve.engine.ranks import Follower, Followers, check_parallel
 from specserve.errors import ConfigError
 from specserve.exchange.messages import Link
 from specserve.exchange.sampling_params import Sampling
 from specserve.models.decoder import Connections
 from specserve.models.eagle_head import load_eagle_head
-from specserve.models.loader import load_decoder
+from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
-from specserve_kernels import RankLost, Ranks
+from specserve_kernels import RankLost, Ranks, cpu
 from tests.adapters import ALL, write_adapter
 from tests.checkpoints import tiny_checkpoint
 from tests.engine.engines import (
@@ -160,6 +161,28 @@ def test_every_rank_has_the_adapters_of_its_columns(folders, place, whole, shard
     assert len({tuple(tokens) for tokens, _ in texts[0]}) == 6
 
 
+def test_a_rank_has_an_adapter_that_waited_for_a_slot_while_others_were_loaded(
+    folders, place, shards, tmp_path
+):
+    modules = ALL[:4] if place[0] == "experts" else ALL
+    for seed in range(KEPT + 3):
+        write_adapter(tmp_path / str(seed), folders / place[0], seed, 4, modules, scale=0.3)
+    given = {"lora.max_loras": 1, "lora.max_rank": 4, "memory.kv_bytes": 1 << 26}
+    followers = shards.followers(given)
+    engine = assemble(load_config(None, given), Models(shards.target), 288, followers=followers)
+    refs = [load(engine, tmp_path / str(seed)) for seed in range(2)]
+    sampling = replace(GREEDY, max_tokens=200)
+    first = engine.add_choices([1, 2, 3], [sampling], adapter=refs[0])[0]
+    engine.step()
+    second = engine.add_choices([1, 2, 3], [GREEDY], adapter=refs[1])[0]
+    engine.step()
+    for seed in range(2, KEPT + 3):
+        load(engine, tmp_path / str(seed))
+    outputs = finish(engine)
+    engine.close()
+    assert first.num_output == 200 and len(told(outputs[second.id])[0]) == 20
+
+
 READY = RankReady("1", "kernels", "cpu", "model", "bf16", 8)
 REFUSALS = {
     "a rank's own reason": (RankFailed("No such file."), r"rank 1: No such file\."),
@@ -189,9 +212,26 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
 def test_settings_without_support_for_ranks_are_refused(tmp_path):
     given = {"parallel.tensor": 2, "memory.host_bytes": 1 << 20}
     disk = {"memory.disk_path": str(tmp_path), "memory.disk_bytes": 1 << 20}
-    for more, words in ((disk, r"memory\.disk_path"), ({"model.device": "cuda:1"}, "CUDA_VISIBLE")):
+    staged = {"parallel.pipeline": 2, "model.task": "embed"}
+    for more, words in (
+        (disk, r"memory\.disk_path"),
+        ({"model.device": "cuda:1"}, "CUDA_VISIBLE"),
+        (staged, r"Set parallel\.pipeline = 1"),
+    ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+
+
+def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeypatch):
+    """Each alone would fit, and the system would kill one of them."""
+    given = {"model.path": str(folders / "target"), "model.device": "cpu", "parallel.tensor": 2}
+    alone = weight_bytes(folders / "target", "auto", cpu, shard=Shard(0, 2))
+    monkeypatch.setattr(cpu, "free_memory", lambda: alone * 3 // 2)
+    monkeypatch.setattr(build, "start_followers", pytest.fail)
+    with pytest.raises(ConfigError, match=r"its weights need .* are free"):
+        build.build(load_config(None, given))
+    remote = {"parallel.address": "10.0.0.1:29500", "parallel.secret_file": "x"}
+    build.check_ranks_memory(load_config(None, given | remote))
 
 
 def test_each_rank_computes_on_a_node_of_its_own(monkeypatch):

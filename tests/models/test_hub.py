@@ -2,6 +2,7 @@
 
 import json
 import logging
+from fnmatch import fnmatch
 
 import huggingface_hub
 import pytest
@@ -11,6 +12,7 @@ from specserve.errors import ConfigError
 from specserve.models import hub
 from specserve.models.folder import name_of, resolve
 from specserve.models.hub import choose, parts_of, type_of
+from specserve.models.ollama import WEIGHTS
 from tests.models.gguf_files import write
 
 TYPES = {
@@ -119,6 +121,13 @@ def test_a_model_of_the_hub_is_its_file(store):
     assert name_of("org/m:q8_0") == "org/m:q8_0"
 
 
+def test_a_file_name_is_no_pattern(store):
+    file = write(store.folder, "llama").file
+    file = file.rename(file.with_name("m[1]-Q8_0.gguf"))
+    assert resolve("org/m:Q8_0") == file
+    assert fnmatch(file.name, store.asked[-1][0])
+
+
 def test_a_repository_with_safetensors_is_a_folder(store):
     folder = write(store.folder).plain.parent
     (folder / "model.safetensors").touch()
@@ -176,14 +185,22 @@ def test_a_model_of_ollama_is_the_file_of_its_manifest(ollama):
     add(registry / "library" / "llama3.2" / "latest")
     add(registry / "user" / "own" / "v1")
     add(ollama.folder / "hf.co" / "org" / "m-GGUF" / "Q8_0")
-    paths = "llama3.2:1b", "llama3.2", "user/own:v1", "hf.co/org/m-GGUF:Q8_0"
+    add(ollama.folder / "hub.local:5000" / "org" / "m" / "latest")
+    paths = (
+        "llama3.2:1b",
+        "llama3.2",
+        "user/own:v1",
+        "hf.co/org/m-GGUF:Q8_0",
+        "hub.local:5000/org/m",
+    )
     for path in paths:
         assert resolve(f"ollama:{path}") == ollama.blob
     assert name_of("ollama:llama3.2:1b") == "llama3.2:1b"
     with pytest.raises(ConfigError) as e:
         resolve("ollama:qwen")
-    known = "hf.co/org/m-GGUF:Q8_0, llama3.2:1b, llama3.2:latest, user/own:v1"
-    assert f"It has {known}. Run `ollama pull`" in str(e.value)
+    known = "llama3.2:1b, llama3.2:latest, user/own:v1"
+    others = "hf.co/org/m-GGUF:Q8_0, hub.local:5000/org/m:latest"
+    assert f"It has {others}, {known}. Run `ollama pull`" in str(e.value)
 
 
 def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
@@ -191,11 +208,19 @@ def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
     add(library / "adapted" / "latest", ("model", "adapter"))
     add(library / "empty" / "latest", ())
     (library / "empty" / "odd").write_text("[]")
+    (library / "empty" / "deep").write_text("[" * 100_000)
+    outside = {"layers": [{"mediaType": WEIGHTS, "digest": "sha256:../../outside"}]}
+    (library / "empty" / "outside").write_text(json.dumps(outside))
+    (tmp_path.parent / "outside").write_bytes(b"GGUF")
+    (tmp_path / "elsewhere").write_text(json.dumps(outside))
     complaints = {
         "adapted": "has an adapter, which is not supported",
         "empty": "has no weights",
         "empty:odd": "odd is not a manifest of Ollama",
+        "empty:deep": "deep is not a manifest of Ollama",
+        "empty:outside": "blobs/outside is missing",
         "../../../etc/passwd": "Ollama does not have this model",
+        f"x:{tmp_path}/elsewhere": "Ollama does not have this model",
     }
     for name, complaint in complaints.items():
         with pytest.raises(ConfigError, match=complaint):

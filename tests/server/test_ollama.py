@@ -6,6 +6,7 @@ from http.client import HTTPConnection
 import numpy as np
 import pytest
 
+from specserve.server.ollama_body import read_history
 from tests.server.asking import CHAT, COMPLETIONS, MESSAGES
 from tests.server.calling import replying
 from tests.server.in_process import server_threads
@@ -204,3 +205,14 @@ def test_embeddings_are_those_of_openais_route(folder):
         answer = server.post(EMBED, {"input": "cat " * 2000, "truncate": False})
         assert answer.status == 400 and "maximum context length" in answer.body["error"]
         assert "embedding" in server.post("/api/show", {"model": folder.name}).body["capabilities"]
+
+
+def test_results_belong_to_the_calls_of_their_tools():
+    """Ollama's results name a tool, and come in any order."""
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "aba"]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in "baa"]
+    _, *found = read_history([{"role": "assistant", "tool_calls": calls}, *results])
+    assert [each["tool_call_id"] for each in found] == ["call_0_1", "call_0_0", "call_0_2"]
+    first, second = {"role": "tool", "tool_call_id": "call_0_0"}, {"role": "tool"}
+    _, *found = read_history([{"role": "assistant", "tool_calls": calls}, first, second])
+    assert [each["tool_call_id"] for each in found] == ["call_0_0", "call_0_1"]

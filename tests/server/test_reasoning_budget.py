@@ -61,3 +61,12 @@ def test_two_names_with_two_values_are_refused(server):
 def test_a_budget_of_a_model_that_does_not_reason_is_reported(server):
     answer = server.post(MESSAGES, body_of(thinking=THINKING))
     assert answer.status == 200 and "thinking.budget_tokens" in answer.headers["Warning"]
+
+
+def test_a_format_of_the_whole_text_leaves_no_reasoning_to_limit(thinking):
+    """The forced end of reasoning would not fit the format, and no token would be left."""
+    asked = {"messages": [USER], "thinking_token_budget": 0, "structured_outputs": {"regex": "a+"}}
+    with thinking.saying("aa"):
+        answer = thinking.post(CHAT, asked)
+    assert answer.status == 200 and "thinking_token_budget" in answer.headers["Warning"]
+    assert thinking.last.sampling.reasoning is None and thinking.last.sampling.grammar
