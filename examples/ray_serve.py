@@ -8,26 +8,37 @@ Run this in an environment with specserve, and in this folder, so that Ray's pro
 
 The router sends a request to the replica that has cached most of its prompt, if the load allows.
 Ray starts another replica if the running requests exceed the target. `Options` lists all settings.
+
+A replica with several ranks reserves one machine with the resources of all ranks, or a machine for
+each rank.
 """
 
 import asyncio
 import json
 import os
 import re
+import secrets
 import shlex
+import socket
+import subprocess
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping, Set
 from dataclasses import dataclass
+from tempfile import mkstemp
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict
+import ray
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group, get_node_ip_address
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -36,6 +47,9 @@ PREFIX_AWARE = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
     ".PrefixCacheAffinityRouter"
 )
+# The kernel ends the program when the thread that started it ends for any reason.
+ENDS_WITH_ITS_STARTER = "setpriv", "--pdeathsig=TERM", "--"
+RANK_FLAGS = re.compile(r"--(tensor|pipeline)-parallel-size|\bparallel\.")
 READY = re.compile(rb"ready in [\d.]+ s at (http://\S+)")
 # Headers that each hop sets itself. Ray's proxy also adds the request id to responses.
 HOP_BY_HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "te"}
@@ -47,12 +61,50 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    command: str = "specserve serve"  # without --port
+    command: str = "specserve serve"  # without --port and settings of ranks
     min_replicas: int = 1
     max_replicas: int = 4
     target_ongoing_requests: float = 8  # per replica; Ray scales up above it
-    cpus: float = 1  # per replica, in Ray's accounting
-    gpus: float = 0  # per replica
+    cpus: float = 1  # per rank, in Ray's accounting
+    gpus: float = 0  # per rank
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    machine_per_rank: bool = False  # False: all ranks of a replica are on one machine
+
+    @field_validator("command")
+    @classmethod
+    def check(cls, command: str) -> str:
+        if "serve" not in shlex.split(command):
+            raise ValueError("`command` does not run `specserve serve`")
+        if RANK_FLAGS.search(command):
+            raise ValueError("`command` sets ranks. Use tensor_parallel_size=N instead")
+        return command
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def bundles(self) -> list[dict[str, float]]:
+        """The resources of a replica on each of its machines. Rank 0 is on the first."""
+        rank = {"CPU": self.cpus, "GPU": self.gpus}
+        if self.machine_per_rank:
+            return [rank] * self.num_ranks
+        return [{name: amount * self.num_ranks for name, amount in rank.items()}]
+
+    def serve_command(self) -> list[str]:
+        command = shlex.split(self.command)
+        if self.num_ranks == 1:
+            return command
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        return [
+            *command,
+            f"--tensor-parallel-size={tensor}",
+            f"--pipeline-parallel-size={pipeline}",
+        ]
+
+    def rank_command(self) -> list[str]:
+        command = shlex.split(self.command)
+        return [*command[: command.index("serve")], "rank"]
 
 
 @dataclass(frozen=True)
@@ -66,18 +118,52 @@ class ProxiedRequest:
     prompt: str
 
 
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class RemoteRank:
+    """A rank on another machine than rank 0. Ray ends it with the replica that started it."""
+
+    def run(self, command: list[str], secret: str) -> None:
+        """Run a rank, and start it again whenever it ends."""
+        program = [*ENDS_WITH_ITS_STARTER, *command, f"--secret-file={secret_file(secret)}"]
+        while True:
+            subprocess.run(program)
+            time.sleep(1)
+
+
 @serve.deployment
 class Server:
     """A replica. It ends with its server, and its server ends with it."""
 
-    async def __init__(self, command: str) -> None:
-        # The kernel ends the server when this process ends for any reason.
-        program = ["setpriv", "--pdeathsig=TERM", "--", *shlex.split(command), "--port=0"]
+    async def __init__(self, options: Options) -> None:
+        program = [*ENDS_WITH_ITS_STARTER, *options.serve_command(), "--port=0"]
+        if len(options.bundles()) > 1:
+            program += self.start_ranks(options)
         self.process = await asyncio.create_subprocess_exec(*program, stdout=PIPE)
         self.client = aiohttp.ClientSession(
             await self.address(), auto_decompress=False, timeout=aiohttp.ClientTimeout()
         )
         self.ending = asyncio.create_task(self.end_with_server())
+
+    def start_ranks(self, options: Options) -> list[str]:
+        """Start the other ranks, each on its machine. Return the flags by which rank 0 admits them.
+
+        Ray hands over the secret, which is new for each replica.
+        """
+        address, secret = f"{get_node_ip_address()}:{free_port()}", secrets.token_hex()
+        group = get_current_placement_group()
+        self.ranks = []  # a rank ends when nothing refers to it
+        for number in range(1, options.num_ranks):
+            rank = RemoteRank.options(
+                num_cpus=options.cpus,
+                num_gpus=options.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
+            ).remote()
+            rank.run.remote([*options.rank_command(), address, f"--rank={number}"], secret)
+            self.ranks.append(rank)
+        return [
+            f"--set=parallel.address={address}",
+            f"--set=parallel.secret_file={secret_file(secret)}",
+        ]
 
     async def address(self) -> str:
         assert self.process.stdout is not None
@@ -127,6 +213,21 @@ class Front:
         return StreamingResponse(until_left(parts), status, headers)
 
 
+def free_port() -> int:
+    """A port that is free now on the address of this machine."""
+    with socket.create_server((get_node_ip_address(), 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def secret_file(secret: str) -> str:
+    """Write a new temporary file, which only this user may read."""
+    number, name = mkstemp(prefix="specserve-secret-")
+    with open(number, "w") as file:
+        file.write(secret)
+    return name
+
+
 async def proxied(request: Request) -> ProxiedRequest:
     body, headers = await request.body(), passed_on(request.headers)
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -173,9 +274,11 @@ def unavailable(e: Exception) -> Response:
 
 
 def app(options: Options) -> Application:
-    target = options.target_ongoing_requests
+    target, bundles = options.target_ongoing_requests, options.bundles()
     servers = Server.options(
-        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        ray_actor_options={"num_cpus": bundles[0]["CPU"], "num_gpus": bundles[0]["GPU"]},
+        placement_group_bundles=bundles,
+        placement_group_strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK",
         max_ongoing_requests=1000,  # the server queues and orders requests itself
         autoscaling_config={
             "min_replicas": options.min_replicas,
@@ -187,4 +290,4 @@ def app(options: Options) -> Application:
             request_router_kwargs={"imbalanced_threshold": target, "do_eviction": True},
         ),
     )
-    return Front.bind(servers.bind(options.command))
+    return Front.bind(servers.bind(options))
