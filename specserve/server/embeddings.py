@@ -5,7 +5,6 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 from starlette.requests import Request

@@ -258,11 +258,11 @@ def test_a_mistake_is_named_before_anything_is_computed(
 
 
 def test_a_target_that_no_head_is_for_is_named(texts, tmp_path):
-    tiny_checkpoint(tmp_path / "stablelm", "llama", model_type="stablelm")
+    tiny_checkpoint(tmp_path / "olmo", "llama", model_type="olmo")
     quantized(tmp_path / "rounded", next(iter(FORMATS)))
     (tmp_path / "some.gguf").write_bytes(b"")
     for name, told in [
-        ("stablelm", "transformers computes it"),
+        ("olmo", "transformers computes it"),
         ("rounded", "quantized; take the model that it was made of"),
         ("some.gguf", "a file; take the folder"),
     ]:

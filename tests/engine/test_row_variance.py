@@ -9,7 +9,7 @@ from specserve.errors import ConfigError
 from tests.models.transformers_models import foreign_checkpoint
 
 SETTINGS = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "scheduler.max_batched_tokens": 140}
-EXPERTS = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"model_type": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 2}
 PROMPT = [9, 8, 7, 6] * 10  # n-grams would guess, and a second time most of it would be a hit
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
 

@@ -43,7 +43,7 @@ def test_the_line_that_the_server_prints_works(server):
 def test_a_start_ends_with_what_is_served_how_and_where(server, folder):
     model, drafter, formats, memory, address, page, _ = server.said
     assert model == f"serving {folder} as tiny"
-    assert formats == "tool calls none, reasoning none"
+    assert formats == "tool calls generic (described in the system text), reasoning none"
     sources = "auto (sources: ngram, grammar, prediction)"
     assert drafter == f"drafter {sources}, up to 63 draft tokens per request and step"
     assert re.fullmatch(
