@@ -12,7 +12,7 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Pooling
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.folder import read_json
+from specserve.models.folder import is_gguf, read_json
 from specserve.models.source import open_source
 from specserve.text.tokenizer import Tokenizer
 
@@ -24,6 +24,10 @@ MODES = {  # field of older files, and mode of newer ones -> what is pooled
     "lasttoken": "last",
     "mean": "mean",
 }
+GGUF_KINDS: dict[Any, Literal["last", "mean"]] = {
+    1: "mean",
+    3: "last",
+}  # values of a GGUF file's pooling_type; 0: none
 # Activations of sentence-transformers -> whether scores are between 0 and 1
 ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": True,
@@ -90,6 +94,9 @@ def find_poolers(path: Path, task: str, tokenizer: Tokenizer, implementation: st
         return Poolers(ranker=ranker)
     if task == "rank" or "LogitScore" in modules:
         return Poolers(ranker=token_ranker(path, modules, tokenizer))
+    in_file = gguf_pooling(path, task)
+    if in_file is not None:
+        return Poolers(embedder=Embedder(Pooling(in_file), True, {}, "", shape.hidden_size))
     if task == "embed" or "Pooling" in modules or (path / POOLING).is_file():
         return Poolers(embedder=find_embedder(path, modules, shape.hidden_size))
     return Poolers(
@@ -118,6 +125,26 @@ def find_modules(path: Path) -> dict[str, Path]:
         if not folder.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"{file}: the path of {name} is outside the model's folder")
     return found
+
+
+def gguf_pooling(path: Path, task: str) -> Literal["last", "mean"] | None:
+    """Return what a GGUF file says is pooled; None: nothing. ConfigError if the task is `embed` and
+    the pooling is another one.
+    """
+    if not (path.is_file() and is_gguf(path)):
+        return None
+    from specserve.models.gguf.header import read_header  # slow to import, and rarely needed
+
+    metadata = read_header(path).metadata
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+    if kind in GGUF_KINDS:
+        return GGUF_KINDS[kind]
+    if kind != 0 and task == "embed":
+        raise ConfigError(
+            f"{path}: pooling_type = {kind!r} is not supported, only 1 (the mean) and 3 (the last "
+            "token). Use another model"
+        )
+    return None
 
 
 def find_embedder(path: Path, modules: Mapping[str, Path], size: int) -> Embedder:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from gguf import PoolingType
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -15,9 +16,13 @@ from transformers import (
     AutoTokenizer,
 )
 
+from specserve.api.poolers import find_poolers
+from specserve.errors import ConfigError
+from specserve.models.source import open_source
 from specserve.server.embeddings import EMBEDDINGS
 from specserve.server.ranking import INSTRUCTION, PAIR, RERANK, SCORE
 from tests.checkpoints import tiny_checkpoint
+from tests.models.gguf_files import write
 from tests.server.asking import COMPLETIONS
 from tests.server.in_process import server_threads
 
@@ -350,3 +355,17 @@ def test_large_bodies_are_read_in_a_process(kind):
     from specserve.server.body_process import KINDS
 
     assert KINDS[kind.name] is kind
+
+
+def test_a_gguf_file_says_what_is_pooled(tmp_path):
+    found = {}
+    for kind in range(5):
+        (folder := tmp_path / str(kind)).mkdir()
+        file = write(folder, edit=lambda w, kind=kind: w.add_pooling_type(PoolingType(kind))).file
+        tokenizer = open_source(file).tokenizer()
+        found[kind] = find_poolers(file, "auto", tokenizer, "auto").embedder
+        if kind in (2, 4):
+            with pytest.raises(ConfigError, match=f"pooling_type = {kind}"):
+                find_poolers(file, "embed", tokenizer, "auto")
+    kinds = {kind: its and its.pooling.kind for kind, its in found.items()}
+    assert kinds == {0: None, 1: "mean", 2: None, 3: "last", 4: None}
