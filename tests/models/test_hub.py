@@ -183,7 +183,7 @@ def test_a_model_of_ollama_is_the_file_of_its_manifest(ollama):
     with pytest.raises(ConfigError) as e:
         resolve("ollama:qwen")
     known = "hf.co/org/m-GGUF:Q8_0, llama3.2:1b, llama3.2:latest, user/own:v1"
-    assert f"It has {known}. Run `ollama pull`" in str(e.value)
+    assert f"It has {known}. Run `ollama pull qwen`" in str(e.value)
 
 
 def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
@@ -195,6 +195,7 @@ def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
         "adapted": "has an adapter, which is not supported",
         "empty": "has no weights",
         "empty:odd": "odd is not a manifest of Ollama",
+        "": r"ollama: names no model\. It has .* Write e\.g\. ollama:llama3\.2:1b",
         "../../../etc/passwd": "Ollama does not have this model",
     }
     for name, complaint in complaints.items():
