@@ -14,6 +14,7 @@ from threading import Lock
 from typing import NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from specserve.config import Config
@@ -63,6 +64,14 @@ def check_parallel(config: Config) -> None:
         raise ConfigError(
             f"model.device = {config.model.device!r} names one GPU, but [parallel] uses a GPU per "
             "rank. Set model.device = 'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    is_on_gpus = config.model.device == "cuda" or (
+        config.model.device == "auto" and torch.cuda.is_available()
+    )
+    if config.parallel.address is not None and is_on_gpus:
+        raise ConfigError(
+            "parallel.address does not support GPUs: they exchange columns only within one machine. "
+            "Remove it, or set model.device = 'cpu'"
         )
     if config.memory.disk_path is not None:
         raise ConfigError(

@@ -189,7 +189,13 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
 def test_settings_without_support_for_ranks_are_refused(tmp_path):
     given = {"parallel.tensor": 2, "memory.host_bytes": 1 << 20}
     disk = {"memory.disk_path": str(tmp_path), "memory.disk_bytes": 1 << 20}
-    for more, words in ((disk, r"memory\.disk_path"), ({"model.device": "cuda:1"}, "CUDA_VISIBLE")):
+    remote = {"parallel.address": "a:1", "model.device": "cuda"}
+    one_gpu = {"model.device": "cuda:1"}
+    for more, words in (
+        (disk, r"memory\.disk_path"),
+        (one_gpu, "CUDA_VISIBLE"),
+        (remote, "only within one machine"),
+    ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
 
