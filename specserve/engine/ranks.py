@@ -70,8 +70,8 @@ def check_parallel(config: Config) -> None:
     )
     if config.parallel.address is not None and is_on_gpus:
         raise ConfigError(
-            "parallel.address does not support GPUs, which exchange columns only within one machine. "
-            "Remove it, or set model.device = 'cpu'"
+            "parallel.address does not support GPUs, which exchange columns only "
+            "within one machine. Remove it, or set model.device = 'cpu'"
         )
     if config.memory.disk_path is not None:
         raise ConfigError(
