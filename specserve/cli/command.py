@@ -574,6 +574,7 @@ def chat(args: argparse.Namespace) -> None:
         session = None if args.session is None else args.session.stem
         asked = {"model": args.model, "prompt_cache_key": session, **sampling(args)}
         remote = Remote(args.url, key, asked, Colored() if args.show_drafts else None)
+        remote.fields = {**remote.card.chat_defaults, **remote.fields}
         say_scaled(remote.card.scaled)
         if args.show_drafts:
             show_legend(remote.card.sources)

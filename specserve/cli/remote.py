@@ -106,7 +106,7 @@ class Remote:
         self.card = self.pick(fields.get("model"))
         self.name = self.card.id
         given = {k: v for k, v in fields.items() if v is not None}
-        self.fields = {**self.card.chat_defaults, **given, "model": self.card.id}
+        self.fields = {**given, "model": self.card.id}
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if colored is not None:
             self.fields["return_speculation_details"] = True

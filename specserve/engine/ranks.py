@@ -14,6 +14,7 @@ from threading import Lock
 from typing import NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from specserve.config import Config
@@ -68,6 +69,14 @@ def check_parallel(config: Config) -> None:
         raise ConfigError(
             f"model.task = {config.model.task!r}: the hidden states are in the last stage of the "
             "pipeline. Set parallel.pipeline = 1; parallel.tensor is supported"
+        )
+    is_on_gpus = config.model.device == "cuda" or (
+        config.model.device == "auto" and torch.cuda.is_available()
+    )
+    if config.parallel.address is not None and is_on_gpus:
+        raise ConfigError(
+            "parallel.address does not support GPUs, which exchange columns only "
+            "within one machine. Remove it, or set model.device = 'cpu'"
         )
     if config.memory.disk_path is not None:
         raise ConfigError(

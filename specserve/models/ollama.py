@@ -21,9 +21,10 @@ def stores() -> list[Path]:
 
 def find(path: str) -> Path:
     """The GGUF file of `ollama:name:tag`. Raises ConfigError if Ollama does not have it."""
-    name, _, tag = path.removeprefix(PREFIX).rpartition(":")
+    asked = path.removeprefix(PREFIX)
+    name, _, tag = asked.rpartition(":")
     if not name or "/" in tag:  # the only colon is before a port, or there is none
-        name, tag = path.removeprefix(PREFIX), ""
+        name, tag = asked, ""
     parts = name.split("/")
     host = parts[:-2] or [REGISTRY]
     inner = Path(*host, *([LIBRARY, *parts] if len(parts) == 1 else parts[-2:]), tag or LATEST)
@@ -34,7 +35,9 @@ def find(path: str) -> Path:
     there = ", ".join(sorted({known for store in stores() for known in names(store)}))
     places = ", ".join(map(str, stores()))
     has = f"It has {there}" if there else f"There are no models in {places}"
-    raise ConfigError(f"{path}: Ollama does not have this model. {has}. Run `ollama pull`")
+    if not name:
+        raise ConfigError(f"{path} names no model. {has}. Write e.g. {PREFIX}llama3.2:1b")
+    raise ConfigError(f"{path}: Ollama does not have this model. {has}. Run `ollama pull {asked}`")
 
 
 def read(manifest: Path) -> dict[str, str]:

@@ -3,10 +3,9 @@
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +19,10 @@ from specserve.server.logprobs import sealed
 from specserve.server.pooling import PoolBody, Pooled, PooledRequest, pool, read_pooled
 from specserve.server.protocol import Embedding, EmbeddingList
 from specserve.server.refusal import cut, json_response
+
+if TYPE_CHECKING:  # numpy takes long to import, and most servers have no embeddings
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 
@@ -108,12 +111,14 @@ def prompt_of(embedder: Embedder, name: str | None) -> str:
     return embedder.prompts.get(name, "")
 
 
-def normalized(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+def normalized(vector: "NDArray[np.float32]") -> "NDArray[np.float32]":
+    import numpy as np
+
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector if length == 0 else (vector / length).astype(np.float32)
 
 
-def written_as(form: str, vectors: Sequence[NDArray[np.float32]]) -> list[Embedding]:
+def written_as(form: str, vectors: "Sequence[NDArray[np.float32]]") -> list[Embedding]:
     if form == "base64":
         texts = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
         return [Embedding(index=i, embedding=text) for i, text in enumerate(texts)]

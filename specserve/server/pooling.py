@@ -1,11 +1,9 @@
 """Runs prompts that are pooled instead of continued, for embeddings and scores."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 
 from specserve.config import Milliseconds
@@ -15,6 +13,10 @@ from specserve.server.completion import LiveCompletion, Service, arrival
 from specserve.server.prompt import blaming
 from specserve.server.protocol import PoolingUsage
 from specserve.server.stream import watched
+
+if TYPE_CHECKING:  # see embeddings.py
+    import numpy as np
+    from numpy.typing import NDArray
 
 PLAIN = SamplingParams()
 
@@ -32,7 +34,7 @@ B = TypeVar("B", bound=PoolBody)
 class Pooled(NamedTuple):
     """Vectors of prompts, and the name of the model or adapter that made them."""
 
-    vectors: list[NDArray[np.float32]]
+    vectors: "list[NDArray[np.float32]]"
     usage: PoolingUsage
     model: str
 
@@ -54,9 +56,12 @@ def read_pooled(raw: bytes, kind: type[B]) -> B:
 
 async def pool(request: Request, asked: PoolBody, job: PooledRequest) -> Pooled:
     """Run all prompts, at most `server.max_prompts` at a time, next to running streams."""
+    import numpy as np
+
     service: Service = request.app.state.service
     arrived = arrival(request)._replace(adapter=service.check_model(asked.model))
-    vectors, num_tokens, most = list[NDArray[np.float32]](), 0, service.limits.max_prompts
+    vectors = list["NDArray[np.float32]"]()
+    num_tokens, most = 0, service.limits.max_prompts
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         for first in range(0, len(job.prompts), most):
             ids = await read(service, job, job.prompts[first : first + most])

@@ -118,7 +118,7 @@ def test_the_server_gets_the_config_of_the_values(variant, tmp_path):
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {"/etc/specserve/config", "/etc/specserve/keys", "/var/lib/specserve", "/tmp"} <= mounted
     assert container["resources"]["limits"].get("nvidia.com/gpu") == (
-        1 if asked["device"] == "cuda" else None
+        2 if asked["device"] == "cuda" else None
     )
 
 
@@ -262,7 +262,16 @@ REFUSED = {
         ["config.server.stream_interval_ms=20"],
         "set that, too, or leave it out",
     ),
-    "two GPUs": (["device=cuda", "gpus=2"], "gpus"),
+    "more GPUs than ranks": (["device=cuda", "gpus=2"], "set gpus = 1"),
+    "fewer GPUs than ranks": (
+        ["device=cuda", "config.parallel.tensor=2", "config.parallel.pipeline=2"],
+        "4 ranks, which use a GPU each: set gpus = 4",
+    ),
+    "ranks of other pods": (
+        ["config.parallel.tensor=2", "config.parallel.address=a:1"],
+        "all ranks of a server are in its pod",
+    ),
+    "ranks as argument": (["extraArgs={--tensor-parallel-size=2}"], "set config.parallel instead"),
     "a key with a space": (["auth.keys={a b}"], "auth/keys"),
 }
 

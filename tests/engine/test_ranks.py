@@ -212,11 +212,13 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
 def test_settings_without_support_for_ranks_are_refused(tmp_path):
     given = {"parallel.tensor": 2, "memory.host_bytes": 1 << 20}
     disk = {"memory.disk_path": str(tmp_path), "memory.disk_bytes": 1 << 20}
+    remote = {"parallel.address": "a:1", "model.device": "cuda"}
     staged = {"parallel.pipeline": 2, "model.task": "embed"}
     for more, words in (
         (disk, r"memory\.disk_path"),
         ({"model.device": "cuda:1"}, "CUDA_VISIBLE"),
         (staged, r"Set parallel\.pipeline = 1"),
+        (remote, "only within one machine"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))

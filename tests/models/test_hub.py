@@ -219,6 +219,7 @@ def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):
         "empty:odd": "odd is not a manifest of Ollama",
         "empty:deep": "deep is not a manifest of Ollama",
         "empty:outside": "blobs/outside is missing",
+        "": r"ollama: names no model\. It has .* Write e\.g\. ollama:llama3\.2:1b",
         "../../../etc/passwd": "Ollama does not have this model",
         f"x:{tmp_path}/elsewhere": "Ollama does not have this model",
     }

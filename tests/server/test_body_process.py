@@ -48,6 +48,23 @@ BODIES = {
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         "metadata": {"a": "b"},
     },
+    "messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "system": "be brief",
+        "max_tokens": 5,
+        "thinking": {"type": "enabled", "budget_tokens": 2},
+        "tools": [{"name": "f", "input_schema": PARAMETERS}],
+    },
+    "embeddings": {"input": ["a", "b"], "encoding_format": "base64"},
+    "rerank": {"query": "a", "documents": ["b", "c"], "top_n": 1},
+    "score": {"text_1": "a", "text_2": ["b"]},
+    "ollama chat": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "format": "json",
+    },
+    "ollama generate": {"model": "m", "prompt": "hi", "options": {"seed": 1, "stop": ["x"]}},
+    "ollama embed": {"model": "m", "input": ["a"]},
     "tokenize": {"messages": MESSAGES, "tools": [TOOL]},
     "detokenize": {"tokens": [1, 2]},
 }

@@ -175,6 +175,48 @@ def test_the_chart_and_the_examples_name_options_and_versions_that_there_are():
     assert f"ray=={version}" in ray
 
 
+SHAPE = """
+import json, ray_serve
+app = ray_serve.app(ray_serve.Options(**json.loads(input())))
+[servers] = app._bound_deployment.init_args
+server = servers._bound_deployment
+actor, [options] = server._replica_config, server.init_args
+print(json.dumps([actor.placement_group_bundles, actor.placement_group_strategy,
+    actor.ray_actor_options, options.serve_command(), options.rank_command()]))
+"""
+
+
+@pytest.mark.parametrize("machine_per_rank", [False, True])
+def test_a_replica_on_ray_reserves_the_resources_of_all_its_ranks(machine_per_rank):
+    asked = {"command": "python -m specserve serve m", "cpus": 3, "gpus": 1}
+    asked |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    told = shape(asked | {"machine_per_rank": machine_per_rank})
+    bundles, strategy, rank_0, serve, rank = json.loads(told.stdout)
+    if machine_per_rank:
+        assert (bundles, strategy) == ([{"CPU": 3, "GPU": 1}] * 4, "STRICT_SPREAD")
+    else:
+        assert (bundles, strategy) == ([{"CPU": 12, "GPU": 4}], "STRICT_PACK")
+    assert (rank_0["num_cpus"], rank_0["num_gpus"]) == (bundles[0]["CPU"], bundles[0]["GPU"])
+    assert serve[-2:] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=2"]
+    assert rank == ["python", "-m", "specserve", "rank"]
+
+
+def test_a_command_with_ranks_of_its_own_is_refused():
+    told = shape({"command": "specserve serve --tensor-parallel-size 2"})
+    assert told.returncode and "Use tensor_parallel_size=N instead" in told.stderr
+
+
+def shape(options):
+    """What Ray would get, without Ray's processes."""
+    return subprocess.run(
+        [python_with("ray_serve"), "-c", SHAPE],
+        input=json.dumps(options),
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES)},
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_answers_and_streams_are_those_of_a_server(router):
     server, _ = router.servers()
     for path, body in ((CHAT, chat_body()), (COMPLETIONS, completion_body())):

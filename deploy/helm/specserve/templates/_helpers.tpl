@@ -107,7 +107,18 @@ timeoutSeconds: 5
 {{- if hasKey (.Values.config.model | default dict) "device" -}}
 {{- fail "config.model.device is set by the chart: set device = cpu or cuda instead" -}}
 {{- end -}}
+{{- $parallel := .Values.config.parallel | default dict -}}
+{{- $ranks := mul (get $parallel "tensor" | default 1) (get $parallel "pipeline" | default 1) -}}
+{{- if or (get $parallel "address") (get $parallel "secret_file") -}}
+{{- fail "config.parallel.address: all ranks of a server are in its pod: leave it and secret_file out" -}}
+{{- end -}}
+{{- if and (eq .Values.device "cuda") (ne (int $ranks) (int .Values.gpus)) -}}
+{{- fail (printf "gpus = %d, but config.parallel has %d ranks, which use a GPU each: set gpus = %d" (int .Values.gpus) (int $ranks) (int $ranks)) -}}
+{{- end -}}
 {{- range .Values.extraArgs -}}
+{{- if or (regexMatch "^--(tensor|pipeline)-parallel-size" .) (regexMatch "parallel\\.\\w+=" .) -}}
+{{- fail (printf "extraArgs: %s: set config.parallel instead" .) -}}
+{{- end -}}
 {{- if or (regexMatch "^--(config|host|port|api-key-file|allow-no-keys)(=|$)" .) (regexMatch "(server\\.(host|port|api_key_file|allow_no_keys)|model\\.device)=" .) -}}
 {{- fail (printf "extraArgs: %s is set by the chart: leave it out" .) -}}
 {{- end -}}
