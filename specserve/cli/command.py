@@ -573,8 +573,8 @@ def chat(args: argparse.Namespace) -> None:
         key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
         session = None if args.session is None else args.session.stem
         asked = {"model": args.model, "prompt_cache_key": session, **sampling(args)}
-        remote = Remote(args.url, key, asked, Colored() if args.show_drafts else None)
-        remote.fields = {**remote.card.chat_defaults, **remote.fields}
+        colored = Colored() if args.show_drafts else None
+        remote = Remote(args.url, key, asked, colored, True)
         say_scaled(remote.card.scaled)
         if args.show_drafts:
             show_legend(remote.card.sources)

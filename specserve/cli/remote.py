@@ -96,7 +96,9 @@ class Remote:
         key: str | None,
         fields: Mapping[str, Any],
         colored: Colored | None = None,
+        has_defaults: bool = False,
     ) -> None:
+        """`has_defaults`: fields that are not given have the server's defaults for chats."""
         self.colored = colored
         self.url, self.split = url, read_url(url)
         self.path = self.split.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -106,7 +108,8 @@ class Remote:
         self.card = self.pick(fields.get("model"))
         self.name = self.card.id
         given = {k: v for k, v in fields.items() if v is not None}
-        self.fields = {**given, "model": self.card.id}
+        defaults = self.card.chat_defaults if has_defaults else {}
+        self.fields = {**defaults, **given, "model": self.card.id}
         self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if colored is not None:
             self.fields["return_speculation_details"] = True

@@ -241,7 +241,6 @@ FLAGS = {  # of `vllm serve`
     ("--speculative-config", "{}"): "\n--speculative-config: use --drafter, and --draft-model or ",
     ("--api-key", "secret"): "\n--api-key: write the key to a file and pass --api-key-file FILE\n",
     ("--model=m",): "\n--model: name the model without a flag: specserve serve MODEL\n",
-    ("--pipeline-parallel-size", "2"): "\n--pipeline-parallel-size: specserve has no equivalent\n",
 }
 
 

@@ -200,7 +200,7 @@ def test_a_model_of_ollama_is_the_file_of_its_manifest(ollama):
         resolve("ollama:qwen")
     known = "llama3.2:1b, llama3.2:latest, user/own:v1"
     others = "hf.co/org/m-GGUF:Q8_0, hub.local:5000/org/m:latest"
-    assert f"It has {others}, {known}. Run `ollama pull`" in str(e.value)
+    assert f"It has {others}, {known}. Run `ollama pull qwen`" in str(e.value)
 
 
 def test_what_is_wrong_with_ollamas_store_is_reported(ollama, tmp_path):

@@ -149,7 +149,11 @@ def with_paths(env):
 def children_of(pid):
     """Of all its threads."""
     lists = [Path(f"/proc/{pid}/task", thread, "children") for thread in threads_of(pid)]
-    return [int(child) for each in lists for child in each.read_text().split()]
+    found = list[int]()
+    for each in lists:
+        with contextlib.suppress(FileNotFoundError):  # a thread has ended meanwhile
+            found += map(int, each.read_text().split())
+    return found
 
 
 def threads_of(pid):
