@@ -197,7 +197,7 @@ class SourceAccount:
         if not outcomes:
             self.all.charge(once)
             found_out = lost
-        paid = min(max(found_out, 0.0) / num_roots, self.earned)
+        paid = min(max(min(found_out, lost), 0.0) / num_roots, self.earned)
         self.earned = min(self.earned - paid + REINVESTED * gained / num_roots, AT_FIRST)
         self.lose(lost / num_roots, len(tried) > 0, paid)
 

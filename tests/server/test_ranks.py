@@ -55,6 +55,11 @@ def test_the_text_is_that_of_one_process(ranked, alone):
     assert len(ranked.ranks) == 3
 
 
+def test_hidden_states_in_the_last_stage_make_no_embeddings(ranked):
+    refused = ranked.post("/v1/embeddings", {"input": "a"})
+    assert refused.status == 400 and "parallel.pipeline = 1" in refused.body["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("rank", "how"), [(1, signal.SIGKILL), (2, signal.SIGSEGV), (3, signal.SIGSTOP)]
 )
