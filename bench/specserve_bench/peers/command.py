@@ -18,7 +18,7 @@ from specserve.models.gguf.header import Header, read_header
 from specserve.models.gguf.names import EMBEDDING, HEAD
 from specserve.models.source import open_source
 from specserve_bench import arguments, suite
-from specserve_bench.arguments import at_least_1, integer
+from specserve_bench.arguments import add_json, at_least_1, integer
 from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
@@ -87,6 +87,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
             f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
         )
     p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
+    add_json(p)
     add_allow_dirty(p)
     p.set_defaults(action=peers, plots=None)
 
@@ -109,7 +110,7 @@ def peers(args: argparse.Namespace) -> int:
             arguments.write("--out", args.out, json.dumps(result).encode() + b"\n")
     finally:
         print(sweep_table(result), table(result), sep="\n\n")
-    if not sys.stdout.isatty():  # JSON is for programs, not for a terminal
+    if args.json:
         print(json.dumps(result))
     values = [value for figure in result["figures"] for value in figure["systems"].values()]
     return int(all("error" in value for value in values))
