@@ -619,7 +619,7 @@ def test_the_bytes_of_a_gguf_file_are_those_of_a_step(tmp_path):
     ("flags", "complaint"),
     [
         (["--gguf=a.gguf", "--model=b", "--quantize=w4"], "--gguf excludes --model, --quantize"),
-        (["--ik=python3"], "--ik: only --gguf is measured on ik_llama.cpp"),
+        (["--ik=python3"], "--ik: this engine is measured only on a GGUF file"),
     ],
 )
 def test_what_a_gguf_file_excludes_is_named(flags, complaint, capsys):
