@@ -217,6 +217,7 @@ class Ops(Protocol):
         residual: Tensor,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Tensor: ...
 
     def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...

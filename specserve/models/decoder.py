@@ -181,6 +181,7 @@ class Gatherings(NamedTuple):
     heads: Gathering | None = None  # attention's results, [R, H D]
     inner: Gathering | None = None  # inner rows of the MLP
     experts: Gathering | None = None  # inner rows of an expert
+    holders: Gathering | None = None  # the experts, if each rank holds some
     shared: Gathering | None = None  # inner rows of the shared expert
     hidden: Gathering | None = None  # the residual stream
     logits: Gathering | None = None
@@ -391,8 +392,15 @@ class Decoder:
         logits = ops.linear(h, layer.router, layer.router_bias)
         rule = layer.is_sigmoid, layer.correction, layer.factor
         routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
-        own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
-        own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        maps, holders = (layer.gate_up, layer.down), gatherings.holders
+        if holders is None:
+            own = self.own_columns(residual)
+            own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        else:  # all ranks add all columns
+            residual = ops.experts(h, routing, *maps, residual, layer.limit, None, holders)
+            if layer.shared is None:
+                return residual
+            own = self.own_columns(residual)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
@@ -453,12 +461,15 @@ def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | N
     def of(num_columns: int) -> Gathering:
         return Gathering(connections.columns, shard.begins(num_columns))
 
-    mixture = config.mixture
+    mixture, has_whole = config.mixture, shard.has_whole_experts
     begins = tuple(config.head_dim * head for head in shard.heads(config).begins)
     return Gatherings(
         heads=Gathering(connections.columns, begins),
         inner=of(config.intermediate_size),
-        experts=of(mixture.width) if mixture else None,
+        experts=of(mixture.width) if mixture and not has_whole else None,
+        holders=Gathering(connections.columns, shard.expert_begins(mixture.num_experts))
+        if mixture and has_whole
+        else None,
         shared=of(mixture.shared_width) if mixture and mixture.shared_width else None,
         hidden=of(config.hidden_size),
         logits=of(config.vocab_size),

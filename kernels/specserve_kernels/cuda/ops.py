@@ -204,9 +204,10 @@ class CudaOps:
         residual: Tensor,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Tensor:
         gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering)
+        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering, holders)
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
