@@ -23,6 +23,7 @@ class ShardHeads(NamedTuple):
     begins: tuple[int, ...]  # [tensor + 1]  first query head of each rank, and the end
     query: range  # of this rank
     kv: range  # KV heads of this rank
+    kv_begins: tuple[int, ...]  # as `begins`, of KV heads; empty if several ranks hold one
 
 
 class Shard(NamedTuple):
@@ -94,6 +95,7 @@ class Shard(NamedTuple):
         """The heads of each rank. If there are more ranks than KV heads, several ranks hold one."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
         group, sharing = H // Hk, max(1, T // Hk)
+        first: list[int] = []
         if Hk < T:
             begins = tuple(group * r // sharing for r in range(T + 1))
             kv = range(self.column // sharing, self.column // sharing + 1)
@@ -101,7 +103,9 @@ class Shard(NamedTuple):
             first = [Hk * r // T for r in range(T + 1)]
             begins = tuple(group * k for k in first)
             kv = range(first[self.column], first[self.column + 1])
-        return ShardHeads(begins, range(begins[self.column], begins[self.column + 1]), kv)
+        return ShardHeads(
+            begins, range(begins[self.column], begins[self.column + 1]), kv, (*first,)
+        )
 
     def qkv_rows(self, config: DecoderConfig, order: Tensor | None) -> Tensor | None:
         """The rows of the fused QKV weight that this rank holds; None: all, in their order.
@@ -147,10 +151,10 @@ class Shard(NamedTuple):
             )
         if self.has_whole_experts:
             self.check_experts(config.mixture.num_experts if config.mixture else 0)
-        if T > 1 and config.qk_norm == "width":
+        if Hk < T and config.qk_norm == "width":
             raise ConfigError(
-                f"parallel.tensor = {T}: this model normalizes queries and keys of all heads "
-                "together, so ranks cannot share them. Use parallel.pipeline instead"
+                f"parallel.tensor = {T}: this model normalizes keys of all heads together, so "
+                f"each rank needs one of its {Hk} KV heads. Set it to at most {Hk}"
             )
 
     def check_experts(self, num_experts: int) -> None:

@@ -48,7 +48,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
-from specserve_kernels.reference.ranks import join
+from specserve_kernels.reference.ranks import join, put_columns
 
 __all__ = [
     "BuildError",
@@ -83,6 +83,7 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",

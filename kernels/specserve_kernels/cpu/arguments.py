@@ -291,6 +291,15 @@ def take_columns(domain: int, x: Tensor, begin: int, end: int, out: Tensor) -> S
     return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
 
 
+def put_columns(domain: int, x: Tensor, begin: int, columns: Tensor) -> Structure:
+    assert x.dtype == columns.dtype and begin + columns.shape[1] <= x.shape[1], "columns of x"
+    size = x.itemsize
+    interval = size * begin, size * (begin + columns.shape[1])
+    fields = "i64 domain ptr x out i64 row_bytes begin end"
+    pointers = columns.data_ptr(), x.data_ptr()
+    return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
+
+
 def message(domain: int, x: Tensor, ranks: Ranks, other: int) -> Structure:
     """Return the arguments of `send` and `receive`."""
     pointers = addressof(connections(ranks)), x.data_ptr()

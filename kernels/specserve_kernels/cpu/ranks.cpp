@@ -218,12 +218,12 @@ static void gather_pairs_over_sockets(const GatherPairs& a) {
   run_transfers(ranks, transfers);
 }
 
-// The columns of a rank.
+// Some columns of a tensor, which are copied from it or to it.
 struct Columns {
   int64_t domain;
   const char* x;
   char* out;
-  int64_t row_bytes, begin, end;  // bytes of a row of x, and the interval that is copied
+  int64_t row_bytes, begin, end;  // bytes of a row of all columns, and the interval of some
 };
 
 struct Message {
@@ -272,6 +272,14 @@ void specserve_columns(const void* args, const Step& step, Team& team) {
   int64_t size = a.end - a.begin;
   for (int64_t r = part.begin; r < part.end; r++)
     memcpy(a.out + r * size, a.x + r * a.row_bytes + a.begin, size);
+}
+
+void specserve_put_columns(const void* args, const Step& step, Team& team) {
+  const Columns& a = *(const Columns*)args;
+  Range part = team.part(step.num_rows[a.domain]);
+  int64_t size = a.end - a.begin;
+  for (int64_t r = part.begin; r < part.end; r++)
+    memcpy(a.out + r * a.row_bytes + a.begin, a.x + r * size, size);
 }
 
 void specserve_send(const void* args, const Step& step, Team& team) {

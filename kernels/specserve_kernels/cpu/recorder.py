@@ -179,6 +179,11 @@ class Recorder:
         self.note("columns", args, x.domain)
         return out
 
+    def put_columns(self, x: Any, begin: int, columns: Any) -> Any:
+        args = arguments.put_columns(x.domain, x.tensor, begin, columns.tensor)
+        self.note("put_columns", args, x.domain)
+        return x
+
     def send(self, x: Any, ranks: Ranks, other: int) -> Any:
         self.note("send", arguments.message(x.domain, x.tensor, ranks, other), x.domain, ranks)
         return x

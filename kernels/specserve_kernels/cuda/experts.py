@@ -175,7 +175,10 @@ def add_experts(
     num = torch.zeros(E + 1, dtype=torch.int64, device=flat.device)
     num.scatter_add_(0, own, torch.ones_like(own))
     work = tiles(own.argsort(stable=True), num[:E])
-    inner = gated(multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k))
+    inner = multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k)
+    if holders is not None:  # pairs in no tile are not written
+        inner.masked_fill_((own == E)[:, None], 0.0)
+    inner = gated(inner)
     if gathering is not None:
         inner = all_gather(inner, gathering)
     sums = multiply(inner, down.joined, down.bias, work, torch.float32)
