@@ -220,6 +220,8 @@ def test_settings_without_support_for_ranks_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+    with pytest.raises(ConfigError, match=r"no effect with parallel\.tensor = 1"):
+        load_config(None, {"parallel.expert": True, "parallel.pipeline": 2})
 
 
 def test_each_rank_needs_a_gpu_unless_one_gpu_is_named(monkeypatch):
