@@ -242,6 +242,7 @@ class WeighedSizes(NamedTuple):
     found: Selection
     known: Size
     hoped: Size
+    drafts: list[tuple[ChosenDraft, float]] | None = None  # of `known`, as of `BaseTrie.cut`
 
 
 class Rules(Protocol):

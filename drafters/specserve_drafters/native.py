@@ -33,6 +33,7 @@ from specserve_drafters.trie import (
     AcceptancePrior,
     BaseTrie,
     BinCounts,
+    RequestCandidates,
 )
 
 
@@ -166,6 +167,21 @@ class NativeSuffixSource(suffix.SuffixSource):
         super().__init__()
 
 
+class SourceCodes(dict[int, tuple[str, ...]]):
+    """The sources of a draft token by their code: the first one, then the others."""
+
+    def __init__(self, names: list[str]) -> None:
+        """`names` holds the sources by number; it may grow."""
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, code: int) -> tuple[str, ...]:
+        first, bits = code & 0xFF, code >> 8
+        others = [n for n in range(len(self.names)) if bits >> n & 1 and n != first]
+        found = self[code] = tuple(self.names[n] for n in (first, *others))
+        return found
+
+
 class NativeCalibration:
     """`trie.Calibration` in C++."""
 
@@ -184,7 +200,7 @@ class NativeCalibration:
         weakref.finalize(self, self.native.free_calibration, self.handle)
         self.numbers: dict[str, int] = {}  # of sources, in the order of their first use
         self.names: list[str] = []
-        self.named: dict[int, tuple[str, ...]] = {}  # sources by their code in a draft
+        self.named = SourceCodes(self.names)
         self.requests: dict[int, NativeCalibrators] = {}
 
     def number(self, source: str) -> int:
@@ -197,15 +213,6 @@ class NativeCalibration:
                 begun = trie.begun_with(BinCounts(kind, tries, hits, scores))
                 self.native.set_bin(self.handle, number, *begun)
         return number
-
-    def named_by(self, code: int) -> tuple[str, ...]:
-        """Return the sources of a draft token: the first one, then the others."""
-        found = self.named.get(code)
-        if found is None:
-            first, bits = code & 0xFF, code >> 8
-            others = [n for n in range(len(self.names)) if bits >> n & 1 and n != first]
-            found = self.named[code] = tuple(self.names[n] for n in (first, *others))
-        return found
 
     def calibrators(self, id: int) -> "NativeCalibrators":
         """Return the request's calibrators; they are kept until `forget`."""
@@ -255,6 +262,7 @@ class NativeCalibrators:
 
 
 ROOM = 1 << 12  # draft tokens of a step that are selected
+SIZES = 4  # values of a `Size`
 
 
 class Buffers(threading.local):
@@ -266,6 +274,25 @@ class Buffers(threading.local):
         self.of_ints = [column.buffer_info()[0] for column in self.ints]  # addresses
         self.of_doubles = self.doubles.buffer_info()[0]
         self.of_codes = self.codes.buffer_info()[0]
+        # Of plans: values, places, nodes, numbers of nodes by request, and expected tokens.
+        self.found = Selection(*(array(code, [0] * ROOM) for code in "dii"))
+        self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
+        self.sizes = array("d", [0.0] * (2 * SIZES))
+        self.columns: Any = None
+
+    @property
+    def plan(self) -> Any:
+        """Return the addresses for plans."""
+        if self.columns is None:
+            from specserve_kernels.cpu.drafting import PlanColumns
+
+            own = *self.found, self.counts, self.expected, *self.ints, self.codes, self.sizes
+            self.columns = byref(PlanColumns(*(column.buffer_info()[0] for column in own)))
+        return self.columns
+
+    def selected(self, n: int) -> Selection:
+        values, places, nodes = self.found
+        return Selection(values[:n], places[:n], nodes[:n])
 
 
 BUFFERS = Buffers()
@@ -283,12 +310,41 @@ def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
     return CandidateColumns(array("i", tokens), array("i", parents), scores, sources[0])
 
 
-def limits_of(asks: Sequence[Any]) -> Any:
-    limits = (asks[0].trie.calibration.types.Limits * len(asks))()
-    for own, ask in zip(limits, asks, strict=True):
-        own.trie, own.limit = ask.trie.handle, ask.limit
-        own.max_depth, own.behind = ask.max_depth, ask.behind
-    return limits
+def limits_of(asks: Sequence[RequestCandidates]) -> tuple["array[int]", "array[float]"]:
+    """Return the tries and limits of requests, and how far each is behind."""
+    assert len(asks) <= ROOM, "the requests exceed the buffers"
+    limits, behind = array("q"), array("d")
+    for ask in asks:
+        limits.extend((ask.trie.handle, ask.limit, ask.max_depth))
+        behind.append(ask.behind)
+    return limits, behind
+
+
+def size_of(fields: "array[float]") -> Size:
+    size, gain, seconds, rate = fields
+    return Size(int(size), gain, seconds, rate)
+
+
+NO_DRAFT = ChosenDraft(Draft(), [], [])
+
+
+def drafts_of(
+    asks: Sequence[RequestCandidates], size: int
+) -> list[tuple[ChosenDraft, float]]:
+    """Return the drafts in the buffers, which have `size` draft tokens together."""
+    out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
+    tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
+    codes = out.codes[:size]
+    for ask, count, expected in zip(asks, out.counts, out.expected, strict=False):
+        if not count:
+            drafts.append((NO_DRAFT, 0.0))
+            continue
+        own, begin = slice(begin, begin + count), begin + count
+        expanded = numbers[own]
+        draft = Draft(tokens[own], parents[own], expanded if any(expanded) else [])
+        sources = [*map(ask.trie.calibration.named.__getitem__, codes[own])]
+        drafts.append((ChosenDraft(draft, order[own], sources), expected))
+    return drafts
 
 
 class NativeTrie(BaseTrie):
@@ -388,42 +444,34 @@ class NativeTrie(BaseTrie):
         found = self.native.observe(self.handle, len(after), after.buffer_info()[0])
         return None if found < 0 else found
 
-    def select(self, asks: Sequence[Any], most: int) -> Selection:
-        limits, out = limits_of(asks), BUFFERS
-        addresses = out.of_doubles, *out.of_ints[:2]
-        most, least = min(most, ROOM), trie.LEAST_VALUE
-        n = self.native.select(byref(limits), len(asks), most, least, *addresses)
-        return Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
+    def select(self, asks: Sequence[RequestCandidates], most: int) -> Selection:
+        (limits, behind), out = limits_of(asks), BUFFERS
+        addresses = limits.buffer_info()[0], behind.buffer_info()[0]
+        given = len(asks), min(most, ROOM), trie.LEAST_VALUE
+        return out.selected(self.native.select(*addresses, *given, out.plan))
 
-    def weigh(self, asks: Sequence[Any], most: int, step: Any, costs: Any) -> WeighedSizes:
-        limits, out, best = limits_of(asks), BUFFERS, (self.calibration.types.SizeFields * 2)()
-        addresses = out.of_doubles, *out.of_ints[:2], byref(best)
-        given = min(most, ROOM), trie.LEAST_VALUE, byref(step), byref(costs)
-        n = self.native.weigh(byref(limits), len(asks), *given, *addresses)
-        found = Selection(out.doubles[:n], out.ints[0][:n], out.ints[1][:n])
-        sizes = [Size(own.size, own.gain, own.seconds, own.rate) for own in best]
-        return WeighedSizes(found, *sizes)
+    def weigh(
+        self, asks: Sequence[RequestCandidates], most: int, likely: float, step: Any, costs: Any
+    ) -> WeighedSizes:
+        (limits, behind), out = limits_of(asks), BUFFERS
+        addresses = limits.buffer_info()[0], behind.buffer_info()[0]
+        given = len(asks), min(most, ROOM), trie.LEAST_VALUE, likely, byref(step), byref(costs)
+        n = self.native.weigh(*addresses, *given, out.plan)
+        known, hoped = size_of(out.sizes[:SIZES]), size_of(out.sizes[SIZES:])
+        return WeighedSizes(out.selected(n), known, hoped, drafts_of(asks, known.size))
 
     def cut(
-        self, asks: Sequence[Any], found: Selection, size: int, likely: float
+        self, asks: Sequence[RequestCandidates], found: Selection, size: int, likely: float
     ) -> list[tuple[ChosenDraft, float]]:
-        limits, out, num = limits_of(asks), BUFFERS, len(asks)
-        counts, expected = array("i", bytes(4 * num)), array("d", bytes(8 * num))
-        each = [column.buffer_info()[0] for column in (*found, counts, expected)]
-        self.native.cut(byref(limits), num, size, likely, *each, *out.of_ints, out.of_codes)
-        tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
-        codes, drafts, begin = out.codes[:size], list[tuple[ChosenDraft, float]](), 0
-        for ask, count, accepted in zip(asks, counts, expected, strict=True):
-            own, begin = slice(begin, begin + count), begin + count
-            expanded = numbers[own]
-            draft = Draft(tokens[own], parents[own], expanded if any(expanded) else [])
-            sources = [*map(ask.trie.calibration.named_by, codes[own])]
-            drafts.append((ChosenDraft(draft, order[own], sources), accepted))
-        return drafts
+        out, (limits, _) = BUFFERS, limits_of(asks)
+        for own, given in zip(out.found, found, strict=True):
+            own[:size] = given[:size]
+        self.native.cut(limits.buffer_info()[0], len(asks), size, likely, out.plan)
+        return drafts_of(asks, size)
 
     def draft(self, chosen: Sequence[int]) -> ChosenDraft:
         n, which, out = len(chosen), array("i", chosen), BUFFERS
         self.native.draft(self.handle, n, which.buffer_info()[0], *out.of_ints, out.of_codes)
         tokens, parents, numbers, order = (column[:n].tolist() for column in out.ints)
         draft = Draft(tokens, parents, numbers if any(numbers) else [])
-        return ChosenDraft(draft, order, [*map(self.calibration.named_by, out.codes[:n])])
+        return ChosenDraft(draft, order, [*map(self.calibration.named.__getitem__, out.codes[:n])])

@@ -270,6 +270,7 @@ class BaseTrie:
 
     rules: Rules | None
     num_ids: int | None
+    handle = 0  # address of the trie in C++, if it is there
     num_continued = 0  # nodes, in order, whose forced continuations were added
     # Columns with a value per node, also for the root:
     tokens: list[int]
@@ -335,10 +336,16 @@ class BaseTrie:
         raise NotImplementedError
 
     def weigh(
-        self, asks: "Sequence[RequestCandidates]", most: int, step: Any, costs: Any
+        self,
+        asks: "Sequence[RequestCandidates]",
+        most: int,
+        likely: float,
+        step: Any,
+        costs: Any,
     ) -> WeighedSizes | None:
-        """Select draft tokens, and find the best number of them; `step` and `costs` are those of
-        `specserve_kernels.cpu.drafting`. None: this form of tries cannot, see `planner.weigh`.
+        """Select draft tokens, find the best number of them, and cut the drafts; `step` and
+        `costs` are those of `specserve_kernels.cpu.drafting`. None: this form of tries cannot, see
+        `planner.weigh`.
         """
         return None
 

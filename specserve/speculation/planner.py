@@ -345,6 +345,7 @@ class Plan(msgspec.Struct):
     tokens: float
     seconds: float
     rival: float | None = None  # best known rate, if the plan tries rows of unknown cost
+    drafts: list[tuple[ChosenDraft, float]] | None = None  # see `cut`; None: not cut so far
 
     @property
     def rate(self) -> float:
@@ -355,6 +356,8 @@ class Plan(msgspec.Struct):
         """Return the draft of each request, and how many of its likely nodes the estimates alone
         expect to be accepted.
         """
+        if self.drafts is not None:
+            return self.drafts
         return asks[0].trie.cut(asks, self.found, self.size, LEAST_EXPECTED)
 
 
@@ -397,8 +400,9 @@ def choose(
 
     If rows of unknown cost may be better, is_tried(rows) decides.
     """
-    weighed = asks[0].trie.weigh(asks, most, step.native, costs.native) if asks else None
-    found, known, hoped = weighed or weigh(asks, step, costs, most)
+    trie, native = asks[0].trie if asks else None, (step.native, costs.native)
+    weighed = None if trie is None else trie.weigh(asks, most, LEAST_EXPECTED, *native)
+    found, known, hoped, drafts = weighed or weigh(asks, step, costs, most)
     best, rival = known, None
     if known.size and costs.is_stale(step.rows):
         plain = costs.of(step)
@@ -408,9 +412,9 @@ def choose(
             none = Size(0, 0.0, seconds, step.root_tokens / seconds)
             hoped = max(hoped, none, key=lambda size: size.rate)
     if hoped.rate > BETTER * known.rate and is_tried(step.rows + hoped.size):
-        best, rival = hoped, step.kept * known.rate
+        best, rival, drafts = hoped, step.kept * known.rate, None
     tokens = step.num_roots + step.kept * best.gain
-    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival)
+    return Plan(found, best.size, step.rows + best.size, tokens, best.seconds, rival, drafts)
 
 
 def weigh(

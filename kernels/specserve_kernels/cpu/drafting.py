@@ -128,11 +128,16 @@ class TrieColumns(Structure):
     ]
 
 
-class Limits(Structure):
-    """A request in `select`: its trie, and the limits of its draft tokens."""
+class PlanColumns(Structure):
+    """Addresses of a step's selected draft tokens, of the drafts cut from them, and of the best
+    sizes.
+    """
 
-    _fields_ = [("trie", c_void_p), ("limit", c_int64), ("max_depth", c_int64)]
-    _fields_ += [("behind", c_double)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("values", "places", "nodes", "counts", "expected")),
+        *((name, c_void_p) for name in ("tokens", "parents", "expanded", "order", "sources")),
+        ("sizes", c_void_p),
+    ]
 
 
 class CostColumns(Structure):
@@ -155,14 +160,6 @@ class StepFields(Structure):
         *((name, c_double) for name in ("context", "requests", "attended", "root_context")),
         *((name, c_double) for name in ("spent", "allowed", "kept")),
     ]
-
-
-class SizeFields(Structure):
-    """A number of draft tokens, with the sum of their values and the step's expected seconds and
-    rate.
-    """
-
-    _fields_ = [("size", c_int64), *((name, c_double) for name in ("gain", "seconds", "rate"))]
 
 
 class TrieFunctions(NamedTuple):
@@ -193,10 +190,10 @@ class TrieFunctions(NamedTuple):
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
     draft: Callable[..., None]  # trie, n, nodes, tokens, parents, expanded, order, sources
-    select: Callable[..., int]  # limits, n, most, least value, values, places, nodes
-    weigh: Callable[..., int]  # limits, n, most, least, step, costs, values, places, nodes, sizes
-    # limits, n, size, likely, values, places, nodes -> counts, expected, then as `draft`
-    cut: Callable[..., None]
+    # Requests are columns: [n, 3] of trie, limit, most depth; and tokens behind.
+    select: Callable[..., int]  # requests, behind, n, most, least value, columns
+    weigh: Callable[..., int]  # the same until the least value, likely, step, costs, columns
+    cut: Callable[..., None]  # requests, n, size, likely, columns
 
 
 def trie_functions() -> TrieFunctions:
@@ -233,7 +230,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),
         named(library, "draft", None, p, n, p, p, p, p, p, p),
-        named(library, "select", n, p, n, n, x, p, p, p),
-        named(library, "weigh", n, p, n, n, x, *[p] * 6),
-        named(library, "cut", None, p, n, n, x, *[p] * 10),
+        named(library, "select", n, p, p, n, n, x, p),
+        named(library, "weigh", n, p, p, n, n, x, x, p, p, p),
+        named(library, "cut", None, p, n, n, x, p),
     )

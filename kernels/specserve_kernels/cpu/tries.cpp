@@ -128,6 +128,9 @@ struct Links {
 struct DraftOut {
   int32_t *tokens, *parents, *expanded, *order;
   uint64_t* sources;  // the number of the first source, and from bit 8 on a bit for each source
+  DraftOut after(int64_t n) const {
+    return {tokens + n, parents + n, expanded + n, order + n, sources + n};
+  }
 };
 
 class Trie {
@@ -342,7 +345,23 @@ class Trie {
 struct Limits {
   Trie* trie;
   int64_t limit, max_depth;
-  double behind;  // tokens beyond the next that it needs in this step
+};
+
+// The requests of a step, and the tokens beyond the next that each needs in this step.
+struct Requests {
+  const Limits* limits;
+  const double* behind;
+  int64_t n;
+};
+
+// Columns of a selection, of the drafts that are cut from it, and of the best sizes of it.
+struct Outputs {
+  double* values;
+  int32_t *places, *nodes;
+  int32_t* counts;   // draft tokens by request
+  double* expected;  // sum of their likely values, by request
+  DraftOut draft;
+  double* sizes;  // see `Size`; by the known costs, and by the least possible ones
 };
 
 // A draft token, with the probability of its path.
@@ -353,8 +372,9 @@ struct Chosen {
 
 bool falls(const Chosen& a, const Chosen& b) { return a.value > b.value; }
 
-void by_value(Limits* requests, int64_t n, double least, std::vector<Chosen>& found) {
-  for (int64_t i = 0; i < n; i++) {
+void by_value(Requests all, double least, std::vector<Chosen>& found) {
+  const Limits* requests = all.limits;
+  for (int64_t i = 0; i < all.n; i++) {
     Trie& trie = *requests[i].trie;
     trie.settle();
     size_t begin = found.size();
@@ -365,7 +385,7 @@ void by_value(Limits* requests, int64_t n, double least, std::vector<Chosen>& fo
     if (found.size() - begin > size_t(requests[i].limit))
       found.resize(begin + requests[i].limit);
   }
-  if (n > 1) std::stable_sort(found.begin(), found.end(), falls);
+  if (all.n > 1) std::stable_sort(found.begin(), found.end(), falls);
 }
 
 double urgency(double value, double behind) { return behind > 0 ? value + 1 + behind : value; }
@@ -380,35 +400,37 @@ struct Waiting {
   }
 };
 
-void by_urgency(Limits* requests, int64_t n, double least, size_t most,
-                std::vector<Chosen>& found) {
+void by_urgency(Requests all, double least, size_t most, std::vector<Chosen>& found) {
+  std::vector<Limits> requests(all.limits, all.limits + all.n);
+  std::vector<double> behind(all.behind, all.behind + all.n);
   std::vector<Waiting> heap;
   auto add = [&](int32_t i, int node, double above) {
     const Trie& trie = *requests[i].trie;
     for (int c = trie.links[node].first_child; c != NONE; c = trie.links[c].next_sibling) {
       double value = above * trie.p[c];
       if (node != ROOT && value < least) continue;
-      heap.push_back({-urgency(value, requests[i].behind), {value, i, c}});
+      heap.push_back({-urgency(value, behind[i]), {value, i, c}});
       std::push_heap(heap.begin(), heap.end());
     }
   };
-  for (int32_t i = 0; i < n; i++)
+  for (int32_t i = 0; i < all.n; i++)
     if (requests[i].limit > 0) add(i, ROOT, 1);
   while (!heap.empty() && found.size() < most) {
     Waiting first = heap.front();
     Limits& own = requests[first.chosen.request];
+    double& lacks = behind[first.chosen.request];
     std::pop_heap(heap.begin(), heap.end());
     heap.pop_back();
     double value = first.chosen.value;
     if (value < least || own.limit == 0) continue;
-    if (own.behind <= 0 && first.key < -value) {  // it was behind when this one was added
+    if (lacks <= 0 && first.key < -value) {  // it was behind when this one was added
       heap.push_back({-value, first.chosen});
       std::push_heap(heap.begin(), heap.end());
       continue;
     }
     found.push_back(first.chosen);
     own.limit--;
-    own.behind -= value;
+    lacks -= value;
     if (own.trie->depths[first.chosen.node] != own.max_depth)
       add(first.chosen.request, first.chosen.node, value);
   }
@@ -467,6 +489,10 @@ Step without_prompts(Step step) {
 struct Size {
   int64_t size;
   double gain, seconds, rate;
+  void write(double* out) const {
+    out[0] = double(size);
+    out[1] = gain, out[2] = seconds, out[3] = rate;
+  }
 };
 
 struct Options {
@@ -635,31 +661,52 @@ extern "C" void specserve_draft(Trie* trie, int64_t n, const int32_t* chosen, in
 
 // Select up to `most` draft tokens, by falling value, or those of late requests first. Return how
 // many; each output has room for `most`.
-extern "C" int64_t specserve_select(Limits* requests, int64_t n, int64_t most, double least,
-                                    double* values, int32_t* places, int32_t* nodes) {
+extern "C" int64_t specserve_select(const Limits* limits, const double* behind, int64_t n,
+                                    int64_t most, double least, const Outputs* out) {
   static thread_local std::vector<Chosen> found;
+  Requests all{limits, behind, n};
   found.clear();
-  bool is_late = false;
-  for (int64_t i = 0; i < n; i++) is_late |= requests[i].behind > 0;
-  if (is_late) by_urgency(requests, n, least, size_t(most), found);
-  else by_value(requests, n, least, found);
+  bool is_late = std::any_of(behind, behind + n, [](double tokens) { return tokens > 0; });
+  if (is_late) by_urgency(all, least, size_t(most), found);
+  else by_value(all, least, found);
   int64_t size = std::min<int64_t>(most, int64_t(found.size()));
   for (int64_t k = 0; k < size; k++) {
-    values[k] = found[k].value;
-    places[k] = found[k].request;
-    nodes[k] = found[k].node;
+    out->values[k] = found[k].value;
+    out->places[k] = found[k].request;
+    out->nodes[k] = found[k].node;
   }
   return size;
 }
 
-// Select draft tokens as above, and find the number of them with the highest expected rate: `best`
-// gets it by the known costs, and by the least possible ones.
-extern "C" int64_t specserve_weigh(Limits* requests, int64_t n, int64_t most, double least,
-                                   const Step* step, const Costs* costs, double* values,
-                                   int32_t* places, int32_t* nodes, Size* best) {
+// Write the drafts of the first `size` selected nodes, one request after the other. `counts` [n]
+// gets the number of nodes of each, and `expected` [n] the sum of their values above `likely`.
+extern "C" void specserve_cut(const Limits* limits, int64_t n, int64_t size, double likely,
+                              const Outputs* out) {
+  static thread_local std::vector<int32_t> own;
+  static thread_local std::vector<int64_t> ends;
+  std::fill(out->counts, out->counts + n, 0);
+  std::fill(out->expected, out->expected + n, 0.0);
+  for (int64_t k = 0; k < size; k++) {
+    int32_t place = out->places[k];
+    out->counts[place]++;
+    if (out->values[k] > likely) out->expected[place] += out->values[k];
+  }
+  ends.assign(1, 0);
+  for (int64_t i = 0; i + 1 < n; i++) ends.push_back(ends.back() + out->counts[i]);
+  own.resize(size);
+  for (int64_t k = 0; k < size; k++) own[ends[out->places[k]]++] = out->nodes[k];
+  for (int64_t i = 0, at = 0; i < n; at += out->counts[i++])
+    if (out->counts[i]) limits[i].trie->draft(out->counts[i], own.data() + at, out->draft.after(at));
+}
+
+// Select draft tokens as above, find the number of them with the highest expected rate, and write
+// the drafts of so many by the known costs.
+extern "C" int64_t specserve_weigh(const Limits* limits, const double* behind, int64_t n,
+                                   int64_t most, double least, double likely, const Step* step,
+                                   const Costs* costs, const Outputs* out) {
   static thread_local std::vector<int64_t> sizes;
   static thread_local std::vector<double> sums, gains;
-  int64_t num = specserve_select(requests, n, most, least, values, places, nodes);
+  int64_t num = specserve_select(limits, behind, n, most, least, out);
   const int64_t *edges = costs->edges, *end = edges + costs->num_edges;
   sizes.assign(1, 0);
   for (auto edge = std::upper_bound(edges, end, step->rows); edge != end; edge++) {
@@ -670,7 +717,7 @@ extern "C" int64_t specserve_weigh(Limits* requests, int64_t n, int64_t most, do
     if (costs->few[k] < num) sizes.push_back(costs->few[k]);
   if (num) sizes.push_back(num);
   sums.assign(1, 0);
-  for (int64_t k = 0; k < num; k++) sums.push_back(sums.back() + values[k]);
+  for (int64_t k = 0; k < num; k++) sums.push_back(sums.back() + out->values[k]);
   bool is_known = true;
   gains.clear();
   for (int64_t size : sizes) {
@@ -679,31 +726,9 @@ extern "C" int64_t specserve_weigh(Limits* requests, int64_t n, int64_t most, do
     is_known &= costs->known[std::min(bucket, costs->num_edges - 1)] != 0;
   }
   Options options{sizes, gains};
-  best[0] = best_of(*step, options, *costs, false);
-  best[1] = is_known ? best[0] : best_of(*step, options, *costs, true);
+  Size known = best_of(*step, options, *costs, false);
+  known.write(out->sizes);
+  (is_known ? known : best_of(*step, options, *costs, true)).write(out->sizes + 4);
+  specserve_cut(limits, n, known.size, likely, out);
   return num;
-}
-
-// Write the drafts of the first `size` selected nodes, one request after the other. `counts` [n]
-// gets the number of nodes of each, and `expected` [n] the sum of their values above `likely`.
-extern "C" void specserve_cut(Limits* requests, int64_t n, int64_t size, double likely,
-                              const double* values, const int32_t* places, const int32_t* nodes,
-                              int32_t* counts, double* expected, int32_t* tokens, int32_t* parents,
-                              int32_t* expanded, int32_t* order, uint64_t* sources) {
-  static thread_local std::vector<int32_t> own;
-  static thread_local std::vector<int64_t> ends;
-  std::fill(counts, counts + n, 0);
-  std::fill(expected, expected + n, 0.0);
-  for (int64_t k = 0; k < size; k++) {
-    counts[places[k]]++;
-    if (values[k] > likely) expected[places[k]] += values[k];
-  }
-  ends.assign(1, 0);
-  for (int64_t i = 0; i + 1 < n; i++) ends.push_back(ends.back() + counts[i]);
-  own.resize(size);
-  for (int64_t k = 0; k < size; k++) own[ends[places[k]]++] = nodes[k];
-  for (int64_t i = 0, at = 0; i < n; at += counts[i++]) {
-    DraftOut out{tokens + at, parents + at, expanded + at, order + at, sources + at};
-    if (counts[i]) requests[i].trie->draft(counts[i], own.data() + at, out);
-  }
 }
