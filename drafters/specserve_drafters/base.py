@@ -141,6 +141,10 @@ class DraftSource:
     def begin(self, request: SourceRequest) -> None:
         """Propose for a request until `forget`."""
 
+    def serving(self, id: int) -> "DraftSource":
+        """Return the source that has the statistics of a request, until `reset`."""
+        return self
+
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         """Return the expected number of accepted draft tokens, in far less time than proposing."""
         return 0.0
@@ -150,6 +154,13 @@ class DraftSource:
         accepted if its parent is.
         """
         raise NotImplementedError
+
+    def add_candidates(self, items: Sequence[DraftRequest], tries: Sequence[BaseTrie]) -> list[int]:
+        """Add the candidates of each item to its trie; return their numbers."""
+        each = [*zip(tries, self.candidates(items), strict=True)]
+        for trie, found in each:
+            trie.merge(found)
+        return [len(found) for _, found in each]
 
     def constrain(self, id: int, rules: Rules) -> None:
         """Take the grammar of a request, in every step."""

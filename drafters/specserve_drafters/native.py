@@ -94,6 +94,17 @@ class NativeSource(DraftSource):
         n = self.native.propose(self.source, id, *text.buffer_info(), limit, *self.out)
         return CandidateColumns(self.tokens[:n], self.parents[:n], self.scores[:n], self.name)
 
+    def add_candidates(self, items: Sequence[DraftRequest], tries: Sequence[BaseTrie]) -> list[int]:
+        asked, out, num = array("q"), BUFFERS, len(items)
+        for item, its in zip(items, tries, strict=True):
+            if not its.handle or its.rules is not None:
+                return super().add_candidates(items, tries)
+            text = item.id, *item.known.buffer_info(), item.limit
+            asked.extend((*text, its.handle, its.number(self.name)))
+        assert num <= ROOM, "the requests exceed the buffers"
+        self.native.add(self.source, asked.buffer_info()[0], num, out.of_ints[0])
+        return out.ints[0][:num].tolist()
+
     def forget(self, id: int) -> None:
         self.native.forget(self.source, id)
 
@@ -328,9 +339,7 @@ def size_of(fields: "array[float]") -> Size:
 NO_DRAFT = ChosenDraft(Draft(), [], [])
 
 
-def drafts_of(
-    asks: Sequence[RequestCandidates], size: int
-) -> list[tuple[ChosenDraft, float]]:
+def drafts_of(asks: Sequence[RequestCandidates], size: int) -> list[tuple[ChosenDraft, float]]:
     """Return the drafts in the buffers, which have `size` draft tokens together."""
     out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
     tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
@@ -358,6 +367,7 @@ class NativeTrie(BaseTrie):
         num_ids: int | None = None,
     ) -> None:
         self.calibration, self.native = calibration, calibration.native
+        self.number = calibration.number
         self.rules, self.num_ids = rules, num_ids
         self.calibrators = calibration.calibrators(id)  # it is freed later than this
         most = 2**31 - 1 if num_ids is None else num_ids
@@ -365,6 +375,10 @@ class NativeTrie(BaseTrie):
 
     def __del__(self) -> None:
         self.native.free_trie(self.handle)
+
+    def clear(self) -> None:
+        self.native.clear_trie(self.handle)
+        self.num_continued = 0
 
     def __len__(self) -> int:
         return self.native.size(self.handle) - 1
@@ -394,7 +408,7 @@ class NativeTrie(BaseTrie):
         self.native.set_number(self.handle, node, number)
 
     def add(self, parent: int, token: int, p: float | None, source: str) -> int:
-        number = self.calibration.number(source)
+        number = self.number(source)
         return self.native.add(self.handle, parent, token, nan if p is None else p, number)
 
     def merge(self, candidates: Iterable[Candidate], below: int = ROOT) -> list[int]:
@@ -410,7 +424,7 @@ class NativeTrie(BaseTrie):
         n, out = len(own), BUFFERS
         assert n < ROOM, "the candidates exceed the buffers"
         each = own.tokens.buffer_info()[0], own.parents.buffer_info()[0], own.p.buffer_info()[0]
-        number = self.calibration.number(own.source)
+        number = self.number(own.source)
         self.native.merge(self.handle, number, n, *each, None, below, out.of_ints[0])
         return out.ints[0][1 : n + 1].tolist()
 
@@ -419,7 +433,7 @@ class NativeTrie(BaseTrie):
         for token, score in self.allowed(node, scored):
             tokens.append(token)
             p.append(score)
-        number, out = self.calibration.number(source), BUFFERS
+        number, out = self.number(source), BUFFERS
         each = tokens.buffer_info()[0], p.buffer_info()[0], ROOM, out.of_doubles
         n = self.native.branch(self.handle, node, number, len(tokens), *each)
         return out.doubles[:n].tolist()
@@ -429,15 +443,15 @@ class NativeTrie(BaseTrie):
         return self.values
 
     def reaches(self, nodes: Sequence[int], source: str) -> list[float]:
-        number, which = self.calibration.number(CHILDREN_BY + source), array("i", nodes)
+        number, which = self.number(CHILDREN_BY + source), array("i", nodes)
         assert len(which) <= ROOM, "the nodes exceed the buffers"
         addresses, out = which.buffer_info()[0], BUFFERS
         self.native.reaches(self.handle, len(which), addresses, number, out.of_doubles)
         return out.doubles[: len(which)].tolist()
 
     def ask(self, node: int, source: str) -> None:
-        number = self.calibration.number
-        self.native.ask(self.handle, node, number(CHILDREN_BY + source), number(source))
+        by, number = self.number(CHILDREN_BY + source), self.number(source)
+        self.native.ask(self.handle, node, by, number)
 
     def observe(self, tokens: Sequence[int]) -> int | None:
         after = array("i", tokens)

@@ -12,6 +12,7 @@ from specserve_drafters.base import (
     TenantScope,
 )
 from specserve_drafters.candidates import Candidate
+from specserve_drafters.trie import BaseTrie
 
 if TYPE_CHECKING:  # see base.py
     from array import array
@@ -87,11 +88,21 @@ class PerTenantSource(DraftSource):
     def begin(self, request: SourceRequest) -> None:
         self.sources.begin(request.id, request.scope)
 
+    def serving(self, id: int) -> DraftSource:
+        return self.sources.of(id)
+
     def expected_accepted(self, id: int, text: "array[int]") -> float:
         return self.sources.of(id).expected_accepted(id, text)
 
     def candidates(self, items: Sequence[DraftRequest]) -> Sequence[Sequence[Candidate]]:
         return [found for i in items for found in self.sources.of(i.id).candidates([i])]
+
+    def add_candidates(self, items: Sequence[DraftRequest], tries: Sequence[BaseTrie]) -> list[int]:
+        sources = [self.sources.of(item.id) for item in items]
+        if len({*sources}) == 1:
+            return sources[0].add_candidates(items, tries)
+        each = zip(sources, items, tries, strict=True)
+        return [n for source, item, trie in each for n in source.add_candidates([item], [trie])]
 
     def forget(self, id: int) -> None:
         self.sources.of(id).forget(id)

@@ -5,7 +5,7 @@ accepted, and the best nodes of a step's tries are selected.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
@@ -271,6 +271,7 @@ class BaseTrie:
     rules: Rules | None
     num_ids: int | None
     handle = 0  # address of the trie in C++, if it is there
+    number: Callable[[str], int]  # of a source in C++
     num_continued = 0  # nodes, in order, whose forced continuations were added
     # Columns with a value per node, also for the root:
     tokens: list[int]
@@ -280,6 +281,10 @@ class BaseTrie:
     values: list[float]
 
     def __len__(self) -> int:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Drop all nodes below the root, for the request's next step."""
         raise NotImplementedError
 
     def child(self, node: int, token: int) -> int | None:
@@ -423,12 +428,12 @@ class Trie(BaseTrie):
         rules: Rules | None = None,
         num_ids: int | None = None,
     ) -> None:
-        self.calibration, self.calibrators, self.rules = (
-            calibration,
-            calibration.calibrators(id),
-            rules,
-        )
-        self.num_ids = num_ids
+        self.calibration, self.calibrators = calibration, calibration.calibrators(id)
+        self.rules, self.num_ids = rules, num_ids
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_continued = 0
         self.tokens, self.parents, self.depths, self.expanded = [0], [ROOT], [0], [0]
         self.p, self.values, self.is_settled = [1.0], [1.0], True
         self.children: list[dict[int, int]] = [{}]  # token -> node

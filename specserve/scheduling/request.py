@@ -273,7 +273,9 @@ class ScheduledRequest(msgspec.Struct, eq=False):
 
     @property
     def is_root(self) -> bool:
-        return self.end - self.start == 1 and self.is_sampled
+        end, request = self.end, self.request  # as `is_sampled`, in one call
+        is_complete = end - self.start == 1 and end == len(request.token_ids)
+        return is_complete and request.sampling.pooling is None
 
     def draft_item(self, limit: int) -> DraftRequest:
         """Return the request in the form that sources and drafters get."""

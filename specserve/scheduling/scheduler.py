@@ -771,10 +771,12 @@ class Scheduler:
         """Reserve the slots of draft tokens; if blocks are missing, a draft loses its last
         nodes.
         """
-        spare = self.num_unreserved
+        spare: int | None = None  # it takes a look at all running requests
         for root in roots:
             table, size = root.request.table, len(root.draft)
-            held = len(table.blocks)
+            if table.missing(root.end + size) == 0:
+                continue
+            held, spare = len(table.blocks), self.num_unreserved if spare is None else spare
             fit = table.reserve_some(root.end + size, spare) - root.end
             spare -= len(table.blocks) - held
             if fit < size:

@@ -3,7 +3,6 @@ verify.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import partial
 from math import ceil, log
 from time import perf_counter
@@ -79,12 +78,24 @@ class ServedRequest:
         accounts = [*(account for _, _, account in self.sources), *self.model_accounts.values()]
         return any(account.may_pay(self.request.id) for account in accounts)
 
+    def begin_trie(self, num_ids: int | None) -> BaseTrie:
+        """Return the request's trie without draft tokens. Tokens are below `num_ids`."""
+        request = self.request
+        if self.trie is None:
+            self.trie = self.calibration.trie(request.id, None, num_ids)
+        else:
+            self.trie.clear()
+        self.trie.rules = request.grammar
+        return self.trie
+
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
         self.calibration = acceptance.calibration(self.request.sampling.temperature)
         self.kept = acceptance.kept_of(self.request.sampling.temperature)
-        self.sources = [(source, source.name, account(source.name)) for source in self.allowed]
+        each = [(source.name, source.serving(self.request.id)) for source in self.allowed]
+        self.sources = [(source, name, account(name)) for name, source in each]
+        self.trie: BaseTrie | None = None  # of the latest step
         self.model_accounts = {name: account(name) for name in self.models}
 
 
@@ -96,6 +107,8 @@ class RequestDraft(msgspec.Struct, eq=False):
     ask: RequestCandidates
     served: ServedRequest
     asked: dict[str, AskedSource]
+    trie: BaseTrie
+    acceptance: AcceptanceStats
     proposed: dict[str, int] = {}  # number of candidates by source
     nodes: list[int] = []
     sources: list[tuple[str, ...]] = []  # of the nodes
@@ -109,21 +122,13 @@ class RequestDraft(msgspec.Struct, eq=False):
     might_save: dict[str, float] = {}
 
     @property
-    def trie(self) -> BaseTrie:
-        return self.ask.trie
-
-    @property
-    def acceptance(self) -> AcceptanceStats:
-        return self.served.acceptance
-
-    @property
     def priority(self) -> int:
         return self.scheduled.request.sampling.priority
 
     def saved_by(self, name: str) -> float:
         """Return the seconds that a source has saved, or might have saved in a trial."""
         credit = self.credit.get(name, 0.0)
-        return max(credit, self.might_save.get(name, credit))
+        return max(credit, self.might_save.get(name, credit)) if self.might_save else credit
 
 
 class AdaptiveSpeculator:
@@ -148,6 +153,7 @@ class AdaptiveSpeculator:
         self.sources, self.model_sources = sources, model_sources
         self.scheduler, self.draft_model = scheduler, draft_model
         self.names = (*names,) or (*(s.name for s in sources), *(g.name for g in model_sources))
+        self.num_ids = None if draft_model is None else draft_model.num_ids
         # All models, also a draft model that other sources use.
         self.models: list[ModelExecutor] = [source.model for source in model_sources]
         if draft_model is not None and draft_model not in self.models:
@@ -159,6 +165,7 @@ class AdaptiveSpeculator:
         self.observing = [source for source in sources if source.learns_drafts]
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
         self.estimating_names = {source.name for source in sources if source.is_estimating}
+        self.extending_names = [source.name for source in self.extending]
         self.model_names = {source.name for source in model_sources}
         self.make_stats = partial(
             AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
@@ -172,7 +179,7 @@ class AdaptiveSpeculator:
         self.scopes: list[AcceptanceStats] = []  # of its roots
         self.roots: dict[int, RequestDraft] = {}  # by request
         self.part = 0.0  # seconds that an accepted draft token saves, expected
-        self.row_share = 0.0  # time of a row, relative to that
+        self.row_share = self.log_share = 0.0  # time of a row, relative to that, and its logarithm
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -246,7 +253,8 @@ class AdaptiveSpeculator:
         none, *some = costs.of_each(step, (0, *FEW))
         roots = costs.of(step.without_prompts) if step.prompt_rows else none
         self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
-        self.row_share = min((seconds - none) / size for seconds, size in rows) / self.part
+        self.row_share = min([(seconds - none) / size for seconds, size in rows]) / self.part
+        self.log_share = log(self.row_share) if self.row_share > 0 else 0.0
 
     def promise(self, expected: float) -> float:
         """Return the seconds that draft tokens save beyond the time of their rows, if so many are
@@ -256,7 +264,7 @@ class AdaptiveSpeculator:
         if p <= share:
             return 0.0
         # Those whose probability, a power of p, is above what a row takes
-        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
+        number = MAX_NODES if share <= 0 else min(ceil(self.log_share / log(p)) - 1, MAX_NODES)
         return self.part * (expected * (1 - p**number) - number * share)
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
@@ -298,8 +306,9 @@ class AdaptiveSpeculator:
             accounts = served.acceptance.accounts
             due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
             asked |= {name: one._replace(is_trial=True) for name, one in due.items()}
-        for name, account in served.model_accounts.items() if served.request.num_output else ():
-            self.ask_by_share(asked, id, name, account)
+        if served.model_accounts and served.request.num_output:
+            for name, account in served.model_accounts.items():
+                self.ask_by_share(asked, id, name, account)
         return asked
 
     def ask_by_share(
@@ -311,8 +320,8 @@ class AdaptiveSpeculator:
 
     def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
-        self.step = step = copy(self.step)
-        step.kept = sum(root.served.kept.value for root in roots) / len(roots)
+        kept = sum([root.served.kept.value for root in roots]) / len(roots)
+        self.step = step = msgspec.structs.replace(self.step, kept=kept)
         self.note_targets(roots)
         self.asking = 0.0
         for model_source in self.model_sources:
@@ -364,10 +373,13 @@ class AdaptiveSpeculator:
         """
         outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
         more = dict[str, float]()  # parts of the step that only trials lose, by source
+        nobody = dict.fromkeys(self.extending_names)
         for root in roots:
             each = planning / len(root.asked)
-            for name in {*root.asked, *root.taken} - self.model_names:
-                account, asked = acceptance.account(name), root.asked.get(name)
+            for name, asked in (nobody | root.asked).items():
+                if name in self.model_names or (asked is None and name not in root.taken):
+                    continue
+                account = acceptance.account(name)
                 taken = root.taken.get(name, 0.0) + (0.0 if asked is None else each)
                 is_trial = asked is not None and asked.is_trial
                 if not is_trial:
@@ -437,11 +449,10 @@ class AdaptiveSpeculator:
         lately = 2 + 2 * int(served.lately)
         depth = request.sampling.speculation.max_depth or MAX_NODES
         limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
-        num_ids = None if self.draft_model is None else self.draft_model.num_ids
-        trie = served.calibration.trie(request.id, request.grammar, num_ids)
-        ask = RequestCandidates(trie, scheduled.draft_limit, max_depth=depth)
+        trie = served.begin_trie(self.num_ids)
+        ask = RequestCandidates(trie, scheduled.draft_limit, depth)
         item = scheduled.draft_item(limit)
-        return RequestDraft(scheduled, item, ask, served, asked)
+        return RequestDraft(scheduled, item, ask, served, asked, trie, served.acceptance)
 
     def note_targets(self, roots: Sequence[RequestDraft]) -> None:
         """Set how far requests are behind their targets. Only the most urgent priority with late
@@ -463,10 +474,9 @@ class AdaptiveSpeculator:
         """Add a source's candidates."""
         name, start = source.name, perf_counter()
         try:
-            found = source.candidates([root.item for root in roots])
-            for root, candidates in zip(roots, found, strict=True):
-                root.trie.merge(candidates)
-                root.proposed[name] = len(candidates)
+            found = source.add_candidates([r.item for r in roots], [r.trie for r in roots])
+            for root, number in zip(roots, found, strict=True):
+                root.proposed[name] = number
         except KVLost:
             raise
         except BaseException:  # user code may fail, and its errors must not change any text
@@ -570,7 +580,8 @@ class AdaptiveSpeculator:
         extra = seconds - without
         self.row_seconds = extra / num_draft_tokens if num_draft_tokens else 0.0
         # An accepted token spares later steps a root's part of them, but no rows of prompts.
-        roots = without * costs.of(step.without_prompts) / none
+        plain = costs.of(step.without_prompts) if step.prompt_rows else none
+        roots = without * plain / none
         self.saved_per_draft_token = roots / step.num_roots
         self.spec_stats.begin(self.saved_per_draft_token, self.row_seconds)
 
@@ -612,10 +623,9 @@ class AdaptiveSpeculator:
         """
         served, size = root.served, len(root.scheduled.draft)
         served.lately += LATELY * (size - served.lately)
-        tried = {name for name, asked in root.asked.items() if asked.is_trial}
-        tried -= self.estimating_names
+        tried = [name for name, asked in root.asked.items() if asked.is_trial]
         if tried and accepted is not None:
-            names = tried.intersection(root.trie.sources(accepted))
+            names = {*tried}.intersection(root.trie.sources(accepted)) - self.estimating_names
             root.might_save = dict.fromkeys(names, self.saved_per_draft_token)
 
     def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
@@ -703,10 +713,10 @@ class AdaptiveSpeculator:
         self.planner = Planner(self.scheduler.costs)
         self.acceptance.reset()
         self.roots, self.scopes = {}, []
-        for served in self.served.values():
-            served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
         for source in self.sources:
             source.reset()
+        for served in self.served.values():
+            served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
 
 
 def behind(request: Request, now: float, step_seconds: float) -> float:

@@ -26,8 +26,8 @@ class DraftDepthPolicy:
         self.spent = 0.0
         rows, edges = step.rows, costs.edges
         self.sizes = [0, *(edge - rows for edge in edges[bisect_right(edges, rows) :])]
-        self.takes: list[float] = []  # seconds of the target by size, if computed
-        roots = costs.of(step.without_prompts)
+        self.takes = [costs.of(step)]  # seconds of the target by size, if computed
+        roots = costs.of(step.without_prompts) if step.prompt_rows else self.takes[0]
         self.allowed = step.allowed_with_draft(roots)
         self.worth = 0.0  # value of the prompts' rows, in tokens
         if step.prompt_rows:
@@ -40,8 +40,9 @@ class DraftDepthPolicy:
         it.
         """
         place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
-        while len(self.takes) <= place:
-            self.takes.append(self.costs.of(self.step, self.sizes[len(self.takes)]))
+        if len(self.takes) <= place:
+            sizes = self.sizes[len(self.takes) : place + 1]
+            self.takes += self.costs.of_each(self.step, sizes)
         return place
 
     def tokens(self, values: Sequence[float]) -> tuple[list[float], list[float]]:

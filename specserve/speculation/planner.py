@@ -88,7 +88,8 @@ class Trust:
         """Return the ratio, `least` to `most`; 1 before the first step."""
         if self.num_steps == 0:
             return 1.0
-        return min(max(self.saved / self.promised, self.least), self.most)
+        ratio, least, most = self.saved / self.promised, self.least, self.most
+        return least if ratio < least else most if ratio > most else ratio
 
     def add(self, saved: float, promised: float, is_trial: bool = False) -> None:
         """Count a step; that of a trial replaces the earlier ones."""

@@ -212,14 +212,9 @@ class DraftSources(NamedTuple):
     proposed: dict[str, int]
 
     def groups(self, accepted: Sequence[int]) -> SourceGroups:
-        found = dict[tuple[str, ...], tuple[int, int]]()
-        for names in self.sources:
-            found[names] = found.get(names, (0, 0))[0] + 1, 0
-        for node in accepted:
-            names = self.sources[node - 1]
-            number, right = found[names]
-            found[names] = number, right + 1
-        return found
+        sources = self.sources
+        right = [sources[node - 1] for node in accepted]
+        return {n: (sources.count(n), right.count(n)) for n in dict.fromkeys(sources)}
 
 
 def count_error(stats: Stats, name: str) -> None:
@@ -299,12 +294,10 @@ class SpecDecodeStats:
                 if depth >= len(by_depth):
                     by_depth += [0] * (depth + 1 - len(by_depth))
                 by_depth[depth] += 1
-        for name, number in proposed.items():
-            of_source = sums[name]
-            of_source.proposed += number
-            of_source.verified += verified[name]
         counts = self.nothing.copy()
         for name, number in proposed.items():
+            sums[name].proposed += number
+            sums[name].verified += verified[name]
             counts[name] = SourceCounts(number, verified[name], num_accepted[name])
         if not is_tree_asked or not draft.tokens:
             return counts, None

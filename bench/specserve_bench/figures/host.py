@@ -209,7 +209,8 @@ def planning_parts(speculator: AdaptiveSpeculator) -> list[tuple[Any, str, str]]
         (speculator, "timed", "learn"),
         (speculator, "learn", "learn"),
     ]
-    parts += [(source, "candidates", "draft") for source in speculator.sources]
+    # It includes the merge of a source that adds its draft tokens to the tries itself.
+    parts += [(source, "add_candidates", "draft") for source in speculator.sources]
     named = ("grow", "draft"), ("branch", "merge"), ("best", "choose")
     for model_source in speculator.model_sources:
         parts += [(model_source.source, name, phase) for name, phase in named]

@@ -44,6 +44,8 @@ class NgramFunctions(NamedTuple):
     free: Callable[[int], None]
     follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
     propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
+    # source, [n, 6] of id, tokens, how many, limit, trie, number of the source; n, counts
+    add: Callable[[int, int, int, int], None]
     forget: Callable[[int, int], None]  # source, id
     reset: Callable[[int], None]
 
@@ -66,6 +68,7 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
         named(library, "free_ngram_source", None, c_void_p),
         named(library, "follow_text", c_double, *text),
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
+        named(library, "add_ngrams", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "forget_text", None, c_void_p, c_int64),
         named(library, "reset_ngram_source", None, c_void_p),
     )
@@ -176,6 +179,7 @@ class TrieFunctions(NamedTuple):
     drop_shift: Callable[[int, int], None]  # calibrators, source
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
+    clear_trie: Callable[[int], None]
     size: Callable[[int], int]
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
@@ -216,6 +220,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "drop_shift", None, p, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
+        named(library, "clear_trie", None, p),
         named(library, "trie_size", n, p),
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),

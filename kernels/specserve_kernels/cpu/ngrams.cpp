@@ -6,6 +6,11 @@
 #include <unordered_map>
 #include <vector>
 
+// In tries.cpp: add candidates of a source to a trie.
+extern "C" void specserve_merge(void* trie, int64_t source, int64_t n, const int32_t* tokens,
+                                const int32_t* parents, const double* p, const int32_t* expanded,
+                                int64_t below, int32_t* nodes);
+
 namespace {
 
 constexpr int LENGTHS = 4;  // lengths of n-grams: 1 to 4
@@ -22,6 +27,16 @@ struct Text {
   const int32_t* tokens;
   int64_t size;
   int32_t operator[](int64_t i) const { return tokens[i]; }
+};
+
+// A request to propose for: its text, and the trie that gets the draft tokens of this source, which
+// has the number `source` there.
+struct Asked {
+  int64_t id;
+  const int32_t* tokens;
+  int64_t size, limit;
+  void* trie;
+  int64_t source;
 };
 
 struct Match {
@@ -293,3 +308,17 @@ extern "C" int64_t specserve_propose_ngrams(Source* source, int64_t id, const in
 extern "C" void specserve_forget_text(Source* source, int64_t id) { source->forget(id); }
 
 extern "C" void specserve_reset_ngram_source(Source* source) { source->reset(); }
+
+// Propose for `n` requests, and add the draft tokens to their tries; `counts` gets their numbers.
+extern "C" void specserve_add_ngrams(Source* source, const Asked* asked, int64_t n,
+                                     int32_t* counts) {
+  constexpr int ROOM = 2 * MAX_NODES;
+  int32_t tokens[ROOM], parents[ROOM], nodes[ROOM + 1];
+  double scores[ROOM];
+  for (int64_t i = 0; i < n; i++) {
+    const Asked& own = asked[i];
+    Text text{own.tokens, own.size};
+    counts[i] = int32_t(source->propose(own.id, text, own.limit, {tokens, parents, scores}));
+    specserve_merge(own.trie, own.source, counts[i], tokens, parents, scores, nullptr, 0, nodes);
+  }
+}

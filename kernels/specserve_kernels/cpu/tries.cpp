@@ -144,6 +144,18 @@ class Trie {
     push(0, ROOT, 0, 1, 1);
   }
 
+  // Keep the root only, and the room.
+  void clear() {
+    for (auto* column : {&tokens, &parents, &depths, &expanded}) column->clear();
+    p.clear();
+    values.clear();
+    links.clear();
+    listed.clear();
+    asked.clear();
+    is_settled = true;
+    push(0, ROOT, 0, 1, 1);
+  }
+
   int add(int parent, int token, double p, int source) {
     Score score = own.weigh(source, p, depths[parent] + 1);
     int node = child(parent, token);
@@ -585,6 +597,8 @@ extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
 }
 
 extern "C" void specserve_free_trie(Trie* trie) { delete trie; }
+
+extern "C" void specserve_clear_trie(Trie* trie) { trie->clear(); }
 
 extern "C" int64_t specserve_trie_size(const Trie* trie) { return int64_t(trie->tokens.size()); }
 
