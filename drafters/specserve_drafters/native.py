@@ -33,7 +33,6 @@ from specserve_drafters.trie import (
     AcceptancePrior,
     BaseTrie,
     BinCounts,
-    RequestCandidates,
 )
 
 
@@ -95,15 +94,15 @@ class NativeSource(DraftSource):
         return CandidateColumns(self.tokens[:n], self.parents[:n], self.scores[:n], self.name)
 
     def add_candidates(self, items: Sequence[DraftRequest], tries: Sequence[BaseTrie]) -> list[int]:
-        asked, out, num = array("q"), BUFFERS, len(items)
+        fields, num, name = list[int](), len(items), self.name
         for item, its in zip(items, tries, strict=True):
             if not its.handle or its.rules is not None:
                 return super().add_candidates(items, tries)
-            text = item.id, *item.known.buffer_info(), item.limit
-            asked.extend((*text, its.handle, its.number(self.name)))
+            fields += item.id, *item.known.buffer_info(), item.limit, its.handle, its.number(name)
         assert num <= ROOM, "the requests exceed the buffers"
-        self.native.add(self.source, asked.buffer_info()[0], num, out.of_ints[0])
-        return out.ints[0][:num].tolist()
+        asked, counts = array("q", fields), BUFFERS.counts
+        self.native.add(self.source, asked.buffer_info()[0], num, counts.buffer_info()[0])
+        return counts[:num].tolist()
 
     def forget(self, id: int) -> None:
         self.native.forget(self.source, id)
@@ -285,8 +284,9 @@ class Buffers(threading.local):
         self.of_ints = [column.buffer_info()[0] for column in self.ints]  # addresses
         self.of_doubles = self.doubles.buffer_info()[0]
         self.of_codes = self.codes.buffer_info()[0]
-        # Of plans: values, places, nodes, numbers of nodes by request, and expected tokens.
-        self.found = Selection(*(array(code, [0] * ROOM) for code in "dii"))
+        # Of plans: a selection, numbers of nodes by request, and expected tokens.
+        places, nodes = (array("i", [0] * ROOM) for _ in range(2))
+        self.found = Selection(array("d", [0.0] * ROOM), places, nodes)
         self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
         self.sizes = array("d", [0.0] * (2 * SIZES))
         self.columns: Any = None
@@ -297,7 +297,8 @@ class Buffers(threading.local):
         if self.columns is None:
             from specserve_kernels.cpu.drafting import PlanColumns
 
-            own = *self.found, self.counts, self.expected, *self.ints, self.codes, self.sizes
+            own: list[array[Any]] = [*self.found, self.counts, self.expected, *self.ints]
+            own += self.codes, self.sizes
             self.columns = byref(PlanColumns(*(column.buffer_info()[0] for column in own)))
         return self.columns
 
@@ -321,14 +322,11 @@ def columns_of(candidates: Sequence[Candidate]) -> CandidateColumns | None:
     return CandidateColumns(array("i", tokens), array("i", parents), scores, sources[0])
 
 
-def limits_of(asks: Sequence[RequestCandidates]) -> tuple["array[int]", "array[float]"]:
+def limits_of(asks: Sequence[Any]) -> tuple["array[int]", "array[float]"]:
     """Return the tries and limits of requests, and how far each is behind."""
     assert len(asks) <= ROOM, "the requests exceed the buffers"
-    limits, behind = array("q"), array("d")
-    for ask in asks:
-        limits.extend((ask.trie.handle, ask.limit, ask.max_depth))
-        behind.append(ask.behind)
-    return limits, behind
+    limits = [x for ask in asks for x in (ask.trie.handle, ask.limit, ask.max_depth)]
+    return array("q", limits), array("d", [ask.behind for ask in asks])
 
 
 def size_of(fields: "array[float]") -> Size:
@@ -339,7 +337,7 @@ def size_of(fields: "array[float]") -> Size:
 NO_DRAFT = ChosenDraft(Draft(), [], [])
 
 
-def drafts_of(asks: Sequence[RequestCandidates], size: int) -> list[tuple[ChosenDraft, float]]:
+def drafts_of(asks: Sequence[Any], size: int) -> list[tuple[ChosenDraft, float]]:
     """Return the drafts in the buffers, which have `size` draft tokens together."""
     out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
     tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
@@ -458,14 +456,14 @@ class NativeTrie(BaseTrie):
         found = self.native.observe(self.handle, len(after), after.buffer_info()[0])
         return None if found < 0 else found
 
-    def select(self, asks: Sequence[RequestCandidates], most: int) -> Selection:
+    def select(self, asks: Sequence[Any], most: int) -> Selection:
         (limits, behind), out = limits_of(asks), BUFFERS
         addresses = limits.buffer_info()[0], behind.buffer_info()[0]
         given = len(asks), min(most, ROOM), trie.LEAST_VALUE
         return out.selected(self.native.select(*addresses, *given, out.plan))
 
     def weigh(
-        self, asks: Sequence[RequestCandidates], most: int, likely: float, step: Any, costs: Any
+        self, asks: Sequence[Any], most: int, likely: float, step: Any, costs: Any
     ) -> WeighedSizes:
         (limits, behind), out = limits_of(asks), BUFFERS
         addresses = limits.buffer_info()[0], behind.buffer_info()[0]
@@ -475,11 +473,12 @@ class NativeTrie(BaseTrie):
         return WeighedSizes(out.selected(n), known, hoped, drafts_of(asks, known.size))
 
     def cut(
-        self, asks: Sequence[RequestCandidates], found: Selection, size: int, likely: float
+        self, asks: Sequence[Any], found: Selection, size: int, likely: float
     ) -> list[tuple[ChosenDraft, float]]:
         out, (limits, _) = BUFFERS, limits_of(asks)
-        for own, given in zip(out.found, found, strict=True):
-            own[:size] = given[:size]
+        out.found.values[:size] = found.values[:size]
+        out.found.places[:size] = found.places[:size]
+        out.found.nodes[:size] = found.nodes[:size]
         self.native.cut(limits.buffer_info()[0], len(asks), size, likely, out.plan)
         return drafts_of(asks, size)
 

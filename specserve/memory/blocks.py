@@ -315,8 +315,9 @@ class BlockTable:
 
     def missing(self, num_slots: int) -> int:
         """Blocks to allocate before the slots [num_computed, num_slots) can be written."""
-        new = max(0, -(-num_slots // self.block_size) - len(self.blocks))
-        return new + (num_slots > self.num_computed and self.is_copy_due)
+        new = -(-num_slots // self.block_size) - len(self.blocks)
+        is_copied = num_slots > self.num_computed and self.is_copy_due
+        return new + is_copied if new > 0 else int(is_copied)
 
     def try_reserve(self, num_slots: int) -> bool:
         """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are

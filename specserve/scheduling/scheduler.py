@@ -493,7 +493,7 @@ class Scheduler:
         """Return the available blocks, less the blocks that running requests need for known
         tokens.
         """
-        reserved = sum(r.table.missing(len(r.token_ids)) for r in self.running)
+        reserved = sum([r.table.missing(len(r.token_ids)) for r in self.running])
         return self.pool.num_available - reserved
 
     @property
@@ -773,7 +773,7 @@ class Scheduler:
         """
         spare: int | None = None  # it takes a look at all running requests
         for root in roots:
-            table, size = root.request.table, len(root.draft)
+            table, size = root.request.table, len(root.draft.tokens)
             if table.missing(root.end + size) == 0:
                 continue
             held, spare = len(table.blocks), self.num_unreserved if spare is None else spare

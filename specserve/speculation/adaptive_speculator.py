@@ -78,16 +78,6 @@ class ServedRequest:
         accounts = [*(account for _, _, account in self.sources), *self.model_accounts.values()]
         return any(account.may_pay(self.request.id) for account in accounts)
 
-    def begin_trie(self, num_ids: int | None) -> BaseTrie:
-        """Return the request's trie without draft tokens. Tokens are below `num_ids`."""
-        request = self.request
-        if self.trie is None:
-            self.trie = self.calibration.trie(request.id, None, num_ids)
-        else:
-            self.trie.clear()
-        self.trie.rules = request.grammar
-        return self.trie
-
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
         self.acceptance, account = acceptance, acceptance.account
@@ -97,6 +87,16 @@ class ServedRequest:
         self.sources = [(source, name, account(name)) for name, source in each]
         self.trie: BaseTrie | None = None  # of the latest step
         self.model_accounts = {name: account(name) for name in self.models}
+
+    def begin_trie(self, num_ids: int | None) -> BaseTrie:
+        """Return the request's trie without draft tokens. Tokens are below `num_ids`."""
+        request = self.request
+        if self.trie is None:
+            self.trie = self.calibration.trie(request.id, None, num_ids)
+        else:
+            self.trie.clear()
+        self.trie.rules = None if request.text is None else request.text.grammar
+        return self.trie
 
 
 class RequestDraft(msgspec.Struct, eq=False):
@@ -179,7 +179,7 @@ class AdaptiveSpeculator:
         self.scopes: list[AcceptanceStats] = []  # of its roots
         self.roots: dict[int, RequestDraft] = {}  # by request
         self.part = 0.0  # seconds that an accepted draft token saves, expected
-        self.row_share = self.log_share = 0.0  # time of a row, relative to that, and its logarithm
+        self.row_share = 0.0  # time of a row, relative to that
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -238,8 +238,9 @@ class AdaptiveSpeculator:
             acceptance.num_roots += 1
             if acceptance.is_paused:
                 continue
-            if item.request.grammar is not None:
-                self.constrain(served, item.request.grammar)
+            text = item.request.text
+            if text is not None and text.grammar is not None:
+                self.constrain(served, text.grammar)
             if self.part == 0.0:
                 self.weigh_tokens()
             if item.draft_limit and (asked := self.asked(served)):
@@ -254,7 +255,6 @@ class AdaptiveSpeculator:
         roots = costs.of(step.without_prompts) if step.prompt_rows else none
         self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
         self.row_share = min([(seconds - none) / size for seconds, size in rows]) / self.part
-        self.log_share = log(self.row_share) if self.row_share > 0 else 0.0
 
     def promise(self, expected: float) -> float:
         """Return the seconds that draft tokens save beyond the time of their rows, if so many are
@@ -264,7 +264,7 @@ class AdaptiveSpeculator:
         if p <= share:
             return 0.0
         # Those whose probability, a power of p, is above what a row takes
-        number = MAX_NODES if share <= 0 else min(ceil(self.log_share / log(p)) - 1, MAX_NODES)
+        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
         return self.part * (expected * (1 - p**number) - number * share)
 
     def constrain(self, served: ServedRequest, grammar: Rules) -> None:
@@ -302,7 +302,7 @@ class AdaptiveSpeculator:
                     asked[name] = AskedSource(account.all, True, promised)
         if asked or self.asks_always or best > served.acceptance.planning:
             asked |= unsure
-        else:  # planning would take more time than it saves, but only planning shows that
+        elif unsure:  # planning would take more time than it saves, but only planning shows that
             accounts = served.acceptance.accounts
             due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
             asked |= {name: one._replace(is_trial=True) for name, one in due.items()}
@@ -342,7 +342,7 @@ class AdaptiveSpeculator:
         step.spent = self.asking + growing
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
-        self.cut(roots, self.plan)
+        self.cut(roots, asks, self.plan)
         if self.alone is not None:
             self.alone.last = self.plan, self.step
 
@@ -373,13 +373,13 @@ class AdaptiveSpeculator:
         """
         outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
         more = dict[str, float]()  # parts of the step that only trials lose, by source
-        nobody = dict.fromkeys(self.extending_names)
+        nobody, accounts = dict.fromkeys(self.extending_names), acceptance.accounts
         for root in roots:
             each = planning / len(root.asked)
             for name, asked in (nobody | root.asked).items():
                 if name in self.model_names or (asked is None and name not in root.taken):
                     continue
-                account = acceptance.account(name)
+                account = accounts.get(name) or acceptance.account(name)
                 taken = root.taken.get(name, 0.0) + (0.0 if asked is None else each)
                 is_trial = asked is not None and asked.is_trial
                 if not is_trial:
@@ -553,18 +553,18 @@ class AdaptiveSpeculator:
         model_source.seconds = taken - model_source.catching_up
         self.spec_stats.took(name, taken)
 
-    def cut(self, roots: Sequence[RequestDraft], plan: Plan) -> None:
+    def cut(
+        self, roots: Sequence[RequestDraft], asks: Sequence[RequestCandidates], plan: Plan
+    ) -> None:
         """Build the plan's drafts, and reserve their slots."""
         chosen = list[ScheduledRequest]()
-        for root, (found, expected) in zip(
-            roots, plan.cut([root.ask for root in roots]), strict=True
-        ):
+        for root, (found, expected) in zip(roots, plan.cut(asks), strict=True):
             if found.nodes:
                 root.scheduled.draft, root.nodes, root.sources = found
                 root.expected = expected
                 chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
-        plan.rows = self.step.rows + sum(len(scheduled.draft) for scheduled in chosen)
+        plan.rows = self.step.rows + sum([len(scheduled.draft.tokens) for scheduled in chosen])
 
     def timed(self, seconds: float) -> None:
         plan, step, self.verified = self.plan, self.step, seconds
@@ -621,7 +621,7 @@ class AdaptiveSpeculator:
         """Update the request's average draft size, and note the sources on trial whose first token
         was right: `accepted` is its node.
         """
-        served, size = root.served, len(root.scheduled.draft)
+        served, size = root.served, len(root.scheduled.draft.tokens)
         served.lately += LATELY * (size - served.lately)
         tried = [name for name, asked in root.asked.items() if asked.is_trial]
         if tried and accepted is not None:
@@ -631,7 +631,7 @@ class AdaptiveSpeculator:
     def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
         """Count the draft's tokens by source, and notify the sources."""
         draft, request = root.scheduled.draft, root.scheduled.request
-        sources = root.sources[: len(draft)]
+        sources = root.sources[: len(draft.tokens)]
         draft_sources = DraftSources(draft, sources, root.proposed)
         groups = draft_sources.groups(accepted)
         is_tree_asked = request.sampling.return_speculation_details

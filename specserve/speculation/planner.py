@@ -448,12 +448,14 @@ def best_of(
     """Return the size with the highest rate; `gains` holds each size's expected draft tokens."""
     spent, worth, allowed = step.spent, 0.0, inf
     tokens = [step.root_tokens + gain for gain in gains]
-    takes = [spent + seconds for seconds in costs.of_each(step, sizes, is_hopeful)]
+    none = costs.of(step, 0, is_hopeful)  # exactly: of several sizes, it may differ by rounding
+    each_size = none, *costs.of_each(step, sizes[1:], is_hopeful)
+    takes = [spent + seconds for seconds in each_size]
     if step.prompt_rows or step.allowed < inf:
         roots = costs.of(step.without_prompts, 0, is_hopeful)
         allowed = step.allowed_with_draft(roots)
         if step.prompt_rows and step.num_roots:
-            worth = prefill_value(costs.of(step, 0, is_hopeful) - roots, tokens, takes)
+            worth = prefill_value(none - roots, tokens, takes)
     each = zip(tokens, takes, strict=True)
     rates = [(t + worth) / s if s <= allowed else 0.0 for t, s in each]
     best = rates.index(max(rates))  # no draft token, if nothing is allowed

@@ -291,9 +291,10 @@ class SpecDecodeStats:
         for depth, node in enumerate(accepted):
             for name in sources[node - 1]:
                 by_depth = sums[name].accepted_at
-                if depth >= len(by_depth):
-                    by_depth += [0] * (depth + 1 - len(by_depth))
-                by_depth[depth] += 1
+                try:
+                    by_depth[depth] += 1
+                except IndexError:  # the first draft token that was accepted so deep
+                    by_depth += [0] * (depth - len(by_depth)) + [1]
         counts = self.nothing.copy()
         for name, number in proposed.items():
             sums[name].proposed += number
