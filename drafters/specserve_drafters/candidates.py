@@ -225,7 +225,7 @@ class Selection(NamedTuple):
         return found
 
 
-class Size(NamedTuple):
+class Size(msgspec.Struct, frozen=True):
     """A number of draft tokens for a step."""
 
     size: int

@@ -272,7 +272,6 @@ class NativeCalibrators:
 
 
 ROOM = 1 << 12  # draft tokens of a step that are selected
-SIZES = 4  # values of a `Size`
 
 
 class Buffers(threading.local):
@@ -288,7 +287,7 @@ class Buffers(threading.local):
         places, nodes = (array("i", [0] * ROOM) for _ in range(2))
         self.found = Selection(array("d", [0.0] * ROOM), places, nodes)
         self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
-        self.sizes = array("d", [0.0] * (2 * SIZES))
+        self.sizes = array("d", [0.0] * 8)  # of two `Size`
         self.columns: Any = None
 
     @property
@@ -329,18 +328,13 @@ def limits_of(asks: Sequence[Any]) -> tuple["array[int]", "array[float]"]:
     return array("q", limits), array("d", [ask.behind for ask in asks])
 
 
-def size_of(fields: "array[float]") -> Size:
-    size, gain, seconds, rate = fields
-    return Size(int(size), gain, seconds, rate)
-
-
 NO_DRAFT = ChosenDraft(Draft(), [], [])
 
 
 def drafts_of(asks: Sequence[Any], size: int) -> list[tuple[ChosenDraft, float]]:
     """Return the drafts in the buffers, which have `size` draft tokens together."""
     out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
-    tokens, parents, numbers, order = (column[:size].tolist() for column in out.ints)
+    tokens, parents, numbers, order = [column[:size].tolist() for column in out.ints]
     codes = out.codes[:size]
     for ask, count, expected in zip(asks, out.counts, out.expected, strict=False):
         if not count:
@@ -469,8 +463,14 @@ class NativeTrie(BaseTrie):
         addresses = limits.buffer_info()[0], behind.buffer_info()[0]
         given = len(asks), min(most, ROOM), trie.LEAST_VALUE, likely, byref(step), byref(costs)
         n = self.native.weigh(*addresses, *given, out.plan)
-        known, hoped = size_of(out.sizes[:SIZES]), size_of(out.sizes[SIZES:])
-        return WeighedSizes(out.selected(n), known, hoped, drafts_of(asks, known.size))
+        size, gain, seconds, rate, *hoped = out.sizes
+        known = Size(int(size), gain, seconds, rate)
+        return WeighedSizes(
+            out.selected(n),
+            known,
+            Size(int(hoped[0]), *hoped[1:]),
+            drafts_of(asks, known.size),
+        )
 
     def cut(
         self, asks: Sequence[Any], found: Selection, size: int, likely: float

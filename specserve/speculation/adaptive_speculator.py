@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil, log
 from time import perf_counter
-from typing import NamedTuple
 
 import msgspec
 
@@ -45,7 +44,7 @@ from specserve_drafters.tenants import PerTenant
 from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
 
 
-class AskedSource(NamedTuple):
+class AskedSource(msgspec.Struct):
     """A source, or a model, that is asked for a request in a step."""
 
     share: SavedShare
@@ -305,7 +304,9 @@ class AdaptiveSpeculator:
         elif unsure:  # planning would take more time than it saves, but only planning shows that
             accounts = served.acceptance.accounts
             due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
-            asked |= {name: one._replace(is_trial=True) for name, one in due.items()}
+            for one in due.values():
+                one.is_trial = True
+            asked |= due
         if served.model_accounts and served.request.num_output:
             for name, account in served.model_accounts.items():
                 self.ask_by_share(asked, id, name, account)
@@ -343,8 +344,8 @@ class AdaptiveSpeculator:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, asks, self.plan)
-        if self.alone is not None:
-            self.alone.last = self.plan, self.step
+        if (alone := self.alone) is not None:
+            alone.last = self.plan, self.step
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
@@ -360,7 +361,7 @@ class AdaptiveSpeculator:
             for model_source in self.model_sources:
                 self.settle_model(model_source, roots, planning)
         considered = [acceptance for acceptance in self.scopes if not acceptance.is_paused]
-        each = self.considering / max(sum(one.num_roots for one in considered), 1)
+        each = self.considering / max(sum([one.num_roots for one in considered]), 1)
         for acceptance in considered:
             acceptance.settle(self.part * acceptance.num_roots, each * acceptance.num_roots)
         self.scopes = []
@@ -422,7 +423,7 @@ class AdaptiveSpeculator:
             outcomes, more = list[tuple[SavedShare, float, bool]](), lost * len(own) / part
             account = acceptance.account(name)
             for root in own:
-                share, is_trial, _ = root.asked[name]
+                share, is_trial = root.asked[name].share, root.asked[name].is_trial
                 usual = COLD * level if is_trial else level
                 more += (level - usual) / part
                 if model_source.model.is_catching_up(root.scheduled):

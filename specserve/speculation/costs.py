@@ -410,8 +410,11 @@ class StepCosts:
         per_token, per_row, per_request = self.added
         added = per_token * step.context + per_row * step.attended + per_request * step.requests
         per_draft = per_row * step.root_context / max(step.num_roots, 1)
-        last, slowdown = len(by_rows) - 1, self.slowdown
-        return [(by_rows[min(rows + n, last)] + added + n * per_draft) * slowdown for n in sizes]
+        last, slowdown = len(by_rows) - 1 - rows, self.slowdown
+        return [
+            (by_rows[rows + (n if n < last else last)] + added + n * per_draft) * slowdown
+            for n in sizes
+        ]
 
     def are_known(self, step: "Step", sizes: Iterable[int]) -> bool:
         """Return whether steps with so many draft tokens were all measured."""
