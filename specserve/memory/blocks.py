@@ -307,17 +307,17 @@ class BlockTable:
     @property
     def is_copy_due(self) -> bool:
         """Whether the next slot is in a block that is not writable: shared, or with a key."""
-        place = self.num_computed // self.block_size
-        if place >= len(self.blocks):
-            return False
-        block = self.blocks[place]
-        return self.pool.counts[block] > 1 or self.pool.keys[block] is not None
+        is_held = self.num_computed // self.block_size < len(self.blocks)
+        return is_held and self.missing(self.num_computed + 1) > 0
 
     def missing(self, num_slots: int) -> int:
         """Blocks to allocate before the slots [num_computed, num_slots) can be written."""
-        new = -(-num_slots // self.block_size) - len(self.blocks)
-        is_copied = num_slots > self.num_computed and self.is_copy_due
-        return new + is_copied if new > 0 else int(is_copied)
+        blocks, size, computed = self.blocks, self.block_size, self.num_computed
+        new, place, num_copied = -(-num_slots // size) - len(blocks), computed // size, 0
+        if num_slots > computed and place < len(blocks):  # see `is_copy_due`
+            block, pool = blocks[place], self.pool
+            num_copied += pool.counts[block] > 1 or pool.keys[block] is not None
+        return new + num_copied if new > 0 else num_copied
 
     def try_reserve(self, num_slots: int) -> bool:
         """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are

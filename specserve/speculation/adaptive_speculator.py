@@ -164,7 +164,6 @@ class AdaptiveSpeculator:
         self.observing = [source for source in sources if source.learns_drafts]
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
         self.estimating_names = {source.name for source in sources if source.is_estimating}
-        self.extending_names = [source.name for source in self.extending]
         self.model_names = {source.name for source in model_sources}
         self.make_stats = partial(
             AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
@@ -374,14 +373,11 @@ class AdaptiveSpeculator:
         """
         outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
         more = dict[str, float]()  # parts of the step that only trials lose, by source
-        nobody, accounts = dict.fromkeys(self.extending_names), acceptance.accounts
         for root in roots:
             each = planning / len(root.asked)
-            for name, asked in (nobody | root.asked).items():
-                if name in self.model_names or (asked is None and name not in root.taken):
-                    continue
-                account = accounts.get(name) or acceptance.account(name)
-                taken = root.taken.get(name, 0.0) + (0.0 if asked is None else each)
+            for name, taken in root.taken.items():
+                account, asked = acceptance.account(name), root.asked.get(name)
+                taken += 0.0 if asked is None else each
                 is_trial = asked is not None and asked.is_trial
                 if not is_trial:
                     acceptance.gain += root.credit.get(name, 0.0) - taken

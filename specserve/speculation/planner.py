@@ -96,7 +96,8 @@ class Trust:
         if self.num_steps == 0:
             self.saved, self.promised, self.num_steps = promised, promised, round(0.5 / self.rate)
         self.num_steps = 1 if is_trial else self.num_steps + 1
-        rate = max(1 / self.num_steps, self.rate)
+        first = 1 / self.num_steps
+        rate = first if first > self.rate else self.rate
         self.saved += rate * (saved - self.saved)
         self.promised += rate * (promised - self.promised)
 
