@@ -98,6 +98,7 @@ class NativeSource(DraftSource):
         for item, its in zip(items, tries, strict=True):
             if not its.handle or its.rules is not None:
                 return super().add_candidates(items, tries)
+            assert 0 <= item.limit <= MAX_NODES, "the limit exceeds the buffers"
             fields += item.id, *item.known.buffer_info(), item.limit, its.handle, its.number(name)
         assert num <= ROOM, "the requests exceed the buffers"
         asked, counts = array("q", fields), BUFFERS.counts

@@ -110,10 +110,14 @@ class Cell:
         if self.point is None and len(self.samples) < KNOWN:
             return False
         before, rank = self.point, len(self.samples) * RANK // WINDOW
-        found = sorted(self.samples, key=lambda s: s.seconds - s.added(by))[rank]
+        reading, attending, asking = by  # see `Sample.added`: a step needs this of all samples
+        of_rows = [s - (reading * c + attending * a + asking * r) for c, a, r, s in self.samples]
+        found = self.samples[sorted(range(len(of_rows)), key=of_rows.__getitem__)[rank]]
+        if found is before:
+            return False
         if before is not None:
-            change = found.of_rows(by) - before.of_rows(by)
-            if abs(change) <= CHANGED * before.of_rows(by):
+            usual = before.of_rows(by)
+            if abs(found.of_rows(by) - usual) <= CHANGED * usual:
                 return False
         self.point = found
         return True
@@ -377,8 +381,8 @@ class StepCosts:
         """
         if rows == 0:
             return 0.0
-        if attended is None:
-            attended = alike(rows, context, requests)
+        if attended is None:  # see `alike`
+            attended = rows * context / (requests if requests > 1 else 1)
         by_rows = self.least_by_rows if is_hopeful else self.by_rows
         of_rows = by_rows[rows] if rows < len(by_rows) else by_rows[-1]
         per_token, per_row, per_request = self.added
@@ -467,12 +471,13 @@ class StepCosts:
         return sample._replace(seconds=sample.seconds + longer * of_rows)
 
     def learn(self, rows: int, sample: Sample) -> None:
-        bucket, key = self.buckets[self.edges[self.bucket(rows)]], key_of(rows, sample)
-        cell, before = bucket.cells.get(key), bucket.point(key)
+        place, key = self.bucket(rows), key_of(rows, sample)
+        bucket = self.buckets[self.edges[place]]
+        cell = bucket.cells.get(key)
+        before = None if cell is None else cell.point
         if cell is not None and cell.is_trusted:  # otherwise it shows the cost of context
             # Slower steps of fewer rows may have raised the estimate, which shows nothing about
             # load.
-            place = self.bucket(rows)
             expected = min(self.by_edge[place], bucket.estimate) + sample.added(self.added)
             self.compare(sample.seconds / expected)
         sample = sample._replace(seconds=sample.seconds / self.slowdown)
@@ -488,8 +493,9 @@ class StepCosts:
     def is_wrong(self, rows: int, sample: Sample) -> bool:
         """Return whether a step shows that stored costs are wrong on this machine."""
         bucket = self.buckets[self.edges[self.bucket(rows)]]
-        kept = bucket.kept + sample.added(self.added)
-        return bucket.contradicts(sample.seconds / kept) if bucket.kept else False
+        if not bucket.kept or not bucket.unproven:
+            return False
+        return bucket.contradicts(sample.seconds / (bucket.kept + sample.added(self.added)))
 
     def forget_stale(self) -> None:
         """Drop edges with few, old steps. If these were slow by chance, plans have avoided the edge
@@ -698,7 +704,9 @@ def alike(rows: int, context: float, requests: int) -> float:
 
 def is_sound(sample: Sample) -> bool:
     """Return whether a sample is a plausible measurement; NaN is not."""
-    return all(0 <= value < 1e15 for value in sample) and LEAST_SECONDS <= sample.seconds < 1e6
+    context, attended, requests, seconds = sample
+    is_sound = 0 <= context < 1e15 and 0 <= attended < 1e15 and 0 <= requests < 1e15
+    return is_sound and LEAST_SECONDS <= seconds < 1e6
 
 
 def in_order(

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from time import perf_counter
 
@@ -39,7 +40,7 @@ class DraftDepthPolicy:
         """Return the index of the right edge for `num` draft tokens, and compute the times up to
         it.
         """
-        place = min(bisect_left(self.sizes, num), len(self.sizes) - 1)
+        place = bisect_left(self.sizes, num, hi=len(self.sizes) - 1)
         if len(self.takes) <= place:
             sizes = self.sizes[len(self.takes) : place + 1]
             self.takes += self.costs.of_each(self.step, sizes)
@@ -59,6 +60,7 @@ class DraftDepthPolicy:
         """Find the best plan of the existing candidates."""
         (tokens, takes), spent = self.tokens(self.values), self.spent
         rates = [t / (spent + s) for t, s in zip(tokens, takes, strict=True)]
+        self.sum = sum(self.values)
         self.rate = max(rates)
         best = rates.index(self.rate)
         self.expected = tokens[best]  # tokens of the best plan, including the value of prompt rows
@@ -79,7 +81,7 @@ class DraftDepthPolicy:
         place = self.place(self.best + len(more))
         if self.expected + gain > self.rate * (spent + self.takes[place]):
             return True
-        most = self.step.root_tokens + sum(self.values) + gain + self.worth
+        most = self.step.root_tokens + self.sum + gain + self.worth
         if most <= self.rate * (spent + self.takes[0]):
             return False
         tokens, takes = self.tokens(sorted([*self.values, *more]))
@@ -119,7 +121,7 @@ class DraftDepthPolicy:
         bucket.
         """
         # Upper bound: the gain of all levels in the time of one. Usually it is too low already.
-        most = self.step.root_tokens + sum(self.values) + self.worth + sum(reach) / (1 - hold)
+        most = self.step.root_tokens + self.sum + self.worth + sum(reach) / (1 - hold)
         if most <= self.rate * (self.spent + once + level + self.takes[0]):
             return False
         more, spent = list[float](), once
@@ -203,7 +205,8 @@ class DraftDepthController:
 
     def next(self, reach: Sequence[float]) -> int:
         left = self.max_depth - self.num_levels
-        size = self.growth.size(reach, HOLD, left, lambda n: self.seconds(self.model.costs, n, 1))
+        seconds = partial(self.seconds, self.model.costs, requests=1)
+        size = self.growth.size(reach, HOLD, left, seconds)
         if self.tried and self.num_levels < TRIED:
             size = max(size, min(1, len(reach)))
         self.begin([*range(size)], size)

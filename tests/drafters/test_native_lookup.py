@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from specserve_drafters import DraftRequest, lookup
 from specserve_drafters.lookup import NgramSource
-from specserve_drafters.native import NativeSource, ngram_source
+from specserve_drafters.native import NativeCalibration, NativeSource, ngram_source
 from specserve_kernels.cpu import BuildError, build
+from tests.drafters.test_grammar import Texts
 
 # Those of `lookup` that may bound what a short text needs; FEW is Python's alone.
 BOUNDS = {
@@ -63,6 +64,9 @@ def test_both_promise_and_draft_the_same_however_texts_grew(steps, bounds):
             if limit is not None:
                 items = [DraftRequest(id, text, limit, 0.0, 0)]
                 same([[*found] for found in source.candidates(items)] for source in sources)
+                tries = [NativeCalibration().trie(id, num_ids=2) for _ in sources]
+                same(s.add_candidates(items, [t]) for s, t in zip(sources, tries, strict=True))
+                same((trie.tokens, trie.parents, trie.p) for trie in tries)
             if what == "forget":
                 texts[id] = array("i")
                 for source in sources:
@@ -70,6 +74,17 @@ def test_both_promise_and_draft_the_same_however_texts_grew(steps, bounds):
             if what == "reset":
                 for source in sources:
                     source.reset()
+
+
+def test_draft_tokens_of_several_requests_are_added_at_once():
+    texts = [array("i", [1, 2, 3, 4, 1, 2]), array("i", [9, 8]), array("i", [5, 6, 5])]
+    items = [DraftRequest(id, text, 4, 0.0, 0) for id, text in enumerate(texts)]
+    for rules in (None, Texts([3, 4])):  # tries with rules take them one by one
+        tries = [NativeCalibration().trie(item.id) for item in items]
+        tries[0].rules = rules
+        assert NativeSource().add_candidates(items, tries) == [4, 0, 4]
+        assert tries[0].tokens[1:] == ([3, 4, 1, 2] if rules is None else [3, 4])
+        assert len(tries[1]) == 0 and tries[2].tokens[1:] == [6, 5, 6, 5]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 300])

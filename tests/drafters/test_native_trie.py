@@ -121,6 +121,26 @@ def test_both_select_and_learn_the_same_whatever_is_proposed(steps):
         same(calibration.counts() for calibration in both)
 
 
+@given(events)
+def test_a_cleared_trie_is_as_a_new_one(event):
+    """Also if it had other nodes, scores and questions."""
+    tries = []
+    for calibration in (Calibration(PRIOR), NativeCalibration(PRIOR)):
+        used, new = (calibration.trie(id, event["rules"], event["num_ids"]) for id in range(2))
+        used.merge([Candidate(0, ROOT, 0.5, "a"), Candidate(1, 1, 0.5, "b")])
+        used.ask(ROOT, "model")
+        used.merge([Candidate(0, ROOT, 0.9, "b")])  # it is not settled
+        used.num_continued = 1
+        used.clear()
+        assert used.num_continued == 0
+        tries.append((used, new))
+    for pair in tries:
+        grown(pair, event)
+        same(trie.settle() for trie in pair)
+    grown([new for _, new in tries], {"merges": [], "model": None})
+    same(used.observe(event["after"]) for used, _ in tries)
+
+
 def test_columns_are_merged_as_their_rows_are():
     found = CandidateColumns(
         array("i", [5, 6, 9, 7]), array("i", [0, 1, 1, 3]), array("d", [0.5, nan, 0.2, 0.9]), "a"

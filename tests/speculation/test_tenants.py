@@ -50,9 +50,9 @@ class Predicted(PredictionSource):
 class Repeated(PerTenantSource):
     clock = None
 
-    def candidates(self, items):
+    def add_candidates(self, items, tries):
         self.clock.now += TAKES[self.name] * len(items)
-        return super().candidates(items)
+        return super().add_candidates(items, tries)
 
 
 class Recycled(RecycleSource):
@@ -200,3 +200,13 @@ def test_a_plan_is_reported_to_whom_all_of_its_step_was(target, clock, text):
         engine.step()
     assert own is not None and engine.speculator.tell(told).plan == own
     assert engine.speculator.tell(replace(told, tenant=2)).plan is None
+
+
+def test_running_requests_use_the_new_statistics_after_a_reset(target, clock, text):
+    engine = engine_of(target, clock, text)
+    id = engine.add(PROMPT, GREEDY).id
+    engine.step()
+    engine.speculator.reset()
+    [own] = [source for source in engine.speculator.sources if source.name == "ngram"]
+    used = {name: source for source, name, _ in engine.speculator.served[id].sources}
+    assert used["ngram"] is own.serving(id)
