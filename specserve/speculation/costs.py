@@ -571,12 +571,15 @@ class StepCosts:
             hoped = min(hoped, self.least_by_edge[i], self.by_edge[i])
             self.least_by_edge[i] = hoped
         self.by_rows, self.least_by_rows = map(self.spread, (self.by_edge, self.least_by_edge))
-        self.columns = columns_of(self)
+        self.columns: drafting.CostColumns | None = None  # only plans of the target need them
 
     @property
     def native(self) -> drafting.CostColumns:
         """Return the estimates for code in C++, until the next change."""
         found = self.columns
+        if found is None:
+            with self.lock:  # no step of another engine may change them meanwhile
+                found = self.columns = columns_of(self)
         found.per_token, found.per_row, found.per_request = self.added
         found.slowdown = self.slowdown
         return found

@@ -203,7 +203,7 @@ def test_a_plan_is_reported_to_whom_all_of_its_step_was(target, clock, text):
 
 
 def test_running_requests_use_the_new_statistics_after_a_reset(target, clock, text):
-    engine = engine_of(target, clock, text)
+    engine = engine_of(target, clock, text, names=["ngram"])
     id = engine.add(PROMPT, GREEDY).id
     engine.step()
     engine.speculator.reset()
