@@ -429,6 +429,13 @@ class ServerConfig(Section, frozen=True):
             "admin calls"
         ),
     ] = None
+    open_dashboard: Annotated[
+        bool,
+        about(
+            "whether clients without an API key may read /metrics, /metrics/history, /v1/models "
+            "and /v1/speculation, which the page /dashboard shows"
+        ),
+    ] = False
     allow_no_keys: Annotated[
         bool,
         about(
