@@ -160,10 +160,11 @@ function send(content) {
 
 async function reply(asked) {
   const { messages } = current;
-  const made = boxOf({ role: "assistant", content: "" }, messages.length);
+  const message = { role: "assistant", content: "" };
+  const made = boxOf(message, messages.length);
   at("messages").append(made.box);
   at("log").scrollTop = at("log").scrollHeight;
-  const mine = new Reply(current, made, { onChoose: choose, onFirst: () => say("") });
+  const mine = new Reply(current, message, made, { onChoose: choose, onFirst: () => say("") });
   const say = (text) => running === mine && current === mine.one && status(text);
   running = mine;
   replies.push(mine);

@@ -167,7 +167,6 @@ function codeBlock({ language, lines }, emit) {
   const text = lines.map((line) => line.text).join("\n");
   const code = element("code", {});
   lines.forEach((line, i) => {
-    // With the line's end, which belongs to a token, too.
     code.append(...emit(line.at, line.at + line.text.length));
     if (i + 1 < lines.length) code.append("\n");
   });

@@ -11,12 +11,10 @@ import { TextView } from "./text_view.js";
 const SAVE_EVERY = 500; // ms between two writes of a partial response
 
 export class Reply {
-  // one: the conversation, whose last message is the question.
-  constructor(one, made, { onChoose, onFirst }) {
-    this.one = one;
-    this.made = made;
+  // one: the conversation, whose last message is the question; message: the response to fill.
+  constructor(one, message, made, { onChoose, onFirst }) {
+    Object.assign(this, { one, message, made });
     this.messages = one.messages;
-    this.message = { role: "assistant", content: "" };
     this.control = new AbortController();
     this.onFirst = onFirst;
     this.isDropped = false; // the conversation was edited or deleted

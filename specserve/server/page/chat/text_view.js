@@ -16,7 +16,7 @@ export class TextView {
   // box: the element of the text. onChoose(answer, step, element | null) runs for chosen tokens.
   constructor(box, { onChoose = () => {}, isFollowed = false, hasColors = false } = {}) {
     Object.assign(this, { box, onChoose, isFollowed, hasColors, answer: null });
-    Object.assign(this, { stable: 0, isDue: false, next: 0, drawn: "" });
+    Object.assign(this, { stable: 0, isDue: false, next: 0, drawn: "", open: null });
     this.listening = new AbortController();
     const { signal } = this.listening;
     box.addEventListener("click", (e) => this.choose(e.target.closest(".token"), true), { signal });
@@ -57,8 +57,8 @@ export class TextView {
     this.drawn = answer.text;
     const blocks = blocksOf(linesOf(answer.text, this.stable));
     const made = blocks.map((block) => this.built(block));
-    for (const old of box.querySelectorAll(":scope > .open")) old.remove();
-    made.at(-1)?.classList.add("open");
+    if (blocks.length) this.open?.remove();
+    if (blocks.length) this.open = made.at(-1);
     box.append(...made);
     this.stable = blocks.at(-1)?.at ?? this.stable;
     if (this.hasColors && !box.querySelector("[tabindex='0'].token")) {
@@ -76,7 +76,7 @@ export class TextView {
   // Draw all of it again, for example after a change of the colors.
   again(hasColors = this.hasColors) {
     this.isDue = false;
-    Object.assign(this, { hasColors, stable: 0, drawn: "" });
+    Object.assign(this, { hasColors, stable: 0, drawn: "", open: null });
     this.box.replaceChildren();
     if (this.answer) this.draw();
   }
@@ -84,7 +84,6 @@ export class TextView {
   end() {
     this.isDue = false;
     this.draw();
-    for (const old of this.box.querySelectorAll(":scope > .open")) old.classList.remove("open");
   }
 
   close() {

@@ -29,7 +29,7 @@ export function memoryWords(card) {
   return parts.join(" · ");
 }
 
-// What would make responses faster: {text, command}; null if a draft model or head is in use.
+// Advice for faster responses: {text, command}; null if a draft model or head is in use.
 export function speedAdvice(card) {
   const sources = card.sources ?? [];
   if (card.row_invariant === false) {
