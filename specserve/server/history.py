@@ -23,7 +23,7 @@ QUERY: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-class Sample(msgspec.Struct, frozen=True):
+class MetricsSample(msgspec.Struct, frozen=True):
     """The load at one time, and figures of the seconds before it.
 
     at              Unix time in seconds
@@ -67,7 +67,7 @@ class MetricsHistory(msgspec.Struct, frozen=True):
 
     now: float
     interval_seconds: float
-    samples: list[Sample]
+    samples: list[MetricsSample]
     step_rows: dict[int, int]
 
 
@@ -84,7 +84,7 @@ class History:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
+        self.samples: deque[MetricsSample] = deque(maxlen=NUM_SAMPLES)
 
     async def run(self) -> None:
         while True:
@@ -97,7 +97,7 @@ class History:
         metrics.settle()
         window, metrics.window = metrics.window, Window()
         report = metrics.report
-        sample = Sample(
+        sample = MetricsSample(
             at=round(now, 3),
             running=0 if report is None else report.num_running,
             waiting=0 if report is None else report.num_waiting,

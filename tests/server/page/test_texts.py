@@ -7,7 +7,7 @@ from tests.server.page.visit import COMPLETE, QUESTION
 TEXT = "document.querySelector('.message.assistant .text')"
 MARKDOWN = """# Title
 
-Some **bold**, *italic*, ~~old~~ and `code` with [a link](https://example.com/a).
+Some **bold**, *italic*, \\*a* \\_b_, ~~old~~ and `code` with [a link](https://example.com/a).
 
 - one
 - two

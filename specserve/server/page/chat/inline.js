@@ -54,11 +54,11 @@ class Inline {
     const add = (place, node, end) => {
       nodes.push(...this.plain(begin, place), ...(node ? [node] : []));
       begin = end;
-      return end;
     };
     for (let i = from; i < to;) {
       const found = depth < MAX_DEPTH ? this.nodeAt(i, to, depth) : null;
-      i = found ? add(i, found.node, found.end) : i + this.step(i);
+      if (found) add(i, found.node, found.end);
+      i = found ? found.end + (found.node ? 0 : 1) : i + this.step(i); // not into an escaped sign
     }
     nodes.push(...this.plain(begin, to));
     return nodes;
@@ -79,7 +79,7 @@ class Inline {
       case "!": return this.text[i + 1] === "[" ? this.link(i + 1, i, to, depth) : null;
       case "h": return this.bare(i, to);
       case "\\": return /[!-/:-@[-`{-~]/.test(this.text[i + 1] ?? "")
-        ? { node: null, end: i + 1, isEscape: true } : null;
+        ? { node: null, end: i + 1 } : null;
       default: return null;
     }
   }

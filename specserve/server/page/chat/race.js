@@ -87,9 +87,8 @@ class Lane {
 
   beginReplay() {
     this.newView(() => {});
-    const { tokens, text } = this.answer;
     this.part = Object.create(this.answer, { text: { value: "", writable: true } });
-    Object.assign(this, { all: text, number: 0, ends: tokens });
+    Object.assign(this, { all: this.answer.text, number: 0 });
   }
 
   // Show the response at `ms` after its start.

@@ -4,7 +4,7 @@ import { colorOf, namesOf } from "../shared/drafters.js";
 import { at, element } from "../shared/dom.js";
 import { blocksOf, build, linesOf } from "./markdown.js";
 
-const NEAR = 120, SHARE = 0.3; // px from the end; maximum share of time for drawing
+const NEAR = 40, SHARE = 0.3; // px from the end; maximum share of time for drawing
 
 // Show a text without drafting data.
 export function showText(box, text) {
