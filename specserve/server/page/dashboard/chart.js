@@ -33,7 +33,7 @@ export class Chart {
     this.box = element("section", { className: "panel", "aria-label": title },
       element("header", {}, element("h2", { text: title, title: help }), this.values),
       this.plot,
-      element("footer", {}, element("span", { text: "15 min ago" }),
+      element("footer", {}, element("span", { text: "-15 min" }),
         element("span", { className: "keys" }, ...legend), element("span", { text: "now" })));
     this.plot.onpointermove = (event) => {
       const { left, width } = this.plot.getBoundingClientRect();
