@@ -20,7 +20,7 @@ def test_the_dashboard_shows_what_the_server_does(visit, demo):
     demo.post("/v1/chat/completions", body)
     here = visit("dashboard")
     page = here.page
-    page.wait_for_selector(".panel[aria-label=TTFT] .line")
+    page.wait_for_selector(".panel[aria-label=TTFT] .line", state="attached")
     assert page.locator("#charts .panel[aria-label] h2").all_text_contents() == TITLES
     for title, unit in ("TTFT", "ms"), ("TPOT", "ms"), ("Throughput", "tokens/s"):
         chart = panel(page, title)
