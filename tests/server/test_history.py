@@ -3,6 +3,7 @@
 import pytest
 from starlette.testclient import TestClient
 
+from specserve.config import ServerConfig
 from specserve.exchange.messages import Report, Stats, StepOutput
 from specserve.server.history import EVERY, NUM_SAMPLES, History, percentile_ms
 from specserve.server.metrics import Metrics
@@ -82,3 +83,8 @@ def test_the_dashboards_data_is_open_only_if_the_server_allows_it(tmp_path):
     assert opened.get("/v1/models").status_code != 401
     assert opened.get("/v1/models/x").status_code == 401
     assert opened.post("/v1/chat/completions", json={}).status_code == 401
+
+
+def test_an_open_dashboard_without_keys_is_an_error():
+    with pytest.raises(ValueError, match=r"open_dashboard = true needs server\.api_key_file"):
+        ServerConfig(open_dashboard=True)
