@@ -92,6 +92,21 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "moe_k": 2,
         "moe_intermediate_size": 32,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_hidden_layers": 3,
+        "block_multiple_of": 32,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.3,
@@ -176,6 +191,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "rope_parameters": MROPE,
         },
+    ),
+    "qwen3_5_vision": (
+        "qwen3_5",
+        QWEN_VISION,
+        FAMILIES["qwen3_5"] | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
     ),
     "glm4v": ("glm4v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm46v": ("glm46v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),

@@ -485,6 +485,43 @@ FAMILIES = {
         windowed="pattern",
         rotated="windowed if any",
     ),
+    "Lfm2ForCausalLM": Family(
+        models="LFM2 and LFM2.5, dense: 350M, 700M, 1.2B, 2.6B",
+        defaults=LLAMA
+        | {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "full_attn_idxs": None,
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 65536,
+        },
+        keys=ConfigKeys(norm_eps="norm_eps"),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        recurrent="short_conv",
+        renamed={
+            ".operator_norm.": ".input_layernorm.",
+            ".ffn_norm.": ".post_attention_layernorm.",
+            ".feed_forward.w1.": ".mlp.gate_proj.",
+            ".feed_forward.w3.": ".mlp.up_proj.",
+            ".feed_forward.w2.": ".mlp.down_proj.",
+            ".self_attn.out_proj.": ".self_attn.o_proj.",
+            ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+            ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+            "model.embedding_norm.": "model.norm.",
+        },
+    ),
     "Qwen3MoeForCausalLM": Family(
         models="Qwen 3 with experts: 30B-A3B and others",
         defaults=LLAMA
@@ -729,6 +766,36 @@ FAMILIES = {
     ),
 }
 
+QWEN35 = Family(
+    models="Qwen 3.5, dense, as text models",
+    defaults=QWEN2
+    | {
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "sliding_window": None,
+        "vocab_size": 248320,
+    },
+    mlp_bias=False,
+    qk_norm="heads",
+    adds_one=True,
+    rotates_a_share=True,
+    rope_names={"mrope": "default"},
+    recurrent="gated_delta",
+    gates_attention=True,
+)
+FAMILIES |= {
+    "Qwen3_5ForCausalLM": QWEN35,
+}
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
 QWEN25_VL = replace(
@@ -827,6 +894,9 @@ MULTIMODAL = {
     "Qwen3VLMoeForConditionalGeneration": Multimodal(
         models="Qwen 3 VL with experts: 30B-A3B and others",
         texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal(
+        models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}
     ),
     "Glm4vForConditionalGeneration": Multimodal(
         models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}

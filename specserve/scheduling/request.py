@@ -217,11 +217,13 @@ class Request(msgspec.Struct, eq=False):
 
     def fork_followers(self) -> "list[Request]":
         """Share the computed prompt with the followers, and return them. The last prompt token is
-        left out, because each follower computes it for its first output.
+        left out, because each follower computes it for its first output. Followers with a
+        recurrent state look the prompt up instead, because a fork has no state of its own.
         """
         forked, self.followers = self.followers, []
         for request in forked:
-            request.table.fork(self.table, self.num_prompt - 1)
+            if not self.table.state.size:
+                request.table.fork(self.table, self.num_prompt - 1)
         return forked
 
     def detach(self) -> "Request | None":
@@ -257,6 +259,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     end: int
     draft_limit: int = 0
     draft: Draft = Draft()
+    first_kept: int = 0  # place of the first draft token's inputs of recurrent ops
     scores: list[TokenLogprobs] = []  # logprobs of prompt tokens in this step
     pooled: bytes = b""  # the prompt's vector, float32, once a request in pooling is complete
 

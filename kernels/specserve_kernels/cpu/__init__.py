@@ -11,9 +11,12 @@ from specserve_kernels.cpu.ops import (
     add_gated,
     all_gather,
     attention,
+    causal_conv,
     copy,
+    delta_rule,
     embed,
     experts,
+    gate,
     layer_norm,
     linear,
     linear_add,
@@ -26,6 +29,7 @@ from specserve_kernels.cpu.ops import (
     prepack_experts,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
@@ -63,12 +67,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -91,6 +99,7 @@ __all__ = [
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -111,6 +120,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 
