@@ -20,6 +20,14 @@ from transformers.utils import logging
 
 PAD, EOS = "<|pad|>", "<|end|>"
 
+GATED_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the family apart
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -100,12 +108,23 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
     },
     "qwen3_5": {
         "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_hidden_layers": 3,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        **GATED_DELTA,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **GATED_DELTA,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **GATED_DELTA,
     },
     "granite": {
         "model_type": "granite",
@@ -197,6 +216,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION,
         FAMILIES["qwen3_5"] | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
     ),
+    "qwen3_5_moe_vision": (
+        "qwen3_5_moe",
+        QWEN_VISION,
+        FAMILIES["qwen3_5_moe"] | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
+    ),
     "glm4v": ("glm4v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm46v": ("glm46v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm4v_moe": (
@@ -205,6 +229,9 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "glm4v_moe_text"} | GLM_ROPE | GLM_MOE,
     ),
 }
+
+# Families with layers that have a state
+RECURRENT = {"lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_vision", "qwen3_5_moe_vision"}
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -793,8 +793,50 @@ QWEN35 = Family(
     recurrent="gated_delta",
     gates_attention=True,
 )
+QWEN35_EXPERTS = QWEN35.defaults | {
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN35_MOE = replace(
+    QWEN35,
+    models="Qwen 3.5 with experts, as text models",
+    defaults=QWEN35_EXPERTS,
+    experts=ExpertStyle(
+        width="moe_intermediate_size",
+        number=256,
+        normalizes=True,
+        shared_width="shared_expert_intermediate_size",
+        stacked=StackedNames(is_transposed=False),
+    ),
+)
 FAMILIES |= {
+    "Qwen3NextForCausalLM": replace(
+        QWEN35,
+        models="Qwen3-Next 80B-A3B",
+        defaults=QWEN35_EXPERTS
+        | {
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "vocab_size": 151936,
+        },
+        rope_names={},
+        has_joined_inputs=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=512,
+            shared_width="shared_expert_intermediate_size",
+        ),
+    ),
     "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35_MOE,
 }
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
@@ -897,6 +939,10 @@ MULTIMODAL = {
     ),
     "Qwen3_5ForConditionalGeneration": Multimodal(
         models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        models="Qwen 3.5 with experts: 35B-A3B and others",
+        texts={"qwen3_5_moe_text": QWEN35_MOE},
     ),
     "Glm4vForConditionalGeneration": Multimodal(
         models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}

@@ -165,7 +165,9 @@ def open_reader(
         show_text_model(checkpoint)
     is_bare = show_as_causal(checkpoint)
     show_renamed(checkpoint, config.family.renamed)
-    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
+    # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
+    num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
+    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))
     if config.mixture is not None:
         part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)

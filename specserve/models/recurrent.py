@@ -1,4 +1,7 @@
-"""Recurrent layers in config.json: which layers they are, and their sizes. Does not import torch."""
+"""Recurrent layers in config.json: which layers they are, and their sizes.
+
+Does not import torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,10 +60,7 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def input_names(self) -> list[str]:
         """Names of the maps of a layer's inputs, which kernels use as one map."""
-        if self.is_interleaved:
-            parts = ["qkvz", "ba"]
-        else:
-            parts = ["qkv", "z", "b", "a"]
+        parts = ["qkvz", "ba"] if self.is_interleaved else ["qkv", "z", "b", "a"]
         return [f"linear_attn.in_proj_{part}" for part in parts]
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -48,6 +48,10 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -300,7 +304,8 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
         getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
     )
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
-        assert getattr(got, name) == getattr(want, name), name
+        if (want.model_type, name) != ("lfm2", "intermediate_size"):  # its MLP derives its width
+            assert getattr(got, name) == getattr(want, name), name
     assert got.max_positions == longest_text(fields.get("text_config", fields), want)
     assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
     assert got.tied == getattr(want, "tie_word_embeddings", False)

@@ -5,6 +5,7 @@ the accepted ones later, with the same operations in the same order.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ def _unit(x: Tensor) -> Tensor:
 def _requests(plan: RowsPlan) -> Iterator[RequestRows]:
     rows = plan.rows
     borders = rows.qo_indptr.tolist()
-    for b, (first, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for b, (first, end) in enumerate(pairwise(borders)):
         masks = rows.mask[first:end].tolist()
         parents = [
             (mask & ((1 << i) - 1)).bit_length() - 1 if mask else i - 1
