@@ -164,6 +164,7 @@ class Layer(NamedTuple):
     conv: ShortConvWeights | None = None
     delta: DeltaWeights | None = None
     gate: Any = None  # packed [H D, hidden]: a gate of attention's results; None: no gate
+    gate_bias: Tensor | None = None
 
     @property
     def num_states(self) -> int:
@@ -386,7 +387,9 @@ class Decoder:
         c, q = self.config, self.write(layer, h, cache, plan, qkv)
         scores = c.score_scale, layer.window, c.score_cap, layer.sinks
         out = self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
-        return out if layer.gate is None else self.ops.gate(out, self.ops.linear(h, layer.gate))
+        if layer.gate is None:
+            return out
+        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias))
 
     def recur(self, layer: Layer, h: Tensor, states: tuple[StateLayer, ...], plan: Any) -> Tensor:
         """The results of a layer's recurrent ops."""

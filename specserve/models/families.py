@@ -793,7 +793,8 @@ QWEN35 = Family(
     recurrent="gated_delta",
     gates_attention=True,
 )
-QWEN35_EXPERTS = QWEN35.defaults | {
+QWEN35_EXPERTS = {
+    **QWEN35.defaults,
     "decoder_sparse_step": 1,
     "hidden_size": 2048,
     "intermediate_size": 5632,

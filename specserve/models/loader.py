@@ -464,11 +464,12 @@ def read_attention(
 ) -> dict[str, Any]:
     qkv = [f"{layer}.{name}" for name in config.qkv_names]
     shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
-    out, gate = f"{layer}.self_attn.o_proj", None
+    out, gate = f"{layer}.self_attn.o_proj", dict[str, Any]()
     if config.family.gates_attention:
-        gate = reader.read_weight(qkv[0], rows=rows_of_gate(config))
-    return {
-        "gate": gate,
+        of_gate = rows_of_gate(config)
+        gate["gate"] = reader.read_weight(qkv[0], rows=of_gate)
+        gate["gate_bias"] = reader.read_bias(qkv[0], rows=of_gate)
+    return gate | {
         "window": config.windows[index],
         "rotary": table,
         "qk_norm": read_qk_norm(reader, config, layer),

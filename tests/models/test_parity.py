@@ -141,7 +141,7 @@ CASES = {  # family, what departs from its tiny checkpoint
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, as many key heads, a bias": (
         "qwen3_5",
-        {"linear_num_key_heads": 4, "attention_bias": True, "num_key_value_heads": 4},
+        {"linear_num_value_heads": 2, "attention_bias": True, "num_key_value_heads": 4},
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),

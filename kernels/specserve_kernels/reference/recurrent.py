@@ -116,8 +116,8 @@ class HeadInputs(NamedTuple):
 def _head_inputs(qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer) -> HeadInputs:
     """Each row is computed alone, so that its bits depend on no other row."""
     (Dk, Dv), Hv, Hk = state.shape, len(state.places), params.num_k_heads
-    q, k, v = qkv.float().split([Hk * Dk, Hk * Dk, Hv * Dv])
-    z, b, a = x[len(qkv) :].float().split([Hv * Dv, Hv, Hv])
+    q, k, v = torch.split(qkv.float(), [Hk * Dk, Hk * Dk, Hv * Dv])
+    z, b, a = torch.split(x[len(qkv) :].float(), [Hv * Dv, Hv, Hv])
     q, k = (_unit(each.view(Hk, Dk)).repeat_interleave(Hv // Hk, 0) for each in (q, k))
     decay = (params.rate * softplus(a + params.dt_bias)).exp()
     return HeadInputs(q, torch.cat([k.flatten(), v, decay, b.sigmoid()]), z)
@@ -152,7 +152,8 @@ def _updated(S: Tensor, kept: Tensor, h: int, Hv: int) -> Tensor:
     k, v = kept[h * Dk :][:Dk], kept[Hv * Dk + h * Dv :][:Dv]
     decay, beta = kept[Hv * (Dk + Dv) :].view(2, Hv)[:, h]
     S = S * decay
-    return S + k[:, None] * ((v - k @ S) * beta)
+    change: Tensor = k[:, None] * ((v - k @ S) * beta)
+    return S + change
 
 
 def _unit(x: Tensor) -> Tensor:
