@@ -208,8 +208,7 @@ class Engine:
     ) -> list[StepOutput]:
         """Keep the KV of accepted nodes, append the tokens to requests, release unused blocks."""
         for item in scheduled:
-            item.request.table.num_computed = item.end
-            item.request.table.state.publish_snapshot(item.request.table, item.request.token_ids)
+            item.count_rows()
         for item, path in zip(sampled, paths, strict=True):
             if path.nodes:
                 item.request.table.keep_nodes(item.end - 1, path.nodes)
@@ -254,9 +253,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        request.publish()
-        if request.table.state.size:
-            self.replay(item, path.nodes)
+        self.scheduler.publish(item, path.nodes)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
@@ -273,13 +270,6 @@ class Engine:
             request.draft_table.trim()
         kind = {"is_root": is_root, "is_fallback": is_fallback}
         return token_output(item, path, counts, reason, **kind)
-
-    def replay(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
-        """Let the next launch advance the request's recurrent state by accepted nodes."""
-        table, tokens = item.request.table, item.request.token_ids
-        places = [item.first_kept + node - 1 for node in nodes]
-        spare = self.scheduler.num_spare if table.state.ends_block(table, item.end) else 0
-        table.state.replay(table, tokens, item.end, places, spare)
 
     def end_pooled(self, item: ScheduledRequest) -> StepOutput:
         """End a request whose prompt was pooled; it fails if its vector is not finite."""

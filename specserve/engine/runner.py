@@ -16,7 +16,7 @@ from torch import Tensor
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
 from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
-from specserve.memory.states import Replay
+from specserve.memory.states import StateReplay
 from specserve.models.decoder import LoadedModel
 from specserve.scheduling import ScheduledRequest
 from specserve.scheduling.text_state import (
@@ -686,7 +686,7 @@ def update_arena(ops: Ops, arena: Arena, updates: KVUpdates) -> None:
         host.load(blocks, updates.loads)
 
 
-def replays_of(replays: Sequence[Replay], size: int) -> Replays:
+def replays_of(replays: Sequence[StateReplay], size: int) -> Replays:
     """Return replays as the op takes them."""
     none, begins = [0] * size, [0, *accumulate(len(r.places) for r in replays)]
     columns: Sequence[Sequence[Any]] = (

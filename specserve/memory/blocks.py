@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.memory.states import Replay, RequestState
+from specserve.memory.states import RequestState, StateReplay
 
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
@@ -89,7 +89,7 @@ class KVUpdates(NamedTuple):
     stores: list[tuple[int, int]]
     copies: list[tuple[int, int]]
     loads: list[tuple[int, int]]
-    replays: Sequence[Replay] = ()
+    replays: Sequence[StateReplay] = ()
 
     def __bool__(self) -> bool:
         return any(self)
@@ -113,7 +113,7 @@ class PendingUpdates:
         self.stores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.loads: list[tuple[int, int]] = []
-        self.replays: list[Replay] = []
+        self.replays: list[StateReplay] = []
 
     def __bool__(self) -> bool:
         others = self.stores, self.copies, self.loads, self.replays
@@ -123,7 +123,7 @@ class PendingUpdates:
         assert not self.copies, "a launch would run this move before the earlier copies"
         self.moves[model] += slots
 
-    def replay(self, replay: Replay) -> None:
+    def replay(self, replay: StateReplay) -> None:
         assert not self.copies, "a launch would run this replay before the earlier copies"
         self.replays.append(replay)
 
@@ -448,15 +448,14 @@ class BlockTable:
     def match(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by all blocks that the prefix cache finds, if its last block is full.
 
-        At most `spare` of these blocks may be cached, i.e. held by no table.
+        At most `spare` of these blocks may be cached, i.e. held by no table. Tables with a
+        recurrent state use `match_checkpoint` instead.
         """
+        assert self.state.size == 0, "the state of a prefix is missing"
         if not self.blocks:
             self.epoch = self.pool.num_resets
         place = len(self.blocks)
         if place * self.block_size != self.num_computed:
-            return
-        if self.state.size:
-            self.state.match(self, token_ids, spare)
             return
         for block in self.find(token_ids):
             spare -= self.pool.counts[block] == 0

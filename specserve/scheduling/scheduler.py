@@ -11,6 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.memory.blocks import BlockPool, PendingUpdates
+from specserve.memory.checkpoints import (
+    advance_state,
+    begin_snapshot,
+    chunk_end,
+    due_checkpoints,
+    ends_block,
+)
 from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import Load
 from specserve.scheduling.request import Request, ScheduledRequest
@@ -758,15 +765,27 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.end > chunk.start]
         for chunk in chunks:
             table, tokens = chunk.request.table, chunk.request.token_ids
-            if table.state.borders(table, tokens, chunk.end):
-                table.state.begin_snapshot(table, tokens, chunk.end, self.num_spare)
+            if due_checkpoints(table, tokens, chunk.end):
+                begin_snapshot(table, tokens, chunk.end, self.num_spare)
         return chunks
+
+    def publish(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
+        """Publish a request's full blocks after its tokens were appended. The next launch advances
+        its recurrent state, if there is one, by the accepted nodes.
+        """
+        item.request.publish()
+        table = item.request.table
+        if table.state.size == 0:
+            return
+        places = [item.first_kept + node - 1 for node in nodes]
+        spare = self.num_spare if ends_block(table, item.end) else 0
+        advance_state(table, item.request.token_ids, item.end, places, spare)
 
     def grow(self, chunk: ScheduledRequest, rows: int) -> int:
         """Add rows to a chunk if tokens and blocks suffice; return how many were added."""
         request, table = chunk.request, chunk.request.table
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
-        end = max(begin, table.state.chunk_end(table, request.token_ids, end))
+        end = max(begin, chunk_end(table, request.token_ids, end))
         if end == begin:
             return 0
         while table.missing(end) > self.pool.num_available:

@@ -13,7 +13,9 @@ from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.sampling_params import BeamSearch, Sampling
-from specserve.memory.states import RequestState
+from specserve.memory.checkpoints import next_checkpoint
+from specserve.memory.states import StateReplay
+from specserve.scheduling import scheduler
 from specserve_drafters import Draft
 from specserve_kernels import cpu
 from tests.checkpoints import tiny_checkpoint
@@ -129,14 +131,14 @@ def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens(target, sc
     """The output's last checkpoint is within a block of its end."""
     first = Case(prompt(70), greedy(40))
     want = plain(target, [first])[0]
-    engine = engine_for(target, None, Scripted(script, [want]))
-    assert texts_of(engine, [first]) == [want]
     second = Case([*want, *prompt(9, 5)], greedy(12))
-    engine.speculator.drafter.truth = {1: plain(target, [second])[0]}
+    after = plain(target, [second])[0]
+    engine = engine_for(target, None, Scripted(script, [want, after]))
+    assert texts_of(engine, [first]) == [want]
     request = engine.add(second.prompt, second.sampling)
     while not engine.is_idle:
         engine.step()
-    assert request.token_ids.tolist() == plain(target, [second])[0]
+    assert request.token_ids.tolist() == after
     assert request.num_cached >= (len(want) - 1) // 16 * 16 - 16
 
 
@@ -196,23 +198,23 @@ def test_nothing_leaks_over_many_requests(target):
     assert len(engine.pool.free) == engine.pool.num_blocks
 
 
-def left_out(replays):
+def left_out(places):
     return []
 
 
-def twice(replays):
-    return [r._replace(places=[*r.places, *r.places]) for r in replays]
+def twice(places):
+    return [*places, *places]
 
 
-def in_reverse(replays):
-    return [r._replace(places=r.places[::-1]) for r in replays]
+def in_reverse(places):
+    return places[::-1]
 
 
-def of_rejected_nodes(replays):
-    return [r._replace(places=[*r.places, r.places[-1] + 1]) for r in replays if r.places]
+def with_a_rejected_node(places):
+    return [*places, places[-1] + 1] if places else places
 
 
-MUTANTS = [left_out, twice, in_reverse, of_rejected_nodes]
+MUTANTS = [left_out, twice, in_reverse, with_a_rejected_node]
 
 
 def wrong_half(truth, limit):
@@ -229,7 +231,7 @@ def test_a_wrong_replay_changes_the_text(target, mutant, monkeypatch):
     right_form = runner.replays_of
 
     def replays_of(replays, size):
-        return right_form(mutant(replays), size)
+        return right_form([r._replace(places=mutant(r.places)) for r in replays], size)
 
     assert texts_of(engine, scenario) == want, "without a mutant"
     engine.reset_cache()
@@ -241,25 +243,25 @@ def test_a_wrong_replay_changes_the_text(target, mutant, monkeypatch):
 def test_a_copy_before_its_replay_changes_the_text(target, monkeypatch):
     """A checkpoint of output must have the accepted draft tokens before it."""
 
-    def early(self, table, token_ids, end, places, spare):
+    def early(table, token_ids, end, places, spare):
         border = table.num_computed // table.block_size * table.block_size
-        blocks = self.next_checkpoint(table, token_ids, border, spare) if border >= end else []
+        blocks = next_checkpoint(table, token_ids, border, spare) if border >= end else []
         if places or blocks:
-            at = 0 if blocks else -1
-            replay = runner.Replay([*self.blocks], places, at, blocks)
+            replay = StateReplay([*table.state.blocks], places, 0 if blocks else -1, blocks)
             table.pool.updates.replay(replay)
 
     changed = 0
     for is_mutant in (False, True):
         if is_mutant:
-            monkeypatch.setattr(RequestState, "replay", early)
+            monkeypatch.setattr(scheduler, "advance_state", early)
         for seed in range(4):
-            first = Case(prompt(41 + seed, seed), greedy(40))
+            first = Case(prompt(41 + seed, seed), greedy(60))
             want = plain(target, [first])[0]
-            engine = engine_for(target, None, Scripted(right, [want]), max_nodes=5)
+            second = Case([*want, *prompt(9, 5)], replace(greedy(40), temperature=1.0))
+            after = plain(target, [second])[0]
+            engine = engine_for(target, None, Scripted(right, [want, after]), max_nodes=15)
             texts_of(engine, [first])
-            second = Case([*want, *prompt(9, 5)], greedy(12))
-            changed += texts_of(engine, [second]) != plain(target, [second])
+            changed += texts_of(engine, [second]) != [after]
         assert bool(changed) == is_mutant
 
 
