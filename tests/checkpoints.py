@@ -110,6 +110,16 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "model_type": "qwen3_5_text",
         **GATED_DELTA,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.7,
+    },
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe_text",
         "num_experts": 6,
@@ -231,7 +241,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 # Families with layers that have a state
-RECURRENT = {"lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_vision", "qwen3_5_moe_vision"}
+RECURRENT = {
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_5_vision",
+    "qwen3_5_moe_vision",
+}
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -246,7 +264,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # wide enough that greedy output varies from prompt to prompt
 }
 
-CORRECTION = "e_score_correction_bias"  # a parameter, or a buffer
+CORRECTIONS = "e_score_correction_bias", "expert_bias"  # a parameter, or a buffer
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -323,7 +341,7 @@ def random_model(config: Any, seed: int, kind: Any = None) -> Any:
             if parameter.dim() == 1 or name.endswith("_norm.weight"):  # some norms have 2
                 parameter += 0.2 * torch.randn_like(parameter)
         for name, tensor in model.state_dict().items():  # the others are zeros
-            if name.endswith(CORRECTION) and not tensor.any():
+            if name.endswith(CORRECTIONS) and not tensor.any():
                 tensor += 0.2 * torch.randn_like(tensor)
     return model.eval()
 

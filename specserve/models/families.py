@@ -766,6 +766,7 @@ FAMILIES = {
     ),
 }
 
+LFM2 = FAMILIES["Lfm2ForCausalLM"]
 QWEN35 = Family(
     models="Qwen 3.5, dense, as text models",
     defaults=QWEN2
@@ -818,6 +819,36 @@ QWEN35_MOE = replace(
     ),
 )
 FAMILIES |= {
+    "Lfm2MoeForCausalLM": replace(
+        LFM2,
+        models="LFM2 and LFM2.5 with experts: 8B-A1B, 24B-A2B",
+        defaults={
+            **LFM2.defaults,
+            "block_auto_adjust_ff_dim": False,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+        },
+        renamed={
+            **LFM2.renamed,
+            ".feed_forward.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=32,
+            is_sigmoid=True,
+            correction="expert_bias",
+            factor="routed_scaling_factor",
+            stacked=StackedNames(is_transposed=False),
+        ),
+    ),
     "Qwen3NextForCausalLM": replace(
         QWEN35,
         models="Qwen3-Next 80B-A3B",

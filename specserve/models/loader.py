@@ -58,7 +58,17 @@ LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a hea
 # Endings of the names of tensors that are kept in float32.
 CONV = "conv.conv.weight", "conv.conv.bias"  # of a recurrent layer
 DELTA = "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"
-WIDE = ("norm.weight", "norm.bias", *CONV, *DELTA, SINKS, SCORE, "e_score_correction_bias", *ALPHAS)
+WIDE = (
+    "norm.weight",
+    "norm.bias",
+    *CONV,
+    *DELTA,
+    SINKS,
+    SCORE,
+    "e_score_correction_bias",
+    "expert_bias",
+    *ALPHAS,
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")

@@ -122,6 +122,8 @@ def short_conv_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if found.get(other) is not None:
             found[name] = found[other]
+    if "num_dense_layers" in found:
+        found["first_k_dense_replace"] = found["num_dense_layers"]
     if found["layer_types"] is None and found["full_attn_idxs"] is not None:
         attention = found["full_attn_idxs"]
         found["layer_types"] = [

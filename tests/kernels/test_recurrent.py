@@ -205,3 +205,17 @@ def test_a_replay_of_no_tokens_only_copies_the_state(ops, kind):
     before = bytes_of(state, OWN)
     ops.replay((state,), replays([], 0, blocks))
     assert equal(before, bytes_of(state, OWN)) and equal(before, bytes_of(state, blocks))
+
+
+@each_kind
+@CPU_BUILDS
+def test_a_later_snapshot_may_be_in_the_blocks_of_an_earlier_replay(ops, kind):
+    """The earlier request has ended, so its blocks are free."""
+    op, other = KINDS[kind](ops), [20, 21, 22, 23]
+    state, x = op.state(), op.inputs(10)
+    for blocks, rows in ((OWN, x[:5]), (other, x[5:])):
+        op.run(rows, state, rows_of(Req(0, 5), committed=[4], blocks=[blocks]))
+    ints = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    ends = ints([OWN, other]), ints([0, 1, 2]), ints([0, 0]), ints([-1, 1])
+    ops.replay((state,), Replays(*ends, ints([[0] * 4, OWN[::-1]])))
+    assert equal(bytes_of(state, other), bytes_of(state, OWN[::-1]))

@@ -49,6 +49,7 @@ MODEL_TYPES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -236,6 +237,7 @@ REFUSED = {  # by transformers
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
     "Lfm2ForCausalLM": re.compile("as many KV heads"),
+    "Lfm2MoeForCausalLM": re.compile("as many KV heads"),
     **dict.fromkeys(
         (
             *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),

@@ -138,6 +138,7 @@ CASES = {  # family, what departs from its tiny checkpoint
         "lfm2",
         {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "lfm2_moe": ("lfm2_moe", {}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, as many key heads, a bias": (
         "qwen3_5",

@@ -398,13 +398,16 @@ void specserve_delta_rule(const void* args, const Step& step, Team& team) {
               : delta<float>(a, *step.rows, i / heads, i % heads);
 }
 
-// Threads divide the pieces of all states. A thread replays its pieces in the given order.
+// Threads divide the pieces of all states. One replay follows the other, because the snapshot of a
+// later one may be in the blocks of an earlier one, whose request has ended.
 void specserve_replay(const void* args, const Step&, Team& team) {
   const Replays& a = *(const Replays*)args;
-  int64_t count = 0;
-  for (int64_t l = 0; l < a.num_states; l++)
-    for (int64_t number = 0; number < a.states[l]->num_pieces; number++)
-      if (count++ % team.size == team.id)
-        for (int64_t m = 0; m < a.num_replays; m++) replay_piece(a, m, *a.states[l], number);
+  for (int64_t m = 0; m < a.num_replays; m++) {
+    if (m > 0) team.wait();
+    int64_t count = 0;
+    for (int64_t l = 0; l < a.num_states; l++)
+      for (int64_t number = 0; number < a.states[l]->num_pieces; number++)
+        if (count++ % team.size == team.id) replay_piece(a, m, *a.states[l], number);
+  }
 }
 }
