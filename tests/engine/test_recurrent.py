@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from specserve.config import load_config
 from specserve.engine import runner
 from specserve.engine.build import assemble
-from specserve.engine.pool_plan import Models
+from specserve.engine.pool_plan import Models, pool_words
+from specserve.engine.tuning import choose_threads, measure
 from specserve.errors import ConfigError, RequestError
 from specserve.exchange.sampling_params import BeamSearch, Sampling
 from specserve.memory.checkpoints import next_checkpoint
@@ -196,6 +197,22 @@ def test_nothing_leaks_over_many_requests(target):
     assert len(engine.pool.checkpoint_of) <= len(engine.pool.cached)
     engine.reset_cache()
     assert len(engine.pool.free) == engine.pool.num_blocks
+
+
+def test_start_up_reports_the_size_of_a_state(target):
+    engine = engine_for(target)
+    size, config = engine.target.arena.state_size, load_config(None, {})
+    mib = size * engine.pool.block_bytes / 2**20
+    assert f"A recurrent state takes {mib:.2f} MiB" in pool_words(config, engine.pool, size)
+
+
+def test_steps_are_measured_with_states(target):
+    engine, config = engine_for(target), load_config(None, {"model.threads": 1})
+    choose_threads(engine.target, engine.pool, config, 288)
+    assert (
+        measure(engine.target, engine.pool, engine.scheduler.costs, config, 288) != "not measured"
+    )
+    assert engine.pool.is_whole
 
 
 def left_out(places):
