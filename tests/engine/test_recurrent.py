@@ -1,6 +1,7 @@
 """Models with a recurrent state: the promise, prefix hits by checkpoints, and wrong replays."""
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -8,14 +9,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from specserve.config import load_config
-from specserve.engine import runner
+from specserve.engine import loading, runner
 from specserve.engine.build import assemble
 from specserve.engine.pool_plan import Models, pool_words
 from specserve.engine.tuning import choose_threads, measure
 from specserve.errors import ConfigError, RequestError
+from specserve.exchange.messages import ResumeState
+from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import BeamSearch, Sampling
 from specserve.memory.checkpoints import next_checkpoint
 from specserve.memory.states import StateReplay
+from specserve.models.selection import Drafters
 from specserve.scheduling import scheduler
 from specserve_drafters import Draft
 from specserve_kernels import cpu
@@ -141,6 +145,20 @@ def test_the_next_turn_of_a_conversation_computes_only_its_new_tokens(target, sc
         engine.step()
     assert request.token_ids.tolist() == after
     assert request.num_cached >= (len(want) - 1) // 16 * 16 - 16
+
+
+def test_a_request_resumes_in_another_engine(target):
+    """As after the end of an engine process: the other engine computes the state again."""
+    case = Case(prompt(40), greedy(30))
+    want = plain(target, [case])[0]
+    for k in (1, 7, 8, 9, 29):
+        engine = engine_for(target, None, Scripted(bush, [want]))
+        resume = ResumeState(want[40 : 40 + k])
+        [request] = engine.add_choices(case.prompt, [case.sampling], resume=resume)
+        while not engine.is_idle:
+            engine.step()
+            engine.check()
+        assert request.token_ids.tolist() == want
 
 
 def test_a_repeated_prompt_is_found_up_to_its_last_full_block(target):
@@ -303,3 +321,11 @@ def test_a_recurrent_draft_model_is_refused(target):
 def test_beam_search_is_refused(target):
     with pytest.raises(RequestError, match="beam search is not supported"):
         engine_for(target).add([1, 2], replace(greedy(4), beam_search=BeamSearch()))
+
+
+def test_a_build_without_recurrent_ops_is_refused(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path, "lfm2")
+    monkeypatch.setattr(loading, "load_ops", lambda config: SimpleNamespace(has_recurrent=False))
+    config = load_config(None, {"model.path": str(folder), "drafter.name": "none"})
+    with pytest.raises(ConfigError, match=r"run on CPUs only\. Set model\.device = 'cpu'"):
+        loading.load_models(config, Drafters(("none",)), None, Phases(), [])
