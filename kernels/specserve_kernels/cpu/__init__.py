@@ -4,18 +4,17 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
-    add_gated,
     all_gather,
     attention,
     causal_conv,
     copy,
     delta_rule,
     embed,
-    experts,
     gate,
     layer_norm,
     linear,
@@ -26,7 +25,6 @@ from specserve_kernels.cpu.ops import (
     move_kv,
     plan,
     prepack,
-    prepack_experts,
     quantize,
     receive,
     replay,
@@ -34,7 +32,6 @@ from specserve_kernels.cpu.ops import (
     rms_norm_add,
     rms_norm_columns,
     rope_write_kv,
-    route,
     sample,
     scale,
     send,
@@ -55,7 +52,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
-from specserve_kernels.reference.ranks import join
+from specserve_kernels.reference.ranks import join, put_columns
 
 __all__ = [
     "BuildError",
@@ -94,6 +91,7 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
