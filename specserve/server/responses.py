@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
+from specserve.server.body import FRONTENDS, NO_OP, REFUSED, Body, BodyKind, Effort, read
 from specserve.server.chat import Conversation, begin, fit_to_template, read_message, read_options
 from specserve.server.completion import ChoiceDelta, LiveCompletion, ServedModel, Service, arrival
 from specserve.server.formatter import statistics, usage_of
@@ -149,6 +149,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "store": (False,),
         "truncation": ("disabled",),
     }
+    passed: ClassVar[set[str]] = FRONTENDS | {"client_metadata"}  # coding agents send it
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
         "best_of": "a response has one choice",
         "conversation": STORED,
