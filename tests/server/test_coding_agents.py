@@ -106,7 +106,7 @@ def test_a_coding_agent_repairs_a_program(agent, tmp_path):
     assert LAST in told and (work / "sum.py").read_text() == RIGHT
     turns = [len(prompt) for prompt in prompts if "<tool_call>" in prompt]
     assert len(turns) == 4  # read, edit, run, end
-    # Each turn extends the turn before it, which is in the prefix cache. Tokens have 1.2 characters.
+    # Each turn extends the cached turn before it. Tokens have 1.2 characters.
     assert hits > 0.7 * sum(turns[:-1]) and accepted > 0
 
 
