@@ -14,7 +14,7 @@ from specserve.server.prompt import blaming
 from specserve.server.protocol import PoolingUsage
 from specserve.server.stream import watched
 
-if TYPE_CHECKING:  # see embeddings.py
+if TYPE_CHECKING:  # see api/pooling.py
     import numpy as np
     from numpy.typing import NDArray
 
