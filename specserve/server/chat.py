@@ -253,11 +253,11 @@ async def fit_thinking(service: Service, asked: ChatBody, field: str) -> ChatBod
 async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
     """Return the body with the reasoning effort as variables of the template.
 
-    An effort that the template does not read, and a budget of a response without reasoning, are
-    reported as ignored fields.
+    An effort that the template does not read, a budget of a response without reasoning, and the
+    name of another model are reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
-    in_thread, past = service.prompts.in_thread, list[str]()
+    in_thread, past = service.prompts.in_thread, [*service.ignored_fields(asked.model)]
     wanted = dict[str, Any]()
     if effort is not None:
         levels = CHANNEL_EFFORTS if service.served.formats.has_channels else {}

@@ -69,7 +69,8 @@ async def embeddings(request: Request) -> Response:
 
     def write() -> Response:
         written = written_as(asked.encoding_format, found.vectors)
-        return json_response(EmbeddingList(data=written, model=found.model, usage=found.usage))
+        answer = EmbeddingList(data=written, model=found.model, usage=found.usage)
+        return json_response(answer, headers=found.headers)
 
     # A number takes about 100 ns, and an embedding has thousands.
     return await asyncio.wrap_future(service.writing_threads.submit(owner.get(), write))

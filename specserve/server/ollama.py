@@ -252,7 +252,7 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
             completion, reader = await begin(request, body, body.conversation(tools), arrived)
         return await respond(request, completion, reader, body, asked.is_chat)
     if asked.completion is not None:
-        past = (*asked.completion.read_past, *asked.past)
+        past = (*asked.completion.read_past, *asked.past, *service.ignored_fields(name))
         plain = msgspec.structs.replace(asked.completion, model=name, read_past=past)
         prompt = plain.prompt if isinstance(plain.prompt, str) else ""
         async with service.timed(arrived, None) as arrived:
@@ -263,7 +263,8 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
     empty: OllamaLine = OllamaGeneration(response="", **head, **ended)
     if asked.is_chat:
         empty = OllamaChat(message=OllamaMessage(content=""), **head, **ended)
-    return json_response(empty, headers=warning(asked.past))
+    past = (*asked.past, *service.ignored_fields(name))
+    return json_response(empty, headers=warning(past))
 
 
 async def respond(
@@ -297,7 +298,7 @@ async def ollama_embed(request: Request) -> Response:
     vectors, found = await embedded(request, body, asked, inputs)
     took = nanoseconds(perf_counter() - begun)
     answer = OllamaEmbeddings(found.model, vectors, took, 0, found.usage.prompt_tokens)
-    return await asyncio.to_thread(json_response, answer, headers=past_of(body))
+    return await asyncio.to_thread(json_response, answer, headers=past_of(service, body))
 
 
 async def ollama_embeddings(request: Request) -> Response:
@@ -306,7 +307,7 @@ async def ollama_embeddings(request: Request) -> Response:
     raw = await service.bodies.read(request)
     body, asked, inputs = await service.prompts.parse(raw, OLLAMA_PROMPT)
     [vector], _ = await embedded(request, body, asked, inputs)
-    return json_response(OllamaEmbedding(vector), headers=past_of(body))
+    return json_response(OllamaEmbedding(vector), headers=past_of(service, body))
 
 
 async def embedded(
@@ -318,9 +319,10 @@ async def embedded(
     return [each.tolist() for each in found.vectors], found
 
 
-def past_of(body: OllamaBody) -> dict[str, str]:
+def past_of(service: Service, body: OllamaBody) -> dict[str, str]:
     """Return the header that lists ignored fields of a body for embeddings."""
-    past = [f"options.{name}" for name in body.options]
+    past = [*service.ignored_fields(model_of(service, body.model))]
+    past += [f"options.{name}" for name in body.options]
     return warning(past + ["keep_alive"] * (body.keep_alive is not None))
 
 

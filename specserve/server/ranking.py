@@ -20,9 +20,8 @@ from specserve.api.pooling import (
 from specserve.errors import RequestError
 from specserve.server.body import BodyKind, convert
 from specserve.server.completion import Service
-from specserve.server.pooling import PoolBody, PooledRequest, pool, read_pooled
+from specserve.server.pooling import PoolBody, Pooled, PooledRequest, pool, read_pooled
 from specserve.server.protocol import (
-    PoolingUsage,
     RankedDocument,
     RankedText,
     Ranking,
@@ -115,35 +114,37 @@ async def rerank(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     asked, pairs = await service.prompts.parse(await service.bodies.read(request), RERANK)
-    scores, usage, model = await scored(request, asked, pairs, "documents")
+    scores, found = await scored(request, asked, pairs, "documents")
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
     results = [RankedDocument(i, scores[i]) for i in order]
     if asked.return_documents:
         for each in results:
             each.document = RankedText(pairs[each.index][1])
-    return json_response(Ranking(f"rerank-{secrets.token_hex(12)}", model, results, usage))
+    ranking = Ranking(f"rerank-{secrets.token_hex(12)}", found.model, results, found.usage)
+    return json_response(ranking, headers=found.headers)
 
 
 async def score(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     asked, pairs = await service.prompts.parse(await service.bodies.read(request), SCORE)
-    scores, usage, model = await scored(request, asked, pairs, "text_2")
+    scores, found = await scored(request, asked, pairs, "text_2")
     data = [Score(index=i, score=each) for i, each in enumerate(scores)]
     id, created = f"score-{secrets.token_hex(12)}", int(time.time())
-    return json_response(ScoreList(id=id, created=created, model=model, data=data, usage=usage))
+    head = {"id": id, "created": created, "model": found.model, "usage": found.usage}
+    return json_response(ScoreList(data=data, **head), headers=found.headers)
 
 
 async def scored(
     request: Request, asked: RankBody, pairs: Pairs, field: str
-) -> tuple[list[float], PoolingUsage, str]:
-    """Return the scores of pairs, the usage, and the model's name."""
+) -> tuple[list[float], Pooled]:
+    """Return the scores of pairs, and the vectors that they are from."""
     service: Service = request.app.state.service
     ranker = ranker_of(service.poolers)
     prompts = await prompts_of(service, ranker, asked.instruction, pairs)
     is_plain = ranker.pooling.kind == "score"
     found = await pool(request, asked, PooledRequest(prompts, ranker.pooling, field, is_plain))
-    return [score_of(each.tolist(), ranker) for each in found.vectors], found.usage, found.model
+    return [score_of(each.tolist(), ranker) for each in found.vectors], found
 
 
 async def prompts_of(
