@@ -18,7 +18,7 @@ from specserve.models.folder import is_gguf
 from specserve.models.selection import resolve_model
 from specserve.models.source import open_source
 from specserve.server.body import Body, warning
-from specserve.server.chat import begin, fit_thinking, fit_to_template
+from specserve.server.chat import begin, fit_strict, fit_thinking, fit_to_template
 from specserve.server.completion import (
     Arrival,
     ChoiceDelta,
@@ -248,6 +248,7 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
         body = msgspec.structs.replace(body, model=name, read_past=(*body.read_past, *asked.past))
         body = await fit_thinking(service, body, "think")
         body = await fit_to_template(service, body, body.chat_template_kwargs)
+        body, tools = fit_strict(service, body, tools)
         async with service.timed(arrived, None) as arrived:
             completion, reader = await begin(request, body, body.conversation(tools), arrived)
         return await respond(request, completion, reader, body, asked.is_chat)
