@@ -23,23 +23,19 @@ from specserve.api.input_processor import (
 )
 from specserve.api.lora import asked_adapters, modules_of
 from specserve.api.outputs import Generation, Output, output
-from specserve.api.poolers import Poolers, Ranker, poolers_of
+from specserve.api.poolers import Poolers, poolers_of
 from specserve.api.pooling import (
-    EmbeddingOutput,
     EmbeddingRequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
     check_dimensions,
     check_instruction,
     embedder_of,
-    pair_messages,
-    pair_text,
+    embedding_output,
+    pair_ids,
     paired,
-    pooled_vector,
     prompt_of,
     ranker_of,
-    score_of,
-    vector_of,
+    scoring_output,
 )
 from specserve.api.progress import LoadProgress, show_phases, track
 from specserve.api.vllm_arguments import check_call
@@ -358,15 +354,7 @@ class LLM(BaseLLM[None]):
         asked = [prompt for prompt, _ in each_prompt(prompts)]
         ids = [read(before + each if isinstance(each, str) else each) for each in asked]
         done = self.pool(ids, embedder.pooling, use_tqdm)
-        return [
-            EmbeddingRequestOutput(
-                str(g.id),
-                EmbeddingOutput(vector_of(embedder, pooled_vector(g), dimensions).tolist()),
-                g.prompt,
-                g.num_cached,
-            )
-            for g in done
-        ]
+        return [embedding_output(each, embedder, dimensions) for each in done]
 
     def score(
         self,
@@ -386,35 +374,13 @@ class LLM(BaseLLM[None]):
         ranker = ranker_of(self.poolers)
         check_instruction(ranker, instruction)
         ones, twos = ([each] if isinstance(each, str) else each for each in (data_1, data_2))
-        ids = [
-            self.read_pair(ranker, pair, instruction)
-            for pair in paired(ones, twos, ("data_1", "data_2"))
-        ]
-        done = self.pool(ids, ranker.pooling, use_tqdm)
-        scores = [score_of(pooled_vector(g).tolist(), ranker) for g in done]
-        return [
-            ScoringRequestOutput(str(g.id), ScoringOutput(each), g.prompt, g.num_cached)
-            for g, each in zip(done, scores, strict=True)
-        ]
+        pairs = paired(ones, twos, ("data_1", "data_2"))
+        ids = [pair_ids(self.input_processor, ranker, each, instruction) for each in pairs]
+        return [scoring_output(g, ranker) for g in self.pool(ids, ranker.pooling, use_tqdm)]
 
     @cached_property
     def poolers(self) -> Poolers:
         return poolers_of(self.config, self.folders.target, self.tokenizer)
-
-    def read_pair(
-        self, ranker: Ranker, pair: tuple[str, str], instruction: str | None
-    ) -> list[int]:
-        processor = self.input_processor
-        if ranker.pooling.kind == "score":
-            ids = processor.encode_pair(*pair)
-        elif ranker.has_template:
-            options = ChatOptions(add_generation_prompt=True)
-            text = processor.written(pair_messages(*pair, instruction), options)
-            ids = processor.encode(text, False)
-        else:
-            ids = processor.encode(pair_text(*pair, instruction), False)
-        processor.check_length(ids)
-        return ids
 
     def pool(
         self, prompts: Sequence[list[int]], pooling: Pooling, is_shown: bool

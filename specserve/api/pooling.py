@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from specserve.api.input_processor import InputProcessor
 from specserve.api.outputs import Generation
 from specserve.api.poolers import Embedder, Poolers, Ranker
 from specserve.errors import RequestError
+from specserve.text.chat_template import ChatOptions
 
 if TYPE_CHECKING:  # numpy takes long to import, and most servers have no embeddings
     import numpy as np
@@ -131,6 +133,21 @@ def pair_text(query: str, document: str, instruction: str | None) -> str:
     return PAIR.format(instruction=instruction or INSTRUCTION, query=query, document=document)
 
 
+def pair_ids(
+    processor: InputProcessor, ranker: Ranker, pair: tuple[str, str], instruction: str | None
+) -> list[int]:
+    """Return the tokens of a pair's prompt. RequestError if it exceeds the context."""
+    if ranker.pooling.kind == "score":
+        ids = processor.encode_pair(*pair)
+    elif ranker.has_template:
+        options = ChatOptions(add_generation_prompt=True)
+        ids = processor.encode(processor.written(pair_messages(*pair, instruction), options), False)
+    else:
+        ids = processor.encode(pair_text(*pair, instruction), False)
+    processor.check_length(ids)
+    return ids
+
+
 def check_instruction(ranker: Ranker, instruction: str | None) -> None:
     if ranker.pooling.kind == "score" and instruction is not None:
         raise RequestError("instruction: this model reads none. Omit it", "instruction")
@@ -155,3 +172,16 @@ def score_of(outputs: Sequence[float], ranker: Ranker) -> float:
         return raw
     # Without overflow for either sign.
     return 1 / (1 + math.exp(-raw)) if raw > 0 else math.exp(raw) / (1 + math.exp(raw))
+
+
+def embedding_output(
+    done: Generation, embedder: Embedder, dimensions: int | None
+) -> EmbeddingRequestOutput:
+    vector = vector_of(embedder, pooled_vector(done), dimensions)
+    outputs = EmbeddingOutput(vector.tolist())
+    return EmbeddingRequestOutput(str(done.id), outputs, done.prompt, done.num_cached)
+
+
+def scoring_output(done: Generation, ranker: Ranker) -> ScoringRequestOutput:
+    outputs = ScoringOutput(score_of(pooled_vector(done).tolist(), ranker))
+    return ScoringRequestOutput(str(done.id), outputs, done.prompt, done.num_cached)
