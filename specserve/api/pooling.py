@@ -179,9 +179,9 @@ def embedding_output(
 ) -> EmbeddingRequestOutput:
     vector = vector_of(embedder, pooled_vector(done), dimensions)
     outputs = EmbeddingOutput(vector.tolist())
-    return EmbeddingRequestOutput(str(done.id), outputs, done.prompt, done.num_cached)
+    return EmbeddingRequestOutput(str(done.id), outputs, [*done.prompt], done.num_cached)
 
 
 def scoring_output(done: Generation, ranker: Ranker) -> ScoringRequestOutput:
     outputs = ScoringOutput(score_of(pooled_vector(done).tolist(), ranker))
-    return ScoringRequestOutput(str(done.id), outputs, done.prompt, done.num_cached)
+    return ScoringRequestOutput(str(done.id), outputs, [*done.prompt], done.num_cached)

@@ -131,8 +131,9 @@ async def score(request: Request) -> Response:
     scores, found = await scored(request, asked, pairs, "text_2")
     data = [Score(index=i, score=each) for i, each in enumerate(scores)]
     id, created = f"score-{secrets.token_hex(12)}", int(time.time())
-    head = {"id": id, "created": created, "model": found.model, "usage": found.usage}
-    return json_response(ScoreList(data=data, **head), headers=found.headers)
+    model, usage = found.model, found.usage
+    answer = ScoreList(id=id, created=created, model=model, data=data, usage=usage)
+    return json_response(answer, headers=found.headers)
 
 
 async def scored(

@@ -71,7 +71,7 @@ async def asked_of(
     service.check_loaded()
     asked, past = await service.prompts.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
-    return asked, (*past, *service.ignored_fields(asked.model))
+    return asked, past + service.ignored_fields(asked.model)
 
 
 async def tokenize(request: Request) -> Response:
