@@ -800,6 +800,7 @@ ARGUMENTS = {  # of the Python API
     "max_num_seqs": "scheduler.max_running",
     "lora_modules": "lora.modules",
     "model_impl": "model.implementation",
+    "task": "model.task",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
     "pipeline_parallel_size": "parallel.pipeline",
