@@ -205,7 +205,7 @@ class Ops(Protocol):
         normalizes: bool,
         is_sigmoid: bool = False,
         correction: Tensor | None = None,
-        factor: float = 1.0,
+        factor: float | Tensor = 1.0,
     ) -> Any: ...
 
     def experts(
@@ -214,9 +214,10 @@ class Ops(Protocol):
         routing: Any,
         gate_up: Any,
         down: Any,
-        residual: Tensor,
+        residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        gate: str = "silu",
     ) -> Tensor: ...
 
     def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
@@ -251,6 +252,8 @@ class Ops(Protocol):
         self, x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)
     ) -> Tensor: ...
 
+    def gate_columns(self, x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor: ...
+
     def plan(
         self,
         rows: Rows,
@@ -262,7 +265,7 @@ class Ops(Protocol):
     ) -> Any: ...
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Any
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: Any
     ) -> Tensor: ...
 
     def attention(

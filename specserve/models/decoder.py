@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specserve.memory.arena import KVLayout
 from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.per_layer import PerLayerMaps, PerLayerTable
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
@@ -96,10 +97,20 @@ class Experts(NamedTuple):
     normalizes: bool
     is_sigmoid: bool = False
     correction: Tensor | None = None  # of `Ops.route`
-    factor: float = 1.0  # of `Ops.route`
+    factor: float | Tensor = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
     limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
+
+
+class ExpertsBeside(NamedTuple):
+    """Experts whose output is added to the MLP's output. Norms are [hidden] float32."""
+
+    experts: Experts
+    router_norm: Tensor  # of the router's input
+    before: Tensor  # of the experts' input
+    after: Tensor  # of their output
+    after_mlp: Tensor  # of the MLP's output
 
 
 class LayerAdapters(NamedTuple):
@@ -137,6 +148,10 @@ class Layer(NamedTuple):
     mlp_norm_bias: Tensor | None = None
     alphas: tuple[float, float] = (0.0, 0.0)  # of `Ops.activate`
     adapters: LayerAdapters = LayerAdapters()
+    has_kv: bool = True  # False: it reads the KV of an earlier layer, and `qkv` has only queries
+    scalar: float = 1.0  # factor of the residual stream after the layer
+    per_layer: PerLayerMaps | None = None
+    beside: ExpertsBeside | None = None
 
 
 class DecoderWeights(NamedTuple):
@@ -151,6 +166,7 @@ class DecoderWeights(NamedTuple):
     forms      the quantization of the weights, and their size in bytes
     has_head   False: the checkpoint has no head, and `head` is the embedding table
     score      [labels, hidden]  the head of a sequence classifier, float32; None: no such head
+    per_layer  inputs of layers by token id; None: no such inputs
     """
 
     embedding: Weight
@@ -162,6 +178,7 @@ class DecoderWeights(NamedTuple):
     norm_bias: Tensor | None = None
     has_head: bool = True
     score: Tensor | None = None
+    per_layer: PerLayerTable | None = None
 
 
 class Connections(NamedTuple):
@@ -209,6 +226,9 @@ class Decoder:
         self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
         self.windows = tuple(dict.fromkeys(config.windows))
+        own = [i for i in shard.layers(config.num_layers) if config.owns_kv(i)]
+        # By layer of this shard: the index of its KV in the cache.
+        self.kv_places = [own.index(config.kv_layer(i)) for i in shard.layers(config.num_layers)]
         # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
@@ -225,10 +245,14 @@ class Decoder:
         return Decoder(**{name: getattr(self, name) for name in names} | parts)
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        """The layout of this shard's KV of each layer in `dtype`; None: the activations' dtype."""
-        c, num_heads = self.config, len(self.shard.heads(self.config).kv)
-        layout = KVLayout(num_heads, c.head_dim, dtype or self.dtype)
-        return (layout,) * len(self.shard.layers(c.num_layers))
+        """The layout of this shard's KV of each layer that has KV, in `dtype`; None: the dtype of
+        activations.
+        """
+        c, own = self.config, []
+        for i in filter(c.owns_kv, self.shard.layers(c.num_layers)):
+            heads, size = len(self.shard.heads(c, i).kv), c.kv_heads(i).size
+            own.append(KVLayout(heads, size, dtype or self.dtype))
+        return tuple(own)
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -270,12 +294,14 @@ class Decoder:
             raise ValueError(
                 f"auxiliary layers {sorted(unknown)} do not exist: the model has {num_layers}"
             )
-        aux_hidden_states = {}
-        each = zip(self.weights.layers, kv.layers, strict=True)
-        for i, (layer, cache) in enumerate(each, self.shard.layers(num_layers).start):
+        aux_hidden_states, inputs, table = {}, None, self.weights.per_layer
+        if table is not None:
+            inputs = table.inputs(self.ops, plan.also[0], residual, self.dtype)
+        each = zip(self.weights.layers, self.kv_places, strict=True)
+        for i, (layer, place) in enumerate(each, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
                 aux_hidden_states[i] = self.ops.copy(residual)
-            residual = self.layer(layer, residual, cache, plan)
+            residual = self.layer(layer, residual, kv.layers[place], plan, inputs=inputs)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
             if self.shard.rank == 0:
@@ -314,8 +340,11 @@ class Decoder:
         cache: KVLayer,
         plan: Any,
         qkv: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
-        """The residual after a layer. `qkv` is added to queries, keys and values."""
+        """The residual after a layer. `qkv` is added to queries, keys and values. `PerLayerTable`
+        makes `inputs`.
+        """
         ops, c = self.ops, self.config
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         q = self.write(layer, read, cache, plan, qkv)
@@ -329,7 +358,31 @@ class Decoder:
             return self.add_experts(read, layer.experts, residual)
         h = self.gather(self.inner(layer, read, plan), self.gatherings.inner)
         added = self.added(h, layer.adapters.down, plan)
-        return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+        if layer.beside is not None:
+            residual = self.add_both(ops.linear(h, layer.down, None, added), layer, residual)
+        else:
+            residual = self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+        if layer.per_layer is not None and inputs is not None:
+            residual = self.add_inputs(inputs, layer.per_layer, residual)
+        return residual if layer.scalar == 1 else ops.scale(residual, layer.scalar)
+
+    def add_both(self, of_mlp: Tensor, layer: Layer, residual: Tensor) -> Tensor:
+        """Add the outputs of MLP and experts, which read the same residual, to the residual."""
+        ops, eps, beside = self.ops, self.config.norm_eps, layer.beside
+        assert beside is not None and layer.after_mlp is not None, "the layer has only an MLP"
+        both = ops.rms_norm(of_mlp, beside.after_mlp, eps)
+        routing = self.routing(ops.rms_norm(residual, beside.router_norm, eps), beside.experts)
+        maps, read = beside.experts, ops.rms_norm(residual, beside.before, eps)
+        gate = self.config.activation
+        found = ops.experts(read, routing, maps.gate_up, maps.down, None, gate=gate)
+        both = ops.rms_norm_add(found, beside.after, eps, both)
+        return ops.rms_norm_add(both, layer.after_mlp, eps, residual)
+
+    def add_inputs(self, inputs: Tensor, maps: PerLayerMaps, residual: Tensor) -> Tensor:
+        """Add a layer's map of its inputs, gated by the residual."""
+        ops, c = self.ops, self.config
+        gate = ops.gate_columns(ops.linear(residual, maps.gate), c.activation, inputs, maps.begin)
+        return ops.rms_norm_add(ops.linear(gate, maps.out), maps.norm, c.norm_eps, residual)
 
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
         """The input of the MLP's last map: this rank's columns."""
@@ -354,7 +407,8 @@ class Decoder:
             qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
             qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
             qk_norm = None
-        return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
+        own = cache if layer.has_kv else None
+        return ops.rope_write_kv(qkv, layer.rotary, qk_norm, own, plan)
 
     def norm(self, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         if weight is None:
@@ -388,14 +442,17 @@ class Decoder:
     def add_experts(self, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
         """Add the output of each row's experts to the residual."""
         ops, gatherings = self.ops, self.gatherings
-        logits = ops.linear(h, layer.router, layer.router_bias)
-        rule = layer.is_sigmoid, layer.correction, layer.factor
-        routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
+        routing = self.routing(h, layer)
         own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
         own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
+
+    def routing(self, h: Tensor, layer: Experts) -> Any:
+        logits = self.ops.linear(h, layer.router, layer.router_bias)
+        rule = layer.is_sigmoid, layer.correction, layer.factor
+        return self.ops.route(logits, layer.num_active, layer.normalizes, *rule)
 
     def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
         """Add the shared expert's output to this rank's columns of the residual."""

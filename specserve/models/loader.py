@@ -15,10 +15,19 @@ from torch.nn.functional import softplus
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
+from specserve.models import per_layer_names as per_layer
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
-from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
+from specserve.models.decoder import (
+    Decoder,
+    DecoderWeights,
+    Experts,
+    ExpertsBeside,
+    Layer,
+    SharedExpert,
+)
+from specserve.models.decoder_config import ALPHAS, SCALAR, SCORE, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
+from specserve.models.per_layer import MIX, PerLayerMaps, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
@@ -42,7 +51,10 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to D
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
 # Endings of the names of tensors that are kept in float32.
-WIDE = ("norm.weight", "norm.bias", SINKS, SCORE, "e_score_correction_bias", *ALPHAS)
+WIDE = (
+    *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
+    *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale"),
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -98,15 +110,15 @@ class Tables(NamedTuple):
 
 
 def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
-    def table(told: RopeParameters) -> Rotary:
-        cos, sin, scale = rotary.tables(
-            told.of_context(context), config.head_dim, context + TREE_SLOTS
-        )
+    def table(told: RopeParameters, size: int) -> Rotary:
+        cos, sin, scale = rotary.tables(told.of_context(context), size, context + TREE_SLOTS)
         return Rotary(ops.place(cos), ops.place(sin), None if scale is None else ops.place(scale))
 
     told, local = config.rope_parameters, config.local_rope_parameters
-    everywhere = table(told)
-    windowed = everywhere if local == told else table(local)
+    size = config.head_dim if config.global_heads is None else config.global_heads.size
+    everywhere = table(told, size)
+    is_same = (local, config.head_dim) == (told, size)
+    windowed = everywhere if is_same else table(local, config.head_dim)
     return Tables(
         everywhere, windowed, everywhere if all(config.rope) else rotary.still(everywhere)
     )
@@ -133,7 +145,11 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     layer = name.removeprefix("model.layers.").partition(".")[0]
     own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
     if layer.isdecimal():
+        if name.endswith("k_proj.weight") and config.repeats_keys(int(layer)):
+            own *= 2  # values have a copy
         return own if int(layer) in shard.layers(config.num_layers) else 0.0
+    if name.startswith(per_layer.TABLE):
+        return 1.0
     if name == EMBEDDING:
         has_head = shard.is_last and HEAD not in reader.shapes
         return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
@@ -149,6 +165,8 @@ def open_reader(
         show_text_model(checkpoint)
     is_bare = show_as_causal(checkpoint)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
+    if config.num_shared_layers:
+        checkpoint.show(without_shared_kv(checkpoint.files, config))
     if config.mixture is not None:
         part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
@@ -164,6 +182,13 @@ def open_reader(
             "drafter.quantize for this model, or use the unquantized model"
         )
     return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
+
+
+def without_shared_kv(files: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """A checkpoint's tensors without maps and norms of keys and values that no layer uses."""
+    layers = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+    unused = tuple(f"model.layers.{i}.self_attn.{x}_" for i in layers for x in "kv")
+    return {name: file for name, file in files.items() if not name.startswith(unused)}
 
 
 def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
@@ -269,9 +294,9 @@ class Reader:
             self.count(weight, is_head=False)
             yield weight
 
-    def read_embedding(self) -> Weight:
-        """Read the embedding table onto the ops' device."""
-        table = self.weight("model.embed_tokens")
+    def read_embedding(self, module: str = "model.embed_tokens") -> Weight:
+        """Read an embedding table onto the ops' device."""
+        table = self.weight(module)
         if isinstance(table, Codes):
             table = table.without_table()
         parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
@@ -324,7 +349,8 @@ class Reader:
         num_elements, bits = math.prod(self.shapes[name]), self.bits(name)
         if self.source(name) in self.maps:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
-            return max(stored, num_elements) if name == EMBEDDING else stored
+            is_table = name in (EMBEDDING, f"{per_layer.TABLE}.weight")
+            return max(stored, num_elements) if is_table else stored
         if bits is None:
             is_wide = name.endswith(WIDE)
             dtype = torch.float32 if is_wide else self.dtype
@@ -403,17 +429,41 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         norm_bias=reader.read_norm("model.norm.bias", False, config.logit_scale)
         if config.family.norm_bias
         else None,
-        dtype=reader.dtype,
-        forms=reader.forms,
-        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
         score=reader.read_norm(SCORE, False) if config.num_labels else None,
+        per_layer=read_per_layer_table(reader, config) if config.per_layer_size else None,
+        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
+        dtype=reader.dtype,
+        forms=reader.forms,  # of all weights read before
+    )
+
+
+def read_per_layer_table(reader: Reader, config: DecoderConfig) -> PerLayerTable:
+    hidden, size = config.hidden_size, config.per_layer_size
+    return PerLayerTable(
+        embedding=reader.read_embedding(per_layer.TABLE),
+        projection=reader.read_weight(per_layer.PROJECTION),
+        norm=reader.read_norm(f"{per_layer.NORM}.weight", config.family.adds_one, MIX),
+        factor=MIX * math.sqrt(size),
+        # The projection is not divided by sqrt(hidden), but its norm removes this factor.
+        eps=config.norm_eps * hidden,
+    )
+
+
+def read_per_layer_maps(reader: Reader, config: DecoderConfig, index: int) -> PerLayerMaps:
+    layer = f"model.layers.{index}"
+    norm = f"{layer}.{per_layer.OUT_NORM}.weight"
+    return PerLayerMaps(
+        begin=index * config.per_layer_size,
+        gate=reader.read_weight(f"{layer}.{per_layer.GATE}"),
+        out=reader.read_weight(f"{layer}.{per_layer.OUT}"),
+        norm=reader.read_norm(norm, config.family.adds_one),
     )
 
 
 def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
-    qkv = [f"{layer}.{name}" for name in config.qkv_names]
-    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
+    qkv = [f"{layer}.{name}" for name in config.qkv_names(index)]
+    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config, index))
     out, norms = f"{layer}.self_attn.o_proj", config.family.norms
     mlp = read_mixture if config.has_experts(index) else read_mlp
 
@@ -429,7 +479,7 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
     return Layer(
         window=config.windows[index],
         rotary=table,
-        qk_norm=read_qk_norm(reader, config, layer),
+        qk_norm=read_qk_norm(reader, config, index),
         attention_norm=norm(norms.before_attention),
         qkv=reader.read_weight(*qkv, rows=rows),
         qkv_bias=reader.read_bias(*qkv, rows=rows),
@@ -441,6 +491,14 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         sinks=read_sinks(reader, config, layer) if config.family.has_sinks else None,
         attention_norm_bias=norm_bias(norms.before_attention),
         mlp_norm_bias=norm_bias(norms.before_mlp),
+        has_kv=config.owns_kv(index),
+        scalar=reader.read_norm(f"{layer}.{SCALAR}", False).item()
+        if config.family.has_layer_scalars
+        else 1.0,
+        per_layer=read_per_layer_maps(reader, config, index) if config.per_layer_size else None,
+        beside=read_beside(reader, config, layer)
+        if config.mixture is not None and config.mixture.style.beside is not None
+        else None,
         **mlp(reader, config, layer),
     )
 
@@ -472,6 +530,25 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
 
 
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+    none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
+    return none | {"experts": read_experts(reader, config, layer)}
+
+
+def read_beside(reader: Reader, config: DecoderConfig, layer: str) -> ExpertsBeside:
+    assert config.mixture is not None, "the layer has no experts"
+    names = config.mixture.style.beside
+    assert names is not None, "experts replace the MLP"
+    adds_one = config.family.adds_one
+    before, after, after_mlp = (
+        reader.read_norm(f"{layer}.{name}.weight", adds_one) for name in names.norms
+    )
+    factors = reader.read_norm(f"{layer}.{names.factors}", False)
+    scale = reader.read_norm(f"{layer}.{names.router_scale}", False, config.hidden_size**-0.5)
+    experts = read_experts(reader, config, layer)._replace(factor=factors)
+    return ExpertsBeside(experts, scale, before, after, after_mlp)
+
+
+def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
     each = range(mixture.num_experts)
@@ -479,7 +556,7 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
     shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
     gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
-    experts = Experts(
+    return Experts(
         router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True, rows=shard.rows(mixture.width, 2)),
         down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
@@ -504,12 +581,14 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         if mixture.shared_width
         else None,
     )
-    none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
-    return none | {"experts": experts}
 
 
-def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
+def rows_of_qkv(config: DecoderConfig, layer: int = 0) -> Tensor | None:
     """The order of the rows of queries, keys and values in kernels; None: as in the checkpoint."""
+    if config.repeats_keys(layer):
+        heads = config.kv_heads(layer)
+        keys = torch.arange(heads.number * heads.size) + config.num_heads * heads.size
+        return torch.cat([torch.arange(config.num_heads * heads.size), keys, keys])
     D, order = config.head_dim, order_of_head(config)
     if order is None:
         return None
@@ -528,18 +607,21 @@ def order_of_head(config: DecoderConfig) -> Tensor | None:
     return rotary.order(rope, D, has_neighbors)
 
 
-def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
+def read_qk_norm(reader: Reader, config: DecoderConfig, index: int) -> QKNorm | None:
     if not config.has_qk_norm:
         return None
     family, order = config.family, order_of_head(config)
-    names = (f"{layer}.self_attn.{name}.weight" for name in family.qk_norm_names)
-    q, k = (reader.read_norm(name, family.adds_one) for name in names)
+    names = [f"model.layers.{index}.self_attn.{name}.weight" for name in family.qk_norm_names]
+    own = names if config.owns_kv(index) else names[:1]
+    q, *others = (reader.read_norm(name, family.adds_one) for name in own)
+    k = others[0] if others else q  # not read without keys
     if order is not None:
         q, k = (in_order(weight, order.to(weight.device)) for weight in (q, k))
     is_each, heads = config.qk_norm == "each", reader.shard.heads(config)
     if is_each:
         q, k = q[heads.query.start : heads.query.stop], k[heads.kv.start : heads.kv.stop]
-    return QKNorm(q, k, config.norm_eps, is_each, family.norms_after_rope)
+    last, has_values = family.norms_after_rope, family.norms_values
+    return QKNorm(q, k, config.norm_eps, is_each, last, has_values)
 
 
 def in_order(weight: Tensor, order: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "copy_blocks": (test_layers.test_blocks_are_copied_whole_and_in_order,),
     "embed": COPIES,
     "experts": (test_experts.test_experts_may_have_all_rows_or_none, 16, None),
+    "gate_columns": (test_layers.test_columns_of_another_tensor_are_gated_in_place, "silu", FP32),
     "layer_norm": (test_layers.test_layer_norm,
         *test_layers.LAYER_NORMS["the mean is taken off"]),
     "linear": (test_layers.test_linear_is_torchs, 17, 4096, True, FP32),

@@ -82,7 +82,13 @@ def checkpoint_of(case, folder):
 def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
     """Or refuse a family that they cannot share."""
     folder, tensor = checkpoint_of(case, tmp_path), 2
-    if load_config(folder).qk_norm == "width":
+    config = load_config(folder)
+    if config.num_shared_layers:
+        for shard in (Shard(0, 2), Shard(0, 1, 2)):
+            with pytest.raises(ConfigError, match="cannot share them. Run the model in one"):
+                load_decoder(folder, "fp32", OPS, 288, shard=shard)
+        return
+    if config.qk_norm == "width" or config.family.has_kinds:
         with pytest.raises(ConfigError, match=r"Use parallel\.pipeline instead"):
             load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
         tensor = 1

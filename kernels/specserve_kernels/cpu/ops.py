@@ -48,9 +48,6 @@ class CpuPlan(NamedTuple):
     native: Any
     attention: AttentionPlan
     num_rows: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def run(
@@ -255,6 +252,11 @@ def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) ->
     return _curve(x, CURVES[curve], *alphas)
 
 
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    run("gate_columns", arguments.gate_columns(0, x, curve, other, begin), len(x), x.numel())
+    return x
+
+
 def _curve(x: Tensor, curve: int, *numbers: float) -> Tensor:
     run("elementwise", arguments.elementwise(0, x, curve, *numbers), len(x), x.numel())
     return x
@@ -268,18 +270,16 @@ def plan(
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> CpuPlan:
-    _, _, num_kv_heads, D = kv.layers[0].k.shape
-    heads = num_heads, num_kv_heads, D
-    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions))
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CpuPlan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: CpuPlan
 ) -> Tensor:
-    q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
+    q = qkv.new_empty(plan.num_rows, *arguments.num_query_heads(qkv, rotary, kv))
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
     run("rope_write_kv", args, len(q), qkv.numel(), plan)
     return q
@@ -435,7 +435,7 @@ def route(
     normalizes: bool,
     is_sigmoid: bool = False,
     correction: Tensor | None = None,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> RoutedPairs:
     R, E = logits.shape
     chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
@@ -451,22 +451,25 @@ def experts(
     routing: RoutedPairs,
     gate_up: PackedExperts,
     down: PackedExperts,
-    residual: Tensor,
+    residual: Tensor | None,
     limit: float | None = None,
     gathering: Gathering | None = None,
+    gate: str = "silu",
 ) -> Tensor:
-    R, k = routing.weights.shape
-    assert len(x) == len(residual) == R, "x, routing and residual differ in their number of rows"
-    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    (R, k), N = routing.weights.shape, down.each[0].N
+    out = x.new_empty(R, N) if residual is None else residual
+    assert len(x) == len(out) == R, "x, routing and residual differ in their number of rows"
+    inner, sums = x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, N)
     rows, begins = routing.rows, routing.begins
     size = x.numel() * inner.shape[1]
-    run("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit), R, size)
+    first = arguments.expert_maps(x, rows, gate_up, begins, inner, limit, gate)
+    run("expert_maps", first, R, size)
     if gathering is not None:
         inner = all_gather(inner, gathering)
     run("expert_maps", arguments.expert_maps(inner, None, down, begins, sums), R, size)
-    added = arguments.add_experts(0, sums, routing.weights, routing.places, residual)
-    run("add_experts", added, R, size)
-    return residual
+    kept = routing.weights, routing.places, out, residual is not None
+    run("add_experts", arguments.add_experts(0, sums, *kept), R, size)
+    return out
 
 
 def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor:

@@ -105,8 +105,6 @@ class Hosted(NamedTuple):
 class RecordedPlan(NamedTuple):
     """The part of a plan that is equal in all steps."""
 
-    num_heads: int
-    head_dim: int
     also: "tuple[Index, Index]"  # token ids, and the rows that are read
 
 
@@ -145,7 +143,7 @@ class Recorder:
     ) -> RecordedPlan:
         args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
-        return RecordedPlan(num_heads, kv.layers[0].k.shape[3], (Index(STEP), Index(READ)))
+        return RecordedPlan((Index(STEP), Index(READ)))
 
     def embed(self, table: Tensor | Codes, token_ids: Any, dtype: torch.dtype) -> Any:
         if isinstance(table, Tensor):
@@ -230,6 +228,11 @@ class Recorder:
     def activate(self, x: Any, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Any:
         return self.curve(x, arguments.CURVES[curve], *alphas)
 
+    def gate_columns(self, x: Any, curve: str, other: Any, begin: int) -> Any:
+        args = arguments.gate_columns(x.domain, x.tensor, curve, other.tensor, begin)
+        self.note("gate_columns", args, x.domain)
+        return x
+
     def curve(self, x: Any, curve: int, *numbers: float) -> Any:
         args = arguments.elementwise(x.domain, x.tensor, curve, *numbers)
         self.note("elementwise", args, x.domain)
@@ -306,7 +309,7 @@ class Recorder:
         normalizes: bool,
         is_sigmoid: bool = False,
         correction: Tensor | None = None,
-        factor: float = 1.0,
+        factor: float | Tensor = 1.0,
     ) -> RoutedPairs:
         # Pairs are [row, k], so that no buffer needs a domain of pairs.
         domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
@@ -315,7 +318,7 @@ class Recorder:
         tensors = RoutedPairs(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
         rule = normalizes, is_sigmoid, correction, factor
         args = arguments.route(domain, logits.tensor, tensors, *rule)
-        self.note("route", args, domain, begins, correction)
+        self.note("route", args, domain, begins, correction, factor)
         return RoutedPairs(weights, chosen, places, rows, begins)
 
     def experts(
@@ -327,11 +330,12 @@ class Recorder:
         residual: Any,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        gate: str = "silu",
     ) -> Any:
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
-        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit, gate)
         self.note("expert_maps", args, x.domain, gate_up)
         if gathering is not None:
             inner = self.all_gather(inner, gathering)
@@ -340,10 +344,12 @@ class Recorder:
         found = sums.tensor.flatten(0, 1)
         args = arguments.expert_maps(pairs, None, down, routing.begins, found)
         self.note("expert_maps", args, x.domain, down)
+        adds = residual is not None
+        out = residual if adds else self.new(x.domain, (down.each[0].N,), x.tensor.dtype)
         places = routing.places.tensor
-        args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
+        args = arguments.add_experts(x.domain, found, weights, places, out.tensor, adds)
         self.note("add_experts", args, x.domain)
-        return residual
+        return out
 
     def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
         args = arguments.add_gated(x.domain, x.tensor, gate.tensor, residual.tensor)
@@ -351,9 +357,10 @@ class Recorder:
         return residual
 
     def rope_write_kv(
-        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RecordedPlan
+        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: RecordedPlan
     ) -> Any:
-        q = self.new(qkv.domain, (plan.num_heads, plan.head_dim), qkv.tensor.dtype)
+        heads = arguments.num_query_heads(qkv.tensor, rotary, kv)
+        q = self.new(qkv.domain, heads, qkv.tensor.dtype)
         args = arguments.rope_write_kv(qkv.tensor, rotary, norm, kv, q.tensor)
         self.note("rope_write_kv", args, qkv.domain, rotary, norm, kv)
         return q
@@ -368,7 +375,7 @@ class Recorder:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Any:
-        out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
+        out = self.new(q.domain, (q.tensor[0].numel(),), q.tensor.dtype)
         args = arguments.attention(q.tensor, kv, out.tensor, scale, window, soft_cap, sinks)
         self.note("attention", args, q.domain, kv, sinks)
         return out

@@ -83,7 +83,8 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
     assert x.is_contiguous() and residual.is_contiguous(), "rows with gaps"
-    _launch(x, weight, residual, eps, is_centered=False, adds=True)
+    groups = (y.view(-1, len(weight)) for y in (x, residual))
+    _launch(next(groups), weight, next(groups), eps, is_centered=False, adds=True)
     return residual
 
 
