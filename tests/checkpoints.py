@@ -40,6 +40,19 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "query_pre_attn_scalar": 24,
         "sliding_window": 7,
     },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.95],
+        "altup_num_inputs": 3,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "sliding_window": 7,
+        "final_logit_softcapping": 3.0,
+        "vocab_size_per_layer_input": 310,  # other token ids have the inputs of id 0
+    },
     "gemma4": {
         "model_type": "gemma4_text",
         "num_hidden_layers": 6,

@@ -26,6 +26,7 @@ CASES |= {
         *(
             "gemma2",
             "gemma3",
+            "gemma3n",
             "gemma4",
             "gemma4_moe",
             "olmo2",
@@ -61,8 +62,10 @@ def case(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
     fields = {"num_hidden_layers": 1} | overrides
-    if family.startswith("gemma4"):  # its layers differ
+    if family.startswith(("gemma3n", "gemma4")):  # its layers differ
         fields |= {"layer_types": None, "num_kv_shared_layers": 0}
+    if family == "gemma3n":
+        fields |= {"activation_sparsity_pattern": None}
     draft = tiny_checkpoint(root / "draft", family, seed=1, **fields)
     model = oracle(target)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"

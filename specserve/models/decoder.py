@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout
+from specserve.models.altup import HALF, AltUp, StreamMaps
 from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.per_layer import PerLayerMaps, PerLayerTable
 from specserve.models.shard import WHOLE, Shard
@@ -152,6 +153,8 @@ class Layer(NamedTuple):
     scalar: float = 1.0  # factor of the residual stream after the layer
     per_layer: PerLayerMaps | None = None
     beside: ExpertsBeside | None = None
+    altup: AltUp | None = None
+    deviations: float | None = None  # of `Ops.sparse_gated`; None: gates are not sparse
 
 
 class DecoderWeights(NamedTuple):
@@ -167,6 +170,7 @@ class DecoderWeights(NamedTuple):
     has_head   False: the checkpoint has no head, and `head` is the embedding table
     score      [labels, hidden]  the head of a sequence classifier, float32; None: no such head
     per_layer  inputs of layers by token id; None: no such inputs
+    streams    maps between one residual stream and several; None: there is only one
     """
 
     embedding: Weight
@@ -179,6 +183,7 @@ class DecoderWeights(NamedTuple):
     has_head: bool = True
     score: Tensor | None = None
     per_layer: PerLayerTable | None = None
+    streams: StreamMaps | None = None
 
 
 class Connections(NamedTuple):
@@ -288,6 +293,9 @@ class Decoder:
 
         residual  [R, hidden]  from `embed`; overwritten
         ->        [R, hidden]  for `logits`; and by layer, transformers' hidden_states[i]
+
+        With N residual streams, the first result is [R, N hidden], and auxiliary hidden states are
+        the first stream.
         """
         num_layers = self.config.num_layers
         if unknown := set(aux_layer_ids).difference(range(num_layers)):
@@ -297,10 +305,17 @@ class Decoder:
         aux_hidden_states, inputs, table = {}, None, self.weights.per_layer
         if table is not None:
             inputs = table.inputs(self.ops, plan.also[0], residual, self.dtype)
+        streams, width = self.weights.streams, self.config.hidden_size
+        if streams is not None:
+            residual = streams.spread_out(self.ops, residual)
         each = zip(self.weights.layers, self.kv_places, strict=True)
         for i, (layer, place) in enumerate(each, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
-                aux_hidden_states[i] = self.ops.copy(residual)
+                aux_hidden_states[i] = (
+                    self.ops.copy(residual)
+                    if streams is None
+                    else self.ops.take_columns(residual, 0, width)
+                )
             residual = self.layer(layer, residual, kv.layers[place], plan, inputs=inputs)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
@@ -346,10 +361,10 @@ class Decoder:
         makes `inputs`.
         """
         ops, c = self.ops, self.config
+        if layer.altup is not None and inputs is not None:
+            return self.altup_layer(layer, layer.altup, residual, cache, plan, inputs)
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
-        q = self.write(layer, read, cache, plan, qkv)
-        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
-        h = self.gather(ops.attention(q, cache, plan, *scores), self.gatherings.heads)
+        h = self.attend(layer, read, cache, plan, qkv)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
@@ -365,6 +380,53 @@ class Decoder:
         if layer.per_layer is not None and inputs is not None:
             residual = self.add_inputs(inputs, layer.per_layer, residual)
         return residual if layer.scalar == 1 else ops.scale(residual, layer.scalar)
+
+    def attend(
+        self, layer: Layer, read: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None = None
+    ) -> Tensor:
+        """The result of attention before its last map."""
+        q = self.write(layer, read, cache, plan, qkv)
+        scores = self.config.score_scale, layer.window, self.config.score_cap, layer.sinks
+        return self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
+
+    def altup_layer(
+        self,
+        layer: Layer,
+        altup: AltUp,
+        streams: Tensor,
+        cache: KVLayer,
+        plan: Any,
+        inputs: Tensor,
+    ) -> Tensor:
+        """All streams after a layer, which computes the first one."""
+        ops, width, eps, maps = (
+            self.ops,
+            self.config.hidden_size,
+            self.config.norm_eps,
+            layer.per_layer,
+        )
+        assert layer.attention_norm is not None and maps is not None, "Gemma 3n has both"
+        streams = altup.predicted(ops, streams, width, eps)
+        first, x = (ops.take_columns(streams, 0, width) for _ in range(2))
+        read = ops.rms_norm(first, layer.attention_norm, eps)
+        laurel = altup.laurel(ops, read)
+        h, more = self.attend(layer, read, cache, plan), layer.adapters
+        x = self.add(
+            h, layer.out, layer.out_bias, layer.after_attention, x, self.added(h, more.out, plan)
+        )
+        x = ops.rms_norm_add(first, layer.attention_norm, eps, x)
+        x = ops.scale(ops.rms_norm_add(laurel, altup.laurel_norm, eps, x), HALF)
+        h = self.inner(layer, self.norm(x, layer.mlp_norm), plan)
+        x = self.add(
+            h, layer.down, layer.down_bias, layer.after_mlp, x, self.added(h, more.down, plan)
+        )
+        streams = altup.corrected(ops, streams, x, eps)
+        gate = ops.linear(altup.scaled(ops, streams, width), maps.gate)
+        gate = ops.gate_columns(gate, self.config.activation, inputs, maps.begin)
+        found = ops.linear(gate, maps.out)
+        for begin in range(width, self.config.num_streams * width, width):
+            streams = ops.rms_norm_add(found, maps.norm, eps, streams, begin)
+        return streams
 
     def add_both(self, of_mlp: Tensor, layer: Layer, residual: Tensor) -> Tensor:
         """Add the outputs of MLP and experts, which read the same residual, to the residual."""
@@ -388,6 +450,9 @@ class Decoder:
         """The input of the MLP's last map: this rank's columns."""
         ops, activation = self.ops, self.config.activation
         added = self.added(read, layer.adapters.gate_up, plan)
+        if layer.deviations is not None:
+            both = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
+            return ops.sparse_gated(both, activation, layer.deviations)
         if self.config.family.ungated is None:
             return ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, activation, added)
         up = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
@@ -471,6 +536,11 @@ class Decoder:
         """The columns of all ranks, see `Ops.all_gather`; without ranks, x."""
         return x if gathering is None else self.ops.all_gather(x, gathering, reader)
 
+    def taken(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """Some rows of the residual stream, or of all streams as one."""
+        some, streams = self.ops.take_rows(residual, rows), self.weights.streams
+        return some if streams is None else streams.merged(self.ops, some, self.config.hidden_size)
+
     def hidden(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The hidden states of some rows after the final norm, as transformers returns them.
 
@@ -478,7 +548,7 @@ class Decoder:
         rows      [n]          int64, ascending
         ->        [n, hidden]  float32
         """
-        taken, weights = self.ops.take_rows(residual, rows), self.weights
+        taken, weights = self.taken(residual, rows), self.weights
         hidden = self.norm(taken, weights.norm, weights.norm_bias)
         # The loader multiplied the norm by this factor.
         return hidden.float() / self.config.logit_scale
@@ -491,7 +561,7 @@ class Decoder:
         ->        [n, V]       float32
         """
         ops, weights, shard = self.ops, self.weights, self.shard
-        hidden, V = ops.take_rows(residual, rows), self.config.vocab_size
+        hidden, V = self.taken(residual, rows), self.config.vocab_size
         last = (shard.pipeline - 1) * shard.tensor
         if not shard.is_last:
             is_reader = shard.rank == 0

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -26,6 +27,16 @@ MAX_EXPERTS = 1024  # limit of the kernels, in experts.cpp
 ALPHA = 1.702  # slope of clamped gates in `Ops.experts`
 SINKS = "self_attn.sinks"  # tensor name within a layer
 SCALAR = "layer_scalar"  # tensor name within a layer
+MAX_STREAMS = 8  # limit of the kernels, in streams.cpp
+STREAMS = ("model.altup_projections", "model.altup_unembed_projections")
+# Modules and tensors of AltUp and LAuReL within a layer.
+ROUTER, PREDICT, CORRECT = (
+    f"altup.{name}" for name in ("modality_router", "prediction_coefs", "correction_coefs")
+)
+ROUTER_NORM, STREAM_SCALE = "altup.router_norm", "altup.correct_output_scale"
+LEFT, RIGHT, LAUREL_NORM = (
+    f"laurel.{name}" for name in ("linear_left", "linear_right", "post_laurel_norm")
+)
 # Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
@@ -104,7 +115,12 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     num_shared_layers: int = 0  # the last layers, which read the KV of earlier layers
     shared_mlp_factor: int = 1  # of intermediate_size in these layers
     per_layer_size: int = 0  # columns of each layer's inputs, see per_layer.py; 0: no inputs
-    per_layer_vocab: int = 0  # token ids with such inputs
+    per_layer_vocab: int = 0  # token ids with such inputs; others have those of id 0
+    inner_sizes: tuple[int, ...] = ()  # by layer; empty: see `inner_size`
+    num_streams: int = 1  # residual streams, see altup.py
+    laurel_rank: int = 0
+    scales_streams: bool = False  # AltUp multiplies the stream that gates a layer's inputs
+    deviations: tuple[float | None, ...] = ()  # by layer: of `Ops.sparse_gated`
 
     def has_experts(self, layer: int) -> bool:
         """Whether experts replace a layer's MLP."""
@@ -131,6 +147,8 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
 
     def inner_size(self, layer: int) -> int:
         """The width of a layer's MLP."""
+        if self.inner_sizes:
+            return self.inner_sizes[layer]
         return self.intermediate_size * (1 if self.owns_kv(layer) else self.shared_mlp_factor)
 
     def qkv_names(self, layer: int) -> list[str]:
@@ -171,7 +189,10 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     @property
     def num_layer_weights(self) -> int:
         """Number of weights in the linear maps of all layers that multiply a row."""
-        return self.hidden_size * sum(map(self.row_width, range(self.num_layers)))
+        N = self.num_streams if self.num_streams > 1 else 0
+        altup = self.hidden_size * (N + 2 * self.laurel_rank) + N**3 + N**2
+        each = map(self.row_width, range(self.num_layers))
+        return self.hidden_size * sum(each) + self.num_layers * altup
 
     def row_width(self, layer: int) -> int:
         """Weights of a layer's maps that multiply a row, divided by hidden_size."""
@@ -237,10 +258,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     fields, keys = {**family.defaults, **written}, family.keys
     has_head = architecture in written["architectures"]
     # "vision": only tokens of images attend to later ones.
-    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
+    if (seen_later := fields.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        named = "true" if seen_later is True else repr(seen_later)
         raise ValueError(
-            f"use_bidirectional_attention = {written['use_bidirectional_attention']!r} is not "
-            "supported: attention must be causal"
+            f"use_bidirectional_attention = {named} is not supported: attention must be causal"
         )
     if fields.get("clip_qkv") is not None:
         raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported, only null")
@@ -250,6 +271,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     heads, kv_heads, head_dim = head_shape(fields)
     if family.rotates_a_share and fields.get("rotary_dim") is not None:
         fields["partial_rotary_factor"] = positive(fields, "rotary_dim") / head_dim
+    inner_sizes = layer_sizes(fields, "intermediate_size") if family.has_streams else ()
+    if inner_sizes:
+        fields["intermediate_size"] = max(inner_sizes)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     seen = windows(fields, family, rotates)
     if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
@@ -296,7 +320,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_mtp_layers=num_mtp_layers(written),
         has_head=has_head,
         num_labels=num_labels(written),
-        **(per_layer_sizes(fields) if family.has_per_layer_inputs else {}),
+        inner_sizes=inner_sizes,
+        **(per_layer_sizes(fields, family) if family.has_per_layer_inputs else {}),
+        **(streams(fields, len(rotates)) if family.has_streams else {}),
         **kinds,
     )
 
@@ -327,16 +353,18 @@ def layer_kinds(
 
 def global_heads(
     fields: Mapping[str, Any], windows: tuple[int | None, ...], heads: int, local: KVHeads
-) -> KVHeads:
+) -> KVHeads | None:
     """The KV heads of layers without a window: in fields, or in transformers' per_layer_config."""
     told = fields["per_layer_config"]
+    if told is None and fields["global_head_dim"] is None:
+        return None
     if told is None:
         has_own = flag(fields, "attention_k_eq_v") and fields["num_global_key_value_heads"]
         number = positive(fields, "num_global_key_value_heads") if has_own else local.number
         found = KVHeads(number, positive(fields, "global_head_dim", MAX_HEAD_DIM))
     else:
         each = [str(i) for i, window in enumerate(windows) if window is None]
-        if not isinstance(told, dict) or any(told.get(i) != told[each[0]] for i in each if told):
+        if not isinstance(told, dict) or any(told.get(i) != told.get(each[0]) for i in each):
             raise ValueError("per_layer_config must have equal heads for all full_attention layers")
         if others := {*told} - {*each}:
             raise ValueError(
@@ -356,12 +384,49 @@ def global_heads(
     return found
 
 
-def per_layer_sizes(fields: Mapping[str, Any]) -> dict[str, int]:
+def layer_sizes(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The numbers of a list with one entry per layer; empty if the field is one number."""
+    if not isinstance(fields[key], list):
+        return ()
+    num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
+    if len(fields[key]) != num_layers:
+        raise ValueError(f"{key} is not a list of {num_layers} entries, one per layer")
+    return tuple(positive({key: size}, key) for size in fields[key])
+
+
+def streams(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of DecoderConfig about residual streams and sparse gates."""
+    if fields["altup_active_idx"] != 0:
+        raise ValueError(
+            f"altup_active_idx = {fields['altup_active_idx']!r} is not supported, only 0"
+        )
+    if not fields["hidden_size_per_layer_input"]:
+        raise ValueError("hidden_size_per_layer_input = 0 is not supported with altup_num_inputs")
+    sparse = fields["activation_sparsity_pattern"]
+    if sparse is None:
+        num_sparse = 10 if num_layers > 10 else 0
+        sparse = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
+    if not isinstance(sparse, list) or len(sparse) != num_layers:
+        raise ValueError(f"activation_sparsity_pattern is not a list of {num_layers} entries")
+    if any(not isinstance(share, float | int) or not 0 <= share < 1 for share in sparse):
+        raise ValueError("activation_sparsity_pattern must have numbers from 0 to below 1")
+    num_streams = positive(fields, "altup_num_inputs", MAX_STREAMS)
+    if num_streams == 1:
+        raise ValueError("altup_num_inputs = 1 is not supported: it must be at least 2")
+    return {
+        "num_streams": num_streams,
+        "laurel_rank": positive(fields, "laurel_rank"),
+        "scales_streams": flag(fields, "altup_correct_scale"),
+        "deviations": tuple(NormalDist().inv_cdf(x) if x > 0 else None for x in sparse),
+    }
+
+
+def per_layer_sizes(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     size = natural(fields, "hidden_size_per_layer_input")
     if size == 0:
         return {}
     vocab = positive(fields, "vocab_size_per_layer_input")
-    if vocab < positive(fields, "vocab_size"):
+    if vocab < positive(fields, "vocab_size") and not family.has_streams:
         raise ValueError(
             f"vocab_size_per_layer_input = {vocab} must be at least vocab_size = "
             f"{fields['vocab_size']}, because each token has inputs of layers"
@@ -662,6 +727,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{per_layer.TABLE}.weight"] = config.per_layer_vocab, width
         shapes[f"{per_layer.PROJECTION}.weight"] = width, hidden
         shapes[f"{per_layer.NORM}.weight"] = (config.per_layer_size,)
+    for i in range(config.num_streams - 1):
+        shapes |= {f"{name}.{i}.weight": (hidden, hidden) for name in STREAMS}
     for i in range(config.num_layers):
         layer = layer_shapes(config, i)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -700,6 +767,11 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes |= config.mixture.other_shapes(hidden)
     if config.family.has_layer_scalars:
         shapes[SCALAR] = (1,)
+    if config.num_streams > 1:
+        linears |= altup_maps(config)
+        scales = [STREAM_SCALE] if config.scales_streams else []
+        scales += [f"{ROUTER_NORM}.weight", f"{LAUREL_NORM}.weight"]
+        shapes |= dict.fromkeys(scales, (hidden,))
     if config.per_layer_size:
         linears[per_layer.GATE] = config.per_layer_size, hidden, False
         linears[per_layer.OUT] = hidden, config.per_layer_size, False
@@ -711,3 +783,15 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         if has_bias:
             shapes[f"{name}.bias"] = (out,)
     return shapes
+
+
+def altup_maps(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
+    """A layer's maps of AltUp and LAuReL: output width, input width, whether it has a bias."""
+    N, hidden, rank = config.num_streams, config.hidden_size, config.laurel_rank
+    return {
+        ROUTER: (N, hidden, False),
+        PREDICT: (N * N, N, False),
+        CORRECT: (N, N, False),
+        LEFT: (rank, hidden, False),
+        RIGHT: (hidden, rank, False),
+    }

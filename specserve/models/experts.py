@@ -141,12 +141,13 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 ROUTERS = (
     *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
     *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer", ".router.proj"),
+    *(".altup.modality_router", ".altup.prediction_coefs", ".altup.correction_coefs"),
 )
 
 
 def is_router(module: str) -> bool:
-    """Whether a linear map selects or weights experts. These maps are not quantized, because this
-    would change the selection.
+    """Whether a linear map selects or weights experts or residual streams. These maps are not
+    quantized, because this would change the selection.
     """
     return module.endswith(ROUTERS)
 

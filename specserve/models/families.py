@@ -225,6 +225,49 @@ FAMILIES = {
         scales_by_width=True,
         windowed="pattern",
     ),
+    "Gemma3nForCausalLM": Family(
+        models="Gemma 3n without vision and audio",
+        defaults=GEMMA2
+        | {
+            "activation_sparsity_pattern": None,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "attention_k_eq_v": False,
+            "global_head_dim": None,
+            "hidden_size": 2048,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 16384,
+            "laurel_rank": 64,
+            "max_position_embeddings": 32768,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "per_layer_config": None,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(
+            activation="hidden_activation",
+            logit_cap="final_logit_softcapping",
+            local_theta="rope_local_base_freq",
+        ),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        scales_by_width=True,
+        windowed="pattern",
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        has_streams=True,
+    ),
     "Gemma4ForCausalLM": Family(
         models="Gemma 4 without vision",
         defaults=GEMMA2
@@ -866,6 +909,9 @@ GLM4V_MOE = replace(
 MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
+    ),
+    "Gemma3nForConditionalGeneration": Multimodal(
+        models="Gemma 3n: E2B, E4B", texts={"gemma3n_text": FAMILIES["Gemma3nForCausalLM"]}
     ),
     "Gemma4ForConditionalGeneration": Multimodal(
         models="Gemma 4", texts={"gemma4_text": FAMILIES["Gemma4ForCausalLM"]}

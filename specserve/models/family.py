@@ -84,6 +84,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     # Layers without a window may have other heads, keys as values, and the last layers no KV.
     has_kinds: bool = False
     has_per_layer_inputs: bool = False  # see per_layer.py
+    has_streams: bool = False  # several residual streams, see altup.py, and sparse gates
     experts: ExpertStyle | None = None
     refused: tuple[str, ...] = ()  # fields that must be false, because native code lacks them
 

@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models import per_layer_names as per_layer
+from specserve.models.altup import AltUp, StreamMaps
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import (
     Decoder,
@@ -25,7 +26,14 @@ from specserve.models.decoder import (
     Layer,
     SharedExpert,
 )
-from specserve.models.decoder_config import ALPHAS, SCALAR, SCORE, SINKS, DecoderConfig
+from specserve.models.decoder_config import (
+    ALPHAS,
+    SCALAR,
+    SCORE,
+    SINKS,
+    STREAM_SCALE,
+    DecoderConfig,
+)
 from specserve.models.mtp_config import without_mtp
 from specserve.models.per_layer import MIX, PerLayerMaps, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
@@ -53,7 +61,7 @@ LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a hea
 # Endings of the names of tensors that are kept in float32.
 WIDE = (
     *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
-    *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale"),
+    *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale", STREAM_SCALE),
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -149,7 +157,7 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
             own *= 2  # values have a copy
         return own if int(layer) in shard.layers(config.num_layers) else 0.0
     if name.startswith(per_layer.TABLE):
-        return 1.0
+        return max(1.0, config.vocab_size / config.per_layer_vocab)
     if name == EMBEDDING:
         has_head = shard.is_last and HEAD not in reader.shapes
         return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
@@ -294,9 +302,13 @@ class Reader:
             self.count(weight, is_head=False)
             yield weight
 
-    def read_embedding(self, module: str = "model.embed_tokens") -> Weight:
-        """Read an embedding table onto the ops' device."""
+    def read_embedding(self, module: str = "model.embed_tokens", num_rows: int = 0) -> Weight:
+        """Read an embedding table onto the ops' device; `num_rows` adds copies of row 0."""
         table = self.weight(module)
+        height = self.shapes[f"{module}.weight"][0]
+        if num_rows > height:
+            rows = torch.arange(num_rows)
+            table = rows_of(table, torch.where(rows < height, rows, 0))
         if isinstance(table, Codes):
             table = table.without_table()
         parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
@@ -431,6 +443,7 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         else None,
         score=reader.read_norm(SCORE, False) if config.num_labels else None,
         per_layer=read_per_layer_table(reader, config) if config.per_layer_size else None,
+        streams=read_streams(reader, config) if config.num_streams > 1 else None,
         has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
         dtype=reader.dtype,
         forms=reader.forms,  # of all weights read before
@@ -440,12 +453,40 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
 def read_per_layer_table(reader: Reader, config: DecoderConfig) -> PerLayerTable:
     hidden, size = config.hidden_size, config.per_layer_size
     return PerLayerTable(
-        embedding=reader.read_embedding(per_layer.TABLE),
+        embedding=reader.read_embedding(
+            per_layer.TABLE, max(config.vocab_size, config.per_layer_vocab)
+        ),
         projection=reader.read_weight(per_layer.PROJECTION),
         norm=reader.read_norm(f"{per_layer.NORM}.weight", config.family.adds_one, MIX),
         factor=MIX * math.sqrt(size),
         # The projection is not divided by sqrt(hidden), but its norm removes this factor.
         eps=config.norm_eps * hidden,
+    )
+
+
+def read_streams(reader: Reader, config: DecoderConfig) -> StreamMaps:
+    spread, merge = (
+        [f"{name}.{i}" for i in range(config.num_streams - 1)] for name in decoder_config.STREAMS
+    )
+    return StreamMaps(reader.read_weight(*spread), tuple(map(reader.read_weight, merge)))
+
+
+def read_altup(reader: Reader, config: DecoderConfig, layer: str) -> AltUp:
+    names = (f"{layer}.{name}" for name in decoder_config.altup_maps(config))
+    router, predict, correct, left, right = map(reader.read_weight, names)
+    norms = decoder_config.ROUTER_NORM, decoder_config.LAUREL_NORM
+    norm, laurel = (f"{layer}.{name}.weight" for name in norms)
+    return AltUp(
+        router_norm=reader.read_norm(norm, config.family.adds_one, 1 / config.hidden_size),
+        router=router,
+        predict=predict,
+        correct=correct,
+        output_scale=reader.read_norm(f"{layer}.{STREAM_SCALE}", False)
+        if config.scales_streams
+        else None,
+        left=left,
+        right=right,
+        laurel_norm=reader.read_norm(laurel, config.family.adds_one),
     )
 
 
@@ -499,13 +540,18 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         beside=read_beside(reader, config, layer)
         if config.mixture is not None and config.mixture.style.beside is not None
         else None,
-        **mlp(reader, config, layer),
+        altup=read_altup(reader, config, layer) if config.num_streams > 1 else None,
+        deviations=config.deviations[index] if config.deviations else None,
+        **mlp(reader, config, index),
     )
 
 
-def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+def read_mlp(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
+    layer = f"model.layers.{index}"
     gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
-    down, is_gated = f"{layer}.{config.down_name}", config.family.ungated is None
+    is_sparse = bool(config.deviations) and config.deviations[index] is not None
+    is_gated = config.family.ungated is None and not is_sparse
+    down = f"{layer}.{config.down_name}"
     alphas = read_alphas(reader, layer) if config.activation == "xielu" else (0.0, 0.0)
     inner, hidden = reader.shard.gate_up_rows(config), reader.shard.rows(config.hidden_size)
     return {
@@ -529,7 +575,8 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
     return reader.read_norm(f"{layer}.{SINKS}", False)[own.start : own.stop]
 
 
-def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+def read_mixture(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
+    layer = f"model.layers.{index}"
     none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
     return none | {"experts": read_experts(reader, config, layer)}
 

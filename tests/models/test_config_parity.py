@@ -23,6 +23,7 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3nForCausalLM": "gemma3n_text",
     "Gemma4ForCausalLM": "gemma4_text",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
@@ -194,6 +195,14 @@ OWN = {
     },
 }
 HEADS_BY_KIND = SMALL | {"head_dim": 32, "global_head_dim": 64}
+OWN["Gemma3nForCausalLM"] = {
+    "shared layers": SMALL | {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
+    "more sparse layers": SMALL
+    | {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3], "num_kv_shared_layers": 0},
+    "widths by layer": SMALL | {"intermediate_size": [8, 16, 24, 32], "num_kv_shared_layers": 0},
+    "other streams": {"altup_num_inputs": 2, "laurel_rank": 8, "altup_correct_scale": False},
+    "a local theta": {"rope_local_base_freq": 2e4, "rope_theta": 3e6},
+}
 OWN["Gemma4ForCausalLM"] = {
     "shared layers": HEADS_BY_KIND | {"num_hidden_layers": 12, "num_kv_shared_layers": 6},
     "layer types, of which the last is wrong": HEADS_BY_KIND
@@ -304,6 +313,14 @@ def rope_of(config, layer_type):
     return 1.0 / (rope["rope_theta"] ** exponent), 1.0
 
 
+def check_streams(got, want):
+    normal, shares = torch.distributions.Normal(0, 1), want.activation_sparsity_pattern
+    wanted = [normal.icdf(torch.tensor(x)).item() if x > 0 else None for x in shares]
+    assert list(got.deviations) == [x and pytest.approx(x, rel=1e-5) for x in wanted]
+    assert got.num_streams == want.altup_num_inputs and got.laurel_rank == want.laurel_rank
+    assert got.scales_streams == want.altup_correct_scale
+
+
 def check_heads(got, want, num_heads):
     assert got.num_kv_heads == (want.num_key_value_heads or num_heads)
     assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // num_heads)
@@ -352,8 +369,14 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     local = want.per_layer_config["sliding_attention"] if is_mixed else want
     if not has_kinds(want) or is_mixed:
         check_heads(got, local, want.num_attention_heads)
-    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+    for name in ("hidden_size", "vocab_size"):
         assert getattr(got, name) == getattr(want, name), name
+    inner = want.intermediate_size
+    each = inner if isinstance(inner, list) else [inner] * got.num_layers
+    assert got.family.has_kinds or got.intermediate_size == inner
+    if got.family.has_streams:
+        assert [got.inner_size(i) for i in range(got.num_layers)] == each
+        check_streams(got, want)
     assert got.max_positions == longest_text(fields.get("text_config", fields), want)
     assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
     assert got.tied == getattr(want, "tie_word_embeddings", False)

@@ -110,28 +110,22 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
     ),
     "fewer inputs of layers than tokens": (
         "gemma4_vision",
-        {"text_config": {"vocab_size_per_layer_input": 319}},
+        {"text_config": {"vocab_size_per_layer_input": 319, "vocab_size": 320}},
         "vocab_size_per_layer_input = 319 must be at least vocab_size = 320",
     ),
     "shared layers without KV to read": (
         "gemma4_vision",
-        {"text_config": {"num_kv_shared_layers": 5}},
+        {"text_config": {"num_hidden_layers": 6, "num_kv_shared_layers": 5}},
         "num_kv_shared_layers = 5 leaves no layer",
     ),
     "heads by layer": (
         "gemma4_vision",
         {"text_config": {"per_layer_config": {"0": {"head_dim": 32}}}},
-        "per_layer_config",
+        "per_layer_config has layers 0, but only layers with full_attention may have other heads",
     ),
     "KV heads that do not divide": (
         "gemma4_vision",
-        {
-            "text_config": {
-                "per_layer_config": None,
-                "attention_k_eq_v": True,
-                "num_global_key_value_heads": 3,
-            }
-        },
+        {"text_config": {"attention_k_eq_v": True, "num_global_key_value_heads": 3}},
         "3 KV heads of size 512 in layers with full_attention do not fit",
     ),
     "groups of experts": (

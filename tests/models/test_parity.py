@@ -102,6 +102,20 @@ CASES = {  # family, what departs from its tiny checkpoint
             }
         },
     ),
+    "gemma3n": ("gemma3n", {}),
+    "gemma3n, widths by layer, no scale, every token has inputs": (
+        "gemma3n",
+        {
+            "activation_sparsity_pattern": None,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+            "intermediate_size": [96, 128, 128, 96, 160],
+            "layer_types": None,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
     "gemma4": ("gemma4", {}),
     "gemma4, one window, a bias, no inputs": (
         "gemma4",
@@ -188,7 +202,9 @@ def case(request, tmp_path_factory):
     ids = prompt(model.config.get_text_config().vocab_size, 37)
     with torch.inference_mode():
         found = model(ids[None], output_hidden_states=True)
-        return folder, ids, found.logits[0], [h[0] for h in found.hidden_states]
+        # Of several residual streams, the first one.
+        states = [h[0] if h.dim() == 3 else h[0, 0] for h in found.hidden_states]
+        return folder, ids, found.logits[0], states
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 17])
@@ -266,6 +282,8 @@ def ops_of(config):
         ),
         True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
     }
+    if config.num_streams > 1:
+        return ops_of_streams(config)
     is_beside = style is not None and style.beside is not None
     experts = "norm", "norm", "linear", "route", "norm", "expert_maps", "expert_maps", "add_experts"
     has_inputs = config.per_layer_size > 0
@@ -283,6 +301,22 @@ def ops_of(config):
         *itertools.chain(*layers),
         *("gather", "norm", "linear", *when(config.logit_cap is not None, "elementwise")),
     ]
+
+
+def ops_of_streams(config):
+    """The same for Gemma 3n."""
+    others, ops = config.num_streams - 1, ["gather", "elementwise", "plan_attention"]
+    ops += ["gather", "elementwise", "linear", "norm", "linear", "spread_streams"]
+    for deviations in config.deviations:
+        routed = "norm", "linear", "elementwise", "linear"
+        ops += ["columns", "columns", *routed, "mix_streams", "columns", "columns", "norm"]
+        ops += ["linear", "linear", "linear", "rope_write_kv", "attention", "linear", "norm"]
+        ops += ["norm", "norm", "elementwise", "norm", "linear"]
+        ops += ["sparse_gated"] * (deviations is not None) + ["linear", "norm"]
+        ops += [*routed, "correct_streams", "weigh_columns", "linear", "gate_columns", "linear"]
+        ops += ["norm"] * others
+    ops += ["gather", "columns", "copy", *["columns", "linear", "add_matched"] * others]
+    return [*ops, "elementwise", "norm", "linear", "elementwise"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -304,7 +338,7 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     active = next((k for k in ("moe_k", "top_k_experts") if k in fields), "num_experts_per_tok")
     sizes = {active: num_experts} if num_experts else {}  # nor which they are
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
-    if family.startswith("gemma4"):  # its scores are not divided by the root of the head size
+    if family.startswith(("gemma3n", "gemma4")):  # no factor makes their scores small
         change_tensors(folder, lambda name, x: x / 16 if name.endswith("q_norm.weight") else x)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))

@@ -26,6 +26,7 @@ GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
 SCALE, SOFT_CAP, SILU, GELU, RELU2, XIELU = range(6)  # Curve in layers.cpp
 CURVES = {"silu": SILU, "gelu_tanh": GELU, "relu2": RELU2, "xielu": XIELU}
 MAX_EXPERTS = 1024  # as in experts.cpp
+MAX_STREAMS = 8  # as in streams.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
@@ -241,6 +242,34 @@ def gate_columns(domain: int, x: Tensor, curve: str, other: Tensor, begin: int) 
     fields = "i64 is_bf16 domain ptr x other i64 width other_width begin curve"
     pointers = x.data_ptr(), other.data_ptr()
     sizes = x.shape[1], other.shape[1], begin, CURVES[curve]
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes)
+
+
+def streams(domain: int, x: Tensor, coefficients: Tensor, out: Tensor, width: int) -> Structure:
+    """Return the arguments of the ops on streams of `width` columns."""
+    number = out.shape[1] // width
+    assert number <= MAX_STREAMS and out.shape[1] == number * width, "the number of streams"
+    assert x.dtype == coefficients.dtype == out.dtype, "streams of different dtypes"
+    for each in (coefficients, out):
+        native.is_bf16(each)  # checks that it is contiguous
+    pointers = x.data_ptr(), coefficients.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x coefficients out i64 width num"
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, width, number)
+
+
+def sparse_gated(domain: int, x: Tensor, curve: str, deviations: float, out: Tensor) -> Structure:
+    assert curve in GATES, f"no kernel implements the gate {curve}"
+    sizes = out.shape[1], curve == "gelu_tanh"
+    fields = "i64 is_bf16 domain ptr x out i64 width is_gelu f32 deviations"
+    pointers = x.data_ptr(), out.data_ptr()
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes, deviations)
+
+
+def weigh_columns(domain: int, x: Tensor, begin: int, weight: Tensor, out: Tensor) -> Structure:
+    assert weight.dtype == torch.float32 and begin + len(weight) <= x.shape[1], "the weight"
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x weight out i64 width x_width begin"
+    sizes = len(weight), x.shape[1], begin
     return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass, field
-from math import prod
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -209,8 +209,11 @@ class Recorder:
         self.note("norm", args, x.domain, weight, bias)
         return out
 
-    def rms_norm_add(self, x: Any, weight: Tensor, eps: float, residual: Any) -> Any:
-        args = arguments.norm(x.domain, x.tensor, weight, residual.tensor, eps, adds=True)
+    def rms_norm_add(
+        self, x: Any, weight: Tensor, eps: float, residual: Any, begin: int = 0
+    ) -> Any:
+        columns = residual.tensor[:, begin : begin + x.tensor.shape[1]]
+        args = arguments.norm(x.domain, x.tensor, weight, columns, eps, adds=True)
         self.note("norm", args, x.domain, weight)
         return residual
 
@@ -232,6 +235,40 @@ class Recorder:
         args = arguments.gate_columns(x.domain, x.tensor, curve, other.tensor, begin)
         self.note("gate_columns", args, x.domain)
         return x
+
+    def spread_streams(self, x: Any, first: Any) -> Any:
+        width = first.tensor.shape[1]
+        out = self.new(x.domain, (x.tensor.shape[1] + width,), x.tensor.dtype)
+        return self.streams("spread_streams", x, first, out, width)
+
+    def add_matched(self, x: Any, first: Any, total: Any) -> Any:
+        return self.streams("add_matched", x, first, total, x.tensor.shape[1])
+
+    def mix_streams(self, streams: Any, coefficients: Any) -> Any:
+        columns = streams.tensor.shape[1]
+        out = self.new(streams.domain, (columns,), streams.tensor.dtype)
+        width = columns // isqrt(coefficients.tensor.shape[1])
+        return self.streams("mix_streams", streams, coefficients, out, width)
+
+    def correct_streams(self, streams: Any, x: Any, coefficients: Any) -> Any:
+        return self.streams("correct_streams", x, coefficients, streams, x.tensor.shape[1])
+
+    def streams(self, name: str, x: Any, coefficients: Any, out: Any, width: int) -> Any:
+        tensors = x.tensor, coefficients.tensor, out.tensor
+        self.note(name, arguments.streams(x.domain, *tensors, width), x.domain)
+        return out
+
+    def sparse_gated(self, x: Any, curve: str, deviations: float) -> Any:
+        out = self.new(x.domain, (x.tensor.shape[1] // 2,), x.tensor.dtype)
+        args = arguments.sparse_gated(x.domain, x.tensor, curve, deviations, out.tensor)
+        self.note("sparse_gated", args, x.domain)
+        return out
+
+    def weigh_columns(self, x: Any, begin: int, weight: Tensor) -> Any:
+        out = self.new(x.domain, (len(weight),), x.tensor.dtype)
+        args = arguments.weigh_columns(x.domain, x.tensor, begin, weight, out.tensor)
+        self.note("weigh_columns", args, x.domain, weight)
+        return out
 
     def curve(self, x: Any, curve: int, *numbers: float) -> Any:
         args = arguments.elementwise(x.domain, x.tensor, curve, *numbers)

@@ -22,6 +22,7 @@ from specserve_kernels.cuda import (
     ranks,
     rope,
     sample,
+    streams,
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
@@ -74,6 +75,12 @@ class CudaOps:
     layer_norm = staticmethod(norm.layer_norm)
     activate = staticmethod(gated.activate)
     gate_columns = staticmethod(gated.gate_columns)
+    add_matched = staticmethod(streams.add_matched)
+    correct_streams = staticmethod(streams.correct_streams)
+    mix_streams = staticmethod(streams.mix_streams)
+    sparse_gated = staticmethod(streams.sparse_gated)
+    spread_streams = staticmethod(streams.spread_streams)
+    weigh_columns = staticmethod(streams.weigh_columns)
     route = staticmethod(experts.route)
     rms_norm_add = staticmethod(norm.rms_norm_add)
     rms_norm_columns = staticmethod(norm.rms_norm_columns)

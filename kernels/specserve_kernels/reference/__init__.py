@@ -41,6 +41,14 @@ from specserve_kernels.reference.layers import (
 )
 from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
+from specserve_kernels.reference.streams import (
+    add_matched,
+    correct_streams,
+    mix_streams,
+    sparse_gated,
+    spread_streams,
+    weigh_columns,
+)
 from specserve_kernels.types import KVCache
 
 __all__ = [
@@ -48,12 +56,14 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "add_matched",
     "all_gather",
     "allocate",
     "arithmetic",
     "attention",
     "copy",
     "copy_blocks",
+    "correct_streams",
     "embed",
     "experts",
     "free_memory",
@@ -68,6 +78,7 @@ __all__ = [
     "lm_head",
     "lock",
     "logprobs",
+    "mix_streams",
     "move_kv",
     "offload",
     "place",
@@ -91,10 +102,13 @@ __all__ = [
     "scale",
     "send",
     "soft_cap",
+    "sparse_gated",
+    "spread_streams",
     "take_columns",
     "take_rows",
     "top_children",
     "tune",
+    "weigh_columns",
 ]
 
 samples_ahead = False

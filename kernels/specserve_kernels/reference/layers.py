@@ -190,17 +190,19 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return (normed if bias is None else normed + bias).to(x.dtype)
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     """Add rms_norm(x) to the residual stream, in place, rounded once; return it.
 
     If the weight is shorter than a row, every group of that many columns has its own norm.
 
     x         [R, G K]  bfloat16 | float32
     weight    [K]       float32
-    residual  [R, G K]  as x
+    residual  [R, W]    as x; its columns [begin, begin + G K) change
     """
     normed = _normed(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
-    return residual.copy_(residual.float() + normed)
+    columns = residual[:, begin : begin + x.shape[1]]
+    columns.copy_(columns.float() + normed)
+    return residual
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
