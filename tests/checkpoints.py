@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "num_hidden_layers": 5,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
         "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.95],
+        "activation_sparsity_pattern": [0.6, 0.3, 0.0, 0.0, 0.8],
         "altup_num_inputs": 3,
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,

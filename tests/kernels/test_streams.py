@@ -100,3 +100,11 @@ def test_a_rows_bits_depend_on_no_other_row(dtype):
     gates = random_tensor(9, 140, dtype=dtype, seed=140)
     assert torch.equal(one, whole[2][4:5])
     assert torch.equal(cpu.sparse_gated(gates[4:5].clone(), "gelu_tanh", 1.0), whole[5][4:5])
+
+
+@BUILDS
+def test_taken_columns_are_a_copy_even_of_one_row(ops):
+    x = torch.tensor([[1.0, 2, 3]])
+    taken = ops.take_columns(x, 0, 2)
+    taken += 5
+    assert x.tolist() == [[1, 2, 3]] and taken.tolist() == [[6, 7]]

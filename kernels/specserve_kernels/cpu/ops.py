@@ -518,7 +518,7 @@ def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Te
 
 
 def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
-    return x[:, begin:end].contiguous()
+    return x[:, begin:end].clone(memory_format=torch.contiguous_format)
 
 
 def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:
