@@ -240,6 +240,7 @@ OWN |= {
     "glm4v_text": {"a share of the head rotates": {"partial_rotary_factor": 0.5}},
 }
 GEMMA4 = re.compile("as many KV heads|no window|scaling|linear|two|llama3|yarn|longrope")
+GEMMA3N = re.compile("as many KV heads|no window|yarn, old|" + BY_LAYER_TYPE)
 REFUSED = {  # by transformers
     "Phi3ForCausalLM": re.compile("linear|yarn|llama3|two"),
     "MistralForCausalLM": re.compile("as many KV heads"),
@@ -248,6 +249,8 @@ REFUSED = {  # by transformers
     "Gemma3ForCausalLM": re.compile("as many KV heads|" + BY_LAYER_TYPE),
     "gemma3_text": re.compile("as many KV heads|" + BY_LAYER_TYPE),
     # It wants rope_parameters by layer type, and does not read rope_scaling.
+    "Gemma3nForCausalLM": GEMMA3N,
+    "gemma3n_text": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
     "gemma4_text": GEMMA4,
     # It takes rope_theta only for layers without a window.
@@ -271,8 +274,10 @@ REFUSED = {  # by transformers
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
 }
+# Few layers are fewer than those that share KV by default.
+FIRST = {family: {"num_kv_shared_layers": 0} for family in ("Gemma3nForCausalLM", "gemma3n_text")}
 TABLE = {
-    f"{family}: {name}": {"architectures": [family], **fields}
+    f"{family}: {name}": {"architectures": [family], **FIRST.get(family, {}), **fields}
     for family in FAMILIES
     for name, fields in (COMMON | OWN.get(family, {})).items()
     if family not in REFUSED or not REFUSED[family].search(name)
@@ -280,7 +285,7 @@ TABLE = {
 TABLE |= {
     f"{family}, {kind}: {name}": {
         "architectures": [family],
-        "text_config": {"model_type": kind, **fields},
+        "text_config": {"model_type": kind, **FIRST.get(kind, {}), **fields},
     }
     for family, multimodal in MULTIMODAL.items()
     for kind in multimodal.texts
@@ -327,7 +332,9 @@ def check_heads(got, want, num_heads):
 
 
 def has_kinds(config):
-    return getattr(config, "per_layer_config", None) is not None
+    """Whether layers may differ in their heads."""
+    is_gemma4 = config.model_type == "gemma4_text"
+    return is_gemma4 and config.per_layer_config is not None
 
 
 def kinds_of(config):
