@@ -769,8 +769,7 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes[SCALAR] = (1,)
     if config.num_streams > 1:
         linears |= altup_maps(config)
-        scales = [STREAM_SCALE] if config.scales_streams else []
-        scales += [f"{ROUTER_NORM}.weight", f"{LAUREL_NORM}.weight"]
+        scales = STREAM_SCALE, f"{ROUTER_NORM}.weight", f"{LAUREL_NORM}.weight"
         shapes |= dict.fromkeys(scales, (hidden,))
     if config.per_layer_size:
         linears[per_layer.GATE] = config.per_layer_size, hidden, False

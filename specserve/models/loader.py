@@ -474,6 +474,7 @@ def read_streams(reader: Reader, config: DecoderConfig) -> StreamMaps:
 def read_altup(reader: Reader, config: DecoderConfig, layer: str) -> AltUp:
     names = (f"{layer}.{name}" for name in decoder_config.altup_maps(config))
     router, predict, correct, left, right = map(reader.read_weight, names)
+    scale = reader.read_norm(f"{layer}.{STREAM_SCALE}", False)  # stored in any case
     norms = decoder_config.ROUTER_NORM, decoder_config.LAUREL_NORM
     norm, laurel = (f"{layer}.{name}.weight" for name in norms)
     return AltUp(
@@ -481,9 +482,7 @@ def read_altup(reader: Reader, config: DecoderConfig, layer: str) -> AltUp:
         router=router,
         predict=predict,
         correct=correct,
-        output_scale=reader.read_norm(f"{layer}.{STREAM_SCALE}", False)
-        if config.scales_streams
-        else None,
+        output_scale=scale if config.scales_streams else None,
         left=left,
         right=right,
         laurel_norm=reader.read_norm(laurel, config.family.adds_one),
