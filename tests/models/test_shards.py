@@ -1,5 +1,6 @@
 """The parts of a model, in several ranks, compute the bits that one process computes."""
 
+import json
 from functools import partial
 
 import pytest
@@ -59,6 +60,7 @@ def assert_same(folder, tensor, pipeline, dtype="bf16", rounding=AS_STORED, adap
 CASES = {name: (name, {}) for name in (*FAMILIES, *MULTIMODAL)} | {
     "smollm3": ("llama", {"model_type": "smollm3", "no_rope_layers": [1, 0]}),
     "mimo": ("qwen2", {}),  # its own code derives from that
+    "gemma3n_vision": ("gemma3n", {}),  # transformers needs another package for its vision
     "every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "arcee with biases": ("arcee", {"mlp_bias": True}),
     "apertus, odd widths": ("apertus", {"hidden_size": 76, "intermediate_size": 150}),
@@ -75,6 +77,10 @@ def checkpoint_of(case, folder):
     tiny_checkpoint(folder, family, **fields)
     if case == "mimo":
         change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    if case == "gemma3n_vision":
+        text = json.loads((folder / "config.json").read_text())
+        whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+        (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
 
