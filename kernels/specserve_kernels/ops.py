@@ -217,6 +217,7 @@ class Ops(Protocol):
         residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
         gate: str = "silu",
     ) -> Tensor: ...
 
@@ -225,6 +226,8 @@ class Ops(Protocol):
     def all_gather(self, x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor: ...
 
     def take_columns(self, x: Tensor, begin: int, end: int) -> Tensor: ...
+
+    def put_columns(self, x: Tensor, begin: int, columns: Tensor) -> Tensor: ...
 
     def send(self, x: Tensor, ranks: Ranks, other: int) -> Tensor: ...
 

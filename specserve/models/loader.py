@@ -3,6 +3,7 @@
 import logging
 import math
 import mmap
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ WIDE = (
     *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
     *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale", STREAM_SCALE),
 )
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of an expert's tensor
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -152,6 +154,8 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     """About which part of a tensor a shard holds."""
     layer = name.removeprefix("model.layers.").partition(".")[0]
     own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
+    if shard.has_whole_experts and config.mixture and (found := EXPERT.search(name)):
+        own = float(int(found[1]) in shard.experts(config.mixture.num_experts))
     if layer.isdecimal():
         if name.endswith("k_proj.weight") and config.repeats_keys(int(layer)):
             own *= 2  # values have a copy
@@ -597,15 +601,18 @@ def read_beside(reader: Reader, config: DecoderConfig, layer: str) -> ExpertsBes
 def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
-    each = range(mixture.num_experts)
+    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
+    each = shard.experts(mixture.num_experts)
+    inner, outer = shard.rows(mixture.width, 2), hidden
+    if shard.has_whole_experts:
+        inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
-    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
     gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
     return Experts(
         router=reader.read_weight(router),
-        gate_up=reader.read_experts(gate_up, is_gated=True, rows=shard.rows(mixture.width, 2)),
-        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
+        gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
+        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=outer),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,

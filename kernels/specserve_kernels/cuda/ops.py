@@ -37,7 +37,7 @@ from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
-from specserve_kernels.reference.ranks import take_columns
+from specserve_kernels.reference.ranks import put_columns, take_columns
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -88,6 +88,7 @@ class CudaOps:
     join = staticmethod(ranks.join)
     all_gather = staticmethod(ranks.all_gather)
     take_columns = staticmethod(take_columns)
+    put_columns = staticmethod(put_columns)
     send = staticmethod(ranks.send)
     receive = staticmethod(ranks.receive)
 
@@ -212,12 +213,13 @@ class CudaOps:
         residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
         gate: str = "silu",
     ) -> Tensor:
         curve = partial(gated.gated, gate=gate)
         if limit is not None:
             curve = partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, curve, gathering)
+        return experts.add_experts(x, routing, gate_up, down, residual, curve, gathering, holders)
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())

@@ -39,7 +39,14 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
-from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
+from specserve_kernels.reference.ranks import (
+    all_gather,
+    join,
+    put_columns,
+    receive,
+    send,
+    take_columns,
+)
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.reference.streams import (
     add_matched,
@@ -86,6 +93,7 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
