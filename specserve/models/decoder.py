@@ -1,19 +1,22 @@
 """The decoder of Llama and related families, which runs on `Ops`, and the model interface."""
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specserve.memory.arena import KVLayout
+from specserve.memory.arena import KVLayout, StateLayout
 from specserve.models.altup import HALF, AltUp, StreamMaps
 from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.per_layer import PerLayerMaps, PerLayerTable
+from specserve.models.recurrent import ShortConv
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
+    DeltaParams,
     Gathering,
     KVCache,
     KVLayer,
@@ -24,6 +27,7 @@ from specserve_kernels import (
     Ranks,
     Rotary,
     Rows,
+    StateLayer,
 )
 from specserve_kernels.ops import EagerProgram
 
@@ -54,6 +58,8 @@ class LoadedModel(ModelForward, Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]: ...
+
+    def state_layouts(self) -> tuple[StateLayout, ...]: ...
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -114,6 +120,23 @@ class ExpertsBeside(NamedTuple):
     after_mlp: Tensor  # of the MLP's output
 
 
+class ShortConvWeights(NamedTuple):
+    """A gated convolution, which replaces attention. `Layer.out` maps its results."""
+
+    inputs: Any  # packed [3 hidden, hidden]
+    inputs_bias: Tensor | None
+    weight: Tensor  # [hidden, taps] float32
+    bias: Tensor | None  # [hidden] float32
+
+
+class DeltaWeights(NamedTuple):
+    """A gated DeltaNet, which replaces attention. `Layer.out` maps its results."""
+
+    inputs: Any  # packed [inner + Hv Dv + 2 Hv, hidden]: queries, keys, values, z, b, a
+    weight: Tensor  # of the convolution, [inner, taps] float32
+    params: DeltaParams
+
+
 class LayerAdapters(NamedTuple):
     """The adapter slots of a layer's maps; None: adapters do not change this map."""
 
@@ -155,6 +178,16 @@ class Layer(NamedTuple):
     beside: ExpertsBeside | None = None
     altup: AltUp | None = None
     deviations: float | None = None  # of `Ops.sparse_gated`; None: gates are not sparse
+    # If one of these is set, the parts of attention but `out` are None.
+    conv: ShortConvWeights | None = None
+    delta: DeltaWeights | None = None
+    gate: Any = None  # packed [H D, hidden]: a gate of attention's results; None: no gate
+    gate_bias: Tensor | None = None
+
+    @property
+    def num_states(self) -> int:
+        """Number of its recurrent ops."""
+        return 1 if self.conv is not None else 2 if self.delta is not None else 0
 
 
 class DecoderWeights(NamedTuple):
@@ -233,9 +266,12 @@ class Decoder:
         self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
         self.windows = tuple(dict.fromkeys(config.windows))
-        own = [i for i in shard.layers(config.num_layers) if config.owns_kv(i)]
-        # By layer of this shard: the index of its KV in the cache.
-        self.kv_places = [own.index(config.kv_layer(i)) for i in shard.layers(config.num_layers)]
+        own = [i for i in shard.layers(config.num_layers) if config.has_kv(i)]
+        # By layer of this shard: the index of its KV in the cache; 0 for recurrent layers.
+        self.kv_places = [
+            0 if config.is_recurrent(i) else own.index(config.kv_layer(i))
+            for i in shard.layers(config.num_layers)
+        ]
         # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
@@ -256,10 +292,23 @@ class Decoder:
         activations.
         """
         c, own = self.config, []
-        for i in filter(c.owns_kv, self.shard.layers(c.num_layers)):
+        for i in filter(c.has_kv, self.shard.layers(c.num_layers)):
             heads, size = len(self.shard.heads(c, i).kv), c.kv_heads(i).size
             own.append(KVLayout(heads, size, dtype or self.dtype))
         return tuple(own)
+
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """The layout of the states of the recurrent ops, in the order of a forward."""
+        own, number = self.config.recurrent, sum(self.config.recurrent_layers)
+        if own is None:
+            return ()
+        width = own.width if isinstance(own, ShortConv) else own.inner
+        conv = StateLayout(1, (own.taps - 1, width), self.dtype, width)
+        if isinstance(own, ShortConv):
+            return (conv,) * number
+        Hv, shape = own.num_v_heads, (own.k_dim, own.v_dim)
+        kept = Hv * (own.k_dim + own.v_dim + 2)
+        return (conv, StateLayout(Hv, shape, torch.float32, kept)) * number
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -310,6 +359,7 @@ class Decoder:
         streams, width = self.weights.streams, self.config.hidden_size
         if streams is not None:
             residual = streams.spread_out(self.ops, residual)
+        states = iter(kv.states)
         each = zip(self.weights.layers, self.kv_places, strict=True)
         for i, (layer, place) in enumerate(each, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
@@ -318,7 +368,9 @@ class Decoder:
                     if streams is None
                     else self.ops.take_columns(residual, 0, width)
                 )
-            residual = self.layer(layer, residual, kv.layers[place], plan, inputs=inputs)
+            num_states = layer.num_states
+            cache = tuple(islice(states, num_states)) if num_states else kv.layers[place]
+            residual = self.layer(layer, residual, cache, plan, inputs=inputs)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
             if self.shard.rank == 0:
@@ -354,7 +406,7 @@ class Decoder:
         self,
         layer: Layer,
         residual: Tensor,
-        cache: KVLayer,
+        cache: KVLayer | tuple[StateLayer, ...],
         plan: Any,
         qkv: Tensor | None = None,
         inputs: Tensor | None = None,
@@ -364,9 +416,13 @@ class Decoder:
         """
         ops, c = self.ops, self.config
         if layer.altup is not None and inputs is not None:
+            assert not isinstance(cache, tuple), "no layer with streams is recurrent"
             return self.altup_layer(layer, layer.altup, residual, cache, plan, inputs)
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
-        h = self.attend(layer, read, cache, plan, qkv)
+        if isinstance(cache, tuple):
+            h = self.recur(layer, read, cache, plan)
+        else:
+            h = self.attend(layer, read, cache, plan, qkv)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
@@ -382,14 +438,6 @@ class Decoder:
         if layer.per_layer is not None and inputs is not None:
             residual = self.add_inputs(inputs, layer.per_layer, residual)
         return residual if layer.scalar == 1 else ops.scale(residual, layer.scalar)
-
-    def attend(
-        self, layer: Layer, read: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None = None
-    ) -> Tensor:
-        """The result of attention before its last map."""
-        q = self.write(layer, read, cache, plan, qkv)
-        scores = self.config.score_scale, layer.window, self.config.score_cap, layer.sinks
-        return self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
 
     def altup_layer(
         self,
@@ -412,7 +460,7 @@ class Decoder:
         first, x = (ops.take_columns(streams, 0, width) for _ in range(2))
         read = ops.rms_norm(first, layer.attention_norm, eps)
         laurel = altup.laurel(ops, read)
-        h, more = self.attend(layer, read, cache, plan), layer.adapters
+        h, more = self.attend(layer, read, cache, plan, None), layer.adapters
         x = self.add(
             h, layer.out, layer.out_bias, layer.after_attention, x, self.added(h, more.out, plan)
         )
@@ -447,6 +495,28 @@ class Decoder:
         ops, c = self.ops, self.config
         gate = ops.gate_columns(ops.linear(residual, maps.gate), c.activation, inputs, maps.begin)
         return ops.rms_norm_add(ops.linear(gate, maps.out), maps.norm, c.norm_eps, residual)
+
+    def attend(
+        self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
+    ) -> Tensor:
+        """The results of a layer's attention, of all heads."""
+        c, q = self.config, self.write(layer, h, cache, plan, qkv)
+        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
+        out = self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
+        if layer.gate is None:
+            return out
+        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias))
+
+    def recur(self, layer: Layer, h: Tensor, states: tuple[StateLayer, ...], plan: Any) -> Tensor:
+        """The results of a layer's recurrent ops."""
+        ops, conv, delta = self.ops, layer.conv, layer.delta
+        if conv is not None:
+            x = ops.linear(h, conv.inputs, conv.inputs_bias)
+            return ops.causal_conv(x, conv.weight, conv.bias, states[0], plan, "gated")
+        assert delta is not None, "a layer with attention has no state"
+        x = ops.linear(h, delta.inputs)
+        qkv = ops.causal_conv(x, delta.weight, None, states[0], plan, "silu")
+        return ops.delta_rule(qkv, x, delta.params, states[1], plan)
 
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
         """The input of the MLP's last map: this rank's columns."""

@@ -19,6 +19,15 @@ from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
+from specserve.models.recurrent import (
+    MAX_STATE_DIM,
+    MAX_TAPS,
+    GatedDelta,
+    ShortConv,
+    gated_delta_kinds,
+    recurrent_layers,
+    short_conv_fields,
+)
 from specserve.models.rope import RopeParameters
 
 MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
@@ -108,6 +117,10 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     local_rope_parameters: RopeParameters  # of layers with a window
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
+    recurrent: ShortConv | GatedDelta | None = (
+        None  # of the recurrent layers; None: no layer is recurrent
+    )
+    recurrent_layers: tuple[bool, ...] = ()  # by layer; () if none is recurrent
     has_head: bool = True  # for text; without it, the embedding table stands for the head
     num_labels: int = 0  # outputs of a sequence classifier's head; 0: the model has none
     global_heads: KVHeads | None = None  # of layers without a window; None: as in other layers
@@ -125,6 +138,13 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     def has_experts(self, layer: int) -> bool:
         """Whether experts replace a layer's MLP."""
         return self.mixture is not None and self.mixture.replaces_mlp(layer)
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent is not None and self.recurrent_layers[layer]
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer stores KV."""
+        return self.owns_kv(layer) and not self.is_recurrent(layer)
 
     def kv_heads(self, layer: int) -> KVHeads:
         if self.global_heads is not None and self.windows[layer] is None:
@@ -191,16 +211,24 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         """Number of weights in the linear maps of all layers that multiply a row."""
         N = self.num_streams if self.num_streams > 1 else 0
         altup = self.hidden_size * (N + 2 * self.laurel_rank) + N**3 + N**2
-        each = map(self.row_width, range(self.num_layers))
+        each = (self.mixer_width(i) + self.row_width(i) for i in range(self.num_layers))
         return self.hidden_size * sum(each) + self.num_layers * altup
+
+    def mixer_width(self, layer: int) -> int:
+        """Weights of a layer's attention or recurrence that multiply a row, divided by
+        hidden_size.
+        """
+        if self.recurrent is not None and self.recurrent_layers[layer]:
+            return self.recurrent.row_width
+        heads = self.kv_heads(layer)
+        num_kv_maps = 0 if not self.owns_kv(layer) else 1 if self.repeats_keys(layer) else 2
+        num_heads = 3 * self.num_heads if self.family.gates_attention else 2 * self.num_heads
+        return (num_heads + num_kv_maps * heads.number) * heads.size
 
     def row_width(self, layer: int) -> int:
         """Weights of a layer's maps that multiply a row, divided by hidden_size."""
-        heads = self.kv_heads(layer)
-        num_kv_maps = 0 if not self.owns_kv(layer) else 1 if self.repeats_keys(layer) else 2
-        attention = (2 * self.num_heads + num_kv_maps * heads.number) * heads.size
         mlp = (3 if self.family.ungated is None else 2) * self.inner_size(layer)
-        width = attention + 2 * self.per_layer_size + mlp * (not self.has_experts(layer))
+        width = 2 * self.per_layer_size + mlp * (not self.has_experts(layer))
         if self.mixture is not None and self.mixture.layers[layer]:
             width += self.mixture.row_width
         return width
@@ -256,6 +284,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     is_multimodal = architecture in MULTIMODAL
     written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
+    if family.recurrent == "short_conv":
+        fields = short_conv_fields(fields)
+    if family.recurrent == "gated_delta" and fields["layer_types"] is None:
+        fields["layer_types"] = gated_delta_kinds(fields)
     has_head = architecture in written["architectures"]
     # "vision": only tokens of images attend to later ones.
     if (seen_later := fields.get("use_bidirectional_attention")) not in (None, False, "vision"):
@@ -275,6 +307,15 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     if inner_sizes:
         fields["intermediate_size"] = max(inner_sizes)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
+    is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
+    if is_recurrent:
+        if all(is_recurrent):
+            raise ValueError("layer_types: a model needs at least one layer with attention")
+        attends = [
+            "full_attention" if x else k
+            for x, k in zip(is_recurrent, fields["layer_types"], strict=True)
+        ]
+        fields["layer_types"] = attends
     seen = windows(fields, family, rotates)
     if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
         rotates = tuple(window is not None for window in seen)
@@ -320,10 +361,39 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_mtp_layers=num_mtp_layers(written),
         has_head=has_head,
         num_labels=num_labels(written),
+        recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
+        recurrent_layers=is_recurrent if any(is_recurrent) else (),
         inner_sizes=inner_sizes,
         **(per_layer_sizes(fields, family) if family.has_per_layer_inputs else {}),
         **(streams(fields, len(rotates)) if family.has_streams else {}),
         **kinds,
+    )
+
+
+def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | GatedDelta:
+    is_conv = family.recurrent == "short_conv"
+    name = "conv_L_cache" if is_conv else "linear_conv_kernel_dim"
+    taps = positive(fields, name)
+    if not 2 <= taps <= MAX_TAPS:
+        raise ValueError(f"{name} = {taps} is not supported, only 2 to {MAX_TAPS}")
+    if is_conv:
+        width = positive(fields, "hidden_size")
+        return ShortConv(width=width, taps=taps, has_bias=flag(fields, "conv_bias"))
+    heads, num_k_heads = (
+        positive(fields, f"linear_num_{kind}_heads", MAX_SIZE) for kind in ("value", "key")
+    )
+    if heads % num_k_heads:
+        raise ValueError(
+            f"linear_num_value_heads = {heads} is not a multiple of "
+            f"linear_num_key_heads = {num_k_heads}"
+        )
+    return GatedDelta(
+        num_k_heads=num_k_heads,
+        num_v_heads=heads,
+        k_dim=positive(fields, "linear_key_head_dim", MAX_STATE_DIM),
+        v_dim=positive(fields, "linear_value_head_dim", MAX_STATE_DIM),
+        taps=taps,
+        is_interleaved=family.has_joined_inputs,
     )
 
 
@@ -738,14 +808,17 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner, heads = config.hidden_size, config.inner_size(layer), config.kv_heads(layer)
     q, kv = config.num_heads * heads.size, heads.number * heads.size
-    qkv, gate_up = [q, kv, kv], [inner, inner]
+    queries = 2 * q if config.family.gates_attention else q
+    qkv, gate_up = [queries, kv, kv], [inner, inner]
     qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
     gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
     gate_up = [inner] if config.family.ungated is not None else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
-    for name, out in zip(config.qkv_names(layer), qkv, strict=False):
-        linears[name] = out, hidden, config.qkv_bias
-    linears["self_attn.o_proj"] = hidden, q, config.out_bias
+    is_recurrent = config.is_recurrent(layer)
+    if not is_recurrent:
+        for name, out in zip(config.qkv_names(layer), qkv, strict=False):
+            linears[name] = out, hidden, config.qkv_bias
+        linears["self_attn.o_proj"] = hidden, q, config.out_bias
     if config.mixture is not None and config.mixture.layers[layer]:
         linears |= config.mixture.shapes(hidden)
     if not config.has_experts(layer):
@@ -759,7 +832,9 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes[SINKS] = (config.num_heads,)
     if config.family.norm_bias:
         shapes |= {f"{name}.bias": (hidden,) for name in places if name}
-    if config.has_qk_norm:
+    if is_recurrent and config.recurrent is not None:
+        shapes |= config.recurrent.shapes(hidden)
+    if config.has_qk_norm and not is_recurrent:
         names, each = config.family.qk_norm_names, config.qk_norm_shapes(layer)
         for name, shape in [*zip(names, each, strict=True)][: 2 if config.owns_kv(layer) else 1]:
             shapes[f"self_attn.{name}.weight"] = shape

@@ -15,7 +15,7 @@ from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import AdapterRows, reference
 from tests.adapters import ALL, write_adapter
-from tests.checkpoints import FAMILIES, MULTIMODAL, tiny_checkpoint
+from tests.checkpoints import FAMILIES, MULTIMODAL, RECURRENT, tiny_checkpoint
 from tests.models.formats import change_config, quantized
 from tests.models.forward import builds, causal_rows, empty_kv, prompt
 from tests.models.shards import in_ranks
@@ -88,6 +88,10 @@ def checkpoint_of(case, folder):
 def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
     """Or refuse a family that they cannot share."""
     folder, tensor = checkpoint_of(case, tmp_path), 2
+    if case in RECURRENT:
+        with pytest.raises(ConfigError, match="ranks do not support models with recurrent layers"):
+            load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
+        return
     config = load_config(folder)
     if config.num_shared_layers:
         for shard in (Shard(0, 2), Shard(0, 1, 2)):

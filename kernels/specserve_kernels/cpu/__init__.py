@@ -12,9 +12,12 @@ from specserve_kernels.cpu.ops import (
     add_matched,
     all_gather,
     attention,
+    causal_conv,
     copy,
     correct_streams,
+    delta_rule,
     embed,
+    gate,
     gate_columns,
     layer_norm,
     linear,
@@ -28,6 +31,7 @@ from specserve_kernels.cpu.ops import (
     prepack,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
@@ -68,14 +72,18 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
     "correct_streams",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "gate_columns",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -100,6 +108,7 @@ __all__ = [
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -123,6 +132,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 
