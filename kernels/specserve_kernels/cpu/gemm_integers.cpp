@@ -38,33 +38,45 @@ static void pack_panel(const PackCodes& a, const IntegerShape& shape, int64_t pa
     }
 }
 
+// Return the sum of codes; n is a multiple of eight.
+static inline int32_t sum_of(const int8_t* codes, int64_t n) {
+  typedef int8_t bytes __attribute__((vector_size(8)));
+  typedef int32_t words __attribute__((vector_size(32)));
+  words total{};
+  for (int64_t k = 0; k < n; k += 8) {
+    bytes some;
+    memcpy(&some, codes + k, sizeof some);
+    total += __builtin_convertvector(some, words);
+  }
+  int32_t sum = 0;
+  for (int i = 0; i < 8; i++) sum += total[i];
+  return sum;
+}
+
 // One thread's share of linear maps.
 template <class Source> struct IntegerMultiplier {
   typedef IntegerVectors Path;
   static constexpr int64_t FEW_BLOCKS = 2;  // blocks of rows that each decode a panel's codes
+  static constexpr int64_t MAX_PANELS = 4;  // of an item of few rows
   static inline thread_local Scratch<int8_t> code_memory;
   static inline thread_local Scratch<RowGroup> group_memory;
-  static inline thread_local Scratch<float> total_memory;
   static inline thread_local Scratch<char> word_memory;
 
   const Maps& maps;
   IntegerShape shape;
   Linear a = maps.each;  // the current map
   int64_t num_groups = shape.num_groups, panel_bytes = shape.panel_bytes();
-  // Rows are not a power of two apart, so that they do not evict each other.
-  int64_t row_bytes = divide_up(shape.row_bytes(), 64) * 64 + 64;
   Range slab{0, 0};
-  int8_t* codes = nullptr;     // [rows of the slab][row_bytes]
-  RowGroup* groups = nullptr;  // [rows of the slab][num_groups]
+  int8_t* codes = nullptr;     // [num_groups][rows of the slab][padded]
+  RowGroup* groups = nullptr;  // [num_groups][rows of the slab]
 
   const char* panel(int64_t p) const { return (const char*)a.packed + p * panel_bytes; }
-  static bool are_few(int64_t R) { return R <= Path::MAX_ROWS; }
-  static int64_t wide(int64_t R) { return are_few(R) ? Path::panels(R) : 1; }
 
   Division divide(int64_t R, int threads) const {
-    int64_t bytes = row_bytes + num_groups * sizeof(RowGroup);
+    int64_t bytes = num_groups * (shape.padded() + sizeof(RowGroup));
     int64_t most = std::max<int64_t>(ROWS_BYTES / bytes, Path::MAX_ROWS);
-    return {R, most, shape.num_panels(), wide(R), !are_few(R), threads};
+    bool are_few = R <= Path::MAX_ROWS;
+    return {R, most, shape.num_panels(), are_few ? MAX_PANELS : 1, !are_few, threads};
   }
 
   void run(Team& team) {
@@ -75,7 +87,7 @@ template <class Source> struct IntegerMultiplier {
       if (map != item.map) take_map(map = item.map);
       take_slab(item.slab);
       const Item& next = following.map < 0 ? item : following;
-      multiply(item.panels, wide(item.num_rows),
+      multiply(item.panels,
                (const char*)maps.packed_of(next.map) + next.panels.begin * panel_bytes);
       item = following;
     }
@@ -90,43 +102,39 @@ template <class Source> struct IntegerMultiplier {
     if (next.begin == slab.begin && next.end == slab.end) return;
     slab = next;
     int64_t n = slab.end - slab.begin;
-    codes = code_memory.at_least(n * row_bytes);
+    codes = code_memory.at_least(num_groups * n * shape.padded());
     groups = group_memory.at_least(n * num_groups);
     for (int64_t r = 0; r < n; r++) round_row(a.row<Source>(slab.begin + r), r);
   }
   void round_row(const Source* x, int64_t r) {
-    int8_t* to = codes + r * row_bytes;
-    RowGroup* group = groups + r * num_groups;
-    int64_t zero = shape.has_zeros ? 0 : shape.zero(), padded = shape.quads * QUAD;
-    for (int64_t g = 0; g < num_groups; g++, x += shape.group, to += padded, group++) {
+    int64_t n = slab.end - slab.begin, padded = shape.padded();
+    int64_t zero = shape.has_zeros ? 0 : shape.zero();
+    for (int64_t g = 0; g < num_groups; g++, x += shape.group) {
+      int8_t* to = codes + (g * n + r) * padded;
       float scale = quantize(x, shape.group, (Int8<float>*)to);
-      memset(to + shape.group, 0, padded - shape.group);
-      int32_t sum = 0;
-      for (int64_t k = 0; k < padded; k++) sum += to[k];
-      *group = {scale, int32_t(-zero * sum), float(-sum), scale * float(sum)};
+      for (int64_t k = shape.group; k < padded; k++) to[k] = 0;
+      int32_t sum = sum_of(to, padded);
+      groups[g * n + r] = {scale, int32_t(-zero * sum), float(-sum), scale * float(sum)};
     }
   }
 
-  // Multiply the slab by some panels: all at once if there are as many as `wide`.
-  void multiply(Range panels, int64_t wide, const char* next_panel) {
+  void multiply(Range panels, const char* next_panel) {
+    for (int64_t p = panels.begin; p < panels.end; p++)
+      multiply_panel(p, p + 1 < panels.end ? panel(p + 1) : next_panel);
+  }
+  void multiply_panel(int64_t p, const char* next) {
+    alignas(64) float totals[Path::MAX_ROWS * COLUMNS];
     int64_t n = slab.end - slab.begin, num_blocks = divide_up(n, Path::MAX_ROWS);
-    int64_t step = panels.end - panels.begin == wide ? wide : 1;
-    float* totals = total_memory.at_least(step * Path::MAX_ROWS * COLUMNS);
-    for (int64_t p = panels.begin; p < panels.end; p += step) {
-      IntegerPart part = part_of(p, p + step < panels.end ? panel(p + step) : next_panel);
-      Words words = shape.words();
-      if (are_nibbles(words) && num_blocks > FEW_BLOCKS) words = decode(part, words);
-      part.totals = totals;
-      for (int64_t b = 0; b < num_blocks; b++) {
-        int64_t begin = n * b / num_blocks, end = n * (b + 1) / num_blocks;
-        part.codes = codes + begin * row_bytes;
-        part.groups = groups + begin * num_groups;
-        Path::multiply(part, words, end - begin, step > 1);
-        part.next = nullptr;
-        for (int64_t i = 0; i < step; i++)
-          finish<Source>(a, totals + i * Path::MAX_ROWS * COLUMNS, p + i,
-                         {slab.begin + begin, slab.begin + end});
-      }
+    IntegerPart part = part_of(p, next, totals);
+    Words words = shape.words();
+    if (are_nibbles(words) && num_blocks > FEW_BLOCKS) words = decode(part, words);
+    for (int64_t b = 0; b < num_blocks; b++) {
+      int64_t begin = n * b / num_blocks, end = n * (b + 1) / num_blocks;
+      part.codes = codes + begin * shape.padded();
+      part.groups = groups + begin;
+      Path::multiply(part, words, end - begin);
+      part.next = nullptr;
+      finish<Source>(a, totals, p, {slab.begin + begin, slab.begin + end});
     }
   }
   // Decode a panel's codes for all blocks of rows.
@@ -138,23 +146,23 @@ template <class Source> struct IntegerMultiplier {
     part.next = nullptr;
     return words == INDICES ? BYTES : DECODED;
   }
-  IntegerPart part_of(int64_t p, const char* next) const {
+  IntegerPart part_of(int64_t p, const char* next, float* totals) const {
     return {.codes = nullptr,
             .groups = nullptr,
-            .row_bytes = row_bytes,
             .num_groups = num_groups,
             .quads = shape.quads,
+            .codes_bytes = (slab.end - slab.begin) * shape.padded(),
+            .num_rows = slab.end - slab.begin,
             .words = panel(p),
             .panel = panel(p),
             .words_bytes = shape.group_bytes(),
             .group_bytes = shape.group_bytes(),
-            .panel_bytes = panel_bytes,
             .scales_at = shape.code_bytes(),
             .offsets_at = shape.has_offsets ? shape.offsets_at() : 0,
             .zeros_at = shape.has_zeros ? shape.zeros_at() : 0,
             .table = shape.has_table ? (const char*)a.packed + shape.table_at() : nullptr,
             .next = next,
-            .totals = nullptr};
+            .totals = totals};
   }
 };
 

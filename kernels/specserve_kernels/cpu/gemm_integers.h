@@ -40,7 +40,7 @@ struct IntegerShape {
   int64_t panel_bytes() const { return num_groups * group_bytes(); }
   int64_t table_at() const { return num_panels() * panel_bytes(); }
   int64_t packed_bytes() const { return table_at() + has_table * 64; }
-  int64_t row_bytes() const { return num_groups * quads * QUAD; }  // of codes
+  int64_t padded() const { return quads * QUAD; }  // values of a group
   // Return the stored number that stands for 0 if there are no zeros.
   int zero() const { return words() == NIBBLES ? SMALL_ZERO : BYTE_ZERO; }
   int16_t stored_zero(uint8_t zero) const { return bits == 4 ? zero : zero - 128 + BYTE_ZERO; }
@@ -54,25 +54,20 @@ struct RowGroup {
   float product;    // scale * sum of codes
 };
 
-// A block of rows times one or several panels.
+// A block of rows times a panel.
 struct IntegerPart {
-  const int8_t* codes;      // [rows][row_bytes]
-  const RowGroup* groups;   // [rows][num_groups]
-  int64_t row_bytes, num_groups, quads;
-  const char *words, *panel;             // of the first group; equal unless they are decoded
-  int64_t words_bytes, group_bytes;      // between groups
-  int64_t panel_bytes;                   // between panels
+  const int8_t* codes;     // of the first group: [rows][quads] words
+  const RowGroup* groups;  // of the first group: [rows]
+  int64_t num_groups, quads;
+  int64_t codes_bytes, num_rows;  // between groups: bytes of `codes`, elements of `groups`
+  const char *words, *panel;      // of the first group; equal unless the words are decoded
+  int64_t words_bytes, group_bytes;         // between groups
   int64_t scales_at, offsets_at, zeros_at;  // 0: none
   const char* table;
   const char* next;  // panel to prefetch after this one; null: nothing is prefetched
-  float* totals;     // [panels][MAX_ROWS][32]
+  float* totals;     // [rows][32]
 
-  uint32_t word(int r, int64_t group, int64_t quad) const {
-    uint32_t x;
-    memcpy(&x, codes + r * row_bytes + (group * quads + quad) * QUAD, sizeof x);
-    return x;
-  }
-  const RowGroup& row(int r, int64_t group) const { return groups[r * num_groups + group]; }
+  const RowGroup& row(int r, int64_t group) const { return groups[group * num_rows + r]; }
 };
 
 // Products on vectors. All sums of a block stay in registers, if there are enough of them.
@@ -80,15 +75,12 @@ struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
   static constexpr int64_t AHEAD = 4 << 10;  // prefetch distance in bytes
 
-  static constexpr int panels(int rows) {
-    return REGISTER < 64 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
-  }
-  static void multiply(const IntegerPart& part, Words words, int rows, bool is_wide) {
+  static void multiply(const IntegerPart& part, Words words, int rows) {
     switch (words) {
-      case BYTES: return run<BYTES>(part, rows, is_wide);
-      case DECODED: return run<HAS_SHORT_SUMS ? DECODED : BYTES>(part, rows, is_wide);
-      case NIBBLES: return run<NIBBLES>(part, rows, is_wide);
-      case INDICES: return run<INDICES>(part, rows, is_wide);
+      case BYTES: return run<BYTES>(part, rows);
+      case DECODED: return run<HAS_SHORT_SUMS ? DECODED : BYTES>(part, rows);
+      case NIBBLES: return run<NIBBLES>(part, rows);
+      case INDICES: return run<INDICES>(part, rows);
     }
   }
   // Decode a panel's 4-bit codes to words of one byte each, [groups][quads][32].
@@ -96,7 +88,7 @@ struct IntegerVectors {
     rw table = table_of(part);
     for (int64_t g = 0; g < part.num_groups; g++) {
       const char* from = part.panel + g * part.group_bytes;
-      prefetch(part, g, 0);
+      prefetch(part, g);
       for (int64_t q = 0; q < part.quads; q += 2, to += 2 * COLUMNS * 4)
         for (int c = 0; c < COLUMNS; c += WORDS, from += REGISTER) {
           rw both = load_words(from), first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
@@ -113,128 +105,124 @@ struct IntegerVectors {
   // Registers across a panel: for all columns, or for half of them.
   static constexpr int across(int rows) {
     constexpr int ALL = COLUMNS / WORDS;
-    return rows * ALL <= (REGISTER == 64 ? 16 : 8) ? ALL : ALL / 2;
+    return REGISTER == 64 || rows * ALL <= 8 ? ALL : ALL / 2;
   }
   static rw table_of(const IntegerPart& part) {
     return part.table ? load_words(part.table) : rw{};
   }
   // Inlined, because GCC drops calls of a function that only prefetches.
-  static INLINE void prefetch(const IntegerPart& part, int64_t g, int64_t offset) {
+  static INLINE void prefetch(const IntegerPart& part, int64_t g) {
     if (!part.next) return;
     int64_t to = g * part.group_bytes + AHEAD, end = part.num_groups * part.group_bytes;
-    const char* from = offset + (to < end ? part.panel + to : part.next + (to - end) % end);
+    const char* from = to < end ? part.panel + to : part.next + (to - end) % end;
     for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
       __builtin_prefetch(from + byte, 0, 0);
   }
 
-  template <Words KIND> static void run(const IntegerPart& part, int rows, bool is_wide) {
-    (is_wide ? TABLE<KIND, true> : TABLE<KIND, false>)[rows - 1](part);
+  template <Words KIND> static void run(const IntegerPart& part, int rows) {
+    TABLE<KIND>[rows - 1](part);
   }
-  template <Words KIND, int ROWS, int PANELS> static void block(const IntegerPart& part) {
-    constexpr int V = REGISTER == 64 ? 2 : across(ROWS);
+  template <Words KIND, int ROWS> static void block(const IntegerPart& part) {
+    constexpr int V = across(ROWS);
     for (int column = 0; column < COLUMNS; column += V * WORDS)
-      columns<KIND, ROWS, PANELS, V>(part, column);
+      if (part.quads == 8) columns<KIND, ROWS, V, 8>(part, column);
+      else columns<KIND, ROWS, V, 0>(part, column);
   }
   // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
-  template <int PANELS, int ROWS, int V, class F> static INLINE void each(F f) {
-#pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++)
+  template <int ROWS, int V, class F> static INLINE void each(F f) {
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) f(p, r, v);
+      for (int v = 0; v < V; v++) f(r, v);
   }
 
-  template <Words KIND, int ROWS, int PANELS, int V>
+  // QUADS: quads per group; 0: any number.
+  template <Words KIND, int ROWS, int V, int QUADS>
   static INLINE void columns(const IntegerPart part, int column) {
-    rf totals[PANELS][ROWS][V];
-    each<PANELS, ROWS, V>([&](int p, int r, int v) { totals[p][r][v] = rf{}; });
+    rf totals[ROWS][V];
+    each<ROWS, V>([&](int r, int v) { totals[r][v] = rf{}; });
     rw table = table_of(part);
     for (int64_t g = 0; g < part.num_groups; g++) {
-      if (column == 0)
-        for (int p = 0; p < PANELS; p++) prefetch(part, g, p * part.panel_bytes);
-      ri sums[PANELS][ROWS][V];
-      each<PANELS, ROWS, V>([&](int p, int r, int v) {
-        sums[p][r][v] = broadcast_integer(part.row(r, g).start);
-      });
-      add_group<KIND>(part, g, column, table, sums);
+      if (column == 0) prefetch(part, g);
+      ri sums[ROWS][V];
+      each<ROWS, V>(
+          [&](int r, int v) { sums[r][v] = broadcast_integer(part.row(r, g).start); });
+      add_group<KIND>(part, g, QUADS ? QUADS : part.quads, column, table, sums);
       const char* border = part.panel + g * part.group_bytes + column * 4;
       if (part.offsets_at)
-        each<PANELS, ROWS, V>([&](int p, int r, int v) {
-          const char* at = border + p * part.panel_bytes + part.offsets_at + v * REGISTER;
+        each<ROWS, V>([&](int r, int v) {
+          const char* at = border + part.offsets_at + v * REGISTER;
           rf product = broadcast(part.row(r, g).product);
-          totals[p][r][v] = multiply_add(product, (rf)load_words(at), totals[p][r][v]);
+          totals[r][v] = multiply_add(product, (rf)load_words(at), totals[r][v]);
         });
-      each<PANELS, ROWS, V>([&](int p, int r, int v) {
+      each<ROWS, V>([&](int r, int v) {
         const RowGroup& row = part.row(r, g);
-        const char* at = border + p * part.panel_bytes;
-        rf sum = __builtin_convertvector(sums[p][r][v], rf);
+        rf sum = __builtin_convertvector(sums[r][v], rf);
         if (part.zeros_at) {
-          ri zeros = load_shorts(at - column * 2 + part.zeros_at + v * REGISTER / 2);
+          ri zeros = load_shorts(border - column * 2 + part.zeros_at + v * REGISTER / 2);
           sum = multiply_add(broadcast(row.minus_sum), __builtin_convertvector(zeros, rf), sum);
         }
-        rf scale = broadcast(row.scale) * (rf)load_words(at + part.scales_at + v * REGISTER);
-        totals[p][r][v] = multiply_add(sum, scale, totals[p][r][v]);
+        rf scale = broadcast(row.scale) * (rf)load_words(border + part.scales_at + v * REGISTER);
+        totals[r][v] = multiply_add(sum, scale, totals[r][v]);
       });
     }
-    each<PANELS, ROWS, V>([&](int p, int r, int v) {
-      store_words(part.totals + (p * MAX_ROWS + r) * COLUMNS + column + v * WORDS,
-                  (rw)totals[p][r][v]);
+    each<ROWS, V>([&](int r, int v) {
+      store_words(part.totals + r * COLUMNS + column + v * WORDS, (rw)totals[r][v]);
     });
   }
   // Add the products of one group.
-  template <Words KIND, int PANELS, int ROWS, int V>
-  static INLINE void add_group(const IntegerPart& part, int64_t g, int column, rw table,
-                               ri (&sums)[PANELS][ROWS][V]) {
+  template <Words KIND, int ROWS, int V>
+  static INLINE void add_group(const IntegerPart& part, int64_t g, int64_t quads, int column,
+                               rw table, ri (&sums)[ROWS][V]) {
     constexpr bool IN_RUNS = HAS_SHORT_SUMS && are_small(KIND);
+    const int8_t* x = part.codes + g * part.codes_bytes;
     const char* words = part.words + g * part.words_bytes + column * 4;
-    for (int64_t begin = 0, end; begin < part.quads; begin = end) {
-      end = IN_RUNS ? std::min(begin + SHORT_RUN, part.quads) : part.quads;
-      ri run[PANELS][ROWS][V];
-      each<PANELS, ROWS, V>(
-          [&](int p, int r, int v) { run[p][r][v] = IN_RUNS ? ri{} : sums[p][r][v]; });
+    for (int64_t begin = 0, end; begin < quads; begin = end) {
+      end = IN_RUNS ? std::min(begin + SHORT_RUN, quads) : quads;
+      ri run[ROWS][V];
+      each<ROWS, V>([&](int r, int v) { run[r][v] = IN_RUNS ? ri{} : sums[r][v]; });
 #pragma GCC unroll 4
       for (int64_t quad = begin; quad < end; quad += 2) {
-        add_pair<KIND>(part, g, quad, words, table, run);
+        add_pair<KIND>(x, quads * QUAD, words, table, run);
+        x += 2 * QUAD;
         words += (are_nibbles(KIND) ? 1 : 2) * COLUMNS * 4;
       }
-      each<PANELS, ROWS, V>([&](int p, int r, int v) {
-        sums[p][r][v] = IN_RUNS ? add_shorts(sums[p][r][v], run[p][r][v]) : run[p][r][v];
+      each<ROWS, V>([&](int r, int v) {
+        sums[r][v] = IN_RUNS ? add_shorts(sums[r][v], run[r][v]) : run[r][v];
       });
     }
   }
-  // Add the products of two quads.
-  template <Words KIND, int PANELS, int ROWS, int V>
-  static INLINE void add_pair(const IntegerPart& part, int64_t g, int64_t quad, const char* words,
-                              rw table, ri (&sums)[PANELS][ROWS][V]) {
-#pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++)
+  // Add the products of two quads; rows are `stride` bytes apart.
+  template <Words KIND, int ROWS, int V>
+  static INLINE void add_pair(const int8_t* x, int64_t stride, const char* words, rw table,
+                              ri (&sums)[ROWS][V]) {
 #pragma GCC unroll 2
-      for (int i = 0; i < 2; i++) {
-        rw loaded[V];
+    for (int i = 0; i < 2; i++) {
+      rw loaded[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-          const char* at = words + p * part.panel_bytes + v * REGISTER;
-          if constexpr (!are_nibbles(KIND)) loaded[v] = load_words(at + i * COLUMNS * 4);
-          else loaded[v] = load_words(at) >> (4 * i) & 0x0f0f0f0f;
-          if constexpr (KIND == INDICES) loaded[v] = bytes_at(table, loaded[v]);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          uint32_t x = part.word(r, g, quad + i);
-#pragma GCC unroll 8
-          for (int v = 0; v < V; v++)
-            sums[p][r][v] = are_small(KIND) ? add_small_dot(sums[p][r][v], loaded[v], x)
-                                            : add_dot(sums[p][r][v], loaded[v], x);
-        }
+      for (int v = 0; v < V; v++) {
+        const char* at = words + v * REGISTER;
+        if constexpr (!are_nibbles(KIND)) loaded[v] = load_words(at + i * COLUMNS * 4);
+        else loaded[v] = load_words(at) >> (4 * i) & 0x0f0f0f0f;
+        if constexpr (KIND == INDICES) loaded[v] = bytes_at(table, loaded[v]);
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        uint32_t quad;
+        memcpy(&quad, x + r * stride + i * QUAD, sizeof quad);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
+          sums[r][v] = are_small(KIND) ? add_small_dot(sums[r][v], loaded[v], quad)
+                                       : add_dot(sums[r][v], loaded[v], quad);
+      }
+    }
   }
 
-  template <Words KIND, bool IS_WIDE, size_t... R>
+  template <Words KIND, size_t... R>
   static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
-    return {block<KIND, R + 1, IS_WIDE ? panels(R + 1) : 1>...};
+    return {block<KIND, R + 1>...};
   }
-  template <Words KIND, bool IS_WIDE>
+  template <Words KIND>
   static constexpr std::array<Function, MAX_ROWS> TABLE =
-      functions<KIND, IS_WIDE>(std::make_index_sequence<MAX_ROWS>());
+      functions<KIND>(std::make_index_sequence<MAX_ROWS>());
 };
