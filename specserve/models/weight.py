@@ -148,7 +148,9 @@ def with_activations(weight: Weight, module: str, asked: str | None) -> Weight:
     return weight if size is None else regrouped(weight, size)._replace(rounds_rows=True)
 
 
-def check_activations(folder: Path, rounding: Rounding, rounds_rows: bool, forms: WeightForms) -> None:
+def check_activations(
+    folder: Path, rounding: Rounding, rounds_rows: bool, forms: WeightForms
+) -> None:
     """Raise ConfigError if activations of 8 bits are asked for, but none has them."""
     if rounding.activations != "int8" or forms.num_rounding:
         return

@@ -1,4 +1,4 @@
-"""Linear maps of codes whose rows become int8 codes group by group: every level has the same bits."""
+"""Linear maps of codes whose rows become int8 codes by group: every level has the same bits."""
 
 import itertools
 from fractions import Fraction
@@ -90,7 +90,9 @@ def test_a_fused_product_is_rounded_once():
             assert error <= abs(Fraction(x) * Fraction(y) + Fraction(z) - Fraction(other))
 
 
-@pytest.mark.parametrize("numbers", [(float("inf"), 1.0, 0.0), (float("nan"), 1.0, 1.0), (2e38, 4.0, 1.0)])
+@pytest.mark.parametrize(
+    "numbers", [(float("inf"), 1.0, 0.0), (float("nan"), 1.0, 1.0), (2e38, 4.0, 1.0)]
+)
 def test_a_fused_product_may_be_infinite_or_nan(numbers):
     a, b, c = (torch.tensor([x]) for x in numbers)
     torch.testing.assert_close(fma(a, b, c), a * b + c, rtol=0, atol=0, equal_nan=True)

@@ -17,6 +17,7 @@ from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SETTINGS = {"memory.kv_bytes": 1 << 28, "scheduler.max_model_len": 2048}
+FLOAT = {"model.activations": "float"}  # as in transformers
 
 
 def pytest_collection_modifyitems(items):
@@ -71,15 +72,28 @@ def plain(load):
 
 
 @pytest.fixture(scope="session")
+def plain_float(load):
+    """SmolLM2 without draft tokens, with activations in bf16."""
+    return load(settings=FLOAT)
+
+
+@pytest.fixture(scope="session")
 def exact(load):
     """SmolLM2 without draft tokens, computed in fp32."""
-    return load(dtype="float32")
+    return load(settings=FLOAT, dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def gemma(models):
     """Gemma without draft tokens."""
     with LLM(models.gemma, drafter="none", set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def gemma_float(models):
+    """Gemma without draft tokens, with activations in bf16."""
+    with LLM(models.gemma, drafter="none", set=SETTINGS | FLOAT, progress=False) as llm:
         yield llm
 
 
