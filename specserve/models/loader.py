@@ -401,8 +401,9 @@ def rows_of(weight: Weight, rows: Tensor | None) -> Weight:
 
 def is_same(head: Any, embedding: Weight) -> bool:
     """Whether a head needs no memory of its own."""
-    have_codes = isinstance(head, Codes) and isinstance(embedding, Codes)
-    return head is embedding or (have_codes and head.q is embedding.q)
+    if isinstance(head, Codes) and isinstance(embedding, Codes):
+        return head.q is embedding.q
+    return head is embedding
 
 
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:

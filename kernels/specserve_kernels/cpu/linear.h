@@ -77,8 +77,8 @@ struct Maps {
 void multiply(const Maps& maps, Team& team);
 // Multiply by coded weights: see gemm_codes.h.
 void multiply_codes(const Maps& maps, Team& team);
-// Multiply quantized rows by coded weights: see gemm_rounded.cpp for whole rows that have one scale,
-// gemm_integers.cpp for others.
+// Multiply quantized rows by coded weights: see gemm_rounded.cpp for rows that have one scale, else
+// gemm_integers.cpp.
 void multiply_rounded(const Maps& maps, Team& team);
 void multiply_integers(const Maps& maps, Team& team);
 

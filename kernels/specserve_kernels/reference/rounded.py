@@ -47,7 +47,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     The float64 sum is rounded to odd, so that rounding it to float32 is right (Boldo, Melquiond
     2008): its last bit becomes 1 if the sum was not exact.
     """
-    product, c = torch.broadcast_tensors(a.double() * b.double(), c.double())
+    product, c = a.double() * b.double(), c.double()
     total = product + c
     rest = total - product
     error = (product - (total - rest)) + (c - rest)
