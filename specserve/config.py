@@ -296,7 +296,13 @@ class ParallelConfig(Section, frozen=True):
         NumRanks,
         about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks"),
     ] = 1
-
+    expert: Annotated[
+        bool,
+        about(
+            "each of the `tensor` ranks holds whole experts of a mixture, instead of columns of "
+            "all experts"
+        ),
+    ] = False
     address: Annotated[
         Name | None,
         about(
@@ -309,6 +315,11 @@ class ParallelConfig(Section, frozen=True):
     ] = None
 
     def __post_init__(self) -> None:
+        if self.tensor == 1 and self.expert:
+            raise ValueError(
+                "parallel.expert has no effect with parallel.tensor = 1. Raise parallel.tensor, or "
+                "remove parallel.expert"
+            )
         if self.size == 1 and self.address is not None:
             raise ValueError(
                 "parallel.address has no effect with one rank. Raise parallel.tensor or "
@@ -784,6 +795,7 @@ ARGUMENTS = {  # of the Python API
     # vLLM's names
     "block_size": "memory.block_size",
     "device": "model.device",
+    "enable_expert_parallel": "parallel.expert",
     "enable_prefix_caching": "memory.prefix_cache",
     "gpu_memory_utilization": "memory.kv_fraction",  # share of free memory, not of all memory
     "kv_cache_dtype": "memory.kv_dtype",

@@ -24,7 +24,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is al
     "disable_log_stats": (True,),
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
-    "enable_expert_parallel": (False,),
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (True, False),
     "enforce_eager": (False,),

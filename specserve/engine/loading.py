@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from specserve.config import Config, ModelConfig
+from specserve.engine.ranks import shard_of
 from specserve.errors import ConfigError
 from specserve.exchange.phases import Phases
 from specserve.models.decoder import Decoder, LoadedModel
@@ -198,7 +199,7 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    shard = Shard(0, config.parallel.tensor, config.parallel.pipeline)
+    shard = shard_of(config)
     given = asked.quantize, asked.implementation, shard, asked.activations
     target = get("target", folder, *given)
     context_length(config, target.decoder.config)  # may raise, so before the next load
@@ -370,15 +371,14 @@ def check_ranks_memory(config: Config) -> None:
     """Raise ConfigError if the ranks of this machine do not fit into its memory together. Ranks on
     GPUs have a memory each.
     """
-    T, stages = config.parallel.tensor, config.parallel.pipeline
-    if T * stages == 1 or config.parallel.address is not None:
+    if config.parallel.size == 1 or config.parallel.address is not None:
         return
     ops, folder, model = load_ops(config), resolve_model(config), config.model
     shape = open_source(folder).shape(model.implementation)
     if ops.place(torch.empty(0)).is_cuda or shape.implementation != "native":
         return
     rounding = rounding_of(model)
-    shards = [Shard(rank, T, stages) for rank in range(T * stages)]
+    shards = [shard_of(config, rank) for rank in range(config.parallel.size)]
     each = (num_bytes(folder, shape, model.dtype, ops, rounding, shard) for shard in shards)
     check_memory(folder, sum(each), ops)
 

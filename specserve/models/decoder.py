@@ -178,9 +178,11 @@ class Connections(NamedTuple):
 class Gatherings(NamedTuple):
     """How the columns of a layer's tensors are distributed over ranks; None: one rank has all."""
 
-    heads: Gathering | None = None  # attention's results, [R, H D]
+    heads: Gathering | None = None  # queries and attention's results, [R, H D]
+    keys: Gathering | None = None  # [R, Hk D]; None, too, if several ranks hold a KV head
     inner: Gathering | None = None  # inner rows of the MLP
     experts: Gathering | None = None  # inner rows of an expert
+    holders: Gathering | None = None  # the experts, if each rank holds some
     shared: Gathering | None = None  # inner rows of the shared expert
     hidden: Gathering | None = None  # the residual stream
     logits: Gathering | None = None
@@ -351,10 +353,23 @@ class Decoder:
         else:
             qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
         if qk_norm is not None and c.qk_norm == "width":
-            qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
-            qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
-            qk_norm = None
+            qkv, qk_norm = self.norm_widths(qkv, qk_norm), None
         return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
+
+    def norm_widths(self, qkv: Tensor, norm: QKNorm) -> Tensor:
+        """Normalize the queries of all heads together, and the keys."""
+        ops, begin = self.ops, 0
+        for weight, gathering in ((norm.q, self.gatherings.heads), (norm.k, self.gatherings.keys)):
+            if gathering is None:
+                qkv = ops.rms_norm_columns(qkv, begin, weight, norm.eps)
+                begin += len(weight)
+                continue
+            first, end = gathering.own
+            whole = ops.all_gather(ops.take_columns(qkv, begin, begin + end - first), gathering)
+            whole = ops.rms_norm_columns(whole, 0, weight, norm.eps)
+            qkv = ops.put_columns(qkv, begin, ops.take_columns(whole, first, end))
+            begin += end - first
+        return qkv
 
     def norm(self, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         if weight is None:
@@ -391,8 +406,15 @@ class Decoder:
         logits = ops.linear(h, layer.router, layer.router_bias)
         rule = layer.is_sigmoid, layer.correction, layer.factor
         routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
-        own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
-        own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        maps, holders = (layer.gate_up, layer.down), gatherings.holders
+        if holders is None:
+            own = self.own_columns(residual)
+            own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        else:  # all ranks add all columns
+            residual = ops.experts(h, routing, *maps, residual, layer.limit, None, holders)
+            if layer.shared is None:
+                return residual
+            own = self.own_columns(residual)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
@@ -453,12 +475,19 @@ def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | N
     def of(num_columns: int) -> Gathering:
         return Gathering(connections.columns, shard.begins(num_columns))
 
-    mixture = config.mixture
-    begins = tuple(config.head_dim * head for head in shard.heads(config).begins)
+    mixture, has_whole = config.mixture, shard.has_whole_experts
+    heads = shard.heads(config)
+    begins, keys = (
+        tuple(config.head_dim * head for head in each) for each in (heads.begins, heads.kv_begins)
+    )
     return Gatherings(
         heads=Gathering(connections.columns, begins),
+        keys=Gathering(connections.columns, keys) if keys else None,
         inner=of(config.intermediate_size),
-        experts=of(mixture.width) if mixture else None,
+        experts=of(mixture.width) if mixture and not has_whole else None,
+        holders=Gathering(connections.columns, shard.expert_begins(mixture.num_experts))
+        if mixture and has_whole
+        else None,
         shared=of(mixture.shared_width) if mixture and mixture.shared_width else None,
         hidden=of(config.hidden_size),
         logits=of(config.vocab_size),

@@ -3,6 +3,7 @@
 import logging
 import math
 import mmap
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
 # Endings of the names of tensors that are kept in float32.
 WIDE = ("norm.weight", "norm.bias", SINKS, SCORE, "e_score_correction_bias", *ALPHAS)
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of an expert's tensor
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -136,6 +138,8 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     """About which part of a tensor a shard holds."""
     layer = name.removeprefix("model.layers.").partition(".")[0]
     own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
+    if shard.has_whole_experts and config.mixture and (found := EXPERT.search(name)):
+        own = float(int(found[1]) in shard.experts(config.mixture.num_experts))
     if layer.isdecimal():
         return own if int(layer) in shard.layers(config.num_layers) else 0.0
     if name == EMBEDDING:
@@ -504,15 +508,18 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
-    each = range(mixture.num_experts)
+    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
+    each = shard.experts(mixture.num_experts)
+    inner, outer = shard.rows(mixture.width, 2), hidden
+    if shard.has_whole_experts:
+        inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
-    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
     gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
     experts = Experts(
         router=reader.read_weight(router),
-        gate_up=reader.read_experts(gate_up, is_gated=True, rows=shard.rows(mixture.width, 2)),
-        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
+        gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
+        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=outer),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,

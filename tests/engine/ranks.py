@@ -1,7 +1,6 @@
 """Ranks of an engine as threads of this process, so that a test starts them in milliseconds."""
 
 import socket
-import tempfile
 from threading import Thread
 
 import torch
@@ -46,8 +45,8 @@ class RankThread(Thread):
 class Shards:
     """The parts of a model, which several engines may run one after the other."""
 
-    def __init__(self, folder, tensor, pipeline, rounding=AS_STORED):
-        self.shard = Shard(0, tensor, pipeline)
+    def __init__(self, folder, tensor, pipeline, has_whole_experts=False, rounding=AS_STORED):
+        self.shard = Shard(0, tensor, pipeline, has_whole_experts)
         given = "fp32", OPS, MAX_LEN, None, rounding
         ranks = range(self.shard.size)
         self.parts = [load_decoder(folder, *given, self.shard.at(rank)) for rank in ranks]
@@ -68,4 +67,4 @@ class Shards:
             thread.start()
             each.append(Follower(r, thread, Link(ours)))
         own = connections(self.shard, mesh.sockets[0], mesh.memories[0])
-        return Followers(self.shard, own, each, tempfile.TemporaryDirectory())
+        return Followers(self.shard, own, each)

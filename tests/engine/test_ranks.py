@@ -3,7 +3,6 @@
 from collections import Counter
 from contextlib import contextmanager
 from socket import socketpair
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -45,11 +44,11 @@ from tests.engine.test_promise import scenarios, stretched, truth_by_id
 from tests.models.eagle_heads import write_head
 
 SEEN = Counter()
-PLACES = {  # the target, and how many ranks share columns and layers
-    "tensor 2": ("target", 2, 1),
-    "tensor 4 of experts in w4": ("experts", 4, 1),
-    "pipeline 2": ("target", 1, 2),
-    "tensor 2, pipeline 2": ("target", 2, 2),
+PLACES = {  # the target, how many ranks share columns and layers, and whether experts are whole
+    "tensor 2": ("target", 2, 1, False),
+    "tensor 4 of experts in w4": ("experts", 4, 1, False),
+    "pipeline 2": ("target", 1, 2, False),
+    "tensor 2, pipeline 2, whole experts": ("experts", 2, 2, True),
 }
 ROUNDING = {"target": AS_STORED, "experts": Rounding.named("w4", "w8")}
 GREEDY = Sampling(max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -204,7 +203,7 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
     ended = SimpleNamespace(wait=lambda seconds=None: 0)
     nobody = Connections(Ranks(0, 1, {}), Ranks(0, 1, {}))
     each = [Follower(1, ended, Link(ours))]
-    followers = Followers(Shard(0, 2), nobody, each, TemporaryDirectory())
+    followers = Followers(Shard(0, 2), nobody, each)
     with pytest.raises(ConfigError, match=words):
         followers.wait_until_ready(READY, OPS)
 
@@ -216,12 +215,25 @@ def test_settings_without_support_for_ranks_are_refused(tmp_path):
     staged = {"parallel.pipeline": 2, "model.task": "embed"}
     for more, words in (
         (disk, r"memory\.disk_path"),
-        ({"model.device": "cuda:1"}, "CUDA_VISIBLE"),
         (staged, r"Set parallel\.pipeline = 1"),
         (remote, "only within one machine"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+    with pytest.raises(ConfigError, match=r"no effect with parallel\.tensor = 1"):
+        load_config(None, {"parallel.expert": True, "parallel.pipeline": 2})
+
+
+def test_each_rank_needs_a_gpu_unless_one_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
+    for device, tensor, num_sharing in (("auto", 2, 1), ("cuda", 2, 1), ("cuda:1", 4, 4)):
+        config = load_config(None, {"model.device": device, "parallel.tensor": tensor})
+        check_parallel(config)
+        assert ranks.num_sharing(config) == num_sharing
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"asks for 4 ranks, each with a GPU, .* has 2"):
+            check_parallel(load_config(None, {"model.device": device, "parallel.tensor": 4}))
 
 
 def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeypatch):

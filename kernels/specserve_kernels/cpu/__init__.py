@@ -4,16 +4,15 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
-    add_gated,
     all_gather,
     attention,
     copy,
     embed,
-    experts,
     layer_norm,
     linear,
     linear_add,
@@ -23,14 +22,12 @@ from specserve_kernels.cpu.ops import (
     move_kv,
     plan,
     prepack,
-    prepack_experts,
     quantize,
     receive,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
     rope_write_kv,
-    route,
     sample,
     scale,
     send,
@@ -51,7 +48,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
-from specserve_kernels.reference.ranks import join
+from specserve_kernels.reference.ranks import join, put_columns
 
 __all__ = [
     "BuildError",
@@ -86,6 +83,7 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",

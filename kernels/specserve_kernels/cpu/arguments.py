@@ -263,11 +263,40 @@ def all_gather(
     return args, begins
 
 
+def gather_pairs(
+    domain: int, sums: Tensor, begins: Tensor, holders: Gathering
+) -> tuple[Structure, Any]:
+    """Return the op's arguments, and the object whose address they contain.
+
+    sums    [.., k, N] or [.. k, N]  float32, in the order of places
+    begins  [E + 1]                  int32    first place of each expert, and the end
+    """
+    ranks, row_bytes = connections(holders.ranks), sums.itemsize * sums.shape[-1]
+    assert holders.width + 1 == len(begins), "the ranks hold another number of experts"
+    assert sums.is_contiguous() and begins.is_contiguous(), "kernels need contiguous tensors"
+    assert ranks.meeting is None or row_bytes <= ranks.slot_bytes, (
+        f"a row of {row_bytes} bytes exceeds the {ranks.slot_bytes} bytes of a slot"
+    )
+    experts = (c_int64 * len(holders.begins))(*holders.begins)
+    pointers = addressof(ranks), sums.data_ptr(), begins.data_ptr(), addressof(experts)
+    fields = "i64 domain ptr ranks sums begins experts i64 row_bytes"
+    return native.filled(fields, domain, *pointers, row_bytes), experts
+
+
 def take_columns(domain: int, x: Tensor, begin: int, end: int, out: Tensor) -> Structure:
     size = x.itemsize
     interval = size * begin, size * end
     fields = "i64 domain ptr x out i64 row_bytes begin end"
     pointers = x.data_ptr(), out.data_ptr()
+    return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
+
+
+def put_columns(domain: int, x: Tensor, begin: int, columns: Tensor) -> Structure:
+    assert x.dtype == columns.dtype and begin + columns.shape[1] <= x.shape[1], "columns of x"
+    size = x.itemsize
+    interval = size * begin, size * (begin + columns.shape[1])
+    fields = "i64 domain ptr x out i64 row_bytes begin end"
+    pointers = columns.data_ptr(), x.data_ptr()
     return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
 from specserve_kernels.cpu.arguments import Packed
-from specserve_kernels.cpu.ops import CpuMapAdapters, RoutedPairs
+from specserve_kernels.cpu.experts import RoutedPairs, held
+from specserve_kernels.cpu.ops import CpuMapAdapters
 from specserve_kernels.ranks import Gathering, Ranks
 from specserve_kernels.types import (
     AdapterRows,
@@ -178,6 +179,11 @@ class Recorder:
         self.note("columns", args, x.domain)
         return out
 
+    def put_columns(self, x: Any, begin: int, columns: Any) -> Any:
+        args = arguments.put_columns(x.domain, x.tensor, begin, columns.tensor)
+        self.note("put_columns", args, x.domain)
+        return x
+
     def send(self, x: Any, ranks: Ranks, other: int) -> Any:
         self.note("send", arguments.message(x.domain, x.tensor, ranks, other), x.domain, ranks)
         return x
@@ -327,19 +333,24 @@ class Recorder:
         residual: Any,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Any:
+        begins = held(routing.begins, holders)
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
-        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, begins, pairs, limit)
         self.note("expert_maps", args, x.domain, gate_up)
         if gathering is not None:
             inner = self.all_gather(inner, gathering)
             pairs = inner.tensor.flatten(0, 1)
         sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
         found = sums.tensor.flatten(0, 1)
-        args = arguments.expert_maps(pairs, None, down, routing.begins, found)
+        args = arguments.expert_maps(pairs, None, down, begins, found)
         self.note("expert_maps", args, x.domain, down)
+        if holders is not None:
+            args, kept = arguments.gather_pairs(x.domain, found, routing.begins, holders)
+            self.note("gather_pairs", args, x.domain, kept, holders)
         places = routing.places.tensor
         args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
         self.note("add_experts", args, x.domain)

@@ -36,7 +36,7 @@ from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
-from specserve_kernels.reference.ranks import take_columns
+from specserve_kernels.reference.ranks import put_columns, take_columns
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -80,6 +80,7 @@ class CudaOps:
     join = staticmethod(ranks.join)
     all_gather = staticmethod(ranks.all_gather)
     take_columns = staticmethod(take_columns)
+    put_columns = staticmethod(put_columns)
     send = staticmethod(ranks.send)
     receive = staticmethod(ranks.receive)
 
@@ -204,9 +205,10 @@ class CudaOps:
         residual: Tensor,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Tensor:
         gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering)
+        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering, holders)
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())

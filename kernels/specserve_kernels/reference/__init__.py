@@ -38,7 +38,14 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
-from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
+from specserve_kernels.reference.ranks import (
+    all_gather,
+    join,
+    put_columns,
+    receive,
+    send,
+    take_columns,
+)
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -73,6 +80,7 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
