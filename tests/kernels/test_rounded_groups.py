@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specserve_kernels import Codes, cpu, reference
-from specserve_kernels.codes import MAX_ROUNDED_GROUP
+from specserve_kernels.codes import MAX_ROUNDED, MAX_ROUNDED_GROUP
 from specserve_kernels.reference.kv import quantize
 from specserve_kernels.reference.rounded import fma
 from tests.kernels.maps import VALUES, maps_of, random_codes, widened
@@ -195,9 +195,12 @@ def test_codes_that_cannot_round_rows_are_refused():
     for other in (
         random_codes(4, 514, 4, 257),
         random_codes(4, 300, 8, 300, has_zero=True),
-        random_codes(1, (1 << 16) + 1, 8, (1 << 16) + 1),
+        random_codes(1, MAX_ROUNDED + 1, 8, MAX_ROUNDED + 1),
     ):
-        with pytest.raises(AssertionError, match="groups of at most 256 columns"):
+        with pytest.raises(
+            AssertionError,
+            match="at most 256 columns; or 8 bits, one scale per row and at most 65536",
+        ):
             cpu.prepack(other._replace(rounds_rows=True))
 
 

@@ -4,7 +4,8 @@
 // added in order: total = fma(sum, row scale * column scale, total), after total = fma(row scale *
 // sum of the row's codes, offset, total) if there are offsets. Results are therefore equal on all
 // levels with FMA instructions. Threads divide only rows and columns.
-#include "gemm_integers.h"
+#include "gemm_integers_tiles.h"
+#include "gemm_tiles.h"
 #include "kv_codes.h"
 #include "linear.h"
 
@@ -58,6 +59,7 @@ template <class Source> struct IntegerMultiplier {
   typedef IntegerVectors Path;
   static constexpr int64_t FEW_BLOCKS = 2;  // blocks of rows that each decode a panel's codes
   static constexpr int64_t MAX_PANELS = 4;  // of an item of few rows
+  static constexpr int64_t MAX_BLOCK = 32;  // rows of a block, on tiles
   static inline thread_local Scratch<int8_t> code_memory;
   static inline thread_local Scratch<RowGroup> group_memory;
   static inline thread_local Scratch<char> word_memory;
@@ -82,6 +84,9 @@ template <class Source> struct IntegerMultiplier {
   void run(Team& team) {
     Items items(maps, [&](int64_t R, int threads) { return divide(R, threads); }, team.size);
     Item item = items.at(team.take());
+#if HAS_TILES
+    IntegerTiles::begin();
+#endif
     for (int64_t map = -1; item.map >= 0;) {
       Item following = items.at(team.take());
       if (map != item.map) take_map(map = item.map);
@@ -91,6 +96,9 @@ template <class Source> struct IntegerMultiplier {
                (const char*)maps.packed_of(next.map) + next.panels.begin * panel_bytes);
       item = following;
     }
+#if HAS_TILES
+    IntegerTiles::end();
+#endif
   }
 
   void take_map(int64_t map) {
@@ -123,19 +131,35 @@ template <class Source> struct IntegerMultiplier {
       multiply_panel(p, p + 1 < panels.end ? panel(p + 1) : next_panel);
   }
   void multiply_panel(int64_t p, const char* next) {
-    alignas(64) float totals[Path::MAX_ROWS * COLUMNS];
-    int64_t n = slab.end - slab.begin, num_blocks = divide_up(n, Path::MAX_ROWS);
+    alignas(64) float totals[MAX_BLOCK * COLUMNS];
+    int64_t n = slab.end - slab.begin;
+    bool in_tiles = uses_tiles(n);
+    int64_t num_blocks = divide_up(n, in_tiles ? MAX_BLOCK : Path::MAX_ROWS);
     IntegerPart part = part_of(p, next, totals);
     Words words = shape.words();
-    if (are_nibbles(words) && num_blocks > FEW_BLOCKS) words = decode(part, words);
+    if (are_nibbles(words) && (in_tiles || num_blocks > FEW_BLOCKS)) words = decode(part, words);
     for (int64_t b = 0; b < num_blocks; b++) {
       int64_t begin = n * b / num_blocks, end = n * (b + 1) / num_blocks;
       part.codes = codes + begin * shape.padded();
       part.groups = groups + begin;
-      Path::multiply(part, words, end - begin);
+      multiply_block(part, words, end - begin, in_tiles);
       part.next = nullptr;
       finish<Source>(a, totals, p, {slab.begin + begin, slab.begin + end});
     }
+  }
+  // Tiles multiply unsigned codes. The results are those of vectors.
+  static bool uses_tiles(int64_t rows) {
+#if HAS_TILES
+    return ARE_UNSIGNED && rows > Path::MAX_ROWS && Tiles::are_usable();
+#else
+    return false;
+#endif
+  }
+  static void multiply_block(const IntegerPart& part, Words words, int rows, bool in_tiles) {
+#if HAS_TILES
+    if (in_tiles) return IntegerTiles::multiply(part, rows);
+#endif
+    Path::multiply(part, words, rows);
   }
   // Decode a panel's codes for all blocks of rows.
   Words decode(IntegerPart& part, Words words) {

@@ -70,6 +70,23 @@ struct IntegerPart {
   const RowGroup& row(int r, int64_t group) const { return groups[group * num_rows + r]; }
 };
 
+// Add a group's sum to a row's total, in WORDS columns of a panel's group.
+static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row, const char* group,
+                               int column, ri sum, rf total) {
+  const char* floats = group + column * sizeof(float);
+  if (part.offsets_at) {
+    rf offset = (rf)load_words(floats + part.offsets_at);
+    total = multiply_add(broadcast(row.product), offset, total);
+  }
+  rf number = __builtin_convertvector(sum, rf);
+  if (part.zeros_at) {
+    ri zero = load_shorts(group + part.zeros_at + column * sizeof(int16_t));
+    number = multiply_add(broadcast(row.minus_sum), __builtin_convertvector(zero, rf), number);
+  }
+  rf scale = broadcast(row.scale) * (rf)load_words(floats + part.scales_at);
+  return multiply_add(number, scale, total);
+}
+
 // Products on vectors. All sums of a block stay in registers, if there are enough of them.
 struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
@@ -83,6 +100,15 @@ struct IntegerVectors {
       case INDICES: return run<INDICES>(part, rows);
     }
   }
+  // Inlined, because GCC drops calls of a function that only prefetches.
+  static INLINE void prefetch(const IntegerPart& part, int64_t g) {
+    if (!part.next) return;
+    int64_t to = g * part.group_bytes + AHEAD, end = part.num_groups * part.group_bytes;
+    const char* from = to < end ? part.panel + to : part.next + (to - end) % end;
+    for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
+      __builtin_prefetch(from + byte, 0, 0);
+  }
+
   // Decode a panel's 4-bit codes to words of one byte each, [groups][quads][32].
   static void decode(const IntegerPart& part, Words words, char* to) {
     rw table = table_of(part);
@@ -110,15 +136,6 @@ struct IntegerVectors {
   static rw table_of(const IntegerPart& part) {
     return part.table ? load_words(part.table) : rw{};
   }
-  // Inlined, because GCC drops calls of a function that only prefetches.
-  static INLINE void prefetch(const IntegerPart& part, int64_t g) {
-    if (!part.next) return;
-    int64_t to = g * part.group_bytes + AHEAD, end = part.num_groups * part.group_bytes;
-    const char* from = to < end ? part.panel + to : part.next + (to - end) % end;
-    for (int64_t byte = 0; byte < part.group_bytes; byte += 64)
-      __builtin_prefetch(from + byte, 0, 0);
-  }
-
   template <Words KIND> static void run(const IntegerPart& part, int rows) {
     TABLE<KIND>[rows - 1](part);
   }
@@ -148,22 +165,10 @@ struct IntegerVectors {
       each<ROWS, V>(
           [&](int r, int v) { sums[r][v] = broadcast_integer(part.row(r, g).start); });
       add_group<KIND>(part, g, QUADS ? QUADS : part.quads, column, table, sums);
-      const char* border = part.panel + g * part.group_bytes + column * 4;
-      if (part.offsets_at)
-        each<ROWS, V>([&](int r, int v) {
-          const char* at = border + part.offsets_at + v * REGISTER;
-          rf product = broadcast(part.row(r, g).product);
-          totals[r][v] = multiply_add(product, (rf)load_words(at), totals[r][v]);
-        });
+      const char* border = part.panel + g * part.group_bytes;
       each<ROWS, V>([&](int r, int v) {
-        const RowGroup& row = part.row(r, g);
-        rf sum = __builtin_convertvector(sums[r][v], rf);
-        if (part.zeros_at) {
-          ri zeros = load_shorts(border - column * 2 + part.zeros_at + v * REGISTER / 2);
-          sum = multiply_add(broadcast(row.minus_sum), __builtin_convertvector(zeros, rf), sum);
-        }
-        rf scale = broadcast(row.scale) * (rf)load_words(border + part.scales_at + v * REGISTER);
-        totals[r][v] = multiply_add(sum, scale, totals[r][v]);
+        totals[r][v] = add_group_sum(part, part.row(r, g), border, column + v * WORDS, sums[r][v],
+                                     totals[r][v]);
       });
     }
     each<ROWS, V>([&](int r, int v) {
