@@ -171,18 +171,7 @@ def open_reader(
             f"{folder}: the weights are quantized already. Remove model.quantize or "
             "drafter.quantize for this model, or use the unquantized model"
         )
-    dtype_of_rows = compute_dtype(dtype, checkpoint, ops)
-    return Reader(checkpoint, shapes, maps, dtype_of_rows, ops, resolved(rounding, config, ops))
-
-
-def resolved(rounding: Rounding, config: DecoderConfig, ops: Ops) -> Rounding:
-    """Resolve activations that are `auto`: they are as the engine that wrote the format has them.
-    llama.cpp quantizes them.
-    """
-    if rounding.activations != "auto":
-        return rounding
-    is_gguf = config.quantization is not None and config.quantization.method == "gguf"
-    return rounding._replace(activations="int8" if is_gguf and ops.rounds_rows else None)
+    return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
 
 
 def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
@@ -333,7 +322,7 @@ class Reader:
 
     def with_activations(self, weight: Weight, module: str) -> Weight:
         """The weight of a map whose activations are as `rounding` asks."""
-        asked = self.rounding.activations if self.ops.rounds_rows else None
+        asked = self.rounding.activations if self.ops.rounds_rows else "auto"
         return with_activations(weight, module, asked)
 
     def bits(self, name: str) -> int | None:

@@ -132,7 +132,7 @@ def pack(
         weights = [rounded(weight_of(part), rounding, of, ops) for part in parts]
         weight = weights[0] if len(weights) == 1 else fuse(weights, parts[0].weight.dtype)
         del weights
-        if ops.rounds_rows and rounding.activations != "auto":
+        if ops.rounds_rows:
             weight = with_activations(weight, of[0], rounding.activations)
         num_odd += rounding.is_odd(*of)
         forms[form_of(weight, is_head)] += 1

@@ -25,7 +25,7 @@ class Rounding(NamedTuple):
     head: int | None = None
     with_rows: bool = False  # activations of the layers' maps are quantized to 8 bits, too
     embedding: int | None = None
-    activations: str | None = None  # model.activations; None: as the checkpoint asks
+    activations: str = "auto"  # model.activations
 
     @classmethod
     def named(
@@ -33,7 +33,7 @@ class Rounding(NamedTuple):
         layers: str | None,
         head: str,
         embedding: str = "none",
-        activations: str | None = None,
+        activations: str = "auto",
     ) -> "Rounding":
         """The rounding for settings of the config; if `layers` is None, no weight is quantized."""
         if layers is None:
@@ -135,12 +135,12 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     )
 
 
-def with_activations(weight: Weight, module: str, asked: str | None) -> Weight:
+def with_activations(weight: Weight, module: str, asked: str) -> Weight:
     """The weight of a map whose activations are quantized to 8 bits (`int8`), or not (`float`), if
-    it is codes; None: as the checkpoint asks. Groups of more than MAX_ROUNDED_GROUP columns are
+    it is codes; `auto`: as the checkpoint asks. Groups of more than MAX_ROUNDED_GROUP columns are
     divided into parts, so that activations have finer scales.
     """
-    if isinstance(weight, Tensor) or asked is None or is_router(module):
+    if isinstance(weight, Tensor) or asked == "auto" or is_router(module):
         return weight
     if asked == "float":
         return weight._replace(rounds_rows=False) if weight.rounds_rows else weight

@@ -76,7 +76,7 @@ def load(request, tmp_path_factory):
     """Loads a checkpoint of this form, with these activations."""
     name, _, activations = request.param.partition(", ")
     folder = quantized(name, tmp_path_factory.mktemp("models"))
-    return partial(load_small, folder, rounding=Rounding(activations=activations or None))
+    return partial(load_small, folder, rounding=Rounding(activations=activations or "auto"))
 
 
 def quantized(name, models):

@@ -17,7 +17,7 @@ from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SETTINGS = {"memory.kv_bytes": 1 << 28, "scheduler.max_model_len": 2048}
-FLOAT = {"model.activations": "float"}  # as in transformers
+INT8 = {"model.activations": "int8"}
 
 
 def pytest_collection_modifyitems(items):
@@ -72,15 +72,15 @@ def plain(load):
 
 
 @pytest.fixture(scope="session")
-def plain_float(load):
-    """SmolLM2 without draft tokens, with activations in bf16."""
-    return load(settings=FLOAT)
+def plain_int8(load):
+    """SmolLM2 without draft tokens, with activations in 8 bits."""
+    return load(settings=INT8)
 
 
 @pytest.fixture(scope="session")
 def exact(load):
     """SmolLM2 without draft tokens, computed in fp32."""
-    return load(settings=FLOAT, dtype="float32")
+    return load(dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -91,9 +91,9 @@ def gemma(models):
 
 
 @pytest.fixture(scope="session")
-def gemma_float(models):
-    """Gemma without draft tokens, with activations in bf16."""
-    with LLM(models.gemma, drafter="none", set=SETTINGS | FLOAT, progress=False) as llm:
+def gemma_int8(models):
+    """Gemma without draft tokens, with activations in 8 bits."""
+    with LLM(models.gemma, drafter="none", set=SETTINGS | INT8, progress=False) as llm:
         yield llm
 
 

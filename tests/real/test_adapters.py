@@ -6,7 +6,6 @@ from peft import PeftModel
 
 from specserve import SamplingParams
 from tests.adapters import write_adapter
-from tests.real.conftest import FLOAT
 
 # peft asks transformers for it.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -30,7 +29,7 @@ def of_peft(model, adapter, ids):
 
 
 def test_logprobs_of_a_prompt_are_those_of_peft(load, adapter, smollm2_of_transformers, problems):
-    llm = load(settings=FLOAT, dtype="float32", lora_modules={"random": adapter})
+    llm = load(dtype="float32", lora_modules={"random": adapter})
     ids = llm.tokenizer.encode(problems[0]["prompt"])[:60]
     params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=3)
     base, output = llm.generate([ids, ids], params, lora=[None, "random"])

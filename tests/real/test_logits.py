@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from specserve import LLM, SamplingParams
 from specserve_bench.figures.real import QUESTIONS, ties_of
 from specserve_bench.perplexity import window_logits
-from tests.real.conftest import FLOAT, SETTINGS
+from tests.real.conftest import SETTINGS
 
 WINDOW, WINDOWS = 256, {"smollm2": 4, "gemma": 2}
 NEW = 32
@@ -21,14 +21,14 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def llm(name, request):
-    """With activations in the default dtype, bf16."""
-    return request.getfixturevalue({"smollm2": "plain_float", "gemma": "gemma_float"}[name])
+    """In the default dtype, bf16."""
+    return request.getfixturevalue({"smollm2": "plain", "gemma": "gemma"}[name])
 
 
 @pytest.fixture(scope="module")
 def in_int8(name, request):
-    """With activations in 8 bits, the default of GGUF files."""
-    return request.getfixturevalue({"smollm2": "plain", "gemma": "gemma"}[name])
+    """With activations in 8 bits."""
+    return request.getfixturevalue({"smollm2": "plain_int8", "gemma": "gemma_int8"}[name])
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def in_fp32(name, request, models):
     if name == "smollm2":
         yield request.getfixturevalue("exact")
         return
-    given = {"drafter": "none", "dtype": "float32", "set": SETTINGS | FLOAT}
+    given = {"drafter": "none", "dtype": "float32", "set": SETTINGS}
     with LLM(models.gemma, progress=False, **given) as llm:
         yield llm
 

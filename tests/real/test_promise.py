@@ -23,7 +23,7 @@ SCHEMA = {
 HOT = 0.8
 
 
-@pytest.fixture(scope="module", params=["int8", pytest.param("float", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["float", "int8"])
 def load(load, request):
     """An LLM of SmolLM2 with these activations."""
 
