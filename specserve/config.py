@@ -135,6 +135,14 @@ class MemoryConfig(Section, frozen=True):
         Meta(gt=0.0, le=1.0),
         about("the pool's share of the memory that the weights leave free, above 0, at most 1"),
     ] = 0.5
+    state_interval: Annotated[
+        int,
+        Meta(ge=0),
+        about(
+            "for models with recurrent layers: tokens between two copies of a prompt's state in "
+            "the prefix cache; 0: only the copies near the ends of prompts and responses"
+        ),
+    ] = 1024
     draft_block_size: Annotated[
         Positive | None, about("draft model tokens per block, at least 1; unset: as many as fit")
     ] = None
@@ -805,6 +813,7 @@ ARGUMENTS = {  # of the Python API
     "max_num_seqs": "scheduler.max_running",
     "lora_modules": "lora.modules",
     "model_impl": "model.implementation",
+    "task": "model.task",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
     "pipeline_parallel_size": "parallel.pipeline",

@@ -139,6 +139,11 @@ class Shard(NamedTuple):
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError if the ranks cannot share the model."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
+        if self.size > 1 and config.recurrent is not None:
+            raise ConfigError(
+                "[parallel]: ranks do not support models with recurrent layers. Set "
+                "parallel.tensor and parallel.pipeline to 1"
+            )
         if Hk < T and (T % Hk or T > H):
             raise ConfigError(
                 f"parallel.tensor = {T} does not fit {H} attention heads with {Hk} KV heads. Set "

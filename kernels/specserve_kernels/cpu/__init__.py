@@ -11,8 +11,11 @@ from specserve_kernels.cpu.ops import (
     adapted,
     all_gather,
     attention,
+    causal_conv,
     copy,
+    delta_rule,
     embed,
+    gate,
     layer_norm,
     linear,
     linear_add,
@@ -24,6 +27,7 @@ from specserve_kernels.cpu.ops import (
     prepack,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
@@ -60,12 +64,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -89,6 +97,7 @@ __all__ = [
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -109,6 +118,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -23,6 +23,7 @@ from specserve_kernels.cpu.arguments import (
 )
 from specserve_kernels.host import allocate
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
@@ -300,6 +301,35 @@ def attention(
     args = arguments.attention(q, kv, out, scale, window, soft_cap, sinks)
     run("attention", args, plan.num_rows, SHORT, plan)
     return out.flatten(1)
+
+
+def gate(x: Tensor, gate: Tensor) -> Tensor:
+    run("gate", arguments.gate(0, x, gate), len(x), x.numel())
+    return x
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: StateLayer, plan: CpuPlan, form: str
+) -> Tensor:
+    out = x.new_empty(plan.num_rows, len(weight))
+    args, _kept = arguments.causal_conv(x, weight, bias, state, form, out)
+    run("causal_conv", args, plan.num_rows, x.numel(), plan)
+    return out
+
+
+def delta_rule(
+    qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CpuPlan
+) -> Tensor:
+    out = qkv.new_empty(plan.num_rows, len(state.places) * state.shape[1])
+    args = arguments.delta_rule(qkv, x, params, state, out)
+    run("delta_rule", args, plan.num_rows, SHORT, plan)
+    return out
+
+
+def replay(states: tuple[StateLayer, ...], replays: Replays) -> None:
+    args, _kept = arguments.replay(states, replays)
+    size = sum(state.kept.shape[1] for state in states) * len(replays.places)
+    run("replay", args, len(replays.blocks), size)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:

@@ -15,6 +15,7 @@ from specserve_kernels.cpu.arguments import Packed
 from specserve_kernels.cpu.experts import RoutedPairs, held
 from specserve_kernels.cpu.ops import CpuMapAdapters
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.states import DeltaParams, StateLayer
 from specserve_kernels.types import (
     AdapterRows,
     AdapterSums,
@@ -382,6 +383,33 @@ class Recorder:
         out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
         args = arguments.attention(q.tensor, kv, out.tensor, scale, window, soft_cap, sinks)
         self.note("attention", args, q.domain, kv, sinks)
+        return out
+
+    def gate(self, x: Any, gate: Any) -> Any:
+        self.note("gate", arguments.gate(x.domain, x.tensor, gate.tensor), x.domain)
+        return x
+
+    def causal_conv(
+        self,
+        x: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: StateLayer,
+        plan: RecordedPlan,
+        form: str,
+    ) -> Any:
+        out = self.new(x.domain, (len(weight),), x.tensor.dtype)
+        args, kept = arguments.causal_conv(x.tensor, weight, bias, state, form, out.tensor)
+        self.note("causal_conv", args, x.domain, kept, bias)
+        return out
+
+    def delta_rule(
+        self, qkv: Any, x: Any, params: DeltaParams, state: StateLayer, plan: RecordedPlan
+    ) -> Any:
+        width = len(state.places) * state.shape[1]
+        out = self.new(qkv.domain, (width,), qkv.tensor.dtype)
+        args = arguments.delta_rule(qkv.tensor, x.tensor, params, state, out.tensor)
+        self.note("delta_rule", args, qkv.domain, params, state)
         return out
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -46,6 +46,7 @@ from specserve_kernels.reference.ranks import (
     send,
     take_columns,
 )
+from specserve_kernels.reference.recurrent import causal_conv, delta_rule, gate, replay
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -58,12 +59,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -86,6 +91,7 @@ __all__ = [
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -106,6 +112,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 
