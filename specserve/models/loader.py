@@ -54,9 +54,12 @@ from specserve.models.weight import (
     AS_STORED,
     Rounding,
     Weight,
+    check_activations,
     form_of,
     fuse,
     num_bytes,
+    rounded_group,
+    with_activations,
 )
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.candidates import TREE_SLOTS
@@ -114,6 +117,7 @@ def load_decoder(
     if reader.checkpoint.other_parts:
         parts = ", ".join(reader.checkpoint.other_parts)
         log.warning("%s: only the text model is loaded, without %s", folder, parts)
+    check_activations(folder, reader.rounding, ops.rounds_rows, weights.forms)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
@@ -202,7 +206,7 @@ def open_reader(
         shapes.pop(HEAD, None)
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
-    if rounding != AS_STORED and maps.shapes:
+    if rounding.rounds_weights and maps.shapes:
         raise ConfigError(
             f"{folder}: the weights are quantized already. Remove model.quantize or "
             "drafter.quantize for this model, or use the unquantized model"
@@ -287,6 +291,7 @@ class Reader:
         the rows. The unpacked weights are freed.
         """
         weight = rows_of(self.weight(*modules), rows)
+        weight = self.with_activations(weight, modules[0])
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
@@ -309,7 +314,7 @@ class Reader:
     ) -> Iterator[Weight]:
         forms = set[tuple[MapForm, bool]]()
         for modules in experts:
-            weight = rows_of(self.weight(*modules), rows)
+            weight = self.with_activations(rows_of(self.weight(*modules), rows), modules[0])
             forms.add((form_of(weight), isinstance(weight, Codes) and weight.zero is not None))
             if len(forms) > 1:
                 raise ConfigError(
@@ -366,6 +371,11 @@ class Reader:
         rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
         return codes._replace(rounds_rows=rounds_rows)
 
+    def with_activations(self, weight: Weight, module: str) -> Weight:
+        """The weight of a map whose activations are as `rounding` asks."""
+        asked = self.rounding.activations if self.ops.rounds_rows else "auto"
+        return with_activations(weight, module, asked)
+
     def bits(self, name: str) -> int | None:
         """The number of bits to which a tensor is quantized; None: it is not quantized."""
         module, _, suffix = name.rpartition(".")
@@ -386,6 +396,8 @@ class Reader:
             dtype = torch.float32 if is_wide else self.dtype
             return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
+        if self.rounding.activations == "int8" and name != EMBEDDING:
+            group = rounded_group(group) or group
         return num_elements * bits // 8 + num_elements // group * torch.float32.itemsize
 
     def source(self, name: str) -> str:
@@ -432,6 +444,13 @@ def rows_of(weight: Weight, rows: Tensor | None) -> Weight:
     return weight.take(rows.to(weight.q.device))
 
 
+def is_same(head: Any, embedding: Weight) -> bool:
+    """Whether a head needs no memory of its own."""
+    if isinstance(head, Codes) and isinstance(embedding, Codes):
+        return head.q is embedding.q
+    return head is embedding
+
+
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
     # The largest weight is read first: its unpacked form is freed before the others are loaded.
     shard, rows = reader.shard, reader.shard.rows(config.vocab_size)
@@ -443,9 +462,9 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
     if shard.is_first or (shard.is_last and is_tied):
         embedding = reader.read_embedding()
     if shard.is_last and is_tied:
-        table = rows_of(embedding, rows)
+        table = reader.with_activations(rows_of(embedding, rows), "lm_head")
         head = reader.ops.prepack(table)
-        if head is not embedding:
+        if not is_same(head, embedding):
             reader.count(table, is_head=True)
     return DecoderWeights(
         embedding=embedding,

@@ -30,6 +30,7 @@ from specserve.models.quantized.stored import NotFinite
 from specserve.models.rotary import frequencies
 from specserve.models.selection import served_name
 from specserve.models.source import open_source
+from specserve.models.weight import Rounding
 from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes, cpu, reference
 from tests.models import gguf_files
@@ -318,6 +319,34 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrid
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
         with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
             assert [out.token_ids for out in llm.generate(PROMPTS, params)] == want
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_activations_have_8_bits_if_a_setting_says_so(tmp_path, type):
+    """As in llama.cpp; logits then differ a little."""
+    file, ids = write(tmp_path, "llama", type, **WIDE).file, prompt(320, 37)
+    models = {
+        asked: load_decoder(file, "fp32", cpu, rounding=Rounding.named(None, "w8", "none", asked))
+        for asked in ("auto", "int8", "float")
+    }
+    forms = {asked: model.weights.forms for asked, model in models.items()}
+    assert forms["auto"] == forms["float"]
+    assert {form.activation_bits for form in forms["int8"].maps} == {8}
+    assert {form.activation_bits for form in forms["float"].maps} == {None}
+    rounded, exact = (logits(models[asked], ids) for asked in ("int8", "float"))
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()  # weights are random
+
+
+def test_no_drafter_changes_the_text_with_8_bit_activations(tmp_path):
+    target = write(tmp_path / "a", "qwen3", "Q4_K", seed=1, **WIDE)
+    draft = write(tmp_path / "b", "qwen3", "Q6_K", seed=1, **WIDE | {"num_hidden_layers": 1})
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.activations": "int8"}
+    params, texts = SamplingParams(temperature=0, max_tokens=NEW), []
+    for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
+        with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
+            texts.append([out.token_ids for out in llm.generate(PROMPTS, params)])
+            assert llm.weights.target.decoder.forms.num_rounding
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_parts_make_one_model(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
+from specserve_kernels.codes import GROUP, MAX_ROUNDED, MAX_ROUNDED_GROUP, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
@@ -70,7 +70,8 @@ def run(
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     if isinstance(weight, Codes):
         _check(weight)
-        return (_prepack_rounding if weight.rounds_rows else _prepack_codes)(weight, is_gated)
+        rounds_whole_rows = weight.rounds_rows and weight.are_whole_rows
+        return (_prepack_rounding if rounds_whole_rows else _prepack_codes)(weight, is_gated)
     words, N = _pack(weight, is_gated)
     return Packed(words, N, weight.shape[1], is_gated, weight.dtype)
 
@@ -96,21 +97,21 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, q, scale, zero, offset, _, table = codes.centered()
+    bits, group, q, scale, zero, offset, rounds_rows, table = codes.centered()
     q, scale = q.contiguous(), scale.contiguous()
     zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
     rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
     values = None if table is None else torch.tensor(table, dtype=torch.int8)
-    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated))
+    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated, rounds_rows))
     pointers = (
         None if x is None else x.data_ptr() for x in (q, zero, scale, offset, values, words)
     )
     fields = "ptr q zero scale offset table packed i64 N K bits group is_gated"
     args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
-    run("pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, Coding(*form, has_table=table is not None))
+    run("pack_integers" if rounds_rows else "pack_codes", args, 1, codes.q.numel())
+    return Packed(words, N, K, is_gated, Coding(*form, rounds_rows, table is not None))
 
 
 def _check(codes: Codes) -> None:
@@ -131,7 +132,10 @@ def _check(codes: Codes) -> None:
     assert table is None or (is_plain and len(table) == 16), (
         "a table needs 16 values, 4 bits, no zeros and no offsets"
     )
-    may_round = f"rounding rows needs 8 bits, one scale per row and at most {MAX_ROUNDED} columns"
+    may_round = (
+        f"rounding rows needs groups of at most {MAX_ROUNDED_GROUP} columns; or 8 bits, one scale "
+        f"per row and at most {MAX_ROUNDED} columns"
+    )
     assert codes.may_round_rows or not rounds_rows, may_round
 
 

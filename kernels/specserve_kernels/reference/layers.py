@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.reference.kv import quantize
+from specserve_kernels.reference.rounded import rounded_products
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import AdapterSums, FixedThreads, Threads
 
@@ -102,7 +102,7 @@ def products(
     x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     """Return x W^T + bias + added, not rounded."""
-    out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
+    out = rounded_products(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     if bias is not None:
         out = out + bias.float()
     if added is not None:
@@ -113,18 +113,6 @@ def products(
 
 def _rounds_rows(packed: Tensor | Codes) -> TypeGuard[Codes]:
     return isinstance(packed, Codes) and packed.rounds_rows
-
-
-def _rounded(x: Tensor, codes: Codes) -> Tensor:
-    """Return x W^T with each row quantized to int8 codes c and one scale, as heads of 8-bit KV are.
-
-    The sum of c * (q - 128) is an exact integer. As a float it is multiplied by (row scale * weight
-    scale).
-    """
-    rows, scale = quantize(x.float(), torch.int8)
-    # Exact in float64, in any summation order.
-    sums = rows.double() @ (codes.q.double() - 128).T
-    return sums.float() * (scale[:, None] * codes.scale[:, 0])
 
 
 def _plain(x: Tensor, packed: Tensor | Codes) -> Tensor:
