@@ -83,6 +83,7 @@ def test_a_correction_is_added_to_probabilities(ops):
     torch.testing.assert_close(routing.weights[0], 3 * probabilities / probabilities.sum())
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
@@ -244,6 +245,7 @@ def test_a_rows_bits_are_those_of_linear_maps(gemm, form):
     assert torch.equal(mixture.run(*given), mixture.one_by_one(*given))
 
 
+@pytest.mark.pairs
 @DTYPES
 @FORM
 @LIMIT
