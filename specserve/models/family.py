@@ -78,6 +78,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     # `windowed if any`: layers with a window, or all layers if there is no sliding_window.
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
     experts: ExpertStyle | None = None
+    recurrent: Literal["none", "short_conv", "gated_delta"] = "none"  # see recurrent.py
+    has_joined_inputs: bool = False  # maps of a gated DeltaNet's inputs are grouped by key head
+    gates_attention: bool = False  # a gate per query dimension, in the map of queries
+    renamed: Mapping[
+        str, str
+    ] = {}  # parts of tensor names in checkpoints -> names of other families
     refused: tuple[str, ...] = ()  # fields that must be false, because native code lacks them
 
 

@@ -155,6 +155,7 @@ MODELS = {  # family, what departs from its tiny checkpoint
     "ernie4_5": ("ernie4_5", {}),
     "granitemoe": ("granite_moe", {}),
     "hunyuan-dense": ("hunyuan", {}),
+    "lfm2": ("lfm2", {}),
     "mistral3": ("ministral3", {}),
     "nemotron": ("nemotron", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),

@@ -4,16 +4,18 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
-    add_gated,
     all_gather,
     attention,
+    causal_conv,
     copy,
+    delta_rule,
     embed,
-    experts,
+    gate,
     layer_norm,
     linear,
     linear_add,
@@ -23,14 +25,13 @@ from specserve_kernels.cpu.ops import (
     move_kv,
     plan,
     prepack,
-    prepack_experts,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
     rope_write_kv,
-    route,
     sample,
     scale,
     send,
@@ -51,7 +52,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
-from specserve_kernels.reference.ranks import join
+from specserve_kernels.reference.ranks import join, put_columns
 
 __all__ = [
     "BuildError",
@@ -63,12 +64,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -86,11 +91,13 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -111,6 +118,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 
