@@ -65,7 +65,8 @@ class FlashInfer:
 
     def fits(self, kv: KVCache) -> bool:
         k = kv.layers[0].k
-        return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
+        is_uniform = len({layer.k.shape[2:] for layer in kv.layers}) == 1
+        return is_uniform and k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
 
     def build(self, kv: KVCache, windows: Sequence[int | None]) -> None:
         """Compile and load the kernels of later plans. DeviceError if that fails.
