@@ -1,5 +1,7 @@
 """Greedy tokens are those that transformers' models hold likeliest, alone and in a mixed batch."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -78,6 +80,11 @@ def likeliest(model, prompt, text):
     """After each token but the last, from the prompt's last on. A text that is equal to these is
     what `generate` says, token by token, and one forward is a text's whole work.
     """
+    return likeliest_tokens(model, tuple(prompt), tuple(text))
+
+
+@lru_cache(2 * len(PROMPTS))  # all drafters of a model should have the same texts
+def likeliest_tokens(model, prompt, text):
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *text]])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(1).tolist()

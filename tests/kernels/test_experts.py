@@ -94,6 +94,7 @@ def test_each_expert_may_have_a_factor(ops):
     torch.testing.assert_close(routing.weights, plain.weights * own)
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
@@ -273,6 +274,7 @@ def test_a_rows_bits_are_those_of_linear_maps(gemm, form):
     assert torch.equal(mixture.run(*given), mixture.one_by_one(*given))
 
 
+@pytest.mark.pairs
 @DTYPES
 @FORM
 @LIMIT

@@ -286,6 +286,7 @@ def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, kind):
         assert torch.equal(step.attend(cpu, q, window), plain.attend(cpu, q, window))
 
 
+@pytest.mark.pairs
 @EVERY_KIND
 @pytest.mark.parametrize(("H", "Hk", "D"), [(7, 1, 20), (16, 2, 128), (2, 2, 80)])
 @pytest.mark.parametrize("start", [0, 1, 31, 33])
