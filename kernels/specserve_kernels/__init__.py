@@ -14,6 +14,7 @@ from specserve_kernels.types import (
     NO_WINDOW,
     NOT_FINITE,
     AdapterRows,
+    Chunks,
     Edits,
     KVCache,
     KVLayer,
@@ -24,6 +25,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "NO_TOKEN",
     "NO_WINDOW",
     "AdapterRows",
+    "Chunks",
     "Codes",
     "DeviceError",
     "Edits",
@@ -51,6 +54,7 @@ __all__ = [
     "Rows",
     "SampleParams",
     "Threads",
+    "Window",
     "is_out_of_memory",
     "load",
 ]

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-NO_WINDOW: tuple[int | None, ...] = (None,)
+
+class Chunks(NamedTuple):
+    """A window that starts at a multiple of `size`: a row at position p sees the positions from
+    p // size * size to p.
+    """
+
+    size: int
+
+
+# An integer: a row at position p sees the positions (p - window, p]. None: all positions up to p.
+Window = int | Chunks | None
+NO_WINDOW: tuple[Window, ...] = (None,)
 # Sampled instead of a token id if a row's maximum is not finite:
 NO_TOKEN = -1  # the maximum is -inf: no token is allowed
 NOT_FINITE = -2  # the maximum is +inf, or the row contains NaN

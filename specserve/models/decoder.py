@@ -12,6 +12,7 @@ from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
+    Chunks,
     Gathering,
     KVCache,
     KVLayer,
@@ -22,6 +23,7 @@ from specserve_kernels import (
     Ranks,
     Rotary,
     Rows,
+    Window,
 )
 from specserve_kernels.ops import EagerProgram
 
@@ -95,6 +97,7 @@ class Experts(NamedTuple):
     num_active: int
     normalizes: bool
     is_sigmoid: bool = False
+    weighs_input: bool = False  # a row's expert gets `Ops.weigh_rows`
     correction: Tensor | None = None  # of `Ops.route`
     factor: float = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
@@ -116,7 +119,7 @@ class Layer(NamedTuple):
     float32, at the places that `Norms` describes.
     """
 
-    window: int | None
+    window: Window
     rotary: Rotary
     qk_norm: QKNorm | None
     attention_norm: Tensor | None
@@ -208,7 +211,7 @@ class Decoder:
         self.shard, self.connections = shard, connections
         self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
-        self.windows = tuple(dict.fromkeys(config.windows))
+        self.windows = tuple(dict.fromkeys(windows_of(config)))
         # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
@@ -392,7 +395,8 @@ class Decoder:
         rule = layer.is_sigmoid, layer.correction, layer.factor
         routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
         own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
-        own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+        weighed = ops.weigh_rows(h, logits) if layer.weighs_input else h
+        own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
@@ -444,6 +448,13 @@ class Decoder:
         cap = self.config.logit_cap
         logits = logits if cap is None else ops.soft_cap(logits, cap)
         return logits if shard.rank != last or last == 0 else ops.send(logits, self.every, 0)
+
+
+def windows_of(config: DecoderConfig) -> tuple[Window, ...]:
+    """The window of each layer, as ops take it."""
+    if not config.family.has_chunks:
+        return config.windows
+    return tuple(None if window is None else Chunks(window) for window in config.windows)
 
 
 def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | None) -> Gatherings:

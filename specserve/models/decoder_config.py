@@ -17,7 +17,7 @@ from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
-from specserve.models.rope import RopeParameters
+from specserve.models.rope import QueryGrowth, RopeParameters
 
 MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -86,6 +86,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer: whether it has rotary embedding
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
+    query_growth: QueryGrowth | None = None  # of layers without rotary embedding
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
     has_head: bool = True  # for text; without it, the embedding table stands for the head
@@ -105,15 +106,17 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         if self.family.ungated is not None:
             return [self.family.ungated[0]]
         parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
-        return [f"mlp.{part}_proj" for part in parts]
+        return [f"{self.family.mlp}.{part}_proj" for part in parts]
 
     @property
     def down_name(self) -> str:
-        return "mlp.down_proj" if self.family.ungated is None else self.family.ungated[1]
+        ungated = self.family.ungated
+        return f"{self.family.mlp}.down_proj" if ungated is None else ungated[1]
 
     @property
     def has_qk_norm(self) -> bool:
-        return self.qk_norm != "none"
+        """Whether layers have weights of norms of queries and keys."""
+        return self.qk_norm not in ("none", "bare")
 
     @property
     def qk_norm_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -221,7 +224,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(fields, "intermediate_size"),
+        intermediate_size=positive(fields, keys.inner),
         vocab_size=positive(fields, "vocab_size"),
         max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
@@ -242,6 +245,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         rope=rotates,
         rope_parameters=rope_of(global_rope(fields)),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
+        query_growth=query_growth(fields) if family.grows_queries else None,
         quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family, len(rotates)),
         num_mtp_layers=num_mtp_layers(written),
@@ -281,6 +285,11 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
     check_gate(fields, style)
     if fields.get("n_group", 1) != 1:
         raise ValueError(f"n_group = {fields['n_group']!r} is not supported, only 1")
+    if style.weighs_input and fields[style.active_key] != 1:
+        raise ValueError(
+            f"{style.active_key} = {fields[style.active_key]!r} is not supported for this family, "
+            "only 1"
+        )
     count = natural(fields, style.shared_count) if style.shared_count else 1
     factors = (style.factor, family.keys.residual_scale)
     return Mixture(
@@ -298,8 +307,12 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
 
 def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """By layer: whether it has experts. Families have different fields for this."""
+    if (named := fields.get("moe_layers")) is not None:
+        if not isinstance(named, list):
+            raise ValueError(f"moe_layers = {named!r} is not a list of layers")
+        return tuple(i in named for i in range(num_layers))
     every, without = 1, fields.get("mlp_only_layers") or []
-    for name in ("decoder_sparse_step", "moe_layer_interval"):
+    for name in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):
         every = positive(fields, name) if name in fields else every
     first, last = 0, num_layers - 1
     for name in ("moe_layer_start_index", "first_k_dense_replace"):
@@ -435,18 +448,26 @@ def windows(
     fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None is full attention."""
-    window, kinds = fields["sliding_window"], fields["layer_types"]
+    window, kinds = fields[family.keys.window], fields["layer_types"]
+    windowed = "chunked_attention" if family.has_chunks else "sliding_attention"
     if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
         window = None
     if kinds is None:
-        names = {True: "sliding_attention", False: "full_attention"}
+        names = {True: windowed, False: "full_attention"}
         has_any = window is not None
         kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise ValueError(
             f"layer_types = {kinds!r} is not a list of {len(rotates)} entries, one per layer"
         )
-    return tuple(layer_window(kind, window) for kind in kinds)
+    for kind in kinds:
+        if kind not in (windowed, "full_attention"):
+            raise ValueError(
+                f"layer type {kind!r} is not supported, only full_attention and {windowed}"
+            )
+    if windowed in kinds and not (is_int(window) and 1 <= window <= MAX_SIZE):
+        raise ValueError(f"a layer has {windowed}, but {family.keys.window} = {window!r}")
+    return tuple(window if kind == windowed else None for kind in kinds)
 
 
 def windowed_layers(
@@ -463,29 +484,19 @@ def windowed_layers(
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
+    if family.windowed == "rotated":
+        return list(rotates)
     if family.windowed == "pattern":
         every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
         return [(i + 1) % every != 0 for i in range(len(rotates))]
     return [family.windowed in ("all", "asked")] * len(rotates)
 
 
-def layer_window(kind: Any, window: Any) -> int | None:
-    if kind == "full_attention":
-        return None
-    if kind != "sliding_attention":
-        raise ValueError(
-            f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
-        )
-    if not is_int(window) or not 1 <= window <= MAX_SIZE:
-        raise ValueError(f"a layer has sliding_attention, but sliding_window = {window!r}")
-    return int(window)
-
-
 def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether each layer has rotary embedding, according to the config."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
     layers = fields["no_rope_layers"]  # despite the name, 1 means rotary embedding
-    if layers is None and "no_rope_layer_interval" in fields:
+    if not layers and "no_rope_layer_interval" in fields:
         interval = positive(fields, "no_rope_layer_interval")
         layers = [(i + 1) % interval for i in range(num_layers)]
     if layers is None:
@@ -495,6 +506,15 @@ def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
             f"no_rope_layers = {layers!r} is not a list of {num_layers} entries, one per layer"
         )
     return tuple(bool(x) for x in layers[:num_layers])
+
+
+def query_growth(fields: Mapping[str, Any]) -> QueryGrowth | None:
+    name = "attn_temperature_tuning"
+    if not isinstance(fields[name], int):  # published as a number, too
+        raise ValueError(f"{name} = {fields[name]!r} must be true or false")
+    if not fields[name]:
+        return None
+    return QueryGrowth(scale=number(fields, "attn_scale"), length=positive(fields, "floor_scale"))
 
 
 def either(fixed: bool | None, fields: Mapping[str, Any], key: str) -> bool:

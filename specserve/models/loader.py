@@ -16,7 +16,14 @@ from torch.nn.functional import softplus
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer, SharedExpert
+from specserve.models.decoder import (
+    Decoder,
+    DecoderWeights,
+    Experts,
+    Layer,
+    SharedExpert,
+    windows_of,
+)
 from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
@@ -107,9 +114,9 @@ def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
     told, local = config.rope_parameters, config.local_rope_parameters
     everywhere = table(told)
     windowed = everywhere if local == told else table(local)
-    return Tables(
-        everywhere, windowed, everywhere if all(config.rope) else rotary.still(everywhere)
-    )
+    has_still = not all(config.rope)
+    still = rotary.still(everywhere, config.query_growth) if has_still else everywhere
+    return Tables(everywhere, windowed, still)
 
 
 def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
@@ -427,9 +434,9 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         return reader.read_norm(f"{layer}.{name}.bias", False) if has_bias else None
 
     return Layer(
-        window=config.windows[index],
+        window=windows_of(config)[index],
         rotary=table,
-        qk_norm=read_qk_norm(reader, config, layer),
+        qk_norm=read_qk_norm(reader, config, index),
         attention_norm=norm(norms.before_attention),
         qkv=reader.read_weight(*qkv, rows=rows),
         qkv_bias=reader.read_bias(*qkv, rows=rows),
@@ -486,6 +493,7 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,
+        weighs_input=mixture.style.weighs_input,
         correction=reader.read_norm(f"{layer}.{mixture.correction}", False).flatten()
         if mixture.correction
         else None,
@@ -528,11 +536,15 @@ def order_of_head(config: DecoderConfig) -> Tensor | None:
     return rotary.order(rope, D, has_neighbors)
 
 
-def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
+def read_qk_norm(reader: Reader, config: DecoderConfig, index: int) -> QKNorm | None:
+    family, order = config.family, order_of_head(config)
+    if config.qk_norm == "bare" and config.rope[index]:
+        ones = reader.ops.place(torch.ones(config.head_dim))
+        return QKNorm(ones, ones, config.norm_eps, is_last=family.norms_after_rope)
     if not config.has_qk_norm:
         return None
-    family, order = config.family, order_of_head(config)
-    names = (f"{layer}.self_attn.{name}.weight" for name in family.qk_norm_names)
+    layer = f"model.layers.{index}.self_attn"
+    names = (f"{layer}.{name}.weight" for name in family.qk_norm_names)
     q, k = (reader.read_norm(name, family.adds_one) for name in names)
     if order is not None:
         q, k = (in_order(weight, order.to(weight.device)) for weight in (q, k))

@@ -101,6 +101,15 @@ CASES = {  # family, what departs from its tiny checkpoint
             }
         },
     ),
+    "llama4": ("llama4", {}),
+    "llama4, a layer without experts, neither norms nor growing queries": (
+        "llama4",
+        {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
+    "llama4, its own lists of layers": (
+        "llama4",
+        {"moe_layers": [0], "layer_types": [FULL, "chunked_attention"], "no_rope_layers": [0, 1]},
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"layer_types": [SLIDING, FULL]}),
     "seed_oss": ("seed_oss", {}),
@@ -244,7 +253,10 @@ def ops_of(config):
             "linear",
             *when(norms.after_mlp, "norm"),
         ),
-        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
+        True: (
+            *("linear", "route", *when(has_shared and style.weighs_input, "weigh_rows")),
+            *("expert_maps", "expert_maps", "add_experts", *shared),
+        ),
     }
     layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
     return [
@@ -272,6 +284,8 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     num_experts = next((fields[name] for name in experts if name in fields), None)
     active = "moe_k" if "moe_k" in fields else "num_experts_per_tok"
     sizes = {active: num_experts} if num_experts else {}  # nor which they are
+    if family.startswith("llama4"):  # whose rows have one expert
+        sizes = {"num_local_experts": 1}
     folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))

@@ -38,6 +38,7 @@ from specserve_kernels.cpu.ops import (
     take_columns,
     take_rows,
     top_children,
+    weigh_rows,
 )
 from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
@@ -106,6 +107,7 @@ __all__ = [
     "take_rows",
     "top_children",
     "tune",
+    "weigh_rows",
 ]
 
 samples_ahead = False

@@ -13,11 +13,13 @@ from specserve_kernels.cpu import native
 from specserve_kernels.ranks import HEADER, Gathering, Ranks
 from specserve_kernels.types import (
     AdapterSums,
+    Chunks,
     KVCache,
     KVLayer,
     PackedExperts,
     QKNorm,
     Rotary,
+    Window,
 )
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
@@ -179,6 +181,14 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
     return native.filled(fields, native.is_bf16(residual), domain, *pointers, x.shape[1])
 
 
+def weigh_rows(domain: int, x: Tensor, logits: Tensor, out: Tensor) -> Structure:
+    assert len(x) == len(logits) and x.dtype == logits.dtype == out.dtype, "rows differ"
+    pointers = x.data_ptr(), logits.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x logits out i64 N num_experts"
+    shape = x.shape[1], logits.shape[1]
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *shape)
+
+
 def gather_codes(table: Codes, out: Tensor) -> Structure:
     parts = table.q, table.zero, table.scale, table.offset
     assert all(x is None or x.is_contiguous() for x in parts), "the table is not contiguous"
@@ -278,15 +288,18 @@ def message(domain: int, x: Tensor, ranks: Ranks, other: int) -> Structure:
     return native.filled(fields, domain, *pointers, x.itemsize * x.shape[1], other)
 
 
-def plan_attention(
-    kv: KVCache, num_heads: int, windows: Sequence[int | None]
-) -> tuple[Structure, Any]:
+def encoded(window: Window) -> int:
+    """Return a window as in attention_plan.h."""
+    return -window.size if isinstance(window, Chunks) else window or 0
+
+
+def plan_attention(kv: KVCache, num_heads: int, windows: Sequence[Window]) -> tuple[Structure, Any]:
     """Return the op's arguments, and the object whose address they contain."""
     _, _, num_kv_heads, D = kv.layers[0].k.shape
     assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, (
         "the heads exceed MAX_HEAD_DIM or MAX_TOKEN"
     )
-    lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
+    lengths = (c_int64 * len(windows))(*map(encoded, windows))
     heads = num_heads, num_kv_heads, D
     fields = "ptr windows i64 num_windows num_heads num_kv_heads head_dim"
     return native.filled(fields, addressof(lengths), len(windows), *heads), lengths
@@ -349,7 +362,7 @@ def attention(
     kv: KVLayer,
     out: Tensor,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Structure:
@@ -360,4 +373,4 @@ def attention(
         )
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
     fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
-    return native.filled(fields, *pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))
+    return native.filled(fields, *pointers, q.shape[1], *scores, encoded(window), is_bf16(q, kv))

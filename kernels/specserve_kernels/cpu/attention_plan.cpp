@@ -18,8 +18,7 @@ void Work::view_rows(const Rows& rows) {
   for (int64_t r = 0; r < rows.num_rows; r++) {
     uint64_t mask = rows.mask[r];
     int prefix = rows.prefix[r], length = prefix + __builtin_popcountll(mask);
-    int low = window && length > window ? length - window : 0;
-    views.push_back({prefix, length, low, int(paths.size())});
+    views.push_back({prefix, length, first_seen(window, length), int(paths.size())});
     for (; mask; mask &= mask - 1) paths.push_back(prefix + __builtin_ctzll(mask));
   }
 }
@@ -123,7 +122,7 @@ const Work& AttentionPlan::with_window(int64_t window) const {
 }
 
 struct PlanAttention {
-  const int64_t* windows;  // 0: none
+  const int64_t* windows;  // as for `first_seen`
   int64_t num_windows, num_heads, num_kv_heads, head_dim;
 };
 

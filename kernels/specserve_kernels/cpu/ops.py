@@ -35,6 +35,7 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    Window,
 )
 
 SHORT = 1 << 16  # elements; smaller ops run on one thread, as waking threads takes longer
@@ -264,7 +265,7 @@ def plan(
     rows: Rows,
     kv: KVCache,
     num_heads: int,
-    windows: Sequence[int | None] = NO_WINDOW,
+    windows: Sequence[Window] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> CpuPlan:
@@ -290,7 +291,7 @@ def attention(
     kv: KVLayer,
     plan: CpuPlan,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -498,3 +499,9 @@ def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
     args = arguments.add_gated(0, x, gate, residual)
     run("add_gated", args, len(x), x.numel())
     return residual
+
+
+def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    run("weigh_rows", arguments.weigh_rows(0, x, logits, out), len(x), x.numel())
+    return out

@@ -14,7 +14,7 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import AdapterRows, Rows
+from specserve_kernels.types import AdapterRows, Rows, Window
 
 
 class PlacedRows(NamedTuple):
@@ -32,7 +32,7 @@ class CudaPlan(NamedTuple):
     also: list[Tensor]
     shared: PlacedRows
     parts: list[PlannedRows]
-    work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
+    work: dict[Window, tuple[paged.Work, paged.Inputs]]  # by window
     adapters: AdapterWork | None = None
 
 
@@ -78,7 +78,7 @@ class GraphInputs:
         staging: Staging,
         size: int,
         heads: Heads,
-        windows: Sequence[int | None],
+        windows: Sequence[Window],
         num_slots: int = 0,
     ) -> None:
         self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
