@@ -454,7 +454,7 @@ def windows(
         window = None
     if kinds is None:
         names = {True: windowed, False: "full_attention"}
-        has_any = window is not None
+        has_any = window is not None or family.has_chunks
         kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise ValueError(

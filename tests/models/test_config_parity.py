@@ -48,6 +48,7 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Llama4ForCausalLM": "llama4_text",
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -187,6 +188,22 @@ OWN = {
             "swiglu_limit": 7.0,
         },
     },
+    "Llama4ForCausalLM": {
+        "as it is published": {
+            "attn_temperature_tuning": True,
+            "no_rope_layers": [],
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        "no chunks": SMALL | {"layer_types": ["full_attention"] * 4},
+        "a layer in two without rope": SMALL
+        | {"no_rope_layer_interval": 2, "attention_chunk_size": 16},
+    },
     "Exaone4ForCausalLM": {
         "no window at all": SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
         "one window in two": SMALL | {"sliding_window": 8, "sliding_window_pattern": 2},
@@ -227,6 +244,8 @@ REFUSED = {  # by transformers
     "NemotronForCausalLM": re.compile("longrope"),
     "MiniMaxM2ForCausalLM": re.compile("as many KV heads"),
     "Ernie4_5_MoeForCausalLM": re.compile("as many KV heads"),
+    "Llama4ForCausalLM": re.compile("as many KV heads|layer types|windows by layer"),
+    "llama4_text": re.compile("as many KV heads|layer types|windows by layer"),
     # The heads of their defaults have no whole size.
     "Glm4MoeForCausalLM": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
@@ -277,7 +296,9 @@ def windows_of(config):
         has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
-    return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    windows["chunked_attention"] = getattr(config, "attention_chunk_size", None)
+    return tuple(windows[kind] for kind in types)
 
 
 def longest_text(fields, want):
@@ -299,8 +320,9 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     assert got.head_dim == (
         getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
     )
-    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+    for name in ("hidden_size", "vocab_size"):
         assert getattr(got, name) == getattr(want, name), name
+    assert got.intermediate_size == getattr(want, got.family.keys.inner)
     assert got.max_positions == longest_text(fields.get("text_config", fields), want)
     assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
     assert got.tied == getattr(want, "tie_word_embeddings", False)

@@ -88,6 +88,10 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
         put(expert_gating_func=2),
         "llama.expert_gating_func = 2 is not supported",
     ),
+    "as many MTP layers as layers": (
+        put(nextn_predict_layers=2),
+        "nextn_predict_layers = 2 must be less than block_count = 2",
+    ),
     "no layers": (put(block_count=None), "the key llama.block_count is missing"),
     "a number in words": (put(block_count="2"), "num_hidden_layers = '2' must be a whole number"),
     "a number a layer": (put(attention__head_count=[4, 4]), "= an array of 2 must be"),
@@ -148,6 +152,11 @@ TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
         "tokenizer.ggml.token_type has 3 entries, not 320",
     ),
 }
+APERTUS = {  # as EDITS, of the activation
+    "no number for a layer": ({"alpha_p": [0.5]}, "xielu.alpha_p must have a number for each of 2"),
+    "a word for a number": ({"alpha_n": ["a", "b"]}, "xielu.alpha_n must have a number for each"),
+    "another slope": ({"beta": [0.5, 0.25]}, "xielu.beta must be 0.5"),
+}
 DAMAGE = {  # what is wrong with the bytes -> words of the complaint
     "nothing": (lambda data: b"", "the file is empty"),
     "another file": (lambda data: b"PK\x03\x04" + data[4:], "does not begin with GGUF"),
@@ -207,6 +216,17 @@ def test_what_a_file_says_wrong_is_reported(tmp_path, edit, complaint):
     write(tmp_path, "llama", edit=edit)
     told = refusal(tmp_path, "serve", "model.gguf")
     assert told.startswith("error: model.gguf") and complaint in told
+
+
+@pytest.mark.parametrize(("values", "complaint"), APERTUS.values(), ids=APERTUS)
+def test_what_is_wrong_with_an_activation_is_reported(tmp_path, values, complaint):
+    def edit(writer):
+        for key, value in values.items():
+            writer.kv_data[0].pop(f"xielu.{key}")
+            writer.add_array(f"xielu.{key}", value)
+
+    with pytest.raises(ConfigError, match=complaint):
+        open_source(write(tmp_path, "apertus", edit=edit).file).check()
 
 
 @pytest.fixture(scope="module")

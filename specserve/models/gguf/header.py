@@ -155,6 +155,10 @@ class Array:
     def __repr__(self) -> str:
         return f"an array of {self.count}"
 
+    @property
+    def is_numeric(self) -> bool:
+        return self.kind != STRING
+
     def strings(self) -> list[str]:
         if self.kind != STRING:
             raise ValueError("an array of strings is expected")
