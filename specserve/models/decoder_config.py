@@ -11,7 +11,7 @@ import msgspec
 from specserve.errors import ConfigError
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.families import FAMILIES, MULTIMODAL, UNSUPPORTED
 from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
@@ -164,9 +164,9 @@ def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def names_family(written: Mapping[str, Any]) -> bool:
-    """Whether a config.json names a supported architecture, or none at all."""
+    """Whether a config.json names a known architecture, or none at all."""
     named = written.get("architectures")
-    return not named or causal_name(named) in ARCHITECTURES
+    return not named or causal_name(named) in (*ARCHITECTURES, *UNSUPPORTED)
 
 
 def causal_name(named: Any) -> str | None:
@@ -346,6 +346,8 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
     name = causal_name(named)
+    if name in UNSUPPORTED:
+        raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
     if name in FAMILIES:
         return name, FAMILIES[name]
     if name in MULTIMODAL:

@@ -777,6 +777,10 @@ FAMILIES = {
     ),
 }
 
+UNSUPPORTED = {  # the reason, by architecture
+    "Phi3SmallForCausalLM": "its attention is block-sparse. Use Phi-3 mini or Phi-3 medium",
+}
+
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
 QWEN25_VL = replace(

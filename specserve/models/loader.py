@@ -25,6 +25,7 @@ from specserve.models.decoder import (
     windows_of,
 )
 from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
+from specserve.models.gguf.header import drop_headers
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.rope import RopeParameters
@@ -84,7 +85,11 @@ def load_decoder(
     # The nodes of a draft tree have positions after the last verified token.
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
-    weights = read_weights(reader, config, tables)
+    try:
+        weights = read_weights(reader, config, tables)
+    except ConfigError:
+        drop_headers()
+        raise
     if reader.checkpoint.other_parts:
         parts = ", ".join(reader.checkpoint.other_parts)
         log.warning("%s: only the text model is loaded, without %s", folder, parts)

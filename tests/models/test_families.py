@@ -86,6 +86,10 @@ REFUSED = {  # what is wrong -> the change, the complaint
         {"architectures": ["GemmaForCausalLM"]},
         f"'GemmaForCausalLM'.*{', '.join(FAMILIES)}",
     ),
+    "Phi-3-small": (
+        {"architectures": ["Phi3SmallForCausalLM"], "auto_map": {}},
+        "Phi3SmallForCausalLM is not supported: its attention is block-sparse",
+    ),
     "no architecture": ({"architectures": None}, "architectures is missing.*LlamaForCausalLM"),
     "an empty list of architectures": ({"architectures": []}, "architectures is missing or empty"),
     "quantized in an unknown way": ({"quantization_config": {"bits": 4}}, "quant_method = None"),

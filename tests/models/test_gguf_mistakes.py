@@ -13,7 +13,9 @@ from gguf import GGUFEndian, GGUFValueType, GGUFWriter, TokenType
 
 from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
+from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
+from specserve_kernels import reference
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_preflight import refusal
 
@@ -248,10 +250,14 @@ def test_what_is_wrong_with_a_tokenizer_is_reported(tmp_path, edit, complaint):
         load_text_files(file)
 
 
-@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer"])
+def not_a_number(writer):
+    writer.tensors[0]["blk.1.attn_norm.weight"].tensor[0] = np.nan
+
+
+@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer", "weights"])
 def test_a_refused_file_is_not_mapped(tmp_path, wrong):
     edits = {"metadata": put(expert_gating_func=2), "tensors": without("blk.1.ffn_up.weight")}
-    edits["tokenizer"] = put_tokenizer(tokens=None)
+    edits |= {"tokenizer": put_tokenizer(tokens=None), "weights": not_a_number}
     file = write(tmp_path, "llama", edit=edits.get(wrong)).file
     if wrong == "header":
         file.write_bytes(file.read_bytes()[:-40])
@@ -259,6 +265,7 @@ def test_a_refused_file_is_not_mapped(tmp_path, wrong):
         source = open_source(file)
         source.check()
         source.tokenizer()
+        load_decoder(file, "fp32", reference)
     del source
     gc.collect()
     assert str(file) not in Path("/proc/self/maps").read_text()
