@@ -232,6 +232,11 @@ def test_every_split_keeps_all_of_a_text(name):
         assert "".join(part for part, _ in parts) == text
 
 
+@pytest.mark.parametrize("name", ["glm4", "glm5", "chatglm-bpe", "kimi-k2"])
+def test_words_of_tiktoken_need_no_merges(name):
+    assert find_pre_tokenizer(name).takes_whole_words
+
+
 SPLITS = {  # tokenizer.ggml.pre, a text -> its parts
     "kimi-k2": (
         "the漢字Kanji'S 12345 a,\n",
