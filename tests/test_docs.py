@@ -25,7 +25,16 @@ from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
 from specserve.server.completions import CompletionBody
-from specserve_bench import doctor, documents, machine, perplexity, reference, scale, suite
+from specserve_bench import (
+    agent,
+    doctor,
+    documents,
+    machine,
+    perplexity,
+    reference,
+    scale,
+    suite,
+)
 from specserve_bench.bound import StepSize, cost, kv_token_bytes
 from specserve_bench.demo import commands as demo
 from specserve_bench.demo.head_card import read_head_card
@@ -159,6 +168,7 @@ def test_every_bench_command_is_understood(command, folders, tmp_path, monkeypat
     monkeypatch.setattr(scale, "scale_model", lambda *args, **others: None)
     monkeypatch.setattr(perplexity, "show", lambda *args: None)
     monkeypatch.setattr(peers, "peers", lambda args: 0)
+    monkeypatch.setattr(agent, "measure", lambda *args: result)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(result))
@@ -318,6 +328,7 @@ def test_the_manual_of_the_bench_names_every_workload_shape_and_command():
         "scale-model",
         "perplexity",
         "peers",
+        "agent",
     }
 
 

@@ -14,7 +14,7 @@ import msgspec
 from specserve.config import Config, Setting, load_config, parse_overrides
 from specserve.errors import ConfigError
 from specserve.server.keys import read_keys
-from specserve_bench import arguments, perplexity, results, scale, scripted, suite
+from specserve_bench import agent, arguments, perplexity, results, scale, scripted, suite
 from specserve_bench.arguments import Once, above_0, at_least_1, listed, natural, number
 from specserve_bench.local import Local
 from specserve_bench.machine import add_allow_dirty
@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
             "peers",
             help="specserve against other engines, in one run",
             description=peers.DESCRIPTION,
+        )
+    )
+    agent.add_arguments(
+        commands.add_parser(
+            "agent",
+            help="an agent's sessions of many turns, on running servers",
+            description=agent.DESCRIPTION,
         )
     )
     show = commands.add_parser("show", help="print the tables of results again, or plot them")

@@ -52,6 +52,8 @@ class Ranks:
             raise RankLost(f"rank {self.rank} lost the connection with another rank")
 
     def close(self) -> None:
+        if self.device is not None:
+            self.device.abort()
         for sock in self.sockets.values():
             sock.close()
 

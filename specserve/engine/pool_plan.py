@@ -6,7 +6,7 @@ import torch
 
 from specserve.config import Config
 from specserve.engine.loading import asked_for
-from specserve.engine.ranks import Followers
+from specserve.engine.ranks import Followers, num_sharing
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
@@ -158,7 +158,7 @@ def draft_block_size(asked: int | None, fits: int) -> int:
 def kv_bytes(config: Config, ops: Ops) -> int:
     if config.memory.kv_bytes is not None:
         return config.memory.kv_bytes
-    try:  # the ranks share the memory
-        return int(config.memory.kv_fraction * ops.free_memory() / config.parallel.size)
+    try:
+        return int(config.memory.kv_fraction * ops.free_memory() / num_sharing(config))
     except DeviceError as e:
         raise ConfigError(f"{e}. Set memory.kv_bytes") from e

@@ -20,7 +20,7 @@ class RankStart(msgspec.Struct, frozen=True):
 
     config: Config
     rank: int
-    folder: str  # where ranks on GPUs find each other
+    folder: str | None  # where ranks with a GPU each find each other
     ends_with_thread: bool  # the rank is killed once the thread that started it ends
     peers: tuple[tuple[str, int], ...] = ()  # addresses of ranks 1, 2, ... below this one
 

@@ -60,28 +60,53 @@ def check_parallel(config: Config) -> None:
     """Raise ConfigError for settings that ranks do not support."""
     if config.parallel.size == 1:
         return
-    if ":" in config.model.device:
-        raise ConfigError(
-            f"model.device = {config.model.device!r} names one GPU, but [parallel] uses a GPU per "
-            "rank. Set model.device = 'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
-        )
     if config.parallel.pipeline > 1 and config.model.task in ("embed", "rank"):
         raise ConfigError(
             f"model.task = {config.model.task!r}: the hidden states are in the last stage of the "
             "pipeline. Set parallel.pipeline = 1; parallel.tensor is supported"
         )
-    is_on_gpus = config.model.device == "cuda" or (
-        config.model.device == "auto" and torch.cuda.is_available()
-    )
-    if config.parallel.address is not None and is_on_gpus:
-        raise ConfigError(
-            "parallel.address does not support GPUs, which exchange columns only "
-            "within one machine. Remove it, or set model.device = 'cpu'"
-        )
+    if is_on_gpus(config):
+        check_gpus(config)
     if config.memory.disk_path is not None:
         raise ConfigError(
             "[parallel] does not support memory.disk_path: each rank has only a part of a block. "
             "Remove it; memory.host_bytes is supported"
+        )
+
+
+def is_on_gpus(config: Config) -> bool:
+    device = config.model.device
+    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+
+
+def shares_gpu(config: Config) -> bool:
+    """Whether all ranks compute on one GPU, and exchange tensors through the host."""
+    return ":" in config.model.device
+
+
+def has_gpu_per_rank(config: Config) -> bool:
+    return is_on_gpus(config) and not shares_gpu(config)
+
+
+def num_sharing(config: Config) -> int:
+    """Return how many ranks share the memory of one."""
+    has_own = config.parallel.address is not None or has_gpu_per_rank(config)
+    return 1 if has_own else config.parallel.size
+
+
+def check_gpus(config: Config) -> None:
+    """Raise ConfigError if the ranks cannot have a GPU each."""
+    if config.parallel.address is not None:
+        raise ConfigError(
+            "parallel.address does not support GPUs, which exchange columns only "
+            "within one machine. Remove it, or set model.device = 'cpu'"
+        )
+    size, count = config.parallel.size, torch.cuda.device_count()
+    if 0 < count < size and not shares_gpu(config):
+        raise ConfigError(
+            f"[parallel] asks for {size} ranks, each with a GPU, and this machine has {count}. "
+            f"Lower parallel.tensor or parallel.pipeline, or show more GPUs in "
+            "CUDA_VISIBLE_DEVICES. For tests, model.device = 'cuda:0' lets all ranks share a GPU"
         )
 
 
@@ -171,10 +196,13 @@ def connections(shard: Shard, sockets: dict[int, socket.socket], memory: int | N
     )
 
 
-def join_devices(ops: Ops, joined: Connections, shard: Shard, folder: str) -> None:
-    """Connect the devices of all ranks. All ranks call this at the same time."""
-    ops.join(joined.every, Path(folder), "every")
-    ops.join(joined.columns, Path(folder), f"stage {shard.stage}")
+def join_devices(ops: Ops, joined: Connections, shard: Shard, folder: str | None) -> None:
+    """Connect the GPUs of all ranks, which find each other in a folder; None: ranks exchange
+    tensors through the host. All ranks call this at the same time.
+    """
+    if folder is not None:
+        ops.join(joined.every, Path(folder), "every")
+        ops.join(joined.columns, Path(folder), f"stage {shard.stage}")
 
 
 class RankProcess(Protocol):
@@ -202,13 +230,15 @@ def start_followers(config: Config, ends_with_thread: bool) -> "Followers | None
         return None
     shape = open_source(resolve_model(config)).shape(config.model.implementation)
     row_bytes = 4 * shape.vocab_size
-    folder = tempfile.TemporaryDirectory(prefix="specserve-ranks-")
     if config.parallel.address is not None:
-        return joined_followers(config, shard, folder)
+        return joined_followers(config, shard)
+    has_gpus = has_gpu_per_rank(config)
+    folder = tempfile.TemporaryDirectory(prefix="specserve-ranks-") if has_gpus else None
+    name = None if folder is None else folder.name
     mesh, each = Mesh(shard, max(SLOT, row_bytes)), list[Follower]()
     for rank in range(1, shard.size):
         process, sock = start_module("specserve.engine.rank_process")
-        start = RankStart(config, rank, folder.name, ends_with_thread)
+        start = RankStart(config, rank, name, ends_with_thread)
         with suppress(BrokenPipeError, ConnectionResetError):  # reading reports it
             socket.send_fds(sock, [b"\0"], mesh.descriptors(rank))
             sock.sendall(pack(msgspec.msgpack.encode(start)))
@@ -231,9 +261,7 @@ class RemoteRank:
         pass
 
 
-def joined_followers(
-    config: Config, shard: Shard, folder: tempfile.TemporaryDirectory[str]
-) -> "Followers":
+def joined_followers(config: Config, shard: Shard) -> "Followers":
     """Wait for the ranks of other machines."""
     secret = read_secret(config.parallel.secret_file)
     listener = RankListener(parse_address(config.parallel.address or ""), secret)
@@ -255,11 +283,11 @@ def joined_followers(
         if port and len(controls) == shard.size - 1:
             for r, control in controls.items():
                 peers = tuple(addresses[other] for other in range(1, r))
-                start = RankStart(config, r, folder.name, False, peers)
+                start = RankStart(config, r, None, False, peers)
                 control.sendall(pack(msgspec.msgpack.encode(start)))
     listener.close()
     each = [Follower(r, RemoteRank(), Link(controls[r])) for r in sorted(controls)]
-    return Followers(shard, connections(shard, tensors, None), each, folder)
+    return Followers(shard, connections(shard, tensors, None), each)
 
 
 class Followers:
@@ -270,9 +298,9 @@ class Followers:
         shard: Shard,
         connections: Connections,
         each: Sequence[Follower],
-        folder: tempfile.TemporaryDirectory[str],
+        folder: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`folder` is where ranks on GPUs find each other."""
+        """`folder` is where ranks with a GPU each find each other."""
         self.shard, self.connections, self.each, self.folder = shard, connections, each, folder
         self.sending = Lock()  # a thread reads adapters
 
@@ -300,7 +328,8 @@ class Followers:
                     f"rank {rank} has another {name} than rank 0: {values[0]} instead of "
                     f"{values[1]}. Install the same specserve and the same model for all ranks"
                 )
-        join_devices(ops, self.connections, self.shard, self.folder.name)
+        folder = None if self.folder is None else self.folder.name
+        join_devices(ops, self.connections, self.shard, folder)
 
     def allocate(
         self, num_blocks: int, block_size: int, rows: tuple[int, int], aux: Sequence[int]
@@ -352,7 +381,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.folder.cleanup()
+        if self.folder is not None:
+            self.folder.cleanup()
 
 
 def answer_of(link: Link) -> RankReady | RankFailed:

@@ -69,9 +69,13 @@ def test_figures_are_ours_over_theirs_in_the_same_round():
     ]
     subjects, about = dict.fromkeys(rounds, subject), {"mixed": {"about": ""}}
     result = Result(kind="load", machine={}, subjects=subjects, workloads=about, runs=runs)
-    ttft, tpot, goodput = open_loop.compared(runs[1], runs[0], Goals())
+    ttft, tpot, *others, goodput = open_loop.compared(runs[1], runs[0], Goals())
     assert ttft.startswith("0.38 (0.25-0.50)")
     assert tpot.startswith("1.50 (1.00-2.00)")
+    assert [words.split()[0] for words in others] == [
+        "0.38",
+        "0.39",
+    ]  # (0.21 / 0.41 + 0.22 / 0.81) / 2
     assert goodput.startswith("2.00 (2.00-2.00)")
     assert "| mixed | 0.5/s, Poisson | 0.38 " in open_loop.table(result)
 

@@ -1,7 +1,6 @@
 """Ranks of an engine as threads of this process, so that a test starts them in milliseconds."""
 
 import socket
-import tempfile
 from threading import Thread
 
 import torch
@@ -68,4 +67,4 @@ class Shards:
             thread.start()
             each.append(Follower(r, thread, Link(ours)))
         own = connections(self.shard, mesh.sockets[0], mesh.memories[0])
-        return Followers(self.shard, own, each, tempfile.TemporaryDirectory())
+        return Followers(self.shard, own, each)

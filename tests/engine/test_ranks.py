@@ -3,7 +3,6 @@
 from collections import Counter
 from contextlib import contextmanager
 from socket import socketpair
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -204,7 +203,7 @@ def test_a_rank_that_cannot_run_the_model_is_named(case):
     ended = SimpleNamespace(wait=lambda seconds=None: 0)
     nobody = Connections(Ranks(0, 1, {}), Ranks(0, 1, {}))
     each = [Follower(1, ended, Link(ours))]
-    followers = Followers(Shard(0, 2), nobody, each, TemporaryDirectory())
+    followers = Followers(Shard(0, 2), nobody, each)
     with pytest.raises(ConfigError, match=words):
         followers.wait_until_ready(READY, OPS)
 
@@ -216,12 +215,23 @@ def test_settings_without_support_for_ranks_are_refused(tmp_path):
     staged = {"parallel.pipeline": 2, "model.task": "embed"}
     for more, words in (
         (disk, r"memory\.disk_path"),
-        ({"model.device": "cuda:1"}, "CUDA_VISIBLE"),
         (staged, r"Set parallel\.pipeline = 1"),
         (remote, "only within one machine"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+
+
+def test_each_rank_needs_a_gpu_unless_one_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
+    for device, tensor, num_sharing in (("auto", 2, 1), ("cuda", 2, 1), ("cuda:1", 4, 4)):
+        config = load_config(None, {"model.device": device, "parallel.tensor": tensor})
+        check_parallel(config)
+        assert ranks.num_sharing(config) == num_sharing
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"asks for 4 ranks, each with a GPU, .* has 2"):
+            check_parallel(load_config(None, {"model.device": device, "parallel.tensor": 4}))
 
 
 def test_ranks_of_one_machine_must_fit_into_its_memory_together(folders, monkeypatch):

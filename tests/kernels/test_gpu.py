@@ -21,6 +21,7 @@ from specserve_kernels import (
 )
 from specserve_kernels.cuda import gated
 from specserve_kernels.cuda.graphs import ChildGraphs
+from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
 from tests.kernels.edits import random_edits, random_masks
@@ -854,3 +855,40 @@ def test_steps_launched_back_to_back_come_to_the_same(ops, draw, measured, D, dt
         for x, y in zip(got, want, strict=True):
             measured.same("uploads", x, y)
     measured.same("uploads", whole.arena, wanted)
+
+
+@pytest.mark.cuda  # it takes a second, so that short checks run it, too
+@pytest.mark.parametrize("block_bytes", [48, 1 << 16])
+def test_blocks_move_to_pinned_memory_and_back_next_to_forwards(ops, draw, block_bytes):
+    """Stores are in the order of launches, and loads behind a product that takes long."""
+    num_blocks, num_host_blocks = 32, 64
+    host = ops.host_blocks(num_host_blocks, block_bytes)
+    assert isinstance(host, PinnedBlocks) and host.memory.is_pinned()
+    blocks = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, device=DEVICE)
+    want, want_host = blocks.cpu(), torch.zeros_like(host.memory)
+    ballast = draw.normal(BALLAST // 2, BALLAST // 2, dtype=BF16)
+    for _ in range(40):
+        ballast @ ballast
+        block = draw.rng.randrange(num_blocks)
+        value = draw.rng.randrange(256)
+        blocks[block] = value  # as a forward writes it, on its stream
+        want[block] = value
+        some, others = random_pairs(draw.rng, num_blocks, num_host_blocks)
+        host.store(blocks, some)
+        for source, target in some:
+            want_host[target] = want[source]
+        host.load(blocks, others)
+        for source, target in others:
+            want[target] = want_host[source]
+        host.wait()  # as requests do before a forward reads what was loaded
+        assert host.is_idle
+    assert torch.equal(blocks.cpu(), want) and torch.equal(host.memory, want_host)
+
+
+def random_pairs(rng, num_blocks, num_host_blocks):
+    """Of blocks and host blocks to store to, and of host blocks and blocks to load into."""
+    number = rng.randint(0, 8)
+    blocks, host_blocks = rng.sample(range(num_blocks), 8), rng.sample(range(num_host_blocks), 8)
+    targets = rng.sample(range(num_blocks), 8)
+    stored = [*zip(blocks[:number], host_blocks[:number], strict=True)]
+    return stored, [*zip(rng.sample(range(num_host_blocks), 8), targets, strict=True)]

@@ -29,6 +29,12 @@ from specserve_bench.workloads import Workload, workload
 
 OURS, THEIRS = "specserve", "vllm"
 KV_GIB, MAX_LEN = 2, 4096
+COMPARED = {  # name -> a figure of a round, and its part
+    "p99 TTFT": ("ttft_ms", "p99"),
+    "p99 TPOT": ("tpot_ms", "p99"),
+    "median TTFT": ("ttft_ms", "p50"),
+    "mean end-to-end time": ("end_to_end_ms", "mean"),
+}
 
 
 class VLLMServer:
@@ -163,7 +169,7 @@ def capacity(contender: suite.Contender, asked: Workload) -> float:
 
 def table(result: Result) -> str:
     """All figures, then specserve over vLLM in the same round."""
-    names = "p99 TTFT", "p99 TPOT", "goodput"
+    names = *COMPARED, "goodput"
     rows = []
     for place in dict.fromkeys((run.workload, run.load) for run in result.runs):
         runs = {r.subject: r for r in result.runs if (r.workload, r.load) == place}
@@ -198,10 +204,11 @@ def p99(run: Run, name: str, goals: Goals) -> float:
 
 
 def compared(ours: Run, theirs: Run, goals: Goals) -> list[str]:
+    """Ratios in the same rounds, in the order of COMPARED, and that of the goodput."""
     each = [[figures(round, goals) for round in run.rounds] for run in (ours, theirs)]
     found = []
-    for name in ("ttft_ms", "tpot_ms"):
-        a, b = ([f[name] and f[name].p99 for f in rounds] for rounds in each)
+    for key, part in COMPARED.values():
+        a, b = ([f[key] and getattr(f[key], part) for f in rounds] for rounds in each)
         found.append(ratio_words(ratio(a, b)))
     a, b = ([f["goodput"] for f in rounds] for rounds in each)
     return [*found, ratio_words(ratio(a, b))]

@@ -61,6 +61,7 @@ KNOWN = STAGES | {  # only if they are named
         ],
     ),
     "parity": GpuStage(300, [f"{MODULE}checks", f"tests/engine/test_gpu.py -m gpu {AT_ONCE}"]),
+    "ranks": GpuStage(60, [f"{MODULE}checks", "tests/engine/test_gpu_ranks.py -m gpu"]),
     "sweep": GpuStage(540, [f"{MODULE}sweep"]),
     "demo": GpuStage(540, [f"{MODULE}demo"]),
     "structured": GpuStage(300, [f"{MODULE}demo", "--structured"]),
