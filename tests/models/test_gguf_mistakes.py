@@ -271,6 +271,13 @@ def test_a_refused_file_is_not_mapped(tmp_path, wrong):
     assert str(file) not in Path("/proc/self/maps").read_text()
 
 
+def test_billions_of_mtp_layers_take_no_memory(tmp_path):
+    edit = put(nextn_predict_layers=2**32 - 3, block_count=2**32 - 1)
+    source = open_source(write(tmp_path, "llama", edit=edit).file)
+    source.check()
+    assert (source.config().num_layers, source.mtp_tensors()) == (2, set())
+
+
 def test_unknown_keys_change_nothing(tmp_path):
     def edit(writer):
         put(quantizer__date="2026-11-27", some__array=[1, 2])(writer)

@@ -1,6 +1,7 @@
 """The model source for a GGUF file, or for the parts of a split model. Does not import torch."""
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,7 @@ SAMPLING = {  # general.sampling.* -> generation_config.json
     "top_p": "top_p",
 }
 TEMPLATE = "tokenizer.chat_template"
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # of a layer's tensors
 XIELU = "xielu.alpha_p", "xielu.alpha_n"  # the keys of ALPHAS
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 
@@ -195,9 +197,10 @@ class GgufFile:
     def mtp_tensors(self) -> set[str]:
         """The tensors of MTP layers, which follow the other layers."""
         first, drafting = self.config().num_layers, self.value(MTP)
-        numbers = range(first, first + drafting) if isinstance(drafting, int) else ()
-        blocks = tuple(f"blk.{number}." for number in numbers)
-        return {name for name in self.header.tensors if name.startswith(blocks)}
+        if not isinstance(drafting, int):
+            return set()
+        numbers, places = range(first, first + drafting), map(BLOCK.match, self.header.tensors)
+        return {place.string for place in places if place and int(place[1]) in numbers}
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
