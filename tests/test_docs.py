@@ -100,6 +100,7 @@ ELSEWHERE = {  # beginnings of lines -> the tests that run them, or why none doe
     "export PIP_EXTRA_INDEX_URL=": "the address of an index that this project does not know",
     "pip install 'specserve[gpu]'": "gigabytes; the extra's name is checked here",
     "python3.11 -m venv ": "installs other engines for as long as they take to compile",
+    "export CMAKE_ARGS=": "the same",
     "vllm/bin/pip uninstall": "the same",
 }
 

@@ -1,4 +1,4 @@
-"""Values of flags: bounded numbers, lists, and files and folders that can be written."""
+"""Values of flags: bounded numbers, lists, and files and folders that can be written; `--json`."""
 
 import argparse
 import tempfile
@@ -72,6 +72,12 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not self.default:
             raise argparse.ArgumentError(self, "is given twice; give one list, with commas")
         setattr(namespace, self.dest, values)
+
+
+def add_json(p: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
+    p.add_argument(
+        "--json", action="store_true", help="print the figures as a line of JSON after the tables"
+    )
 
 
 def check_result(flag: str, file: Path, allow_dirty: bool) -> None:

@@ -15,7 +15,7 @@ from specserve.config import Config, Setting, load_config, parse_overrides
 from specserve.errors import ConfigError
 from specserve.server.keys import read_keys
 from specserve_bench import agent, arguments, perplexity, results, scale, scripted, suite
-from specserve_bench.arguments import Once, above_0, at_least_1, listed, natural, number
+from specserve_bench.arguments import Once, above_0, add_json, at_least_1, listed, natural, number
 from specserve_bench.local import Local
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers import command as peers
@@ -75,9 +75,11 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the tables of results again, or plot them")
     show.add_argument("files", nargs="+", type=Path, metavar="JSON")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
-    show.add_argument(
+    form = show.add_mutually_exclusive_group()
+    form.add_argument(
         "--markdown", action="store_true", help="one table of all files, with a row per subject"
     )
+    add_json(form)
     show.set_defaults(action=shown, out=None)
     return top
 
@@ -210,6 +212,7 @@ def add_run(p: argparse.ArgumentParser) -> None:
         "--goal-tpot-ms", type=above_0, default=Goals().tpot_ms, help="TPOT limit of goodput"
     )
     p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
+    add_json(p)
     add_allow_dirty(p)
     p.add_argument("--plots", type=Path, metavar="FOLDER", help="write PNG plots there")
 
@@ -297,9 +300,9 @@ def finish(
         if args.out is not None:
             arguments.write("--out", args.out, msgspec.json.encode(result) + b"\n")
     except ConfigError:
-        print(report(result))  # else the measurements would be lost
+        print(report(result, args.json))  # else the measurements would be lost
         raise
-    present([result], args.plots)
+    present([result], args.plots, has_json=args.json)
     answers = {run.subject: [a for r in run.rounds for a in r.requests] for run in result.runs}
     return int(any(all(a.error for a in each) for each in answers.values()))
 
@@ -314,12 +317,16 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def shown(args: argparse.Namespace) -> int:
-    present([results.read(file) for file in args.files], args.plots, args.markdown)
+    present([results.read(file) for file in args.files], args.plots, args.markdown, args.json)
     return 0
 
 
-def present(measured: Sequence[Result], folder: Path | None, is_markdown: bool = False) -> None:
-    has_json = not sys.stdout.isatty()  # JSON is for programs, not for a terminal
+def present(
+    measured: Sequence[Result],
+    folder: Path | None,
+    is_markdown: bool = False,
+    has_json: bool = False,
+) -> None:
     for text in [markdown(measured)] if is_markdown else (report(r, has_json) for r in measured):
         print(text)
     if folder is not None:

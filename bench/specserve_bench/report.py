@@ -1,4 +1,4 @@
-"""A Result as text: its tables, then one line of JSON."""
+"""A Result as text: its tables, then one line of JSON if that is wanted."""
 
 import io
 import json
@@ -45,8 +45,8 @@ class Line(NamedTuple):
     is_same: bool  # in every round, as the first subject's in the first
 
 
-def report(result: Result, has_json: bool = True) -> str:
-    """Tables, then a line of JSON with their figures."""
+def report(result: Result, has_json: bool = False) -> str:
+    """Tables, then a line of JSON with their figures if `has_json`."""
     text = io.StringIO()
     console = Console(file=text, width=200, markup=False, emoji=False, highlight=False)
     console.print(heading(result))

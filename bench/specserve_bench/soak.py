@@ -20,7 +20,7 @@ from statistics import linear_regression, mean
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
-from specserve_bench.arguments import above_0, natural
+from specserve_bench.arguments import above_0, add_json, natural
 from specserve_bench.served import Served, samples, send, settings
 from specserve_bench.workloads import WORKLOADS
 
@@ -392,7 +392,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     told = soak(args.minutes, args.seed)
     print(table(told))
-    print(json.dumps(told))
+    if args.json:
+        print(json.dumps(told))
     return int(not all(told["checks"].values()))
 
 
@@ -400,6 +401,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m specserve_bench.soak", description=__doc__)
     p.add_argument("--minutes", type=above_0, default=30.0, help="of load; default: 30")
     p.add_argument("--seed", type=natural, default=0, help="of requests and deaths; default: 0")
+    add_json(p)
     return p
 
 

@@ -41,7 +41,7 @@ def latency(folder, draft, tmp_path_factory):
     args += ["--plots", out / "plots", "--drafters=off,ngram:4,model:4,scripted:0.9/0.5"]
     with pytest.MonkeyPatch.context() as patch, open(out / "printed", "w+") as printed:
         patch.setattr("sys.stdout", printed)
-        assert main(list(map(str, ["bench", "latency", *args, *SMALL]))) == 0
+        assert main(list(map(str, ["bench", "latency", *args, *SMALL, "--json"]))) == 0
     return out / "r.json", (out / "printed").read_text()
 
 
@@ -80,16 +80,17 @@ def test_tables_and_plots_come_from_the_file_alone(latency, tmp_path, capsys, mo
 
     monkeypatch.setattr(suite, "LLM", no_model)
     file, printed = latency
-    assert main(["bench", "show", str(file), "--plots", str(tmp_path / "again")]) == 0
-    shown = capsys.readouterr().out
-    assert shown == printed
+    again = ["bench", "show", str(file), "--plots", str(tmp_path / "again")]
+    for flags, lines in [(["--json"], printed.splitlines()), ([], printed.splitlines()[:-1])]:
+        assert main([*again, *flags]) == 0
+        assert capsys.readouterr().out.splitlines() == lines
     plots = {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()}
     assert plots.keys() == {"latency-cdf.png", "acceptance-by-depth.png", "tpot-ratios.png"}
     first = {p.name: p.read_bytes() for p in (file.parent / "plots").iterdir()}
     assert plots == first
 
 
-def test_the_last_line_is_json_with_the_figures(latency):
+def test_with_json_the_last_line_has_the_figures(latency):
     line = json.loads(latency[1].splitlines()[-1])
     assert [row["subject"] for row in line["rows"][:2]] == ["off", "ngram:4"]
     row = line["rows"][0]
@@ -110,7 +111,7 @@ def test_a_scaled_model_is_never_shown_without_saying_so(latency, label):
     result = results.read(latency[0])
     scaled = [Scaled("small", "qwen3-0.6b")]
     result.subjects[label] = msgspec.structs.replace(result.subjects[label], scaled=scaled)
-    text = report(result)
+    text = report(result, has_json=True)
     assert "(scaled demo: small padded to qwen3-0.6b)" in text
     assert json.loads(text.splitlines()[-1])["scaled_demo"] == "scaled to qwen3-0.6b"
     assert "scaled to qwen3-0.6b: questions" in markdown([result])

@@ -481,7 +481,7 @@ def test_the_command_compares_what_there_is(two_cores, checkpoint, tmp_path, cap
     args = ["--model", checkpoint, "--draft", checkpoint, "--out", tmp_path / "r.json"]
     args += ["--llama", fake_python(tmp_path / "llama")]
     args += ["--vllm", fake_python(tmp_path / "vllm", "fails to load")]
-    args += ["--transformers", fake_python(tmp_path / "transformers", "raises")]
+    args += ["--transformers", fake_python(tmp_path / "transformers", "raises"), "--json"]
     assert bench_peers(*args) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
@@ -514,7 +514,9 @@ def test_the_exit_code_is_1_where_every_engine_failed(
 ):
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "broken", "raises"))
     assert bench_peers("--model", checkpoint) == 1
-    assert "specserve: ValueError: cannot speculate" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "specserve: ValueError: cannot speculate" in printed
+    assert "{" not in printed, "JSON is printed only with --json"
 
 
 def test_paths_may_be_relative(two_cores, checkpoint, tmp_path, monkeypatch):
@@ -617,7 +619,7 @@ def test_the_bytes_of_a_gguf_file_are_those_of_a_step(tmp_path):
     ("flags", "complaint"),
     [
         (["--gguf=a.gguf", "--model=b", "--quantize=w4"], "--gguf excludes --model, --quantize"),
-        (["--ik=python3"], "--ik: only --gguf is measured on ik_llama.cpp"),
+        (["--ik=python3"], "--ik: this engine is measured only on a GGUF file"),
     ],
 )
 def test_what_a_gguf_file_excludes_is_named(flags, complaint, capsys):

@@ -80,9 +80,19 @@ def test_what_is_refused_or_cannot_be_reached_is_reported(tmp_path, monkeypatch)
     assert unreachable.startswith("request 1: Connection")
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_json_comes_after_the_table_only_on_request(flags, monkeypatch, capsys):
+    told = {"errors": [], "other texts": [], "checks": {"no request failed": True}}
+    monkeypatch.setattr(soak, "soak", lambda minutes, seed: told)
+    assert soak.main(flags) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert table[0] == "| soak | |"
+    assert last == (json.dumps(told) if flags else "| no request failed | yes |")
+
+
 @pytest.mark.slow
 def test_two_minutes_lose_nothing():
-    command = [sys.executable, "-m", "specserve_bench.soak", "--minutes=2"]
+    command = [sys.executable, "-m", "specserve_bench.soak", "--minutes=2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and all(told["checks"].values()), done.stdout

@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+from specserve.errors import ConfigError
 from specserve.models.source import open_source
 from specserve_bench.bound import StepSize
 from specserve_bench.demo import held_out
@@ -35,14 +36,24 @@ class PeerFigure(NamedTuple):
     is_rate: bool = False  # more is better
 
 
-def make_cases(folder: Path, sizes: "PeerSizes") -> dict[str, PeerCase]:
-    """By name. No two prompts of a case begin alike, so that no engine finds a prefix again."""
+def make_cases(
+    folder: Path, sizes: "PeerSizes", must_survive_text: bool = False
+) -> dict[str, PeerCase]:
+    """By name. No two prompts of a case begin alike, so that no engine finds a prefix again.
+
+    If `must_survive_text`, a prompt's text has exactly these token ids, for engines that take text.
+    """
     tokenizer = open_source(folder).tokenizer()
     text = [t for file in held_out.source_files().values() for t in tokenizer.encode(file)]
-    short = cut(text, NUM_PROMPT, sizes.batch)
+
+    def is_usable(ids: list[int]) -> bool:
+        known = tokenizer.decode(ids, skip_special_tokens=False)
+        return not must_survive_text or tokenizer.encode(known, add_special_tokens=False) == ids
+
+    short = cut(text, NUM_PROMPT, sizes.batch, is_usable)
     return {
         "plain": PeerCase("plain", short[: sizes.prompts], sizes.tokens),
-        "prompt": PeerCase("prompt", cut(text, 1000, sizes.long), 2),
+        "prompt": PeerCase("prompt", cut(text, 1000, sizes.long, is_usable), 2),
         "batch": PeerCase("batch", short, sizes.tokens, is_batch=True),
         "drafting": PeerCase("drafting", short[: sizes.prompts], sizes.tokens),
     }
@@ -57,16 +68,26 @@ class PeerSizes(NamedTuple):
     tokens: int = 64
 
 
-def cut(text: Sequence[int], length: int, number: int) -> list[list[int]]:
-    """Pieces of the text, each beginning somewhere else."""
-    source = random.Random(f"{length} {number}")
-    starts = source.sample(range(len(text) - length), number)
-    return [list(text[start : start + length]) for start in starts]
+def cut(
+    text: Sequence[int], length: int, number: int, is_usable: Callable[[list[int]], bool]
+) -> list[list[int]]:
+    """Usable pieces that begin at different places; ConfigError if the text has too few."""
+    source, places = random.Random(f"{length} {number}"), range(len(text) - length)
+    starts = dict.fromkeys(source.sample(places, number))
+    starts |= dict.fromkeys(source.sample(places, min(len(places), 100 * number)))
+    pieces = (list(text[start : start + length]) for start in starts)
+    found = list(islice(filter(is_usable, pieces), number))
+    if len(found) < number:
+        raise ConfigError(
+            f"The tokenizer reads too few texts of {length} tokens as these tokens again. Use "
+            "another model."
+        )
+    return found
 
 
 def tpot_ms(requests: Sequence[Timed]) -> float:
     """(last - first token) / (tokens - 1), median over requests."""
-    return median(1e3 * (r.times[-1] - r.times[0]) / (len(r.token_ids) - 1) for r in requests)
+    return median(1e3 * (r.times[-1] - r.times[0]) / (sum(r.counts) - 1) for r in requests)
 
 
 def ttft_ms(requests: Sequence[Timed]) -> float:
@@ -75,7 +96,7 @@ def ttft_ms(requests: Sequence[Timed]) -> float:
 
 def tokens_per_s(requests: Sequence[Timed]) -> float:
     """All tokens, over the time from the first request to the last token."""
-    return sum(len(r.token_ids) for r in requests) / max(r.times[-1] for r in requests)
+    return sum(sum(r.counts) for r in requests) / max(r.times[-1] for r in requests)
 
 
 def step_ms(requests: Sequence[Timed]) -> float:
@@ -115,11 +136,16 @@ FIGURES = (
 )
 
 
-def agreement(requests: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Share of the tokens before two engines' texts part; near-ties do part them."""
+def agreement(requests: Sequence[Timed], others: Sequence[Timed]) -> float | None:
+    """Share of the tokens before two engines' texts part; near-ties do part them.
+
+    Requests without token ids do not count; None if there are no others.
+    """
     each = []
     for a, b in zip(requests, others, strict=True):
+        if not a.token_ids or not b.token_ids:
+            continue
         pairs = zip(a.token_ids, b.token_ids, strict=True)
         same = takewhile(lambda pair: pair[0] == pair[1], pairs)
         each.append(len(list(same)) / len(a.token_ids))
-    return fmean(each)
+    return fmean(each) if each else None

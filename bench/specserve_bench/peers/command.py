@@ -18,13 +18,14 @@ from specserve.models.gguf.header import Header, read_header
 from specserve.models.gguf.names import EMBEDDING, HEAD
 from specserve.models.source import open_source
 from specserve_bench import arguments, suite
-from specserve_bench.arguments import at_least_1, integer
+from specserve_bench.arguments import add_json, at_least_1, integer
 from specserve_bench.bound import Bound, Cost, cost, kv_token_bytes
 from specserve_bench.machine import add_allow_dirty
 from specserve_bench.peers.cases import FIGURES, PeerSizes, bound_size, make_cases
 from specserve_bench.peers.comparison import Comparison, Limits, Series
-from specserve_bench.peers.peer import checked_python
+from specserve_bench.peers.peer import checked_program, checked_python
 from specserve_bench.peers.systems import (
+    PROGRAMS,
     ComparedModels,
     System,
     make_systems,
@@ -40,9 +41,12 @@ DESCRIPTION = (
 ENGINES = {
     "llama": "llama-cpp-python",
     "ik": "ik-llama-cpp-python",
+    "mistralrs": "mistralrs",
+    "openvino": "openvino-genai",
     "vllm": "vLLM for CPU",
     "transformers": "transformers",
 }
+ONLY_GGUF = ("ik", "mistralrs", "openvino", "llama_programs")
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -54,8 +58,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--gguf",
         metavar="FILE",
-        help="GGUF file instead of a model, measured without drafting on specserve, llama.cpp and "
-        "ik_llama.cpp",
+        help="GGUF file instead of a model, measured without drafting on specserve and the engines "
+        "that read such files",
     )
     p.add_argument(
         "--draft",
@@ -70,6 +74,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
             metavar="PYTHON",
             help=f"Python of an environment with {engine}; default: not measured",
         )
+    p.add_argument(
+        "--llama-programs",
+        metavar="FOLDER",
+        help="with --gguf: folder of llama.cpp's own llama-server and llama-bench",
+    )
     p.add_argument(
         "--quantize",
         choices=["w8a8", "w8", "w4"],
@@ -87,6 +96,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
             f"--{flag}", type=kind, default=size, metavar="N", help=f"{meaning}; default: {size}"
         )
     p.add_argument("--out", type=Path, metavar="JSON", help="write the results to this file")
+    add_json(p)
     add_allow_dirty(p)
     p.set_defaults(action=peers, plots=None)
 
@@ -95,8 +105,10 @@ def peers(args: argparse.Namespace) -> int:
     """The exit code is 1 where every engine failed."""
     if args.draft and args.model is None:
         raise ConfigError("--draft: needs its target model. Add --model.")
-    if args.ik and not args.gguf:
-        raise ConfigError("--ik: only --gguf is measured on ik_llama.cpp. Add it.")
+    for name in ONLY_GGUF:
+        if getattr(args, name) and not args.gguf:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: this engine is measured only on a GGUF file. Add --gguf.")
     others = "model", "quantize", "vllm", "transformers"
     if args.gguf and (refused := [f"--{name}" for name in others if getattr(args, name)]):
         raise ConfigError(f"--gguf excludes {', '.join(refused)}. Remove one of them.")
@@ -109,7 +121,7 @@ def peers(args: argparse.Namespace) -> int:
             arguments.write("--out", args.out, json.dumps(result).encode() + b"\n")
     finally:
         print(sweep_table(result), table(result), sep="\n\n")
-    if not sys.stdout.isatty():  # JSON is for programs, not for a terminal
+    if args.json:
         print(json.dumps(result))
     values = [value for figure in result["figures"] for value in figure["systems"].values()]
     return int(all("error" in value for value in values))
@@ -138,7 +150,9 @@ def chosen_systems(args: argparse.Namespace) -> list[System]:
     pythons = {
         name: checked_python(name, python) for name, python in named.items() if python is not None
     }
-    return make_systems({"specserve": sys.executable, **pythons}, args.quantize)
+    folder = args.llama_programs
+    programs = {} if folder is None else {name: checked_program(folder, name) for name in PROGRAMS}
+    return make_systems({"specserve": sys.executable, **pythons}, args.quantize, programs)
 
 
 def chosen_models(args: argparse.Namespace, scratch: Path) -> ComparedModels:
@@ -161,7 +175,7 @@ def compare(
     limits = Limits(args.rounds, cores, args.timeout)
     sizes = PeerSizes(prompts=args.prompts, batch=args.batch, tokens=args.tokens)
     comparison = Comparison(systems, models.target, scratch, limits, print_on_stderr, Bound().rates)
-    cases = make_cases(models.target, sizes)
+    cases = make_cases(models.target, sizes, must_survive_text=args.gguf is not None)
     if args.gguf is not None:
         series = [Series(comparison.run_plain(cases))]
     else:

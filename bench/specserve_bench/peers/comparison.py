@@ -259,7 +259,16 @@ class Comparison:
             threads=choice.threads,
             drafting=drafting,
             quantize=system.quantize,
+            program=system.program,
+            tokenizer=self.tokenizer() if system.has_text else None,
         )
+
+    def tokenizer(self) -> str:
+        """The model's tokenizer as a file: engines that take text need the same token ids."""
+        file = self.scratch / "tokenizer.json"
+        if not file.exists():
+            open_source(self.model).tokenizer().backend.save(str(file))
+        return str(file)
 
     def path(self, system: System, folder: Path) -> str:
         if not system.needs_gguf or folder.is_file():

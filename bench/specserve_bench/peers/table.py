@@ -102,7 +102,8 @@ def agreements(lanes: Iterable[Lane]) -> dict[str, float]:
     }
     if SPECSERVE not in plain:
         return {}
-    return {name: round(agreement(done, plain[SPECSERVE]), 3) for name, done in plain.items()}
+    shares = {name: agreement(done, plain[SPECSERVE]) for name, done in plain.items()}
+    return {name: round(share, 3) for name, share in shares.items() if share is not None}
 
 
 def sweep_result(
