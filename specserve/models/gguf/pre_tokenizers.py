@@ -86,6 +86,7 @@ LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
 QWEN = PreTokenizer((QWEN_2,))
 OF_GPT_4O = PreTokenizer((GPT_4O,))
 BY_THREES = PreTokenizer((LLAMA_3,))
+OF_GLM = PreTokenizer((LLAMA_3,), takes_whole_words=True)
 DEEPSEEK = PreTokenizer(DEEPSEEK_3)
 PRE_TOKENIZERS = {
     # llama.cpp's default, for models without a specific one.
@@ -98,7 +99,7 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), LLAMA_BPE),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), LLAMA_BPE),
     "dbrx": BY_THREES,
-    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), PreTokenizer((LLAMA_3,), True)),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), OF_GLM),
     "smaug-bpe": PreTokenizer((LLAMA_3,), takes_whole_words=True),  # SmolLM3, too
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", LETTERS + r"|\p{N}+" + REST), takes_whole_words=True),
     "jais-2": PreTokenizer((JAIS_2,)),
