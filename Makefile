@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check equivalence equivalence-tools real real-quick real-models lint docs reference dist \
+.PHONY: setup test thorough check equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -70,6 +70,14 @@ equivalence: setup
 # Conversations with tools, streamed: the same calls with every drafter.
 equivalence-tools: setup
 	$(PY) -m tests.equivalence.tools
+
+# Real coding agents repair a program; one gigabyte of packages goes to .clients/agents.
+AGENTS := .clients/agents
+agents: setup
+	mkdir -p $(AGENTS)
+	cp tests/server/agents/package.json $(AGENTS)
+	cd $(AGENTS) && npm install --ignore-scripts --no-audit --no-fund --package-lock=false
+	$(PY) -m pytest tests/server/test_coding_agents.py -m slow
 
 lint: setup
 	$(VENV)/bin/ruff check

@@ -25,7 +25,6 @@ import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping, Set
 from dataclasses import dataclass
-from tempfile import mkstemp
 from typing import Any
 
 import aiohttp
@@ -221,11 +220,13 @@ def free_port() -> int:
 
 
 def secret_file(secret: str) -> str:
-    """Write a new temporary file, which only this user may read."""
-    number, name = mkstemp(prefix="specserve-secret-")
-    with open(number, "w") as file:
-        file.write(secret)
-    return name
+    """Return the path of a file in memory, which only this user may read. It ends with this
+    process.
+    """
+    number = os.memfd_create("specserve-secret")
+    os.fchmod(number, 0o600)
+    os.write(number, secret.encode())
+    return f"/proc/{os.getpid()}/fd/{number}"
 
 
 async def proxied(request: Request) -> ProxiedRequest:

@@ -127,6 +127,14 @@ class MemoryConfig(Section, frozen=True):
         Meta(gt=0.0, le=1.0),
         about("the pool's share of the memory that the weights leave free, above 0, at most 1"),
     ] = 0.5
+    state_interval: Annotated[
+        int,
+        Meta(ge=0),
+        about(
+            "for models with recurrent layers: tokens between two copies of a prompt's state in "
+            "the prefix cache; 0: only the copies near the ends of prompts and responses"
+        ),
+    ] = 1024
     draft_block_size: Annotated[
         Positive | None, about("draft model tokens per block, at least 1; unset: as many as fit")
     ] = None
@@ -288,7 +296,13 @@ class ParallelConfig(Section, frozen=True):
         NumRanks,
         about("stages, each with a range of layers, from 1 to 64; each has `tensor` ranks"),
     ] = 1
-
+    expert: Annotated[
+        bool,
+        about(
+            "each of the `tensor` ranks holds whole experts of a mixture, instead of columns of "
+            "all experts"
+        ),
+    ] = False
     address: Annotated[
         Name | None,
         about(
@@ -301,6 +315,11 @@ class ParallelConfig(Section, frozen=True):
     ] = None
 
     def __post_init__(self) -> None:
+        if self.tensor == 1 and self.expert:
+            raise ValueError(
+                "parallel.expert has no effect with parallel.tensor = 1. Raise parallel.tensor, or "
+                "remove parallel.expert"
+            )
         if self.size == 1 and self.address is not None:
             raise ValueError(
                 "parallel.address has no effect with one rank. Raise parallel.tensor or "
@@ -771,6 +790,7 @@ ARGUMENTS = {  # of the Python API
     # vLLM's names
     "block_size": "memory.block_size",
     "device": "model.device",
+    "enable_expert_parallel": "parallel.expert",
     "enable_prefix_caching": "memory.prefix_cache",
     "gpu_memory_utilization": "memory.kv_fraction",  # share of free memory, not of all memory
     "kv_cache_dtype": "memory.kv_dtype",
@@ -780,6 +800,7 @@ ARGUMENTS = {  # of the Python API
     "max_num_seqs": "scheduler.max_running",
     "lora_modules": "lora.modules",
     "model_impl": "model.implementation",
+    "task": "model.task",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
     "pipeline_parallel_size": "parallel.pipeline",

@@ -20,6 +20,14 @@ from transformers.utils import logging
 
 PAD, EOS = "<|pad|>", "<|end|>"
 
+GATED_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the family apart
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -91,6 +99,42 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "moe_num_experts": 6,
         "moe_k": 2,
         "moe_intermediate_size": 32,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_hidden_layers": 3,
+        "block_multiple_of": 32,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **GATED_DELTA,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.7,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **GATED_DELTA,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **GATED_DELTA,
     },
     "granite": {
         "model_type": "granite",
@@ -198,6 +242,16 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         FAMILIES["llama4"],
     ),
+    "qwen3_5_vision": (
+        "qwen3_5",
+        QWEN_VISION,
+        FAMILIES["qwen3_5"] | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5_moe_vision": (
+        "qwen3_5_moe",
+        QWEN_VISION,
+        FAMILIES["qwen3_5_moe"] | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
+    ),
     "glm4v": ("glm4v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm46v": ("glm46v", QWEN_VISION, {"model_type": "glm4v_text"} | GLM_ROPE),
     "glm4v_moe": (
@@ -205,6 +259,17 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION,
         {"model_type": "glm4v_moe_text"} | GLM_ROPE | GLM_MOE,
     ),
+}
+
+# Families with layers that have a state
+RECURRENT = {
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_5_vision",
+    "qwen3_5_moe_vision",
 }
 
 SIZES: dict[str, Any] = {
@@ -220,7 +285,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,  # wide enough that greedy output varies from prompt to prompt
 }
 
-CORRECTION = "e_score_correction_bias"  # a parameter, or a buffer
+CORRECTIONS = "e_score_correction_bias", "expert_bias"  # a parameter, or a buffer
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -298,7 +363,7 @@ def random_model(config: Any, seed: int, kind: Any = None) -> Any:
             if parameter.dim() == 1 or name.endswith("_norm.weight"):  # some norms have 2
                 parameter += 0.2 * torch.randn_like(parameter)
         for name, tensor in model.state_dict().items():  # the others are zeros
-            if name.endswith(CORRECTION) and not tensor.any():
+            if name.endswith(CORRECTIONS) and not tensor.any():
                 tensor += 0.2 * torch.randn_like(tensor)
     return model.eval()
 

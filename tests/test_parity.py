@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams
-from tests.checkpoints import MULTIMODAL, oracle, tiny_checkpoint
+from tests.checkpoints import MULTIMODAL, RECURRENT, oracle, tiny_checkpoint
 
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -27,6 +27,7 @@ CASES |= {
         *("olmo3", "seed_oss", "ernie4_5", "hunyuan", "ministral3", "cohere", "command_r_plus"),
         *("starcoder2", "stablelm", "nemotron", "arcee", "apertus"),
         *("granite_moe", "minimax_m2", "ernie4_5_moe", "glm4_moe", *MULTIMODAL),
+        *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
     )
 }
 # By transformers' modules: those that native code lacks, and one where they are asked for.
@@ -50,7 +51,8 @@ def case(request, tmp_path_factory):
     family, overrides = request.param
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
-    draft = tiny_checkpoint(root / "draft", family, seed=1, num_hidden_layers=1, **overrides)
+    own = "llama" if family in RECURRENT else family  # no draft model may have a state
+    draft = tiny_checkpoint(root / "draft", own, seed=1, num_hidden_layers=1, **overrides)
     model = oracle(target)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"
     return target, draft, asked, model

@@ -327,8 +327,12 @@ def present(
     is_markdown: bool = False,
     has_json: bool = False,
 ) -> None:
-    for text in [markdown(measured)] if is_markdown else (report(r, has_json) for r in measured):
-        print(text)
+    of_turns = [r for r in measured if r.kind == agent.KIND and not has_json]
+    others = [r for r in measured if r not in of_turns]
+    if is_markdown and others:
+        print(markdown(others))
+    for result in measured if not is_markdown else of_turns:
+        print(agent.table(result) if result in of_turns else report(result, has_json))
     if folder is not None:
         from specserve_bench.plots import draw  # matplotlib is optional
 

@@ -8,6 +8,7 @@ from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer, StateRows
 from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
@@ -35,6 +36,7 @@ __all__ = [
     "AdapterRows",
     "Chunks",
     "Codes",
+    "DeltaParams",
     "DeviceError",
     "Edits",
     "Gathering",
@@ -50,9 +52,12 @@ __all__ = [
     "QKNorm",
     "RankLost",
     "Ranks",
+    "Replays",
     "Rotary",
     "Rows",
     "SampleParams",
+    "StateLayer",
+    "StateRows",
     "Threads",
     "Window",
     "is_out_of_memory",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -128,6 +129,7 @@ class Ops(Protocol):
     samples_ahead: bool  # fetching one token takes as long as fetching all tokens of a step
     rounds_rows: bool  # honors `Codes.rounds_rows`
     records_steps: bool  # a program records the first step of each size
+    has_recurrent: bool  # has the ops of recurrent layers
 
     # Callers hold it from a forward's plan until they have read the results: buffers are shared.
     @property
@@ -218,6 +220,7 @@ class Ops(Protocol):
         residual: Tensor,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Tensor: ...
 
     def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
@@ -225,6 +228,8 @@ class Ops(Protocol):
     def all_gather(self, x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor: ...
 
     def take_columns(self, x: Tensor, begin: int, end: int) -> Tensor: ...
+
+    def put_columns(self, x: Tensor, begin: int, columns: Tensor) -> Tensor: ...
 
     def send(self, x: Tensor, ranks: Ranks, other: int) -> Tensor: ...
 
@@ -278,6 +283,24 @@ class Ops(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor: ...
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor: ...
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: StateLayer,
+        plan: Any,
+        form: str,
+    ) -> Tensor: ...
+
+    def delta_rule(
+        self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: Any
+    ) -> Tensor: ...
+
+    def replay(self, states: tuple[StateLayer, ...], replays: Replays) -> None: ...
 
     def program(
         self,

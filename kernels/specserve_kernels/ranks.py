@@ -59,14 +59,16 @@ class Ranks:
 
 
 class Gathering(NamedTuple):
-    """The columns of each rank's part of a tensor [R, n]: rank r has [begins[r], begins[r + 1])."""
+    """The part of each rank, of a tensor's columns or of a mixture's experts: rank r has those in
+    [begins[r], begins[r + 1]).
+    """
 
     ranks: Ranks
     begins: tuple[int, ...]
 
     @property
     def own(self) -> tuple[int, int]:
-        """The interval of this rank's columns."""
+        """The interval of this rank."""
         return self.begins[self.ranks.rank], self.begins[self.ranks.rank + 1]
 
     @property

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specserve_kernels.states import StateLayer, StateRows
+
 
 class Chunks(NamedTuple):
     """A window that starts at a multiple of `size`: a row at position p sees the positions from
@@ -109,7 +111,7 @@ class Rows(NamedTuple):
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
     one prefix, and a node's ancestors have lower bits than the node. Either all rows of a request
     have a mask, or none. Requests without masks come before requests with masks. `adapters` is
-    None if no row has an adapter.
+    None if no row has an adapter. `states` is None if no request has a recurrent state.
     """
 
     qo_indptr: Tensor
@@ -121,6 +123,7 @@ class Rows(NamedTuple):
     prefix: Tensor
     mask: Tensor
     adapters: AdapterRows | None = None
+    states: StateRows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +151,14 @@ class KVLayer:
 
 
 class KVCache(NamedTuple):
-    """One model's view of the block arena, by layer."""
+    """One model's view of the block arena, by layer.
+
+    layers  KV of the attention layers, in order
+    states  of the recurrent ops, in the order in which a forward calls them
+    """
 
     layers: tuple[KVLayer, ...]
+    states: tuple[StateLayer, ...] = ()
 
     @property
     def block_size(self) -> int:

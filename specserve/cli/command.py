@@ -261,6 +261,12 @@ def add_serve(p: argparse.ArgumentParser) -> None:
         type=int,
         help="stages of processes, each with a range of layers, with the same text; default: 1",
     )
+    p.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        default=None,
+        help="each of these processes holds whole experts of a mixture; default: columns of all",
+    )
     add_settings(p)
     p.set_defaults(action=serve, command=p)
 
@@ -695,6 +701,7 @@ def configured(args: argparse.Namespace) -> Config:
             "--max-lora-rank": ("lora.max_rank", args.max_lora_rank),
             "--tensor-parallel-size": ("parallel.tensor", args.tensor_parallel_size),
             "--pipeline-parallel-size": ("parallel.pipeline", args.pipeline_parallel_size),
+            "--enable-expert-parallel": ("parallel.expert", args.enable_expert_parallel),
         }
     given = [Setting(flag, *setting) for flag, setting in flags.items() if setting[1] is not None]
     config = load_config(args.config, parse_overrides(args.set), given)

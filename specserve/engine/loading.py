@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from specserve.config import Config
+from specserve.engine.ranks import shard_of
 from specserve.errors import ConfigError
 from specserve.exchange.phases import Phases
 from specserve.models.decoder import Decoder, LoadedModel
-from specserve.models.decoder_config import Shape
+from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.draft_head import DraftHead
 from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder, weight_bytes
@@ -196,7 +197,11 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    shard = Shard(0, config.parallel.tensor, config.parallel.pipeline)
+    if is_recurrent(open_source(folder).shape(asked.implementation)) and not ops.has_recurrent:
+        raise ConfigError(
+            f"{folder}: models with recurrent layers run on CPUs only. Set model.device = 'cpu'"
+        )
+    shard = shard_of(config)
     target = get("target", folder, asked.quantize, asked.implementation, shard)
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # its code may not be batch-invariant
@@ -209,6 +214,10 @@ def load_models(
         sizes = (model.decoder.config.vocab_size for model in (target, draft))
         draft.num_ids = min(num_ids, *sizes)
     return Weights(target, draft)
+
+
+def is_recurrent(shape: Shape) -> bool:
+    return isinstance(shape, DecoderConfig) and shape.recurrent is not None
 
 
 @lru_cache(maxsize=8)
@@ -359,15 +368,14 @@ def check_ranks_memory(config: Config) -> None:
     """Raise ConfigError if the ranks of this machine do not fit into its memory together. Ranks on
     GPUs have a memory each.
     """
-    T, stages = config.parallel.tensor, config.parallel.pipeline
-    if T * stages == 1 or config.parallel.address is not None:
+    if config.parallel.size == 1 or config.parallel.address is not None:
         return
     ops, folder, model = load_ops(config), resolve_model(config), config.model
     shape = open_source(folder).shape(model.implementation)
     if ops.place(torch.empty(0)).is_cuda or shape.implementation != "native":
         return
     rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
-    shards = [Shard(rank, T, stages) for rank in range(T * stages)]
+    shards = [shard_of(config, rank) for rank in range(config.parallel.size)]
     each = (num_bytes(folder, shape, model.dtype, ops, rounding, shard) for shard in shards)
     check_memory(folder, sum(each), ops)
 

@@ -53,7 +53,8 @@ PATIENCE = 5.0  # seconds in which a rank must end after its connections were cl
 
 
 def shard_of(config: Config, rank: int = 0) -> Shard:
-    return Shard(rank, config.parallel.tensor, config.parallel.pipeline)
+    parallel = config.parallel
+    return Shard(rank, parallel.tensor, parallel.pipeline, parallel.expert)
 
 
 def check_parallel(config: Config) -> None:

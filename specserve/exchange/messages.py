@@ -257,6 +257,8 @@ class Stats(msgspec.Struct):
     num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_resets: int = 0  # of the prefix cache
+    num_checkpoints: int = 0  # recurrent states that the prefix cache holds now
+    num_checkpoint_hits: int = 0  # prompts that found one
     sources: dict[str, SourceStats] = {}  # by draft source
     tiers: dict[str, TierStats] = {}  # "host" and "disk", if they exist
 

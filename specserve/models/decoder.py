@@ -1,18 +1,21 @@
 """The decoder of Llama and related families, which runs on `Ops`, and the model interface."""
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specserve.memory.arena import KVLayout
+from specserve.memory.arena import KVLayout, StateLayout
 from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.recurrent import ShortConv
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
     Chunks,
+    DeltaParams,
     Gathering,
     KVCache,
     KVLayer,
@@ -23,6 +26,7 @@ from specserve_kernels import (
     Ranks,
     Rotary,
     Rows,
+    StateLayer,
     Window,
 )
 from specserve_kernels.ops import EagerProgram
@@ -54,6 +58,8 @@ class LoadedModel(ModelForward, Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]: ...
+
+    def state_layouts(self) -> tuple[StateLayout, ...]: ...
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -105,6 +111,23 @@ class Experts(NamedTuple):
     shared: SharedExpert | None = None
 
 
+class ShortConvWeights(NamedTuple):
+    """A gated convolution, which replaces attention. `Layer.out` maps its results."""
+
+    inputs: Any  # packed [3 hidden, hidden]
+    inputs_bias: Tensor | None
+    weight: Tensor  # [hidden, taps] float32
+    bias: Tensor | None  # [hidden] float32
+
+
+class DeltaWeights(NamedTuple):
+    """A gated DeltaNet, which replaces attention. `Layer.out` maps its results."""
+
+    inputs: Any  # packed [inner + Hv Dv + 2 Hv, hidden]: queries, keys, values, z, b, a
+    weight: Tensor  # of the convolution, [inner, taps] float32
+    params: DeltaParams
+
+
 class LayerAdapters(NamedTuple):
     """The adapter slots of a layer's maps; None: adapters do not change this map."""
 
@@ -140,6 +163,16 @@ class Layer(NamedTuple):
     mlp_norm_bias: Tensor | None = None
     alphas: tuple[float, float] = (0.0, 0.0)  # of `Ops.activate`
     adapters: LayerAdapters = LayerAdapters()
+    # If one of these is set, the parts of attention but `out` are None.
+    conv: ShortConvWeights | None = None
+    delta: DeltaWeights | None = None
+    gate: Any = None  # packed [H D, hidden]: a gate of attention's results; None: no gate
+    gate_bias: Tensor | None = None
+
+    @property
+    def num_states(self) -> int:
+        """Number of its recurrent ops."""
+        return 1 if self.conv is not None else 2 if self.delta is not None else 0
 
 
 class DecoderWeights(NamedTuple):
@@ -181,9 +214,11 @@ class Connections(NamedTuple):
 class Gatherings(NamedTuple):
     """How the columns of a layer's tensors are distributed over ranks; None: one rank has all."""
 
-    heads: Gathering | None = None  # attention's results, [R, H D]
+    heads: Gathering | None = None  # queries and attention's results, [R, H D]
+    keys: Gathering | None = None  # [R, Hk D]; None, too, if several ranks hold a KV head
     inner: Gathering | None = None  # inner rows of the MLP
     experts: Gathering | None = None  # inner rows of an expert
+    holders: Gathering | None = None  # the experts, if each rank holds some
     shared: Gathering | None = None  # inner rows of the shared expert
     hidden: Gathering | None = None  # the residual stream
     logits: Gathering | None = None
@@ -231,7 +266,20 @@ class Decoder:
         """The layout of this shard's KV of each layer in `dtype`; None: the activations' dtype."""
         c, num_heads = self.config, len(self.shard.heads(self.config).kv)
         layout = KVLayout(num_heads, c.head_dim, dtype or self.dtype)
-        return (layout,) * len(self.shard.layers(c.num_layers))
+        return (layout,) * sum(not c.is_recurrent(i) for i in self.shard.layers(c.num_layers))
+
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """The layout of the states of the recurrent ops, in the order of a forward."""
+        own, number = self.config.recurrent, sum(self.config.recurrent_layers)
+        if own is None:
+            return ()
+        width = own.width if isinstance(own, ShortConv) else own.inner
+        conv = StateLayout(1, (own.taps - 1, width), self.dtype, width)
+        if isinstance(own, ShortConv):
+            return (conv,) * number
+        Hv, shape = own.num_v_heads, (own.k_dim, own.v_dim)
+        kept = Hv * (own.k_dim + own.v_dim + 2)
+        return (conv, StateLayout(Hv, shape, torch.float32, kept)) * number
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()
@@ -274,10 +322,12 @@ class Decoder:
                 f"auxiliary layers {sorted(unknown)} do not exist: the model has {num_layers}"
             )
         aux_hidden_states = {}
-        each = zip(self.weights.layers, kv.layers, strict=True)
-        for i, (layer, cache) in enumerate(each, self.shard.layers(num_layers).start):
+        caches, states = iter(kv.layers), iter(kv.states)
+        for i, layer in enumerate(self.weights.layers, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
                 aux_hidden_states[i] = self.ops.copy(residual)
+            num_states = layer.num_states
+            cache = tuple(islice(states, num_states)) if num_states else next(caches)
             residual = self.layer(layer, residual, cache, plan)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
@@ -314,16 +364,17 @@ class Decoder:
         self,
         layer: Layer,
         residual: Tensor,
-        cache: KVLayer,
+        cache: KVLayer | tuple[StateLayer, ...],
         plan: Any,
         qkv: Tensor | None = None,
     ) -> Tensor:
         """The residual after a layer. `qkv` is added to queries, keys and values."""
-        ops, c = self.ops, self.config
+        c = self.config
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
-        q = self.write(layer, read, cache, plan, qkv)
-        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
-        h = self.gather(ops.attention(q, cache, plan, *scores), self.gatherings.heads)
+        if isinstance(cache, tuple):
+            h = self.recur(layer, read, cache, plan)
+        else:
+            h = self.attend(layer, read, cache, plan, qkv)
         added = self.added(h, layer.adapters.out, plan)
         residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
         if not c.family.is_parallel:
@@ -333,6 +384,28 @@ class Decoder:
         h = self.gather(self.inner(layer, read, plan), self.gatherings.inner)
         added = self.added(h, layer.adapters.down, plan)
         return self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+
+    def attend(
+        self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
+    ) -> Tensor:
+        """The results of a layer's attention, of all heads."""
+        c, q = self.config, self.write(layer, h, cache, plan, qkv)
+        scores = c.score_scale, layer.window, c.score_cap, layer.sinks
+        out = self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
+        if layer.gate is None:
+            return out
+        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias))
+
+    def recur(self, layer: Layer, h: Tensor, states: tuple[StateLayer, ...], plan: Any) -> Tensor:
+        """The results of a layer's recurrent ops."""
+        ops, conv, delta = self.ops, layer.conv, layer.delta
+        if conv is not None:
+            x = ops.linear(h, conv.inputs, conv.inputs_bias)
+            return ops.causal_conv(x, conv.weight, conv.bias, states[0], plan, "gated")
+        assert delta is not None, "a layer with attention has no state"
+        x = ops.linear(h, delta.inputs)
+        qkv = ops.causal_conv(x, delta.weight, None, states[0], plan, "silu")
+        return ops.delta_rule(qkv, x, delta.params, states[1], plan)
 
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
         """The input of the MLP's last map: this rank's columns."""
@@ -354,10 +427,23 @@ class Decoder:
         else:
             qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
         if qk_norm is not None and c.qk_norm == "width":
-            qkv = ops.rms_norm_columns(qkv, 0, qk_norm.q, qk_norm.eps)
-            qkv = ops.rms_norm_columns(qkv, len(qk_norm.q), qk_norm.k, qk_norm.eps)
-            qk_norm = None
+            qkv, qk_norm = self.norm_widths(qkv, qk_norm), None
         return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
+
+    def norm_widths(self, qkv: Tensor, norm: QKNorm) -> Tensor:
+        """Normalize the queries of all heads together, and the keys."""
+        ops, begin = self.ops, 0
+        for weight, gathering in ((norm.q, self.gatherings.heads), (norm.k, self.gatherings.keys)):
+            if gathering is None:
+                qkv = ops.rms_norm_columns(qkv, begin, weight, norm.eps)
+                begin += len(weight)
+                continue
+            first, end = gathering.own
+            whole = ops.all_gather(ops.take_columns(qkv, begin, begin + end - first), gathering)
+            whole = ops.rms_norm_columns(whole, 0, weight, norm.eps)
+            qkv = ops.put_columns(qkv, begin, ops.take_columns(whole, first, end))
+            begin += end - first
+        return qkv
 
     def norm(self, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         if weight is None:
@@ -394,9 +480,16 @@ class Decoder:
         logits = ops.linear(h, layer.router, layer.router_bias)
         rule = layer.is_sigmoid, layer.correction, layer.factor
         routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
-        own, maps = self.own_columns(residual), (layer.gate_up, layer.down)
         weighed = ops.weigh_rows(h, logits) if layer.weighs_input else h
-        own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
+        maps, holders = (layer.gate_up, layer.down), gatherings.holders
+        if holders is None:
+            own = self.own_columns(residual)
+            own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
+        else:  # all ranks add all columns
+            residual = ops.experts(weighed, routing, *maps, residual, layer.limit, None, holders)
+            if layer.shared is None:
+                return residual
+            own = self.own_columns(residual)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
@@ -464,12 +557,19 @@ def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | N
     def of(num_columns: int) -> Gathering:
         return Gathering(connections.columns, shard.begins(num_columns))
 
-    mixture = config.mixture
-    begins = tuple(config.head_dim * head for head in shard.heads(config).begins)
+    mixture, has_whole = config.mixture, shard.has_whole_experts
+    heads = shard.heads(config)
+    begins, keys = (
+        tuple(config.head_dim * head for head in each) for each in (heads.begins, heads.kv_begins)
+    )
     return Gatherings(
         heads=Gathering(connections.columns, begins),
+        keys=Gathering(connections.columns, keys) if keys else None,
         inner=of(config.intermediate_size),
-        experts=of(mixture.width) if mixture else None,
+        experts=of(mixture.width) if mixture and not has_whole else None,
+        holders=Gathering(connections.columns, shard.expert_begins(mixture.num_experts))
+        if mixture and has_whole
+        else None,
         shared=of(mixture.shared_width) if mixture and mixture.shared_width else None,
         hidden=of(config.hidden_size),
         logits=of(config.vocab_size),

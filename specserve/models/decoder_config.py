@@ -17,6 +17,15 @@ from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
+from specserve.models.recurrent import (
+    MAX_STATE_DIM,
+    MAX_TAPS,
+    GatedDelta,
+    ShortConv,
+    gated_delta_kinds,
+    recurrent_layers,
+    short_conv_fields,
+)
 from specserve.models.rope import QueryGrowth, RopeParameters
 
 MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
@@ -89,11 +98,18 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     query_growth: QueryGrowth | None = None  # of layers without rotary embedding
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
+    recurrent: ShortConv | GatedDelta | None = (
+        None  # of the recurrent layers; None: no layer is recurrent
+    )
+    recurrent_layers: tuple[bool, ...] = ()  # by layer; () if none is recurrent
     has_head: bool = True  # for text; without it, the embedding table stands for the head
     num_labels: int = 0  # outputs of a sequence classifier's head; 0: the model has none
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and self.mixture.layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent is not None and self.recurrent_layers[layer]
 
     @property
     def qkv_names(self) -> list[str]:
@@ -132,10 +148,18 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     @property
     def num_layer_weights(self) -> int:
         """Number of weights in the linear maps of all layers that multiply a row."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.hidden_size * sum(
-            attention + self.row_width(layer) for layer in range(self.num_layers)
+            self.mixer_width(layer) + self.row_width(layer) for layer in range(self.num_layers)
         )
+
+    def mixer_width(self, layer: int) -> int:
+        """Weights of a layer's attention or recurrence that multiply a row, divided by
+        hidden_size.
+        """
+        if self.recurrent is not None and self.recurrent_layers[layer]:
+            return self.recurrent.row_width
+        num_heads = 3 * self.num_heads if self.family.gates_attention else 2 * self.num_heads
+        return (num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def row_width(self, layer: int) -> int:
         """Weights of a layer's MLP or experts that multiply a row, divided by hidden_size."""
@@ -194,6 +218,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     is_multimodal = architecture in MULTIMODAL
     written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
+    if family.recurrent == "short_conv":
+        fields = short_conv_fields(fields)
+    if family.recurrent == "gated_delta" and fields["layer_types"] is None:
+        fields["layer_types"] = gated_delta_kinds(fields)
     has_head = architecture in written["architectures"]
     if fields.get("use_bidirectional_attention"):
         raise ValueError(
@@ -208,6 +236,15 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     if family.rotates_a_share and fields.get("rotary_dim") is not None:
         fields["partial_rotary_factor"] = positive(fields, "rotary_dim") / head_dim
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
+    is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
+    if is_recurrent:
+        if all(is_recurrent):
+            raise ValueError("layer_types: a model needs at least one layer with attention")
+        attends = [
+            "full_attention" if x else k
+            for x, k in zip(is_recurrent, fields["layer_types"], strict=True)
+        ]
+        fields["layer_types"] = attends
     seen = windows(fields, family, rotates)
     if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
         rotates = tuple(window is not None for window in seen)
@@ -251,6 +288,35 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_mtp_layers=num_mtp_layers(written),
         has_head=has_head,
         num_labels=num_labels(written),
+        recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
+        recurrent_layers=is_recurrent if any(is_recurrent) else (),
+    )
+
+
+def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | GatedDelta:
+    is_conv = family.recurrent == "short_conv"
+    name = "conv_L_cache" if is_conv else "linear_conv_kernel_dim"
+    taps = positive(fields, name)
+    if not 2 <= taps <= MAX_TAPS:
+        raise ValueError(f"{name} = {taps} is not supported, only 2 to {MAX_TAPS}")
+    if is_conv:
+        width = positive(fields, "hidden_size")
+        return ShortConv(width=width, taps=taps, has_bias=flag(fields, "conv_bias"))
+    heads, num_k_heads = (
+        positive(fields, f"linear_num_{kind}_heads", MAX_SIZE) for kind in ("value", "key")
+    )
+    if heads % num_k_heads:
+        raise ValueError(
+            f"linear_num_value_heads = {heads} is not a multiple of "
+            f"linear_num_key_heads = {num_k_heads}"
+        )
+    return GatedDelta(
+        num_k_heads=num_k_heads,
+        num_v_heads=heads,
+        k_dim=positive(fields, "linear_key_head_dim", MAX_STATE_DIM),
+        v_dim=positive(fields, "linear_value_head_dim", MAX_STATE_DIM),
+        taps=taps,
+        is_interleaved=family.has_joined_inputs,
     )
 
 
@@ -558,24 +624,29 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (vocab, hidden)
     if config.num_labels:
         shapes[SCORE] = (config.num_labels, hidden)
-    layers = {has: layer_shapes(config, has) for has in (False, True)}
-    for i in range(config.num_layers):
-        layer = layers[config.has_experts(i)]
+    kinds = [(config.has_experts(i), config.is_recurrent(i)) for i in range(config.num_layers)]
+    layers = {kind: layer_shapes(config, *kind) for kind in set(kinds)}
+    for i, kind in enumerate(kinds):
+        layer = layers[kind]
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[int, ...]]:
+def layer_shapes(
+    config: DecoderConfig, has_experts: bool, is_recurrent: bool = False
+) -> dict[str, tuple[int, ...]]:
     hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
-    qkv, gate_up = [q, kv, kv], [inner, inner]
+    queries = 2 * q if config.family.gates_attention else q
+    qkv, gate_up = [queries, kv, kv], [inner, inner]
     qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
     gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
     gate_up = [inner] if config.family.ungated is not None else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
-    for name, out in zip(config.qkv_names, qkv, strict=True):
-        linears[name] = out, hidden, config.qkv_bias
-    linears["self_attn.o_proj"] = hidden, q, config.out_bias
+    if not is_recurrent:
+        for name, out in zip(config.qkv_names, qkv, strict=True):
+            linears[name] = out, hidden, config.qkv_bias
+        linears["self_attn.o_proj"] = hidden, q, config.out_bias
     if config.mixture is not None and has_experts:
         linears |= config.mixture.shapes(hidden)
     else:
@@ -589,7 +660,9 @@ def layer_shapes(config: DecoderConfig, has_experts: bool) -> dict[str, tuple[in
         shapes[SINKS] = (config.num_heads,)
     if config.family.norm_bias:
         shapes |= {f"{name}.bias": (hidden,) for name in places if name}
-    if config.has_qk_norm:
+    if is_recurrent and config.recurrent is not None:
+        shapes |= config.recurrent.shapes(hidden)
+    if config.has_qk_norm and not is_recurrent:
         for name, shape in zip(config.family.qk_norm_names, config.qk_norm_shapes, strict=True):
             shapes[f"self_attn.{name}.weight"] = shape
     if config.mixture is not None and has_experts and config.mixture.correction:

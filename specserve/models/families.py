@@ -485,6 +485,43 @@ FAMILIES = {
         windowed="pattern",
         rotated="windowed if any",
     ),
+    "Lfm2ForCausalLM": Family(
+        models="LFM2 and LFM2.5, dense: 350M, 700M, 1.2B, 2.6B",
+        defaults=LLAMA
+        | {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "full_attn_idxs": None,
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 65536,
+        },
+        keys=ConfigKeys(norm_eps="norm_eps"),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        recurrent="short_conv",
+        renamed={
+            ".operator_norm.": ".input_layernorm.",
+            ".ffn_norm.": ".post_attention_layernorm.",
+            ".feed_forward.w1.": ".mlp.gate_proj.",
+            ".feed_forward.w3.": ".mlp.up_proj.",
+            ".feed_forward.w2.": ".mlp.down_proj.",
+            ".self_attn.out_proj.": ".self_attn.o_proj.",
+            ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+            ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+            "model.embedding_norm.": "model.norm.",
+        },
+    ),
     "Qwen3MoeForCausalLM": Family(
         models="Qwen 3 with experts: 30B-A3B and others",
         defaults=LLAMA
@@ -781,6 +818,110 @@ UNSUPPORTED = {  # the reason, by architecture
     "Phi3SmallForCausalLM": "its attention is block-sparse. Use Phi-3 mini or Phi-3 medium",
 }
 
+LFM2 = FAMILIES["Lfm2ForCausalLM"]
+QWEN35 = Family(
+    models="Qwen 3.5, dense, as text models",
+    defaults=QWEN2
+    | {
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "sliding_window": None,
+        "vocab_size": 248320,
+    },
+    mlp_bias=False,
+    qk_norm="heads",
+    adds_one=True,
+    rotates_a_share=True,
+    rope_names={"mrope": "default"},
+    recurrent="gated_delta",
+    gates_attention=True,
+)
+QWEN35_EXPERTS = {
+    **QWEN35.defaults,
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN35_MOE = replace(
+    QWEN35,
+    models="Qwen 3.5 with experts, as text models",
+    defaults=QWEN35_EXPERTS,
+    experts=ExpertStyle(
+        width="moe_intermediate_size",
+        number=256,
+        normalizes=True,
+        shared_width="shared_expert_intermediate_size",
+        stacked=StackedNames(is_transposed=False),
+    ),
+)
+FAMILIES |= {
+    "Lfm2MoeForCausalLM": replace(
+        LFM2,
+        models="LFM2 and LFM2.5 with experts: 8B-A1B, 24B-A2B",
+        defaults={
+            **LFM2.defaults,
+            "block_auto_adjust_ff_dim": False,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+        },
+        renamed={
+            **LFM2.renamed,
+            ".feed_forward.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=32,
+            is_sigmoid=True,
+            correction="expert_bias",
+            factor="routed_scaling_factor",
+            stacked=StackedNames(is_transposed=False),
+        ),
+    ),
+    "Qwen3NextForCausalLM": replace(
+        QWEN35,
+        models="Qwen3-Next 80B-A3B",
+        defaults=QWEN35_EXPERTS
+        | {
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "vocab_size": 151936,
+        },
+        rope_names={},
+        has_joined_inputs=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=512,
+            shared_width="shared_expert_intermediate_size",
+        ),
+    ),
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35_MOE,
+}
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
 QWEN25_VL = replace(
@@ -882,6 +1023,13 @@ MULTIMODAL = {
     ),
     "Llama4ForConditionalGeneration": Multimodal(
         models="Llama 4: Scout, Maverick", texts={"llama4_text": FAMILIES["Llama4ForCausalLM"]}
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal(
+        models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        models="Qwen 3.5 with experts: 35B-A3B and others",
+        texts={"qwen3_5_moe_text": QWEN35_MOE},
     ),
     "Glm4vForConditionalGeneration": Multimodal(
         models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}

@@ -87,6 +87,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     # Queries of layers without rotary embedding grow with the position, see rope.QueryGrowth.
     grows_queries: bool = False
     experts: ExpertStyle | None = None
+    recurrent: Literal["none", "short_conv", "gated_delta"] = "none"  # see recurrent.py
+    has_joined_inputs: bool = False  # maps of a gated DeltaNet's inputs are grouped by key head
+    gates_attention: bool = False  # a gate per query dimension, in the map of queries
+    renamed: Mapping[
+        str, str
+    ] = {}  # parts of tensor names in checkpoints -> names of other families
     refused: tuple[str, ...] = ()  # fields that must be false, because native code lacks them
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import mmap
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,19 +20,27 @@ from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import (
     Decoder,
     DecoderWeights,
+    DeltaWeights,
     Experts,
     Layer,
     SharedExpert,
+    ShortConvWeights,
     windows_of,
 )
 from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
 from specserve.models.gguf.header import drop_headers
 from specserve.models.mtp_config import without_mtp
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.recurrent import GatedDelta
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
-from specserve.models.tensor_views import part_experts, show_as_causal, show_text_model
+from specserve.models.tensor_views import (
+    part_experts,
+    show_as_causal,
+    show_renamed,
+    show_text_model,
+)
 from specserve.models.weight import (
     AS_STORED,
     Rounding,
@@ -42,7 +51,7 @@ from specserve.models.weight import (
 )
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.candidates import TREE_SLOTS
-from specserve_kernels import Codes, Ops, QKNorm, Rotary
+from specserve_kernels import Codes, DeltaParams, Ops, QKNorm, Rotary
 from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -50,7 +59,20 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # in addition to D
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a head size of 128
 # Endings of the names of tensors that are kept in float32.
-WIDE = ("norm.weight", "norm.bias", SINKS, SCORE, "e_score_correction_bias", *ALPHAS)
+CONV = "conv.conv.weight", "conv.conv.bias"  # of a recurrent layer
+DELTA = "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"
+WIDE = (
+    "norm.weight",
+    "norm.bias",
+    *CONV,
+    *DELTA,
+    SINKS,
+    SCORE,
+    "e_score_correction_bias",
+    "expert_bias",
+    *ALPHAS,
+)
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of an expert's tensor
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("specserve")
@@ -144,6 +166,8 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     """About which part of a tensor a shard holds."""
     layer = name.removeprefix("model.layers.").partition(".")[0]
     own = 1.0 if len(reader.shapes[name]) == 1 else 1 / shard.tensor
+    if shard.has_whole_experts and config.mixture and (found := EXPERT.search(name)):
+        own = float(int(found[1]) in shard.experts(config.mixture.num_experts))
     if layer.isdecimal():
         return own if int(layer) in shard.layers(config.num_layers) else 0.0
     if name == EMBEDDING:
@@ -160,7 +184,10 @@ def open_reader(
     if config.is_multimodal:
         show_text_model(checkpoint)
     is_bare = show_as_causal(checkpoint)
-    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, config.num_mtp_layers))
+    show_renamed(checkpoint, config.family.renamed)
+    # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
+    num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
+    checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))
     if config.mixture is not None:
         part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
@@ -424,9 +451,11 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
 
 def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
     layer = f"model.layers.{index}"
-    qkv = [f"{layer}.{name}" for name in config.qkv_names]
-    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
-    out, norms = f"{layer}.self_attn.o_proj", config.family.norms
+    if config.is_recurrent(index):
+        mixer = read_recurrent(reader, config, layer)
+    else:
+        mixer = read_attention(reader, config, layer, index, table)
+    norms = config.family.norms
     mlp = read_mixture if config.has_experts(index) else read_mlp
 
     def norm(name: str | None) -> Tensor | None:
@@ -439,22 +468,74 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         return reader.read_norm(f"{layer}.{name}.bias", False) if has_bias else None
 
     return Layer(
-        window=windows_of(config)[index],
-        rotary=table,
-        qk_norm=read_qk_norm(reader, config, index),
         attention_norm=norm(norms.before_attention),
-        qkv=reader.read_weight(*qkv, rows=rows),
-        qkv_bias=reader.read_bias(*qkv, rows=rows),
-        out=reader.read_weight(out, rows=shard.rows(config.hidden_size)),
-        out_bias=reader.read_bias(out, rows=shard.rows(config.hidden_size)),
         after_attention=norm(norms.after_attention),
         mlp_norm=norm(norms.before_mlp),
         after_mlp=norm(norms.after_mlp),
-        sinks=read_sinks(reader, config, layer) if config.family.has_sinks else None,
         attention_norm_bias=norm_bias(norms.before_attention),
         mlp_norm_bias=norm_bias(norms.before_mlp),
+        **mixer,
         **mlp(reader, config, layer),
     )
+
+
+def read_attention(
+    reader: Reader, config: DecoderConfig, layer: str, index: int, table: Rotary
+) -> dict[str, Any]:
+    qkv = [f"{layer}.{name}" for name in config.qkv_names]
+    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
+    out, gate = f"{layer}.self_attn.o_proj", dict[str, Any]()
+    if config.family.gates_attention:
+        of_gate = rows_of_gate(config)
+        gate["gate"] = reader.read_weight(qkv[0], rows=of_gate)
+        gate["gate_bias"] = reader.read_bias(qkv[0], rows=of_gate)
+    return gate | {
+        "window": windows_of(config)[index],
+        "rotary": table,
+        "qk_norm": read_qk_norm(reader, config, index),
+        "qkv": reader.read_weight(*qkv, rows=rows),
+        "qkv_bias": reader.read_bias(*qkv, rows=rows),
+        "out": reader.read_weight(out, rows=shard.rows(config.hidden_size)),
+        "out_bias": reader.read_bias(out, rows=shard.rows(config.hidden_size)),
+        "sinks": read_sinks(reader, config, layer) if config.family.has_sinks else None,
+    }
+
+
+def read_recurrent(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+    none = dict.fromkeys(("window", "rotary", "qk_norm", "qkv", "qkv_bias", "sinks"))
+    if isinstance(config.recurrent, GatedDelta):
+        return none | read_delta(reader, config.recurrent, layer, config.norm_eps)
+    return none | read_short_conv(reader, layer)
+
+
+def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dict[str, Any]:
+    rows, (weight, rate, dt_bias) = delta.input_rows(), (f"{layer}.{name}" for name in DELTA)
+    params = DeltaParams(
+        rate=-reader.read_norm(rate, False).exp(),
+        dt_bias=reader.read_norm(dt_bias, False),
+        norm=reader.read_norm(f"{layer}.linear_attn.norm.weight", False),
+        eps=eps,
+        num_k_heads=delta.num_k_heads,
+    )
+    inputs = reader.read_weight(
+        *(f"{layer}.{name}" for name in delta.input_names),
+        rows=None if rows is None else torch.tensor(rows),
+    )
+    weights = DeltaWeights(inputs, reader.read_norm(weight, False).squeeze(1), params)
+    out = reader.read_weight(f"{layer}.linear_attn.out_proj")
+    return {"out": out, "out_bias": None, "delta": weights}
+
+
+def read_short_conv(reader: Reader, layer: str) -> dict[str, Any]:
+    inputs, out = f"{layer}.conv.in_proj", f"{layer}.conv.out_proj"
+    weight, bias = (f"{layer}.{name}" for name in CONV)
+    conv = ShortConvWeights(
+        inputs=reader.read_weight(inputs),
+        inputs_bias=reader.read_bias(inputs),
+        weight=reader.read_norm(weight, False).squeeze(1),
+        bias=reader.read_norm(bias, False) if bias in reader.shapes else None,
+    )
+    return {"out": reader.read_weight(out), "out_bias": reader.read_bias(out), "conv": conv}
 
 
 def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
@@ -486,15 +567,18 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
 def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
-    each = range(mixture.num_experts)
+    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
+    each = shard.experts(mixture.num_experts)
+    inner, outer = shard.rows(mixture.width, 2), hidden
+    if shard.has_whole_experts:
+        inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
-    shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
     gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
     experts = Experts(
         router=reader.read_weight(router),
-        gate_up=reader.read_experts(gate_up, is_gated=True, rows=shard.rows(mixture.width, 2)),
-        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=hidden),
+        gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
+        down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=outer),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,
@@ -523,13 +607,22 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
 
 def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
     """The order of the rows of queries, keys and values in kernels; None: as in the checkpoint."""
-    D, order = config.head_dim, order_of_head(config)
-    if order is None:
+    D, order, H = config.head_dim, order_of_head(config), config.num_heads
+    is_gated = config.family.gates_attention
+    if order is None and not is_gated:
         return None
-    num_turned = config.num_heads + config.num_kv_heads
-    turned = torch.arange(num_turned)[:, None] * D + order
-    values = num_turned * D + torch.arange(config.num_kv_heads * D)
-    return torch.cat([turned.flatten(), values])
+    order = torch.arange(D) if order is None else order
+    keys = (2 if is_gated else 1) * H * D  # rows before the keys
+    queries = torch.arange(0, keys, keys // H)[:, None] + order
+    turned = keys + torch.arange(config.num_kv_heads)[:, None] * D + order
+    values = keys + (config.num_kv_heads + torch.arange(config.num_kv_heads)[:, None]) * D
+    return torch.cat([x.flatten() for x in (queries, turned, values + torch.arange(D))])
+
+
+def rows_of_gate(config: DecoderConfig) -> Tensor:
+    """The rows of attention's gate in the map of queries: behind each head's query."""
+    D = config.head_dim
+    return (torch.arange(config.num_heads)[:, None] * 2 * D + D + torch.arange(D)).flatten()
 
 
 def order_of_head(config: DecoderConfig) -> Tensor | None:

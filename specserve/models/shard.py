@@ -1,5 +1,7 @@
 """The part of a model that one rank holds: a range of layers, and columns of their linear maps.
 
+A rank holds columns of all experts of a mixture, or whole experts.
+
 Each column is the same sum as without ranks, and no sum is cut. Results therefore have the same
 bits for every number of ranks.
 """
@@ -21,6 +23,7 @@ class ShardHeads(NamedTuple):
     begins: tuple[int, ...]  # [tensor + 1]  first query head of each rank, and the end
     query: range  # of this rank
     kv: range  # KV heads of this rank
+    kv_begins: tuple[int, ...]  # as `begins`, of KV heads; empty if several ranks hold one
 
 
 class Shard(NamedTuple):
@@ -29,6 +32,7 @@ class Shard(NamedTuple):
     rank: int = 0
     tensor: int = 1  # ranks that share the columns of a layer
     pipeline: int = 1  # stages, each with a range of layers
+    has_whole_experts: bool = False  # else columns of all experts
 
     @property
     def size(self) -> int:
@@ -76,10 +80,22 @@ class Shard(NamedTuple):
         begins = self.begins(num_columns)
         return range(begins[self.column], begins[self.column + 1])
 
+    def expert_begins(self, num_experts: int) -> tuple[int, ...]:
+        """The first expert of each rank, and the end, if ranks hold whole experts."""
+        return tuple(num_experts * r // self.tensor for r in range(self.tensor + 1))
+
+    def experts(self, num_experts: int) -> range:
+        """The experts of this rank."""
+        if not self.has_whole_experts:
+            return range(num_experts)
+        begins = self.expert_begins(num_experts)
+        return range(begins[self.column], begins[self.column + 1])
+
     def heads(self, config: DecoderConfig) -> ShardHeads:
         """The heads of each rank. If there are more ranks than KV heads, several ranks hold one."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
         group, sharing = H // Hk, max(1, T // Hk)
+        first: list[int] = []
         if Hk < T:
             begins = tuple(group * r // sharing for r in range(T + 1))
             kv = range(self.column // sharing, self.column // sharing + 1)
@@ -87,7 +103,9 @@ class Shard(NamedTuple):
             first = [Hk * r // T for r in range(T + 1)]
             begins = tuple(group * k for k in first)
             kv = range(first[self.column], first[self.column + 1])
-        return ShardHeads(begins, range(begins[self.column], begins[self.column + 1]), kv)
+        return ShardHeads(
+            begins, range(begins[self.column], begins[self.column + 1]), kv, (*first,)
+        )
 
     def qkv_rows(self, config: DecoderConfig, order: Tensor | None) -> Tensor | None:
         """The rows of the fused QKV weight that this rank holds; None: all, in their order.
@@ -121,6 +139,11 @@ class Shard(NamedTuple):
     def check(self, config: DecoderConfig) -> None:
         """Raise ConfigError if the ranks cannot share the model."""
         T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
+        if self.size > 1 and config.recurrent is not None:
+            raise ConfigError(
+                "[parallel]: ranks do not support models with recurrent layers. Set "
+                "parallel.tensor and parallel.pipeline to 1"
+            )
         if Hk < T and (T % Hk or T > H):
             raise ConfigError(
                 f"parallel.tensor = {T} does not fit {H} attention heads with {Hk} KV heads. Set "
@@ -131,10 +154,21 @@ class Shard(NamedTuple):
                 f"parallel.pipeline = {self.pipeline} exceeds the model's {config.num_layers} "
                 f"layers. Set it to at most {config.num_layers}"
             )
-        if T > 1 and config.qk_norm == "width":
+        if self.has_whole_experts:
+            self.check_experts(config.mixture.num_experts if config.mixture else 0)
+        if Hk < T and config.qk_norm == "width":
             raise ConfigError(
-                f"parallel.tensor = {T}: this model normalizes queries and keys of all heads "
-                "together, so ranks cannot share them. Use parallel.pipeline instead"
+                f"parallel.tensor = {T}: this model normalizes keys of all heads together, so "
+                f"each rank needs one of its {Hk} KV heads. Set it to at most {Hk}"
+            )
+
+    def check_experts(self, num_experts: int) -> None:
+        if num_experts == 0:
+            raise ConfigError("parallel.expert: this model has no experts. Remove the setting")
+        if num_experts < self.tensor:
+            raise ConfigError(
+                f"parallel.expert: {self.tensor} ranks cannot each hold one of {num_experts} "
+                f"experts. Set parallel.tensor to at most {num_experts}, or remove parallel.expert"
             )
 
 

@@ -51,6 +51,11 @@ from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
 LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
+# Ollama's routes that change models on the server: an operator chooses the model at start-up.
+OF_OLLAMA = {
+    f"/api/{name}"
+    for name in ("blobs", "copy", "create", "delete", "me", "pull", "push", "signout")
+}
 LIMITED_ROUTES = frozenset(o.path for o in OPERATIONS if 429 in o.statuses)
 
 
@@ -365,6 +370,11 @@ async def refuse_route(request: Request, error: Exception) -> Response:
         methods = methods_of(request)
         message = f"{where}: wrong method. Use {' or '.join(methods)}"
         error.headers = {"Allow": ", ".join(methods)}
+    if any(f"{request.url.path}/".startswith(f"{path}/") for path in OF_OLLAMA):
+        message = (
+            f"{where}: not offered, because the server has one model, which it loads at start-up. "
+            "Start `specserve serve MODEL` for another model. GET /api/tags lists the model"
+        )
     if (meant := f"/v1{request.url.path}") in routes:
         message = f"{where}: not found. Use {meant}: the client's base URL must end with /v1"
     response = error_response(StatusError(error.status_code, message), request.url.path)

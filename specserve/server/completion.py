@@ -434,12 +434,18 @@ class Service:
             return None
         if name in self.adapters.known:
             return NamedAdapter(name, self.adapters.known[name])
-        if name in self.limits.model_aliases or self.limits.any_model_name:
+        if name in self.limits.model_aliases or self.ignored_fields(name):
             return None
         adapters = f" and the adapters {cut(', '.join(self.adapters.known))}"
         known = f"{self.name!r}{adapters if self.adapters.known else ''}"
         message = f"the model {cut(name)!r} is not served. This server has {known}"
         raise StatusError(404, message, "model_not_found", "model")
+
+    def ignored_fields(self, model: str | None) -> tuple[str, ...]:
+        """Return the field `model` if the name is unknown, and the server accepts any name."""
+        known = self.name, *self.adapters.known, *self.limits.model_aliases
+        is_other = model is not None and model not in known
+        return ("model",) if is_other and self.limits.any_model_name else ()
 
     def name_adapter(self, name: str, ref: AdapterRef) -> None:
         """Let requests choose an adapter by this name."""

@@ -208,6 +208,12 @@ class Metrics:
         self.cached = self.counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
         )
+        self.checkpoints = self.gauge(
+            "specserve_state_checkpoints", "Recurrent states in the prefix cache."
+        )
+        self.checkpoint_hits = self.counter(
+            "specserve_state_checkpoint_hits", "Prompts that found a recurrent state."
+        )
         self.restarts = self.counter(
             "specserve_engine_restarts",
             "Restarts of the engine process.",
@@ -397,6 +403,8 @@ class Metrics:
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
         self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
         self.cached.inc(stats.num_cached - before.num_cached)
+        self.checkpoints.set(stats.num_checkpoints)
+        self.checkpoint_hits.inc(stats.num_checkpoint_hits - before.num_checkpoint_hits)
         self.sources.sums, self.tiers.sums = stats.sources, stats.tiers
 
     def on_tokens(self, generation: Generation, num_before: int, last_token_at: float) -> None:

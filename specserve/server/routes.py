@@ -36,6 +36,7 @@ from specserve.server.messages import MessagesBody, count_tokens, messages
 from specserve.server.ollama import (
     ollama_chat,
     ollama_embed,
+    ollama_embeddings,
     ollama_generate,
     ollama_models,
     ollama_running,
@@ -47,10 +48,12 @@ from specserve.server.ollama_body import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaGenerateBody,
+    OllamaPromptBody,
 )
 from specserve.server.ollama_types import (
     OllamaCard,
     OllamaChat,
+    OllamaEmbedding,
     OllamaEmbeddings,
     OllamaError,
     OllamaGeneration,
@@ -240,6 +243,17 @@ OLLAMA = (
         OllamaEmbeddings,
         OllamaEmbedBody,
         required=["input"],
+        statuses=GENERATING,
+        error=OllamaError,
+    ),
+    Operation(
+        "POST",
+        "/api/embeddings",
+        ollama_embeddings,
+        "Convert a text to an embedding, with the old route of Ollama's API",
+        OllamaEmbedding,
+        OllamaPromptBody,
+        required=["prompt"],
         statuses=GENERATING,
         error=OllamaError,
     ),

@@ -21,7 +21,7 @@ import uvloop
 from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
-from specserve.api.poolers import STAGED, find_poolers
+from specserve.api.poolers import poolers_of
 from specserve.api.progress import LoadProgress, show_phases
 from specserve.config import Config
 from specserve.errors import EngineDied, Overloaded
@@ -141,11 +141,8 @@ async def load(service: Service, start: Start) -> Ready:
         with phases.phase("tokenizer"):
             paths = folders.target, folders.draft, service.config.model.chat_template
             files = await asyncio.to_thread(load_text_files, *paths)
-            model = service.config.model
-            asked = model.task, files.tokenizer, model.implementation
-            poolers = await asyncio.to_thread(find_poolers, folders.target, *asked)
-            if service.config.parallel.pipeline > 1:
-                poolers = STAGED
+            asked = service.config, folders.target, files.tokenizer
+            poolers = await asyncio.to_thread(poolers_of, *asked)
         service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)

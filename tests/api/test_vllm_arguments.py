@@ -75,6 +75,7 @@ def test_a_negative_seed_of_a_model_gives_other_seeds_than_a_positive_one():
 TAKEN = {  # vLLM's argument, its value -> what the config has
     "block_size": (8, "memory", "block_size", 8),
     "device": ("cpu", "model", "device", "cpu"),
+    "enable_expert_parallel": (True, "parallel", "expert", True),
     "enable_prefix_caching": (False, "memory", "prefix_cache", False),
     "gpu_memory_utilization": (0.8, "memory", "kv_fraction", 0.8),
     "kv_cache_dtype": ("fp8_e4m3", "memory", "kv_dtype", "fp8"),
@@ -88,7 +89,8 @@ TAKEN = {  # vLLM's argument, its value -> what the config has
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_has_an_equal_setting_is_taken(folder, name):
     value, section, key, want = TAKEN[name]
-    llm = AsyncLLM(folder, **{name: value}, **NOTHING_SPECIAL)
+    ranks = {"tensor_parallel_size": 2} if name == "enable_expert_parallel" else {}
+    llm = AsyncLLM(folder, **{name: value}, **(NOTHING_SPECIAL | ranks))
     assert getattr(getattr(llm.config, section), key) == want
 
 

@@ -3,8 +3,10 @@
 import json
 from argparse import ArgumentParser
 
+import msgspec
 import pytest
 
+from specserve.cli.command import main
 from specserve_bench import agent
 from specserve_bench.hosted import Heard, Hosted
 from specserve_bench.results import Subject
@@ -97,3 +99,11 @@ def test_the_command_prints_a_table_and_fails_with_a_request(monkeypatch, capsys
     told = capsys.readouterr()
     assert "| 200 tokens | one |" in told.out
     assert (code, "error: too long" in told.err) == (int(fails_at is not None),) * 2
+
+
+def test_a_written_result_is_shown_as_the_same_table(tmp_path, capsys):
+    result, file = measured(Answering("one", [])), tmp_path / "r.json"
+    file.write_bytes(msgspec.json.encode(result))
+    for flags in ([], ["--markdown"]):
+        assert main(["bench", "show", str(file), *flags]) == 0
+        assert capsys.readouterr().out.strip() == agent.table(result)

@@ -82,6 +82,7 @@ def engine_for(
         "draft_block_size": "memory",
         "kv_bytes": "memory",
         "prefix_cache": "memory",
+        "state_interval": "memory",
         "kv_dtype": "memory",
         "share_prefix_cache": "memory",
         "host_bytes": "memory",

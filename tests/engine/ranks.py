@@ -45,8 +45,8 @@ class RankThread(Thread):
 class Shards:
     """The parts of a model, which several engines may run one after the other."""
 
-    def __init__(self, folder, tensor, pipeline, rounding=AS_STORED):
-        self.shard = Shard(0, tensor, pipeline)
+    def __init__(self, folder, tensor, pipeline, has_whole_experts=False, rounding=AS_STORED):
+        self.shard = Shard(0, tensor, pipeline, has_whole_experts)
         given = "fp32", OPS, MAX_LEN, None, rounding
         ranks = range(self.shard.size)
         self.parts = [load_decoder(folder, *given, self.shard.at(rank)) for rank in ranks]

@@ -79,8 +79,8 @@ def forward(decoder, ids):
     return torch.cat(found)
 
 
-def gathered_by(ranks, decoder):
-    """The same model, whose columns one rank gathers."""
+def gathered_by(ranks, decoder, has_whole_experts):
+    """The same model, whose columns and experts one rank gathers."""
     c, found = decoder.config, decoder.replaced()
     widths = {
         "heads": c.num_heads * c.head_dim,
@@ -90,14 +90,19 @@ def gathered_by(ranks, decoder):
         "hidden": c.hidden_size,
         "logits": c.vocab_size,
     }
+    if has_whole_experts:
+        widths |= {"holders": c.mixture.num_experts}
+        del widths["experts"]
     found.gatherings = Gatherings(**{k: Gathering(ranks, (0, n)) for k, n in widths.items()})
     return found
 
 
-def test_a_forward_with_nccl_has_the_bits_of_one_without(alone, tmp_path):
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_a_forward_with_nccl_has_the_bits_of_one_without(alone, has_whole_experts, tmp_path):
     folder, ids = tiny_checkpoint(tmp_path, "qwen2_moe", seed=1), prompt(320, 40)
     decoder = load_decoder(folder, "bf16", load(DEVICE, "triton"), 288)
-    assert torch.equal(forward(gathered_by(alone, decoder), ids), forward(decoder, ids))
+    ranked = gathered_by(alone, decoder, has_whole_experts)
+    assert torch.equal(forward(ranked, ids), forward(decoder, ids))
 
 
 def test_nccl_connects_two_ranks_or_names_the_gpu_that_they_share(tmp_path, record_property):

@@ -44,11 +44,11 @@ from tests.engine.test_promise import scenarios, stretched, truth_by_id
 from tests.models.eagle_heads import write_head
 
 SEEN = Counter()
-PLACES = {  # the target, and how many ranks share columns and layers
-    "tensor 2": ("target", 2, 1),
-    "tensor 4 of experts in w4": ("experts", 4, 1),
-    "pipeline 2": ("target", 1, 2),
-    "tensor 2, pipeline 2": ("target", 2, 2),
+PLACES = {  # the target, how many ranks share columns and layers, and whether experts are whole
+    "tensor 2": ("target", 2, 1, False),
+    "tensor 4 of experts in w4": ("experts", 4, 1, False),
+    "pipeline 2": ("target", 1, 2, False),
+    "tensor 2, pipeline 2, whole experts": ("experts", 2, 2, True),
 }
 ROUNDING = {"target": AS_STORED, "experts": Rounding.named("w4", "w8")}
 GREEDY = Sampling(max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -220,6 +220,8 @@ def test_settings_without_support_for_ranks_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             check_parallel(load_config(None, given | more))
+    with pytest.raises(ConfigError, match=r"no effect with parallel\.tensor = 1"):
+        load_config(None, {"parallel.expert": True, "parallel.pipeline": 2})
 
 
 def test_each_rank_needs_a_gpu_unless_one_gpu_is_named(monkeypatch):

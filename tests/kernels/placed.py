@@ -39,7 +39,7 @@ OPS = OPAQUE | HOST.keys() | {
     *("activate", "add_gated", "allocate", "attention", "copy", "embed", "experts", "layer_norm"),
     *("linear", "linear_add", "linear_gated", "lm_head", "place", "rms_norm", "rms_norm_add"),
     *("rms_norm_columns", "rope_write_kv", "route", "scale", "soft_cap", "take_rows"),
-    *("all_gather", "receive", "send", "take_columns", "weigh_rows"),
+    *("all_gather", "receive", "send", "take_columns", "put_columns", "weigh_rows"),
 }  # fmt: skip
 
 

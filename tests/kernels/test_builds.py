@@ -45,6 +45,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "logprobs": (test_logprobs.test_a_model_says, *test_logprobs.SAID["the likeliest"]),
     "move_kv": (test_attention.test_moves_copy_tokens_in_every_layer_in_order,
         *test_attention.MOVES["a path closes up"], FP32),
+    "put_columns": (test_ranks.test_columns_may_be_replaced,),
     "quantize": (test_quantize.test_of_8_bits_a_row_has_one_scale_whatever_its_width,),
     "receive": PASSED,
     "rms_norm": (test_layers.test_rms_norm, *test_layers.NORMS["mean, not sum"]),

@@ -134,7 +134,7 @@ class Mixture:
         biases = None, None
         if limit is not None:
             biases = [random_tensor(E, n, dtype=dtype, seed=90 + n) for n in (2 * F, N)]
-        self.biases = biases
+        self.biases, self.weights = biases, (gate_up, down)
         self.gate_up = ops.prepack_experts(gate_up, is_gated=True, bias=biases[0])
         self.down = ops.prepack_experts(down, bias=biases[1])
         # Each as a linear map of its own.

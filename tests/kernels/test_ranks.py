@@ -2,15 +2,18 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, combinations
 from socket import socketpair
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specserve_kernels import Gathering, RankLost, Ranks, cpu
 from specserve_kernels.ranks import shared_memory
-from tests.kernels.builds import BUILDS
+from tests.kernels.builds import BUILDS, CPU_BUILDS, ON_GPU, placed
+from tests.kernels.test_experts import Mixture
 
 BEGINS = 0, 5, 5, 16  # rank 1 has no columns
 SLOT = 256  # bytes, so that a tensor takes several pieces
@@ -61,6 +64,68 @@ def test_columns_are_gathered_in_the_order_of_ranks(ops, shares_memory):
     for found in each:
         assert [torch.equal(x, whole[: len(x)]) for x in found[::2]] == [True] * 3
     assert [torch.equal(x, whole[: len(x)]) for x in each[2][1::2]] == [True] * 3
+
+
+@BUILDS
+def test_columns_may_be_replaced(ops):
+    x = torch.arange(12.0).view(3, 4)
+    found = ops.put_columns(x, 1, torch.full((3, 2), -1.0))
+    assert found.tolist() == [[0, -1, -1, 3], [4, -1, -1, 7], [8, -1, -1, 11]]
+
+
+FORM = pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
+
+
+def run_holder(mixture, given, ranks):
+    """What a rank with some experts of a mixture adds to the residual."""
+    holders, (x, logits, residual), ops = Gathering(ranks, (0, 1, 4, 6)), given, mixture.ops
+    own = slice(*holders.own)
+    each = zip(mixture.weights, (True, False), mixture.biases, strict=True)
+    maps = (ops.prepack_experts(w[own], is_gated, bias[own]) for w, is_gated, bias in each)
+    routing = ops.route(logits, 3, True)
+    return ops.experts(x, routing, *maps, residual.clone(), mixture.limit, None, holders)
+
+
+@CPU_BUILDS
+@FORM
+def test_the_outputs_of_experts_are_gathered_from_the_ranks_that_hold_them(ops, form):
+    """The order of sums shows in the bits of whole models, in tests/models/test_shards.py."""
+    mixture = Mixture(ops, form=form, limit=7.0)
+    given = mixture.rows(9)
+    for found in run_ranks(partial(run_holder, mixture, given)):
+        torch.testing.assert_close(found, mixture.run(*given), rtol=1e-5, atol=1e-5)
+
+
+class Reducer:
+    """In place of NCCL: collects what each rank sends, and then returns the sum."""
+
+    def __init__(self):
+        self.parts, self.is_complete = [], False
+
+    def allreduce(self, tensors):
+        (x,) = tensors
+        if self.is_complete:
+            x.copy_(sum(self.parts))
+        else:
+            self.parts.append(x.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+
+@ON_GPU
+@FORM
+def test_ranks_on_gpus_add_the_outputs_of_other_ranks_experts(form):
+    """One rank after the other, because Triton's interpreter has one thread."""
+    sizes = {"K": 60, "F": 60, "N": 32}  # the interpreter is slow
+    mixture, reducer = Mixture(placed, **sizes, form=form, limit=7.0), Reducer()
+    given = mixture.rows(4)
+    want = mixture.run(*given)
+    for rank in range(3):
+        run_holder(mixture, given, Ranks(rank, 3, {}, device=reducer))
+    reducer.is_complete = True
+    assert (torch.stack(reducer.parts) != 0).sum(0).amax() == 1  # of all ranks, one has a number
+    for rank in range(3):
+        found = run_holder(mixture, given, Ranks(rank, 3, {}, device=reducer))
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
 @BUILDS

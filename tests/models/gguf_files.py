@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
+from specserve.models.decoder_config import load_config
 from tests.checkpoints import tiny_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -41,6 +42,7 @@ ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "llama",
     "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
@@ -131,7 +133,7 @@ def write(
     config = AutoConfig.from_pretrained(plain)
     file = folder / "model.gguf"
     writer = GGUFWriter(file, arch or ARCHITECTURES[config.model_type], split_max_tensors=parts)
-    add_shape(writer, config)
+    add_shape(writer, config, load_config(plain).intermediate_size)
     add_tokenizer(writer, plain, pre)
     add_tensors(writer, plain, config, type)
     if edit is not None:
@@ -165,20 +167,24 @@ def add_generation_config(folder):
     (folder / "generation_config.json").write_text(json.dumps(written | {"top_p": 0.75}))
 
 
-def add_shape(writer, config):
+def add_shape(writer, config, width):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    inner = getattr(config, "intermediate_size_mlp", config.intermediate_size)
-    writer.add_feed_forward_length(inner)
+    writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = config.num_key_value_heads
+    if config.model_type == "lfm2":
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_head_count_kv(kv_heads)
     centered = {"cohere2": "layer_norm_eps", "cohere": "layer_norm_eps"}
     centered |= {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"}
     if config.model_type in centered:
         writer.add_layer_norm_eps(getattr(config, centered[config.model_type]))
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        eps = config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps
+        writer.add_layer_norm_rms_eps(eps)
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -361,6 +367,8 @@ def add_tensors(writer, plain, config, type):
             stored = halves.swapaxes(1, 2).reshape(stored.shape)
         if theirs.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")):
             stored = stored.reshape(-1)
+        if theirs.endswith("shortconv.conv.weight"):
+            stored = stored[:, 0]
         writer.add_tensor(theirs, stored, raw_dtype=kind)
     save_file(meant, plain / WEIGHTS, metadata={"format": "pt"})
 
@@ -413,7 +421,8 @@ def stacks(tensors, config):
 
 def kind_of(values, name, type):
     """Rows that the type's blocks do not divide get another, as llama.cpp gives them."""
-    is_map = values.ndim > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
+    plain = ("ffn_gate_inp", "shortconv.conv")
+    is_map = values.ndim > 1 and name.endswith(".weight") and not any(p in name for p in plain)
     kind = GGMLQuantizationType[type if is_map else "F32"]
     others = GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16
     return next(k for k in (kind, *others) if values.shape[-1] % gguf.GGML_QUANT_SIZES[k][0] == 0)

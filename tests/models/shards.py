@@ -11,9 +11,19 @@ from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED
 
 
-def in_ranks(folder, ops, dtype, tensor, pipeline, run, rounding=AS_STORED, shares_memory=True):
+def in_ranks(
+    folder,
+    ops,
+    dtype,
+    tensor,
+    pipeline,
+    run,
+    rounding=AS_STORED,
+    shares_memory=True,
+    has_whole_experts=False,
+):
     """What `run` returns for each rank's part of a model; the ranks run at the same time."""
-    shard = Shard(0, tensor, pipeline)
+    shard = Shard(0, tensor, pipeline, has_whole_experts)
     mesh = Mesh(shard, 1 << 14)
     parts = [load_decoder(folder, dtype, ops, 288, None, rounding, shard.at(r))
              for r in range(shard.size)]  # fmt: skip

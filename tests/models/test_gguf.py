@@ -172,6 +172,7 @@ MODELS = {  # family, what departs from its tiny checkpoint
     ),
     "minimax-m2": ("minimax_m2", {}),
     "hunyuan-dense": ("hunyuan", {}),
+    "lfm2": ("lfm2", {}),
     "mistral3": ("ministral3", {}),
     "nemotron": ("nemotron", {}),
     "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),

@@ -142,6 +142,19 @@ CASES = {  # family, what departs from its tiny checkpoint
     "ernie4_5_moe without shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     "ernie4_5_moe, every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}),
     "olmo2, one KV head a query head": ("olmo2", {"num_key_value_heads": 4}),
+    "lfm2": ("lfm2", {}),
+    "lfm2, biases, four taps, the width as given": (
+        "lfm2",
+        {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, as many key heads, a bias": (
+        "qwen3_5",
+        {"linear_num_value_heads": 2, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "qwen3_next": ("qwen3_next", {}),
     "granite": ("granite", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4, all of a head rotates": (
@@ -258,7 +271,20 @@ def ops_of(config):
             *("expert_maps", "expert_maps", "add_experts", *shared),
         ),
     }
-    layers = ((*attention, *maps[config.has_experts(i)]) for i in range(config.num_layers))
+    attention = [
+        *attention[: attention.index("attention") + 1],
+        *when(config.family.gates_attention, "linear", "gate"),
+        *attention[attention.index("attention") + 1 :],
+    ]
+    recurrent = ["copy", "norm", "linear", "causal_conv"]
+    recurrent += [*when(config.family.recurrent == "gated_delta", "delta_rule"), "linear", "norm"]
+    layers = (
+        (
+            *(recurrent if config.is_recurrent(i) else attention),
+            *maps[config.has_experts(i)],
+        )
+        for i in range(config.num_layers)
+    )
     return [
         *("gather", *when(config.embedding_scale != 1, "elementwise"), "plan_attention"),
         *itertools.chain(*layers),

@@ -14,7 +14,7 @@ from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import AdapterRows, reference
 from tests.adapters import ALL, write_adapter
-from tests.checkpoints import FAMILIES, MULTIMODAL, tiny_checkpoint
+from tests.checkpoints import FAMILIES, MULTIMODAL, RECURRENT, tiny_checkpoint
 from tests.models.formats import change_config, quantized
 from tests.models.forward import builds, causal_rows, empty_kv, prompt
 from tests.models.shards import in_ranks
@@ -80,13 +80,12 @@ def checkpoint_of(case, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
-    """Or refuse a family that they cannot share."""
-    folder, tensor = checkpoint_of(case, tmp_path), 2
-    if load_config(folder).qk_norm == "width":
-        with pytest.raises(ConfigError, match=r"Use parallel\.pipeline instead"):
+    folder = checkpoint_of(case, tmp_path)
+    if case in RECURRENT:
+        with pytest.raises(ConfigError, match="ranks do not support models with recurrent layers"):
             load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
-        tensor = 1
-    assert_same(folder, tensor, pipeline=2)
+        return
+    assert_same(folder, tensor=2, pipeline=2)
 
 
 def test_every_family_is_compared(tmp_path):
@@ -129,30 +128,65 @@ def test_maps_may_be_quantized_at_loading(layers, tmp_path):
     assert_same(folder, 2, 1, rounding=Rounding.named(layers, "w8"))
 
 
+# name -> family, tensor, pipeline, rounding, fields. Sums of two experts have no order.
+EXPERTS = {
+    "2 ranks": ("qwen3_moe", 2, 1, AS_STORED, {"num_experts_per_tok": 5}),
+    "uneven, and stages": ("qwen2_moe", 2, 2, AS_STORED, {"num_experts": 7}),
+    "4 ranks in w4": ("qwen3_moe", 4, 1, Rounding.named("w4", "w8"), {"num_experts": 6}),
+    "rounded rows": ("qwen3_moe", 2, 1, Rounding.named("w8a8", "w8"), {}),
+    "biases and clamped gates": ("gpt_oss", 2, 1, AS_STORED, {"num_experts_per_tok": 3}),
+    "a shared expert without a gate": ("glm4_moe", 2, 1, AS_STORED, {}),
+}
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "sockets"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_ranks_with_whole_experts_compute_the_bits_of_one_process(case, shares_memory, tmp_path):
+    """In fp32: bf16 would hide the order of sums."""
+    family, tensor, pipeline, rounding, fields = EXPERTS[case]
+    folder = tiny_checkpoint(tmp_path, family, **fields)
+    given = {"shares_memory": shares_memory, "has_whole_experts": True}
+    assert_same(folder, tensor, pipeline, "fp32", rounding, **given)
+
+
 @pytest.mark.parametrize("form", ["gptq-v1-asym", "awq", "compressed-w8a8", "fp8-block"])
 def test_maps_may_be_stored_quantized(form, tmp_path):
     assert_same(quantized(tmp_path, form), 2, 1)
 
 
-def test_the_reference_ops_exchange_the_same(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "qwen2_moe")
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_the_reference_ops_exchange_the_same(has_whole_experts, tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen2_moe", num_experts_per_tok=3)
     expected = outputs(load_decoder(folder, "fp32", reference, 288))
-    found = in_ranks(folder, reference, "fp32", 2, 2, outputs)[0]
+    given = {"has_whole_experts": has_whole_experts}
+    found = in_ranks(folder, reference, "fp32", 2, 2, outputs, **given)[0]
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
 
 
 REFUSED = {
+    "a norm of all keys": ({"family": "olmo2"}, Shard(0, 4), "each rank needs one of its 2 KV"),
     "more ranks than heads": ({}, Shard(0, 8), "at most 2, or to a multiple of 2 up to 4"),
     "no multiple of the KV heads": ({}, Shard(0, 3), "3 does not fit 4 attention heads"),
     "more stages than layers": ({}, Shard(0, 1, 3), "the model's 2 layers"),
 }
 
 
+def test_a_model_needs_an_expert_for_each_rank(tmp_path):
+    shard = Shard(0, 4, has_whole_experts=True)
+    given = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    for family, words in (("qwen3", "has no experts"), ("mixtral", "at most 3")):
+        fields = given | ({} if family == "qwen3" else {"num_local_experts": 3})
+        folder = tiny_checkpoint(tmp_path / family, family, **fields)
+        with pytest.raises(ConfigError, match=words):
+            load_decoder(folder, "fp32", OPS, 288, shard=shard)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_cannot_be_cut_are_refused(case, tmp_path):
     fields, shard, words = REFUSED[case]
-    folder = tiny_checkpoint(tmp_path, **fields)
+    fields = dict(fields)
+    folder = tiny_checkpoint(tmp_path, fields.pop("family", "qwen3"), **fields)
     with pytest.raises(ConfigError, match=words):
         load_decoder(folder, "fp32", OPS, 288, shard=shard)
 

@@ -4,16 +4,24 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
+from specserve_kernels.cpu.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
-    add_gated,
     all_gather,
     attention,
+    causal_conv,
     copy,
+    delta_rule,
     embed,
-    experts,
+    gate,
     layer_norm,
     linear,
     linear_add,
@@ -23,14 +31,13 @@ from specserve_kernels.cpu.ops import (
     move_kv,
     plan,
     prepack,
-    prepack_experts,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
     rope_write_kv,
-    route,
     sample,
     scale,
     send,
@@ -38,7 +45,6 @@ from specserve_kernels.cpu.ops import (
     take_columns,
     take_rows,
     top_children,
-    weigh_rows,
 )
 from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
@@ -52,7 +58,7 @@ from specserve_kernels.host import (
     release,
     renew,
 )
-from specserve_kernels.reference.ranks import join
+from specserve_kernels.reference.ranks import join, put_columns
 
 __all__ = [
     "BuildError",
@@ -64,12 +70,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -87,11 +97,13 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -113,6 +125,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
 from specserve_kernels.ranks import HEADER, Gathering, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.types import (
     AdapterSums,
     Chunks,
@@ -28,6 +29,7 @@ GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
 SCALE, SOFT_CAP, SILU, GELU, RELU2, XIELU = range(6)  # Curve in layers.cpp
 CURVES = {"silu": SILU, "gelu_tanh": GELU, "relu2": RELU2, "xielu": XIELU}
 MAX_EXPERTS = 1024  # as in experts.cpp
+MAX_TAPS, MAX_STATE_DIM = 8, 256  # as in recurrent.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
@@ -273,11 +275,40 @@ def all_gather(
     return args, begins
 
 
+def gather_pairs(
+    domain: int, sums: Tensor, begins: Tensor, holders: Gathering
+) -> tuple[Structure, Any]:
+    """Return the op's arguments, and the object whose address they contain.
+
+    sums    [.., k, N] or [.. k, N]  float32, in the order of places
+    begins  [E + 1]                  int32    first place of each expert, and the end
+    """
+    ranks, row_bytes = connections(holders.ranks), sums.itemsize * sums.shape[-1]
+    assert holders.width + 1 == len(begins), "the ranks hold another number of experts"
+    assert sums.is_contiguous() and begins.is_contiguous(), "kernels need contiguous tensors"
+    assert ranks.meeting is None or row_bytes <= ranks.slot_bytes, (
+        f"a row of {row_bytes} bytes exceeds the {ranks.slot_bytes} bytes of a slot"
+    )
+    experts = (c_int64 * len(holders.begins))(*holders.begins)
+    pointers = addressof(ranks), sums.data_ptr(), begins.data_ptr(), addressof(experts)
+    fields = "i64 domain ptr ranks sums begins experts i64 row_bytes"
+    return native.filled(fields, domain, *pointers, row_bytes), experts
+
+
 def take_columns(domain: int, x: Tensor, begin: int, end: int, out: Tensor) -> Structure:
     size = x.itemsize
     interval = size * begin, size * end
     fields = "i64 domain ptr x out i64 row_bytes begin end"
     pointers = x.data_ptr(), out.data_ptr()
+    return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
+
+
+def put_columns(domain: int, x: Tensor, begin: int, columns: Tensor) -> Structure:
+    assert x.dtype == columns.dtype and begin + columns.shape[1] <= x.shape[1], "columns of x"
+    size = x.itemsize
+    interval = size * begin, size * (begin + columns.shape[1])
+    fields = "i64 domain ptr x out i64 row_bytes begin end"
+    pointers = columns.data_ptr(), x.data_ptr()
     return native.filled(fields, domain, *pointers, size * x.shape[1], *interval)
 
 
@@ -374,3 +405,76 @@ def attention(
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
     fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
     return native.filled(fields, *pointers, q.shape[1], *scores, encoded(window), is_bf16(q, kv))
+
+
+def gate(domain: int, x: Tensor, gate: Tensor) -> Structure:
+    assert x.shape == gate.shape and x.dtype == gate.dtype, "x and its gate differ"
+    assert x.is_contiguous() and gate.is_contiguous(), "kernels need contiguous tensors"
+    pointers = x.data_ptr(), gate.data_ptr()
+    fields = "i64 is_bf16 domain ptr x gate i64 width"
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, x.shape[1])
+
+
+def state(layer: StateLayer) -> Any:
+    if layer.native is None:
+        height, width = layer.shape
+        assert layer.places.dtype == torch.int64 and layer.places.is_contiguous(), "state places"
+        assert layer.is_conv or layer.dtype == torch.float32, "a head's matrix is float32"
+        assert height < MAX_TAPS if layer.is_conv else max(height, width) <= MAX_STATE_DIM, (
+            "the state exceeds MAX_TAPS or MAX_STATE_DIM"
+        )
+        layer.native = native.StateStruct(
+            layer.memory.data_ptr(),
+            layer.memory.stride(0),
+            layer.places.data_ptr(),
+            len(layer.places),
+            layer.kept.data_ptr(),
+            layer.kept.shape[1],
+            0 if layer.is_conv else 1,
+            native.is_bf16(layer.kept),
+            height,
+            width,
+        )
+    return layer.native
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: StateLayer, form: str, out: Tensor
+) -> tuple[Structure, Any]:
+    """Return the op's arguments, and the tensor whose address they contain."""
+    C, L = weight.shape
+    assert layer.shape == (L - 1, C) and layer.dtype == x.dtype, "the state's shape or dtype"
+    assert x.shape[1] >= (3 * C if form == "gated" else C), "x has too few columns"
+    assert weight.dtype == torch.float32, "a convolution's weight is float32"
+    by_tap = weight.T.contiguous()
+    pointers = x.data_ptr(), by_tap.data_ptr(), None if bias is None else bias.data_ptr()
+    fields = "ptr state x weight bias out i64 is_bf16 is_gated x_stride"
+    forms = native.is_bf16(x), form == "gated", x.shape[1]
+    args = native.filled(fields, addressof(state(layer)), *pointers, out.data_ptr(), *forms)
+    return args, (by_tap, layer)
+
+
+def delta_rule(
+    qkv: Tensor, x: Tensor, params: DeltaParams, layer: StateLayer, out: Tensor
+) -> Structure:
+    (Dk, Dv), Hv, Hk = layer.shape, len(layer.places), params.num_k_heads
+    assert qkv.shape[1] == 2 * Hk * Dk + Hv * Dv and Hv % Hk == 0, "the heads of qkv"
+    assert x.shape[1] == qkv.shape[1] + Hv * (Dv + 2) and x.dtype == qkv.dtype, "the columns of x"
+    tensors = params.rate, params.dt_bias, params.norm
+    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors), "the parameters"
+    pointers = qkv.data_ptr(), x.data_ptr(), *(t.data_ptr() for t in tensors), out.data_ptr()
+    fields = "ptr state qkv x rate dt_bias norm out i64 is_bf16 num_k_heads x_stride f32 eps"
+    sizes = native.is_bf16(qkv), Hk, x.shape[1], params.eps
+    return native.filled(fields, addressof(state(layer)), *pointers, *sizes)
+
+
+def replay(layers: Sequence[StateLayer], replays: Replays) -> tuple[Structure, Any]:
+    """Return the op's arguments, and the object whose address they contain."""
+    each = (c_void_p * len(layers))(*(addressof(state(layer)) for layer in layers))
+    fields = (
+        "ptr states i64 num_states ptr blocks begins places snapshot_at snapshots "
+        "i64 num_replays num_blocks"
+    )
+    sizes = len(replays.blocks), replays.blocks.shape[1]
+    pointers = (x.data_ptr() for x in replays)
+    return native.filled(fields, addressof(each), len(layers), *pointers, *sizes), each

@@ -1,10 +1,9 @@
 """The C++ kernels as functions on tensors: each call runs a list of one op."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import Structure, addressof
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +23,13 @@ from specserve_kernels.cpu.arguments import (
 )
 from specserve_kernels.host import allocate
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
     KVCache,
     KVLayer,
     Logprobs,
-    PackedExperts,
     QKNorm,
     Rotary,
     Rows,
@@ -301,6 +300,35 @@ def attention(
     return out.flatten(1)
 
 
+def gate(x: Tensor, gate: Tensor) -> Tensor:
+    run("gate", arguments.gate(0, x, gate), len(x), x.numel())
+    return x
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: StateLayer, plan: CpuPlan, form: str
+) -> Tensor:
+    out = x.new_empty(plan.num_rows, len(weight))
+    args, _kept = arguments.causal_conv(x, weight, bias, state, form, out)
+    run("causal_conv", args, plan.num_rows, x.numel(), plan)
+    return out
+
+
+def delta_rule(
+    qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CpuPlan
+) -> Tensor:
+    out = qkv.new_empty(plan.num_rows, len(state.places) * state.shape[1])
+    args = arguments.delta_rule(qkv, x, params, state, out)
+    run("delta_rule", args, plan.num_rows, SHORT, plan)
+    return out
+
+
+def replay(states: tuple[StateLayer, ...], replays: Replays) -> None:
+    args, _kept = arguments.replay(states, replays)
+    size = sum(state.kept.shape[1] for state in states) * len(replays.places)
+    run("replay", args, len(replays.blocks), size)
+
+
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:
     layers = (native.KV * len(kv.layers))(*(arguments.layer(layer) for layer in kv.layers))
     pointers = source.data_ptr(), target.data_ptr()
@@ -398,78 +426,6 @@ def adapted(x: Tensor, adapters: CpuMapAdapters, plan: CpuPlan) -> AdapterSums |
     return AdapterSums(sums, adapted_rows.places)
 
 
-class RoutedPairs(NamedTuple):
-    """The experts of each row, and each expert's list of rows.
-
-    A pair is a row and one of its experts. Pairs are ordered by expert, then by row. The place of
-    a pair is its index in this order.
-
-    weights  [R, k]   float32
-    experts  [R, k]   int32    in descending order of weight
-    places   [R, k]   int32    place of each pair
-    rows     [R, k]   int32    row of each pair, by place (a flat list)
-    begins   [E + 1]  int32    first place of each expert, and the number of pairs
-    """
-
-    weights: Tensor
-    experts: Tensor
-    places: Tensor
-    rows: Tensor
-    begins: Tensor
-
-
-def prepack_experts(
-    weights: Iterable[Tensor | Codes], is_gated: bool = False, bias: Tensor | None = None
-) -> PackedExperts:
-    each = tuple(prepack(weight, is_gated) for weight in weights)
-    forms = {packed._replace(words=None) for packed in each}  # type: ignore[arg-type]
-    assert len(forms) == 1, f"experts of different forms: {forms}"
-    addresses = np.array([packed.words.data_ptr() for packed in each], np.int64)
-    outputs = each[0].N * (2 if is_gated else 1)
-    assert bias is None or bias.shape == (len(each), outputs), "bias needs one row per expert"
-    return PackedExperts(each, None if bias is None else bias.contiguous(), addresses)
-
-
-def route(
-    logits: Tensor,
-    k: int,
-    normalizes: bool,
-    is_sigmoid: bool = False,
-    correction: Tensor | None = None,
-    factor: float = 1.0,
-) -> RoutedPairs:
-    R, E = logits.shape
-    chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
-    begins = torch.zeros(E + 1, dtype=torch.int32)
-    routing = RoutedPairs(torch.empty(R, k), chosen, places, rows, begins)
-    rule = normalizes, is_sigmoid, correction, factor
-    run("route", arguments.route(0, logits, routing, *rule), R, R * E * k)
-    return routing
-
-
-def experts(
-    x: Tensor,
-    routing: RoutedPairs,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    residual: Tensor,
-    limit: float | None = None,
-    gathering: Gathering | None = None,
-) -> Tensor:
-    R, k = routing.weights.shape
-    assert len(x) == len(residual) == R, "x, routing and residual differ in their number of rows"
-    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
-    rows, begins = routing.rows, routing.begins
-    size = x.numel() * inner.shape[1]
-    run("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit), R, size)
-    if gathering is not None:
-        inner = all_gather(inner, gathering)
-    run("expert_maps", arguments.expert_maps(inner, None, down, begins, sums), R, size)
-    added = arguments.add_experts(0, sums, routing.weights, routing.places, residual)
-    run("add_experts", added, R, size)
-    return residual
-
-
 def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Tensor:
     out = x.new_empty(len(x), gathering.width)
     args, _ = arguments.all_gather(0, x, gathering, reader, out)
@@ -492,16 +448,4 @@ def receive(rows: Tensor, width: int, dtype: torch.dtype, ranks: Ranks, other: i
     out = rows.new_empty(len(rows), width, dtype=dtype)
     run("receive", arguments.message(0, out, ranks, other), len(out), 0)
     ranks.check()
-    return out
-
-
-def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-    args = arguments.add_gated(0, x, gate, residual)
-    run("add_gated", args, len(x), x.numel())
-    return residual
-
-
-def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    run("weigh_rows", arguments.weigh_rows(0, x, logits, out), len(x), x.numel())
     return out

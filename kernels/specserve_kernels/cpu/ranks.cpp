@@ -165,12 +165,65 @@ static void gather_over_sockets(const AllGather& a, int64_t R) {
     scatter(a, r, r == ranks.rank ? a.x : received + R * a.begins[r], R);
 }
 
-// The columns of a rank.
+// The rows of pairs, [pairs, row_bytes]: rank r has the pairs of the experts that it holds.
+struct GatherPairs {
+  int64_t domain;
+  Ranks* ranks;
+  char* sums;              // in the order of places, so that each rank has an interval
+  const int32_t* begins;   // [E + 1]  first place of each expert, and the end
+  const int64_t* experts;  // [size + 1]  first expert of each rank, and the end
+  int64_t row_bytes;
+
+  int64_t num_pairs() const { return begins[experts[ranks->size]]; }
+  Range pairs_of(int64_t rank) const {
+    return {begins[experts[rank]], begins[experts[rank + 1]]};
+  }
+};
+
+// As in gather_in_memory.
+static void gather_pairs_in_memory(const GatherPairs& a, Team& team) {
+  Ranks& ranks = *a.ranks;
+  int64_t width = a.row_bytes, most = ranks.slot_bytes / width, turn = ranks.turn;
+  Range own = a.pairs_of(ranks.rank);
+  for (int64_t done = 0; done < a.num_pairs(); turn ^= 1) {
+    char* slot = ranks.slots + turn * ranks.slot_bytes;
+    int64_t rows = std::min(most, a.num_pairs() - done);
+    Range part = team.part(rows);
+    int64_t begin = std::clamp(own.begin - done, part.begin, part.end);
+    int64_t end = std::clamp(own.end - done, part.begin, part.end);
+    memcpy(slot + begin * width, a.sums + (done + begin) * width, (end - begin) * width);
+    team.wait();
+    if (team.id == 0) meet(ranks);
+    team.wait();
+    char* to = a.sums + done * width;
+    memcpy(to + part.begin * width, slot + part.begin * width, (begin - part.begin) * width);
+    memcpy(to + end * width, slot + end * width, (part.end - end) * width);
+    done += rows;
+  }
+  team.wait();  // all threads have read `turn`
+  if (team.id == 0) ranks.turn = turn;
+}
+
+static void gather_pairs_over_sockets(const GatherPairs& a) {
+  Ranks& ranks = *a.ranks;
+  std::vector<Transfer> transfers;
+  for (int64_t r = 0; r < ranks.size; r++) {
+    if (r == ranks.rank) continue;
+    for (bool is_sent : {false, true}) {
+      Range pairs = a.pairs_of(is_sent ? ranks.rank : r);
+      int64_t size = (pairs.end - pairs.begin) * a.row_bytes;
+      transfers.push_back({ranks.sockets[r], a.sums + pairs.begin * a.row_bytes, size, is_sent});
+    }
+  }
+  run_transfers(ranks, transfers);
+}
+
+// Some columns of a tensor, which are copied from it or to it.
 struct Columns {
   int64_t domain;
   const char* x;
   char* out;
-  int64_t row_bytes, begin, end;  // bytes of a row of x, and the interval that is copied
+  int64_t row_bytes, begin, end;  // bytes of a row of all columns, and the interval of some
 };
 
 struct Message {
@@ -201,12 +254,32 @@ void specserve_all_gather(const void* args, const Step& step, Team& team) {
   a.ranks->num_exchanges++;
 }
 
+void specserve_gather_pairs(const void* args, const Step&, Team& team) {
+  const GatherPairs& a = *(const GatherPairs*)args;
+  int64_t begin = team.id == 0 ? now() : 0;
+  if (a.ranks->meeting) gather_pairs_in_memory(a, team);
+  else if (team.id == 0) gather_pairs_over_sockets(a);
+  if (team.id != 0) return;
+  Range own = a.pairs_of(a.ranks->rank);
+  a.ranks->nanoseconds += now() - begin;
+  a.ranks->num_bytes += (own.end - own.begin) * a.row_bytes;
+  a.ranks->num_exchanges++;
+}
+
 void specserve_columns(const void* args, const Step& step, Team& team) {
   const Columns& a = *(const Columns*)args;
   Range part = team.part(step.num_rows[a.domain]);
   int64_t size = a.end - a.begin;
   for (int64_t r = part.begin; r < part.end; r++)
     memcpy(a.out + r * size, a.x + r * a.row_bytes + a.begin, size);
+}
+
+void specserve_put_columns(const void* args, const Step& step, Team& team) {
+  const Columns& a = *(const Columns*)args;
+  Range part = team.part(step.num_rows[a.domain]);
+  int64_t size = a.end - a.begin;
+  for (int64_t r = part.begin; r < part.end; r++)
+    memcpy(a.out + r * a.row_bytes + a.begin, a.x + r * size, size);
 }
 
 void specserve_send(const void* args, const Step& step, Team& team) {

@@ -12,8 +12,10 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments, native, ops
 from specserve_kernels.cpu.arguments import Packed
-from specserve_kernels.cpu.ops import CpuMapAdapters, RoutedPairs
+from specserve_kernels.cpu.experts import RoutedPairs, held
+from specserve_kernels.cpu.ops import CpuMapAdapters
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.states import DeltaParams, StateLayer
 from specserve_kernels.types import (
     AdapterRows,
     AdapterSums,
@@ -179,6 +181,11 @@ class Recorder:
         self.note("columns", args, x.domain)
         return out
 
+    def put_columns(self, x: Any, begin: int, columns: Any) -> Any:
+        args = arguments.put_columns(x.domain, x.tensor, begin, columns.tensor)
+        self.note("put_columns", args, x.domain)
+        return x
+
     def send(self, x: Any, ranks: Ranks, other: int) -> Any:
         self.note("send", arguments.message(x.domain, x.tensor, ranks, other), x.domain, ranks)
         return x
@@ -328,19 +335,24 @@ class Recorder:
         residual: Any,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Any:
+        begins = held(routing.begins, holders)
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
-        args = arguments.expert_maps(x.tensor, rows, gate_up, routing.begins, pairs, limit)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, begins, pairs, limit)
         self.note("expert_maps", args, x.domain, gate_up)
         if gathering is not None:
             inner = self.all_gather(inner, gathering)
             pairs = inner.tensor.flatten(0, 1)
         sums = self.new(x.domain, (k, down.each[0].N), torch.float32)
         found = sums.tensor.flatten(0, 1)
-        args = arguments.expert_maps(pairs, None, down, routing.begins, found)
+        args = arguments.expert_maps(pairs, None, down, begins, found)
         self.note("expert_maps", args, x.domain, down)
+        if holders is not None:
+            args, kept = arguments.gather_pairs(x.domain, found, routing.begins, holders)
+            self.note("gather_pairs", args, x.domain, kept, holders)
         places = routing.places.tensor
         args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
         self.note("add_experts", args, x.domain)
@@ -378,6 +390,33 @@ class Recorder:
         out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
         args = arguments.attention(q.tensor, kv, out.tensor, scale, window, soft_cap, sinks)
         self.note("attention", args, q.domain, kv, sinks)
+        return out
+
+    def gate(self, x: Any, gate: Any) -> Any:
+        self.note("gate", arguments.gate(x.domain, x.tensor, gate.tensor), x.domain)
+        return x
+
+    def causal_conv(
+        self,
+        x: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: StateLayer,
+        plan: RecordedPlan,
+        form: str,
+    ) -> Any:
+        out = self.new(x.domain, (len(weight),), x.tensor.dtype)
+        args, kept = arguments.causal_conv(x.tensor, weight, bias, state, form, out.tensor)
+        self.note("causal_conv", args, x.domain, kept, bias)
+        return out
+
+    def delta_rule(
+        self, qkv: Any, x: Any, params: DeltaParams, state: StateLayer, plan: RecordedPlan
+    ) -> Any:
+        width = len(state.places) * state.shape[1]
+        out = self.new(qkv.domain, (width,), qkv.tensor.dtype)
+        args = arguments.delta_rule(qkv.tensor, x.tensor, params, state, out.tensor)
+        self.note("delta_rule", args, qkv.domain, params, state)
         return out
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specserve_kernels.cuda.coded import LinearMap, PlainMap
 from specserve_kernels.cuda.paged import IS_COMPILED
-from specserve_kernels.cuda.ranks import all_gather
+from specserve_kernels.cuda.ranks import all_gather, of_holders
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.types import PackedExperts, Routing
 
@@ -158,20 +158,32 @@ def add_experts(
     residual: Tensor,
     gated: Callable[[Tensor], Tensor],
     gathering: Gathering | None = None,
+    holders: Gathering | None = None,
 ) -> Tensor:
     """Same as the reference op, but the first map's outputs are also rounded before `gated`."""
-    if gate_up.joined is None or down.joined is None:
-        return add_each(x, routing, gate_up, down, residual, gated, gathering)
     if not len(x):
         return residual
+    if gate_up.joined is None or down.joined is None:
+        if holders is not None:
+            return add_held(x, routing, gate_up, down, residual, gated, holders)
+        return add_each(x, routing, gate_up, down, residual, gated, gathering)
     flat, k = routing.experts.flatten().long(), routing.experts.shape[1]
-    num = torch.zeros(len(gate_up.joined), dtype=torch.int64, device=flat.device)
-    num.scatter_add_(0, flat, torch.ones_like(flat))
-    work = tiles(flat.argsort(stable=True), num)
-    inner = gated(multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k))
+    own, E = flat, len(gate_up.joined)
+    if holders is not None:  # pairs of other ranks come last, and are in no tile
+        first, end = holders.own
+        own = torch.where((flat >= first) & (flat < end), flat - first, E)
+    num = torch.zeros(E + 1, dtype=torch.int64, device=flat.device)
+    num.scatter_add_(0, own, torch.ones_like(own))
+    work = tiles(own.argsort(stable=True), num[:E])
+    inner = multiply(x, gate_up.joined, gate_up.bias, work, x.dtype, k)
+    if holders is not None:  # pairs in no tile are not written
+        inner.masked_fill_((own == E)[:, None], 0.0)
+    inner = gated(inner)
     if gathering is not None:
         inner = all_gather(inner, gathering)
     sums = multiply(inner, down.joined, down.bias, work, torch.float32)
+    if holders is not None:
+        sums = of_holders(sums.masked_fill_((own == E)[:, None], 0.0), flat, holders)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
     return residual.copy_(residual.float() + shares.sum(dim=1))
 
@@ -199,3 +211,25 @@ def add_each(
         found = second.linear(inner, biases[1]).float()
         total += torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
     return residual.copy_(residual.float() + total)
+
+
+def add_held(
+    x: Tensor,
+    routing: Routing,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    residual: Tensor,
+    gated: Callable[[Tensor], Tensor],
+    holders: Gathering,
+) -> Tensor:
+    """Do the same as `add_each` with the experts of this rank, and add those of other ranks."""
+    shape = *routing.experts.shape, residual.shape[1]
+    sums = torch.zeros(shape, device=x.device)
+    for e, (first, second) in enumerate(zip(gate_up.each, down.each, strict=True)):
+        biases = [None if maps.bias is None else maps.bias[e] for maps in (gate_up, down)]
+        found = second.linear(gated(first.linear(x, biases[0])), biases[1]).float()
+        is_chosen = routing.experts == holders.own[0] + e
+        sums = torch.where(is_chosen[:, :, None], found[:, None, :], sums)
+    flat = routing.experts.flatten()
+    sums = of_holders(sums.flatten(0, 1), flat, holders).view(shape)
+    return residual.copy_(residual.float() + (routing.weights[:, :, None] * sums).sum(dim=1))

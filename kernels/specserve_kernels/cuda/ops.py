@@ -36,7 +36,8 @@ from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
-from specserve_kernels.reference.ranks import take_columns
+from specserve_kernels.reference.ranks import put_columns, take_columns
+from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -59,6 +60,7 @@ from specserve_kernels.types import (
 )
 
 log = logging.getLogger("specserve")
+NO_RECURRENT = "recurrent layers run on CPUs only"
 
 
 class CudaOps:
@@ -72,6 +74,7 @@ class CudaOps:
     samples_ahead = True
     rounds_rows = False
     records_steps = True
+    has_recurrent = False
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
     activate = staticmethod(gated.activate)
@@ -82,6 +85,7 @@ class CudaOps:
     join = staticmethod(ranks.join)
     all_gather = staticmethod(ranks.all_gather)
     take_columns = staticmethod(take_columns)
+    put_columns = staticmethod(put_columns)
     send = staticmethod(ranks.send)
     receive = staticmethod(ranks.receive)
 
@@ -206,9 +210,10 @@ class CudaOps:
         residual: Tensor,
         limit: float | None = None,
         gathering: Gathering | None = None,
+        holders: Gathering | None = None,
     ) -> Tensor:
         gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering)
+        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering, holders)
 
     def weigh_rows(self, x: Tensor, logits: Tensor) -> Tensor:
         largest = logits.float().amax(dim=1, keepdim=True)
@@ -343,6 +348,28 @@ class CudaOps:
             return paged.attention(q, kv, scores, *plan.work[window]).flatten(1)
         assert soft_cap is None and sinks is None, "the plan supports only plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        raise DeviceError(NO_RECURRENT)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: StateLayer,
+        plan: CudaPlan,
+        form: str,
+    ) -> Tensor:
+        raise DeviceError(NO_RECURRENT)
+
+    def delta_rule(
+        self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CudaPlan
+    ) -> Tensor:
+        raise DeviceError(NO_RECURRENT)
+
+    def replay(self, states: tuple[StateLayer, ...], replays: Replays) -> None:
+        raise DeviceError(NO_RECURRENT)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
         move.move_kv(kv, *self.staging.upload([source, target]))

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import FileStore
 
 from specserve_kernels import reference
 from specserve_kernels.ranks import Gathering, Ranks
+from specserve_kernels.reference.experts import of_holders as of_holders_on_host
 
 
 def join(ranks: Ranks, folder: Path, name: str) -> None:
@@ -37,6 +38,20 @@ def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Te
     wait(ranks.device._allgather_base(found, own))
     parts = zip(found.view(ranks.size, len(x), widest), widths, strict=True)
     return torch.cat([part[:, :width] for part, width in parts], 1)
+
+
+def of_holders(outputs: Tensor, experts: Tensor, holders: Gathering) -> Tensor:
+    """Return each pair's output, from the rank that holds its expert.
+
+    outputs  [pairs, N]  float32  of this rank's experts; zeros for others
+    experts  [pairs]     int      of each pair
+    """
+    ranks = holders.ranks
+    if ranks.device is None:
+        found = of_holders_on_host(outputs.cpu(), experts.cpu(), holders)
+        return found.to(outputs.device)
+    wait(ranks.device.allreduce([outputs]))  # exact: only one rank adds a number to zeros
+    return outputs
 
 
 def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:

@@ -44,7 +44,15 @@ from specserve_kernels.reference.layers import (
     take_rows,
     tune,
 )
-from specserve_kernels.reference.ranks import all_gather, join, receive, send, take_columns
+from specserve_kernels.reference.ranks import (
+    all_gather,
+    join,
+    put_columns,
+    receive,
+    send,
+    take_columns,
+)
+from specserve_kernels.reference.recurrent import causal_conv, delta_rule, gate, replay
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.types import KVCache
 
@@ -57,12 +65,16 @@ __all__ = [
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -79,11 +91,13 @@ __all__ = [
     "prepack",
     "prepack_experts",
     "program",
+    "put_columns",
     "quantize",
     "receive",
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -105,6 +119,7 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -65,6 +65,7 @@ def experts(
     residual: Tensor,
     limit: float | None = None,
     gathering: Gathering | None = None,
+    holders: Gathering | None = None,
 ) -> Tensor:
     """Add the weighted outputs of each row's experts to the residual stream, in place; return it.
 
@@ -79,16 +80,37 @@ def experts(
     down      of weights [N, F], by expert
     residual  [R, N]  as x; becomes residual + the sum, rounded once
     gathering         of the columns of inner rows, if ranks share the columns of both maps
+    holders           of the experts, if each rank holds some: `gate_up` and `down` have only these
     """
     R = len(x)
     every = [(r, j, e) for r in range(R) for j, e in enumerate(routing.experts[r].tolist())]
-    inner = [_inner(x[r : r + 1], gate_up, e, limit) for r, _, e in every]
+    first, end = (0, len(down.each)) if holders is None else holders.own
+    held = [(i, r, e - first) for i, (r, _, e) in enumerate(every) if first <= e < end]
+    inner = [_inner(x[r : r + 1], gate_up, e, limit) for _, r, e in held]
     if gathering is not None and R:
         inner = [*torch.split(all_gather(torch.cat(inner), gathering), 1)]
+    outputs = torch.zeros(len(every), residual.shape[1], device=x.device)
+    for (i, _, e), row in zip(held, inner, strict=True):
+        outputs[i] = products(row, down.each[e], _bias(down, e))[0]
+    if holders is not None:
+        outputs = of_holders(outputs, torch.tensor([e for _, _, e in every]), holders)
     totals = torch.zeros(R, residual.shape[1], device=x.device)
-    for (r, j, e), row in zip(every, inner, strict=True):
-        totals[r] += routing.weights[r, j] * products(row, down.each[e], _bias(down, e))[0]
+    for (r, j, _), output in zip(every, outputs, strict=True):
+        totals[r] += routing.weights[r, j] * output
     return residual.copy_(residual.float() + totals)
+
+
+def of_holders(outputs: Tensor, experts: Tensor, holders: Gathering) -> Tensor:
+    """Return each pair's output, from the rank that holds its expert.
+
+    outputs  [pairs, N]  float32  of this rank's experts; others have any values
+    experts  [pairs]              of each pair
+    """
+    N, size = outputs.shape[1], holders.ranks.size
+    begins = tuple(N * rank for rank in range(size + 1))
+    gathered = all_gather(outputs, Gathering(holders.ranks, begins)).view(-1, size, N)
+    holder = torch.bucketize(experts, torch.tensor(holders.begins[1:-1]), right=True)
+    return gathered[torch.arange(len(outputs)), holder]
 
 
 def _inner(x: Tensor, gate_up: PackedExperts, e: int, limit: float | None) -> Tensor:

@@ -44,6 +44,12 @@ def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
     return x[:, begin:end].contiguous()
 
 
+def put_columns(x: Tensor, begin: int, columns: Tensor) -> Tensor:
+    """Replace the columns of x [R, K] from `begin` on by others [R, n], in place; return x."""
+    x[:, begin : begin + columns.shape[1]] = columns
+    return x
+
+
 def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:
     """Send a tensor to another rank, which calls `receive` with its shape. Return the tensor.
 

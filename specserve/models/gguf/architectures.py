@@ -16,6 +16,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     fields: Mapping[str, Any] = {}  # fields of config.json that files lack
     rope: Mapping[str, Any] = {}  # the same within rope_scaling, if positions are scaled
     rope_keys: Mapping[str, str] = {}  # further metadata -> field of rope_scaling
+    final_norm: str = "output_norm"  # name of the norm before the head
     names: Mapping[str, str] = {}  # usual name of a layer's module -> its name in these files
     # Rows of queries and keys are in another order than in checkpoints: the architecture rotates
     # the pairs (2i, 2i + 1) of a head, and checkpoints have (i, i + D/2).
@@ -94,6 +95,13 @@ ARCHITECTURES = {
     "granite": Architecture(family="GraniteForCausalLM", keys=GRANITE, is_turned=True),
     "granitemoe": Architecture(family="GraniteMoeForCausalLM", keys=GRANITE, is_turned=True),
     "hunyuan-dense": Architecture(family="HunYuanDenseV1ForCausalLM"),
+    "lfm2": Architecture(
+        family="Lfm2ForCausalLM",
+        keys={"shortconv.l_cache": "conv_L_cache"},
+        # feed_forward_length is the width of the MLP, and converters write no biases.
+        fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
+        final_norm="token_embd_norm",
+    ),
     "llama": Architecture(  # includes Mistral
         family="LlamaForCausalLM", mixture="MixtralForCausalLM", is_turned=True
     ),

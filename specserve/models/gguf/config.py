@@ -96,7 +96,7 @@ def read_config(header: Header) -> dict[str, Any]:
         keys.mlp_bias: "blk.0.ffn_up.bias" in header.tensors,
         keys.out_bias: "blk.0.attn_output.bias" in header.tensors,
         keys.qkv_bias: "blk.0.attn_q.bias" in header.tensors,
-        "num_key_value_heads": values.get("attention.head_count_kv"),
+        **kv_heads(family, values),
         "rope_parameters": None,
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": HEAD not in header.tensors,
@@ -125,6 +125,18 @@ def num_layers(values: Mapping[str, Any]) -> Any:
     if not isinstance(drafting, int) or not 0 < drafting < layers:
         raise ValueError(f"{MTP} = {drafting!r} must be less than block_count = {layers}")
     return layers - drafting
+
+
+def kv_heads(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of KV heads. With recurrent layers, it is a list with 0 for each of them."""
+    count = values.get("attention.head_count_kv")
+    if family.recurrent == "none" or not isinstance(count, Array):
+        return {"num_key_value_heads": count}
+    numbers = [int(number) for number in count.numbers()]
+    if len(different := set(numbers) - {0}) != 1:
+        raise ValueError(f"attention.head_count_kv = {numbers} is not supported")
+    kinds = ["full_attention" if number else "conv" for number in numbers]
+    return {"num_key_value_heads": different.pop(), "layer_types": kinds}
 
 
 def find_architecture(header: Header) -> str:

@@ -8,10 +8,12 @@ from specserve.models.gguf.architectures import Architecture
 
 OUTER = {
     "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
     "lm_head": "output",
 }
 IN_LAYER = {
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -83,11 +85,12 @@ def places(
     """
     shapes, inner = tensor_shapes(config), layer_names(config, architecture)
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(ALPHAS)}
+    outer = OUTER | {"model.norm": architecture.final_norm}
     found = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
-        if module in OUTER:
-            found[name] = TensorPlace(f"{OUTER[module]}.{kind}", shape)
+        if module in outer:
+            found[name] = TensorPlace(f"{outer[module]}.{kind}", shape)
             continue
         number, _, rest = name.removeprefix("model.layers.").partition(".")
         block = f"blk.{number}."
@@ -97,8 +100,10 @@ def places(
             found[name] = TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
         elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
             turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
-            # The file's gate of a shared expert is a vector, not a matrix of one row.
-            flat = shape[1:] if theirs == "ffn_gate_inp_shexp" else shape
+            # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions
+            # have no dimension of size 1.
+            is_flat = theirs in ("ffn_gate_inp_shexp", "shortconv.conv")
+            flat = tuple(n for n in shape if n > 1) if is_flat else shape
             found[name] = TensorPlace(f"{block}{theirs}.{kind}", flat, is_turned=turns)
         else:
             found[name] = expert_place(config, block, rest, shape, stored)
