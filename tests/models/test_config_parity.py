@@ -310,9 +310,9 @@ def windows_of(config):
         has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
     windows["chunked_attention"] = getattr(config, "attention_chunk_size", None)
-    return tuple(windows[kind] for kind in types)
+    return tuple(windows.get(kind) for kind in types)
 
 
 def longest_text(fields, want):
