@@ -448,6 +448,13 @@ class ServerConfig(Section, frozen=True):
             "admin calls"
         ),
     ] = None
+    open_dashboard: Annotated[
+        bool,
+        about(
+            "whether clients without an API key may read /metrics, /metrics/history, /v1/models "
+            "and /v1/speculation, which the page /dashboard shows"
+        ),
+    ] = False
     allow_no_keys: Annotated[
         bool,
         about(
@@ -592,6 +599,11 @@ class ServerConfig(Section, frozen=True):
                     f"server.{key} = {getattr(self, key)} needs server.api_key_file. Set it "
                     "(--api-key-file): without keys, all clients count as one"
                 )
+        if self.open_dashboard and self.api_key_file is None:
+            raise ValueError(
+                "server.open_dashboard = true needs server.api_key_file. Without keys, all routes "
+                "are open. Remove server.open_dashboard"
+            )
         if self.log_texts and not self.access_log:
             raise ValueError(
                 "server.log_texts = true has no effect if server.access_log = false. Remove one of "

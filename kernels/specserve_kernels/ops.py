@@ -208,7 +208,7 @@ class Ops(Protocol):
         normalizes: bool,
         is_sigmoid: bool = False,
         correction: Tensor | None = None,
-        factor: float = 1.0,
+        factor: float | Tensor = 1.0,
     ) -> Any: ...
 
     def experts(
@@ -217,10 +217,11 @@ class Ops(Protocol):
         routing: Any,
         gate_up: Any,
         down: Any,
-        residual: Tensor,
+        residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
         holders: Gathering | None = None,
+        gate: str = "silu",
     ) -> Tensor: ...
 
     def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
@@ -247,7 +248,9 @@ class Ops(Protocol):
         self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> Tensor: ...
 
-    def rms_norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor: ...
+    def rms_norm_add(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0
+    ) -> Tensor: ...
 
     def rms_norm_columns(self, x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -258,6 +261,20 @@ class Ops(Protocol):
     def activate(
         self, x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)
     ) -> Tensor: ...
+
+    def spread_streams(self, x: Tensor, first: Tensor) -> Tensor: ...
+
+    def add_matched(self, x: Tensor, first: Tensor, total: Tensor) -> Tensor: ...
+
+    def mix_streams(self, streams: Tensor, coefficients: Tensor) -> Tensor: ...
+
+    def correct_streams(self, streams: Tensor, x: Tensor, coefficients: Tensor) -> Tensor: ...
+
+    def weigh_columns(self, x: Tensor, begin: int, weight: Tensor) -> Tensor: ...
+
+    def sparse_gated(self, x: Tensor, curve: str, deviations: float) -> Tensor: ...
+
+    def gate_columns(self, x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor: ...
 
     def plan(
         self,
@@ -270,7 +287,7 @@ class Ops(Protocol):
     ) -> Any: ...
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Any
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: Any
     ) -> Tensor: ...
 
     def attention(

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from specserve.models.experts import ExpertStyle, StackedNames
+from specserve.models.experts import BesideNames, ExpertStyle, StackedNames
 from specserve.models.family import ConfigKeys, Family, Multimodal, Norms
 
 LLAMA: dict[str, Any] = {  # defaults of missing fields
@@ -224,6 +224,105 @@ FAMILIES = {
         adds_one=True,
         scales_by_width=True,
         windowed="pattern",
+    ),
+    "Gemma3nForCausalLM": Family(
+        models="Gemma 3n without vision and audio",
+        defaults=GEMMA2
+        | {
+            "activation_sparsity_pattern": None,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "attention_k_eq_v": False,
+            "global_head_dim": None,
+            "hidden_size": 2048,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 16384,
+            "laurel_rank": 64,
+            "max_position_embeddings": 32768,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "per_layer_config": None,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(
+            activation="hidden_activation",
+            logit_cap="final_logit_softcapping",
+            local_theta="rope_local_base_freq",
+        ),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        scales_by_width=True,
+        windowed="pattern",
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        has_streams=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        models="Gemma 4 without vision",
+        defaults=GEMMA2
+        | {
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": None,
+            "num_experts": None,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 30,
+            "num_kv_shared_layers": 0,
+            "per_layer_config": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "top_k_experts": None,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(activation="hidden_activation", logit_cap="final_logit_softcapping"),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        has_layer_scalars=True,
+        scales_by_width=True,
+        windowed="pattern",
+        ends_global=True,
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        experts=ExpertStyle(
+            module="experts",
+            router_module="router",
+            router="proj",
+            width="moe_intermediate_size",
+            number=128,
+            active_key="top_k_experts",
+            normalizes=True,
+            stacked=StackedNames(gate_up="gate_up_proj", down="down_proj", is_transposed=False),
+            enabled="enable_moe_block",
+            beside=BesideNames(),
+        ),
     ),
     "Olmo2ForCausalLM": Family(
         models="OLMo 2",
@@ -1003,6 +1102,12 @@ GLM4V_MOE = replace(
 MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
+    ),
+    "Gemma3nForConditionalGeneration": Multimodal(
+        models="Gemma 3n: E2B, E4B", texts={"gemma3n_text": FAMILIES["Gemma3nForCausalLM"]}
+    ),
+    "Gemma4ForConditionalGeneration": Multimodal(
+        models="Gemma 4", texts={"gemma4_text": FAMILIES["Gemma4ForCausalLM"]}
     ),
     "Mistral3ForConditionalGeneration": Multimodal(
         models="Mistral Small 3.1 and 3.2, Ministral 3",

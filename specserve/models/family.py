@@ -58,11 +58,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: Literal["none", "heads", "each", "width", "bare"] = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rope: bool = False  # norms of queries and keys come after the rotation
+    norms_values: bool = False  # values are divided by their root mean square
+    score_scale: float | None = None  # factor of scores; None: see `ConfigKeys`
     has_sinks: bool = False  # attention sinks: one additional score per head, without a value
     norms: Norms = Norms()
     adds_one: bool = False  # norms multiply by 1 + weight
     is_centered: bool = False  # norms are LayerNorm
     norm_bias: bool = False  # norms have a bias
+    has_layer_scalars: bool = False  # each layer's output is multiplied by a number
     is_parallel: bool = False  # attention and MLP read the same input
     scales_by_width: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     fuses_qkv: bool = False  # the checkpoint has queries, keys and values in one map
@@ -86,6 +89,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rotated: Literal["named", "windowed", "windowed if any"] = "named"
     # Queries of layers without rotary embedding grow with the position, see rope.QueryGrowth.
     grows_queries: bool = False
+    ends_global: bool = False  # the last layer has no window, whatever layer_types says
+    # Layers without a window may have other heads, keys as values, and the last layers no KV.
+    has_kinds: bool = False
+    has_per_layer_inputs: bool = False  # see per_layer.py
+    has_streams: bool = False  # several residual streams, see altup.py, and sparse gates
     experts: ExpertStyle | None = None
     recurrent: Literal["none", "short_conv", "gated_delta"] = "none"  # see recurrent.py
     has_joined_inputs: bool = False  # maps of a gated DeltaNet's inputs are grouped by key head

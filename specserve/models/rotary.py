@@ -11,10 +11,14 @@ from specserve_kernels.types import Rotary
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians per position for each rotating pair of dimensions, [<= D/2] float32.
+    """Radians per position for each rotating pair of dimensions, [<= D/2] float32. The other pairs
+    follow.
 
     Computed in float32 in transformers' order of operations, to get the same bits.
     """
+    if rope.kind == "proportional":  # the exponents are of the whole head
+        turning = 1.0 / wavelengths(rope.theta, head_dim)[: rope.turning_pairs(head_dim)]
+        return turning / rope.factor
     head_dim = rope.rotating(head_dim)
     inverse = 1.0 / wavelengths(rope.theta, head_dim)
     match rope.kind:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from specserve.models.experts import is_router
+from specserve.models.per_layer_names import TABLE
 from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes
 from specserve_kernels.codes import GROUP, MAX_ROUNDED
 
 WIDTHS = {"w4": 4, "w8": 8, "w8a8": 8}
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # modules outside of layers
+# Modules outside of layers.
+HEAD, EMBEDDING, PER_LAYER = "lm_head", "model.embed_tokens", TABLE
 
 
 class Rounding(NamedTuple):
@@ -44,7 +46,7 @@ class Rounding(NamedTuple):
         return 8 if self.is_odd(module, width) else self.asked(module)
 
     def rounds_rows(self, module: str, width: int) -> bool:
-        is_of_layers = module not in (HEAD, EMBEDDING) and not is_router(module)
+        is_of_layers = module not in (HEAD, EMBEDDING, PER_LAYER) and not is_router(module)
         return self.with_rows and is_of_layers and width <= MAX_ROUNDED
 
     def is_odd(self, module: str, width: int) -> bool:
@@ -53,7 +55,8 @@ class Rounding(NamedTuple):
     def asked(self, module: str) -> int | None:
         if is_router(module):
             return None
-        return {HEAD: self.head, EMBEDDING: self.embedding}.get(module, self.layers)
+        others = {HEAD: self.head, EMBEDDING: self.embedding, PER_LAYER: self.embedding}
+        return others.get(module, self.layers)
 
 
 AS_STORED = Rounding()

@@ -309,6 +309,47 @@ def test_a_factor_by_position_is_of_queries_only(ops):
 
 
 @BUILDS
+def test_values_may_be_normalized_without_a_weight(ops):
+    step = RandomStep([Req(0, 1)], num_heads=1, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.ones(1, 1), torch.zeros(1, 1))
+    norm = QKNorm(torch.tensor([1.0, 2]), torch.tensor([3.0, 4]), 100 - 12.5, has_values=True)
+    plan = ops.plan(step.rows(), step.kv, 1)
+    q = ops.rope_write_kv(torch.tensor([[3.0, 4] * 3]), rotary, norm, step.kv.layers[0], plan)
+    (slot,) = step.rows().slots.tolist()
+    k, v = (x[slot // 16, slot % 16, 0] for x in step.kv.layers[0].parts)
+    torch.testing.assert_close(
+        torch.stack([q.flatten(), k, v]) * 10, torch.tensor([[3.0, 8], [9, 16], [3, 4]])
+    )
+
+
+@BUILDS
+def test_rows_may_have_only_queries(ops):
+    step = RandomStep([Req(0, 2)], num_heads=2, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
+    norm = QKNorm(*[torch.ones(2)] * 2, 100 - 12.5, has_values=True)
+    before, plan = step.arena.clone(), ops.plan(step.rows(), step.kv, 2)
+    q = ops.rope_write_kv(torch.tensor([[3.0, 4, -3, -4]] * 2), rotary, norm, None, plan)
+    want = torch.tensor([[[-0.4, 0.3], [0.4, -0.3]], [[-0.8, 0.6], [0.8, -0.6]]])
+    torch.testing.assert_close(q, want)
+    assert torch.equal(step.arena.isnan(), before.isnan())
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layers_of_different_heads_share_a_plan(ops, dtype):
+    reqs = [Req(300, 3), Req(5, 2), Req(40, parents=[0, 0, 1])]
+    shapes = [(4, 16), (1, 40), (4, 24)]
+    steps = [RandomStep(reqs, 16, 4, Hk, D, dtype).filled() for Hk, D in shapes]
+    kv = KVCache(tuple(layer for step in steps for layer in step.kv.layers))
+    plan = ops.plan(steps[0].rows(), kv, 4, [None, 7])
+    for window in (7, None):
+        for step, layer in zip(steps, kv.layers, strict=True):
+            q = queries(step, len(step.rows().positions))
+            got = ops.attention(q, layer, plan, step.head_dim**-0.5, window)
+            assert row_errors(got, step.attend(reference, q, window)).max() < TOLERANCE[dtype]
+
+
+@BUILDS
 def test_each_head_has_its_own_norm(ops):
     step = RandomStep([Req(0, 1)], num_heads=2, num_kv_heads=1, head_dim=2)
     rotary = Rotary(torch.ones(1, 1), torch.zeros(1, 1))

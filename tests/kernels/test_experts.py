@@ -83,6 +83,17 @@ def test_a_correction_is_added_to_probabilities(ops):
     torch.testing.assert_close(routing.weights[0], 3 * probabilities / probabilities.sum())
 
 
+@BUILDS
+def test_each_expert_may_have_a_factor(ops):
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 1.0, 0.0]])
+    factors = torch.tensor([0.5, 2.0, 3.0])
+    routing = ops.route(logits, 2, True, False, None, factors)
+    plain = reference.route(logits, 2, True)
+    assert routing.experts.tolist() == [[2, 1], [0, 1]]
+    own = torch.tensor([[3.0, 2.0], [0.5, 2.0]])
+    torch.testing.assert_close(routing.weights, plain.weights * own)
+
+
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
@@ -226,6 +237,24 @@ def test_the_build_adds_what_the_reference_adds(gemm, form, dtype, limit):
 @pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
 def test_every_build_adds_what_the_reference_adds(ops, form, dtype, limit):
     compare(ops, form, dtype, limit, roundings=2)
+
+
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
+def test_a_sum_of_gelu_experts_may_stand_alone(ops, form, dtype):
+    mixture = Mixture(ops, dtype=dtype, form=form)
+    x, logits, residual = mixture.rows(9)
+    routing, packed = ops.route(logits, 3, True), (mixture.gate_up, mixture.down)
+    got = ops.experts(x, routing, *packed, None, gate="gelu_tanh")
+    want = torch.zeros(residual.shape)
+    for r in range(9):
+        for weight, e in zip(routing.weights[r], routing.experts[r].tolist(), strict=True):
+            gate_up, down = mixture.each[e]
+            inner = ops.linear_gated(x[r : r + 1].clone(), gate_up, None, "gelu_tanh")
+            want[r] += weight * ops.linear(inner, down)[0].float()
+    assert got.dtype == dtype
+    assert (row_errors(got, want.to(dtype)) < 3 * TOLERANCE[dtype]).all()
 
 
 def compare(ops, form, dtype, limit, R=45, roundings=1):

@@ -541,7 +541,7 @@ static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, cons
 
 template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
   AttentionPlan& plan = *step.attention;
-  const Work& work = plan.with_window(a.window);
+  const Work& work = plan.of(a.window, a.kv->num_heads);
   int64_t num = work.items.size();
   static thread_local Scratch* scratch = new Scratch;
   scratch->fit(a.kv->head_dim, IS_CODE<T>);

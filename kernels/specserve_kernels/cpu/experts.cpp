@@ -12,7 +12,7 @@ constexpr int64_t ROUTED_ALONE = 16;   // maximum rows that one thread routes
 struct Route {
   int64_t is_bf16, domain;
   const void* logits;                // [R, E]
-  const float* correction;           // [E], may be null
+  const float *correction, *factors;  // [E], may be null
   float* weights;                    // [R, k]
   int32_t *experts, *places, *rows;  // [R, k]; places by pair, rows by place
   int32_t* begins;                   // [E + 1]  first place of each expert, and the end
@@ -55,7 +55,7 @@ template <class T> static void route_row(const Route& a, int64_t r) {
   }
   for (int64_t j = 0; j < k; j++) some += weights[j] = numbers[chosen[j]] / all;
   for (int64_t j = 0; j < k && a.normalizes; j++) weights[j] /= some;
-  for (int64_t j = 0; j < k; j++) weights[j] *= a.factor;
+  for (int64_t j = 0; j < k; j++) weights[j] *= a.factors ? a.factors[chosen[j]] : a.factor;
 }
 
 static void give_places(const Route& a, int64_t R) {
@@ -95,7 +95,7 @@ struct AddExperts {
   const float *sums, *weights;  // [R k, N] by place; [R, k]
   const int32_t* places;        // [R, k]
   void* residual;               // [R, N]
-  int64_t N, k;
+  int64_t N, k, adds;           // adds to `residual`, or replaces it
 };
 
 struct AddGated {
@@ -124,7 +124,7 @@ static void do_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t en
     for (int64_t j = 0; j < a.k; j++)
       total += load_up_to(a.sums + places[j] * a.N + i, n) * weights[j];
     T* to = (T*)a.residual + r * a.N + i;
-    store_up_to(to, load_up_to(to, n) + total, n);
+    store_up_to(to, a.adds ? load_up_to(to, n) + total : total, n);
   }
 }
 

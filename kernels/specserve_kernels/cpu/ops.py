@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +49,6 @@ class CpuPlan(NamedTuple):
     native: Any
     attention: AttentionPlan
     num_rows: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def run(
@@ -228,9 +226,10 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return _norm(arguments.norm(0, x, weight, out, eps, bias=bias, is_centered=True), out)
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     assert len(residual) == len(x), "residual and x differ in their number of rows"
-    return _norm(arguments.norm(0, x, weight, residual, eps, adds=True), residual)
+    columns = residual[:, begin : begin + x.shape[1]]
+    return _norm(arguments.norm(0, x, weight, columns, eps, adds=True), residual)
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
@@ -255,6 +254,46 @@ def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) ->
     return _curve(x, CURVES[curve], *alphas)
 
 
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    run("gate_columns", arguments.gate_columns(0, x, curve, other, begin), len(x), x.numel())
+    return x
+
+
+def spread_streams(x: Tensor, first: Tensor) -> Tensor:
+    out = x.new_empty(len(x), x.shape[1] + first.shape[1])
+    return _streams("spread_streams", x, first, out, first.shape[1])
+
+
+def add_matched(x: Tensor, first: Tensor, total: Tensor) -> Tensor:
+    return _streams("add_matched", x, first, total, x.shape[1])
+
+
+def mix_streams(streams: Tensor, coefficients: Tensor) -> Tensor:
+    width = streams.shape[1] // isqrt(coefficients.shape[1])
+    return _streams("mix_streams", streams, coefficients, torch.empty_like(streams), width)
+
+
+def correct_streams(streams: Tensor, x: Tensor, coefficients: Tensor) -> Tensor:
+    return _streams("correct_streams", x, coefficients, streams, x.shape[1])
+
+
+def _streams(name: str, x: Tensor, coefficients: Tensor, out: Tensor, width: int) -> Tensor:
+    run(name, arguments.streams(0, x, coefficients, out, width), len(x), out.numel())
+    return out
+
+
+def sparse_gated(x: Tensor, curve: str, deviations: float) -> Tensor:
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    run("sparse_gated", arguments.sparse_gated(0, x, curve, deviations, out), len(x), x.numel())
+    return out
+
+
+def weigh_columns(x: Tensor, begin: int, weight: Tensor) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    run("weigh_columns", arguments.weigh_columns(0, x, begin, weight, out), len(x), out.numel())
+    return out
+
+
 def _curve(x: Tensor, curve: int, *numbers: float) -> Tensor:
     run("elementwise", arguments.elementwise(0, x, curve, *numbers), len(x), x.numel())
     return x
@@ -268,18 +307,16 @@ def plan(
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> CpuPlan:
-    _, _, num_kv_heads, D = kv.layers[0].k.shape
-    heads = num_heads, num_kv_heads, D
-    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions))
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CpuPlan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: CpuPlan
 ) -> Tensor:
-    q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
+    q = qkv.new_empty(plan.num_rows, *arguments.num_query_heads(qkv, rotary, kv))
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
     run("rope_write_kv", args, len(q), qkv.numel(), plan)
     return q
@@ -435,7 +472,7 @@ def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Te
 
 
 def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
-    return x[:, begin:end].contiguous()
+    return x[:, begin:end].clone(memory_format=torch.contiguous_format)
 
 
 def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:

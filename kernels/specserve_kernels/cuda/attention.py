@@ -65,7 +65,9 @@ class FlashInfer:
 
     def fits(self, kv: KVCache, windows: Sequence[Window]) -> bool:
         k, has_chunks = kv.layers[0].k, any(isinstance(window, Chunks) for window in windows)
-        return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16 and not has_chunks
+        is_uniform = len({layer.k.shape[2:] for layer in kv.layers}) == 1
+        is_served = k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
+        return is_uniform and is_served and not has_chunks
 
     def build(self, kv: KVCache, windows: Sequence[Window]) -> None:
         """Compile and load the kernels of later plans. DeviceError if that fails.

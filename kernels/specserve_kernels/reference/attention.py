@@ -34,7 +34,8 @@ def plan(
 ) -> RowsPlan:
     """Prepare the inputs that all layers of a step share.
 
-    windows           every window that the step passes to `attention`
+    windows           every window that the step passes to `attention`; layers may differ in their
+                      KV heads
     also              host tensors that other ops of the step take; `plan.also` has them on the
                       ops' device
     has_plain_scores  the step calls `attention` without `soft_cap` and `sinks`
@@ -43,18 +44,19 @@ def plan(
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RowsPlan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: RowsPlan
 ) -> Tensor:
     """Normalize and rotate the heads. Write K and V of every row into its slot, in the KV's dtype.
     `kv.py` defines 8-bit KV.
 
     qkv  [R, (H + 2 Hk) D]  bfloat16 | float32  query heads, then key heads, then value heads
+    kv                                          None: qkv has only query heads, and no KV is written
     ->   [R, H, D]          as qkv              the rotated queries
 
     The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in the order of Hugging
     Face).
     """
-    block_size, num_kv_heads, D = kv.k.shape[1:]
+    D, num_kv_heads = 2 * rotary.cos.shape[1], 0 if kv is None else kv.k.shape[2]
     R = len(plan.rows.positions)
     heads = qkv[:R].view(R, -1, D).float()
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -68,8 +70,11 @@ def rope_write_kv(
         q, k = _norm(q, norm.q, norm), _norm(k, norm.k, norm)
     if rotary.query_scale is not None:
         q = q * rotary.query_scale[position][:, None, None]
-    slots = plan.rows.slots
-    put(kv, (slots // block_size, slots % block_size), k, v)
+    if norm is not None and norm.has_values:
+        v = _norm(v, v.new_ones(D), norm)
+    if kv is not None:
+        slots, block_size = plan.rows.slots, kv.k.shape[1]
+        put(kv, (slots // block_size, slots % block_size), k, v)
     return q.to(qkv.dtype)
 
 

@@ -190,13 +190,19 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return (normed if bias is None else normed + bias).to(x.dtype)
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     """Add rms_norm(x) to the residual stream, in place, rounded once; return it.
 
-    x, weight  as for `rms_norm`
-    residual   [R, K]  as x
+    If the weight is shorter than a row, every group of that many columns has its own norm.
+
+    x         [R, G K]  bfloat16 | float32
+    weight    [K]       float32
+    residual  [R, W]    as x; its columns [begin, begin + G K) change
     """
-    return residual.copy_(residual.float() + _normed(x, weight, eps))
+    normed = _normed(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
+    columns = residual[:, begin : begin + x.shape[1]]
+    columns.copy_(columns.float() + normed)
+    return residual
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
@@ -237,6 +243,18 @@ def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) ->
         return x.copy_(torch.where(wide > 0, right, left))
     rows = [GATES[curve](row) for row in wide.clone()]
     return x.copy_(torch.stack(rows)) if rows else x
+
+
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    """Replace x by f(x) * the columns [begin, begin + K) of `other`, in place, rounded once; return
+    x.
+
+    x      [R, K]  bfloat16 | float32
+    curve  the function f, `silu` or `gelu_tanh`
+    other  [R, W]  as x
+    """
+    bent = activate(x.float(), curve)
+    return x.copy_(bent * other[:, begin : begin + x.shape[1]].float())
 
 
 def tune(

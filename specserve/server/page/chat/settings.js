@@ -1,39 +1,64 @@
-// The served model, and the settings of the page.
+// The served model, and the settings of requests.
 
+import { Refusal, get } from "../shared/api.js";
+import { at, count, element } from "../shared/dom.js";
+import { swatch } from "../shared/drafters.js";
+import { put, take } from "../shared/storage.js";
 import { plainSeconds } from "./answer.js";
-import { Refusal, get } from "./api.js";
-import { put, take } from "./kept.js";
-import { element } from "./view.js";
 
-const form = document.querySelector("#controls"), KEPT = "specserve.settings";
+const form = at("controls"), KEPT = "specserve.settings";
 const controls = [...form.elements].filter((control) => control.name); // without the drafters
-const { values, off } = Object(take(KEPT));
+const { values, off, hasColors } = Object(take(KEPT));
 const refused = new Set(Array.isArray(off) ? off : []); // names of drafters that are off
+let colors = typeof hasColors === "boolean" ? hasColors : null; // null: not chosen
 for (const control of controls) {
   if (typeof values?.[control.name] === "string") control.value = values[control.name];
 }
 
+function store() {
+  const entries = controls.map(({ name, value }) => [name, value]);
+  put(KEPT, { values: Object.fromEntries(entries), off: [...refused], hasColors: colors });
+}
+
 form.oninput = ({ target }) => {
   if (target.type === "checkbox") refused[target.checked ? "delete" : "add"](target.name);
-  const told = controls.map(({ name, value }) => [name, value]);
-  put(KEPT, { values: Object.fromEntries(told), off: [...refused] });
+  store();
 };
+form.onsubmit = (event) => event.preventDefault();
 
 export const model = { card: null, plain() {} }; // see figures()
+
+// Whether tokens are colored by drafter: the user's choice, or on for the demo.
+export const showsDrafting = () => colors ?? Boolean(model.card?.demo);
+
+export function setShowsDrafting(are) {
+  colors = are;
+  store();
+}
 
 export async function connect() {
   const { data } = await get("v1/models");
   [model.card] = data;
-  const fieldset = document.querySelector("#sources");
   const boxes = (model.card.sources ?? []).map((name) =>
     element("label", {},
-      element("input", { type: "checkbox", name, checked: !refused.has(name) }), ` ${name}`));
+      element("input", { type: "checkbox", name, checked: !refused.has(name) }), swatch(name)));
   const none = element("span", { className: "quiet", text: "speculation is off" });
-  fieldset.replaceChildren(fieldset.firstElementChild, ...(boxes.length ? boxes : [none]));
+  at("sources").replaceChildren(at("sources").firstElementChild, ...(boxes.length ? boxes : [none]));
   form.max_nodes.max = model.card.max_nodes ?? 0;
   if (form.max_nodes.validity.rangeOverflow) form.max_nodes.value = ""; // from another server
-  form.max_nodes.placeholder = `up to ${model.card.max_nodes ?? 0}`;
+  showDefaults();
   await learnCosts();
+}
+
+// The values of parameters that the page sends, or that the server uses if they are unset.
+const defaults = () => ({ ...model.card.defaults, ...model.card.chat_defaults });
+
+function showDefaults() {
+  const known = defaults();
+  const longest = known.max_tokens ?? model.card.max_model_len;
+  form.max_tokens.placeholder = longest ? count(longest) : "";
+  for (const name of ["temperature", "top_p", "min_p"]) form[name].placeholder = known[name] ?? "";
+  form.max_nodes.placeholder = `up to ${model.card.max_nodes ?? 0}`;
 }
 
 // Fetch the measured time of steps without draft tokens.
@@ -42,7 +67,7 @@ export async function learnCosts() {
   model.plain = (context) => plainSeconds(measured, context);
 }
 
-const labelOf = (control) => control.labels[0].textContent.trim();
+const labelOf = (control) => control.labels[0].firstChild.textContent.trim();
 
 // The number in a control, undefined if it is empty; throws Refusal if it is invalid.
 function numberOf(name) {
@@ -51,7 +76,7 @@ function numberOf(name) {
   const isWrong = validity.badInput || validity.rangeUnderflow || validity.rangeOverflow
     || (isWhole && value && !Number.isSafeInteger(Number(value)));
   if (!isWrong) return value === "" ? undefined : Number(value);
-  document.querySelector("#settings").open = true;
+  openSettings(true);
   control.focus();
   const range = max ? `from ${min} to ${max}` : `of at least ${min}`;
   throw new Refusal(400,
@@ -64,7 +89,7 @@ export function wordsOf({ message, param }) {
   return control ? `${labelOf(control)}: ${message}` : message;
 }
 
-// The fields of a request's body that the controls set.
+// The fields of a request's body: the defaults for chats, and what the controls set.
 export function fields() {
   const speculation = {};
   const boxes = [...document.querySelectorAll("#sources input")];
@@ -74,15 +99,24 @@ export function fields() {
   const most = numberOf("max_nodes");
   if (most !== undefined) speculation.max_nodes = most;
   const seed = numberOf("seed");
+  const names = ["temperature", "top_p", "min_p", "max_tokens"];
+  const set = names.map((name) => [name, numberOf(name)]).filter(([, value]) => value !== undefined);
   return {
-    temperature: numberOf("temperature"),
+    ...model.card?.chat_defaults,
+    ...Object.fromEntries(set),
     seed: seed < 0 ? undefined : seed, // below 0: random
-    max_tokens: numberOf("max_tokens"),
     ...(Object.keys(speculation).length ? { speculation } : {}),
   };
 }
 
+// The messages of a request: with the system prompt, and without the page's own fields.
 export function conversation(messages) {
   const system = form.system.value.trim();
-  return system ? [{ role: "system", content: system }, ...messages] : messages;
+  const plain = messages.map(({ role, content }) => ({ role, content }));
+  return system ? [{ role: "system", content: system }, ...plain] : plain;
+}
+
+export function openSettings(is) {
+  at("settings").hidden = !is;
+  at("show-settings").setAttribute("aria-expanded", is);
 }
