@@ -209,6 +209,15 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 80,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 7,
+        "attn_scale": 0.5,
+        "floor_scale": 8,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "num_local_experts": 6,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 6,
@@ -263,6 +272,18 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "rope_parameters": MROPE,
         },
+    ),
+    "llama4_vision": (
+        "llama4",
+        VISION
+        | {
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "vision_output_dim": 16,
+        },
+        FAMILIES["llama4"],
     ),
     "qwen3_5_vision": (
         "qwen3_5",
@@ -347,7 +368,8 @@ def tiny_checkpoint(
         config = CONFIG_MAPPING[whole](**parts)
     else:
         config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    save_quietly(random_model(config, seed, kind).to(dtype), folder)
+    model = random_model(config, seed, kind)
+    save_quietly(model if dtype == torch.float32 else model.to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

@@ -21,6 +21,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 
@@ -31,7 +32,7 @@ class ModelForward(Protocol):
     def num_heads(self) -> int: ...
 
     @property
-    def windows(self) -> Sequence[int | None]:
+    def windows(self) -> Sequence[Window]:
         """The distinct attention windows of its layers; None is full attention."""
         ...
 
@@ -239,6 +240,8 @@ class Ops(Protocol):
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor: ...
 
+    def weigh_rows(self, x: Tensor, logits: Tensor) -> Tensor: ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def layer_norm(
@@ -278,7 +281,7 @@ class Ops(Protocol):
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None] = NO_WINDOW,
+        windows: Sequence[Window] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
     ) -> Any: ...
@@ -293,7 +296,7 @@ class Ops(Protocol):
         kv: KVLayer,
         plan: Any,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor: ...

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from specserve_kernels.states import StateLayer, StateRows
 
-NO_WINDOW: tuple[int | None, ...] = (None,)
+
+class Chunks(NamedTuple):
+    """A window that starts at a multiple of `size`: a row at position p sees the positions from
+    p // size * size to p.
+    """
+
+    size: int
+
+
+# An integer: a row at position p sees the positions (p - window, p]. None: all positions up to p.
+Window = int | Chunks | None
+NO_WINDOW: tuple[Window, ...] = (None,)
 # Sampled instead of a token id if a row's maximum is not finite:
 NO_TOKEN = -1  # the maximum is -inf: no token is allowed
 NOT_FINITE = -2  # the maximum is +inf, or the row contains NaN
@@ -142,7 +153,7 @@ class KVLayer:
 class AttentionKind(NamedTuple):
     """Layers whose attention has one plan. `head_dim` is their largest head size."""
 
-    window: int | None
+    window: Window
     num_kv_heads: int
     head_dim: int
 
@@ -161,7 +172,7 @@ class KVCache(NamedTuple):
     def block_size(self) -> int:
         return self.layers[0].k.shape[1]
 
-    def kinds(self, windows: Iterable[int | None]) -> list[AttentionKind]:
+    def kinds(self, windows: Iterable[Window]) -> list[AttentionKind]:
         """Every window with every number of KV heads."""
         sizes = dict[int, int]()
         for layer in self.layers:

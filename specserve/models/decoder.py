@@ -16,6 +16,7 @@ from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
+    Chunks,
     DeltaParams,
     Gathering,
     KVCache,
@@ -28,6 +29,7 @@ from specserve_kernels import (
     Rotary,
     Rows,
     StateLayer,
+    Window,
 )
 from specserve_kernels.ops import EagerProgram
 
@@ -103,6 +105,7 @@ class Experts(NamedTuple):
     num_active: int
     normalizes: bool
     is_sigmoid: bool = False
+    weighs_input: bool = False  # a row's expert gets `Ops.weigh_rows`
     correction: Tensor | None = None  # of `Ops.route`
     factor: float | Tensor = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
@@ -151,7 +154,7 @@ class Layer(NamedTuple):
     float32, at the places that `Norms` describes.
     """
 
-    window: int | None
+    window: Window
     rotary: Rotary
     qk_norm: QKNorm | None
     attention_norm: Tensor | None
@@ -265,7 +268,7 @@ class Decoder:
         self.shard, self.connections = shard, connections
         self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
-        self.windows = tuple(dict.fromkeys(config.windows))
+        self.windows = tuple(dict.fromkeys(windows_of(config)))
         own = [i for i in shard.layers(config.num_layers) if config.has_kv(i)]
         # By layer of this shard: the index of its KV in the cache; 0 for recurrent layers.
         self.kv_places = [
@@ -483,7 +486,7 @@ class Decoder:
         ops, eps, beside = self.ops, self.config.norm_eps, layer.beside
         assert beside is not None and layer.after_mlp is not None, "the layer has only an MLP"
         both = ops.rms_norm(of_mlp, beside.after_mlp, eps)
-        routing = self.routing(ops.rms_norm(residual, beside.router_norm, eps), beside.experts)
+        _, routing = self.routing(ops.rms_norm(residual, beside.router_norm, eps), beside.experts)
         maps, read = beside.experts, ops.rms_norm(residual, beside.before, eps)
         gate = self.config.activation
         found = ops.experts(read, routing, maps.gate_up, maps.down, None, gate=gate)
@@ -592,13 +595,14 @@ class Decoder:
     def add_experts(self, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
         """Add the output of each row's experts to the residual."""
         ops, gatherings = self.ops, self.gatherings
-        routing = self.routing(h, layer)
+        logits, routing = self.routing(h, layer)
+        weighed = ops.weigh_rows(h, logits) if layer.weighs_input else h
         maps, holders = (layer.gate_up, layer.down), gatherings.holders
         if holders is None:
             own = self.own_columns(residual)
-            own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+            own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
         else:  # all ranks add all columns
-            residual = ops.experts(h, routing, *maps, residual, layer.limit, None, holders)
+            residual = ops.experts(weighed, routing, *maps, residual, layer.limit, None, holders)
             if layer.shared is None:
                 return residual
             own = self.own_columns(residual)
@@ -606,10 +610,11 @@ class Decoder:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
 
-    def routing(self, h: Tensor, layer: Experts) -> Any:
+    def routing(self, h: Tensor, layer: Experts) -> tuple[Tensor, Any]:
+        """The router's logits, and each row's experts."""
         logits = self.ops.linear(h, layer.router, layer.router_bias)
         rule = layer.is_sigmoid, layer.correction, layer.factor
-        return self.ops.route(logits, layer.num_active, layer.normalizes, *rule)
+        return logits, self.ops.route(logits, layer.num_active, layer.normalizes, *rule)
 
     def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
         """Add the shared expert's output to this rank's columns of the residual."""
@@ -663,6 +668,13 @@ class Decoder:
         cap = self.config.logit_cap
         logits = logits if cap is None else ops.soft_cap(logits, cap)
         return logits if shard.rank != last or last == 0 else ops.send(logits, self.every, 0)
+
+
+def windows_of(config: DecoderConfig) -> tuple[Window, ...]:
+    """The window of each layer, as ops take it."""
+    if not config.family.has_chunks:
+        return config.windows
+    return tuple(None if window is None else Chunks(window) for window in config.windows)
 
 
 def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | None) -> Gatherings:

@@ -13,7 +13,7 @@ from specserve.errors import ConfigError
 from specserve.models import per_layer_names as per_layer
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.families import FAMILIES, MULTIMODAL, UNSUPPORTED
 from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
@@ -28,7 +28,7 @@ from specserve.models.recurrent import (
     recurrent_layers,
     short_conv_fields,
 )
-from specserve.models.rope import RopeParameters
+from specserve.models.rope import QueryGrowth, RopeParameters
 
 MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -115,6 +115,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer: whether it has rotary embedding
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
+    query_growth: QueryGrowth | None = None  # of layers without rotary embedding
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
     recurrent: ShortConv | GatedDelta | None = (
@@ -185,15 +186,17 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         if self.family.ungated is not None:
             return [self.family.ungated[0]]
         parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
-        return [f"mlp.{part}_proj" for part in parts]
+        return [f"{self.family.mlp}.{part}_proj" for part in parts]
 
     @property
     def down_name(self) -> str:
-        return "mlp.down_proj" if self.family.ungated is None else self.family.ungated[1]
+        ungated = self.family.ungated
+        return f"{self.family.mlp}.down_proj" if ungated is None else ungated[1]
 
     @property
     def has_qk_norm(self) -> bool:
-        return self.qk_norm != "none"
+        """Whether layers have weights of norms of queries and keys."""
+        return self.qk_norm not in ("none", "bare")
 
     def qk_norm_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the weights of the norms of queries and keys."""
@@ -254,9 +257,9 @@ def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def names_family(written: Mapping[str, Any]) -> bool:
-    """Whether a config.json names a supported architecture, or none at all."""
+    """Whether a config.json names a known architecture, or none at all."""
     named = written.get("architectures")
-    return not named or causal_name(named) in ARCHITECTURES
+    return not named or causal_name(named) in (*ARCHITECTURES, *UNSUPPORTED)
 
 
 def causal_name(named: Any) -> str | None:
@@ -335,7 +338,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(fields, "intermediate_size"),
+        intermediate_size=positive(fields, keys.inner),
         vocab_size=positive(fields, "vocab_size"),
         max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
@@ -356,6 +359,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         rope=rotates,
         rope_parameters=rope_of(global_rope(fields), of_global.size),
         local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields), head_dim),
+        query_growth=query_growth(fields) if family.grows_queries else None,
         quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family, len(rotates)),
         num_mtp_layers=num_mtp_layers(written),
@@ -535,6 +539,11 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
     check_gate(fields, style)
     if fields.get("n_group", 1) != 1:
         raise ValueError(f"n_group = {fields['n_group']!r} is not supported, only 1")
+    if style.weighs_input and fields[style.active_key] != 1:
+        raise ValueError(
+            f"{style.active_key} = {fields[style.active_key]!r} is not supported for this family, "
+            "only 1"
+        )
     count = natural(fields, style.shared_count) if style.shared_count else 1
     factors = (style.factor, family.keys.residual_scale)
     return Mixture(
@@ -552,8 +561,12 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
 
 def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """By layer: whether it has experts. Families have different fields for this."""
+    if (named := fields.get("moe_layers")) is not None:
+        if not isinstance(named, list):
+            raise ValueError(f"moe_layers = {named!r} is not a list of layers")
+        return tuple(i in named for i in range(num_layers))
     every, without = 1, fields.get("mlp_only_layers") or []
-    for name in ("decoder_sparse_step", "moe_layer_interval"):
+    for name in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):
         every = positive(fields, name) if name in fields else every
     first, last = 0, num_layers - 1
     for name in ("moe_layer_start_index", "first_k_dense_replace"):
@@ -587,6 +600,8 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
     name = causal_name(named)
+    if name in UNSUPPORTED:
+        raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
     if name in FAMILIES:
         return name, FAMILIES[name]
     if name in MULTIMODAL:
@@ -689,12 +704,13 @@ def windows(
     fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None is full attention."""
-    window, kinds = fields["sliding_window"], fields["layer_types"]
+    window, kinds = fields[family.keys.window], fields["layer_types"]
+    windowed = "chunked_attention" if family.has_chunks else "sliding_attention"
     if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
         window = None
     if kinds is None:
-        names = {True: "sliding_attention", False: "full_attention"}
-        has_any = window is not None
+        names = {True: windowed, False: "full_attention"}
+        has_any = window is not None or family.has_chunks
         kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise ValueError(
@@ -702,7 +718,14 @@ def windows(
         )
     if family.ends_global:
         kinds = [*kinds[:-1], "full_attention"]
-    return tuple(layer_window(kind, window) for kind in kinds)
+    for kind in kinds:
+        if kind not in (windowed, "full_attention"):
+            raise ValueError(
+                f"layer type {kind!r} is not supported, only full_attention and {windowed}"
+            )
+    if windowed in kinds and not (is_int(window) and 1 <= window <= MAX_SIZE):
+        raise ValueError(f"a layer has {windowed}, but {family.keys.window} = {window!r}")
+    return tuple(window if kind == windowed else None for kind in kinds)
 
 
 def windowed_layers(
@@ -719,29 +742,19 @@ def windowed_layers(
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
+    if family.windowed == "rotated":
+        return list(rotates)
     if family.windowed == "pattern":
         every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
         return [(i + 1) % every != 0 for i in range(len(rotates))]
     return [family.windowed in ("all", "asked")] * len(rotates)
 
 
-def layer_window(kind: Any, window: Any) -> int | None:
-    if kind == "full_attention":
-        return None
-    if kind != "sliding_attention":
-        raise ValueError(
-            f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
-        )
-    if not is_int(window) or not 1 <= window <= MAX_SIZE:
-        raise ValueError(f"a layer has sliding_attention, but sliding_window = {window!r}")
-    return int(window)
-
-
 def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether each layer has rotary embedding, according to the config."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
     layers = fields["no_rope_layers"]  # despite the name, 1 means rotary embedding
-    if layers is None and "no_rope_layer_interval" in fields:
+    if not layers and "no_rope_layer_interval" in fields:
         interval = positive(fields, "no_rope_layer_interval")
         layers = [(i + 1) % interval for i in range(num_layers)]
     if layers is None:
@@ -751,6 +764,15 @@ def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
             f"no_rope_layers = {layers!r} is not a list of {num_layers} entries, one per layer"
         )
     return tuple(bool(x) for x in layers[:num_layers])
+
+
+def query_growth(fields: Mapping[str, Any]) -> QueryGrowth | None:
+    name = "attn_temperature_tuning"
+    if not isinstance(fields[name], int):  # published as a number, too
+        raise ValueError(f"{name} = {fields[name]!r} must be true or false")
+    if not fields[name]:
+        return None
+    return QueryGrowth(scale=number(fields, "attn_scale"), length=positive(fields, "floor_scale"))
 
 
 def either(fixed: bool | None, fields: Mapping[str, Any], key: str) -> bool:

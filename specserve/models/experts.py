@@ -32,6 +32,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     active_key: str = "num_experts_per_tok"
     normalizes: bool | None = None  # None: norm_topk_prob
     is_sigmoid: bool = False  # scores are sigmoids of the router's logits, else a softmax
+    weighs_input: bool = False  # a row has one expert, whose input `Ops.weigh_rows` returns
     correction: str | None = None  # tensor with the router's correction, within the module
     correction_rank: int = 1  # its dimensions: [E], or [1, E]
     factor: str | None = None  # field with a factor of the weights; None: no factor
@@ -142,6 +143,7 @@ ROUTERS = (
     *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
     *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer", ".router.proj"),
     *(".altup.modality_router", ".altup.prediction_coefs", ".altup.correction_coefs"),
+    ".feed_forward.router",
 )
 
 

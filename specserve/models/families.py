@@ -824,6 +824,54 @@ FAMILIES = {
             has_shared_gate=False,
         ),
     ),
+    "Llama4ForCausalLM": Family(
+        models="Llama 4 without vision",
+        defaults=LLAMA
+        | {
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 131072,
+            "moe_layers": None,
+            "no_rope_layer_interval": 4,
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+        keys=ConfigKeys(
+            inner="intermediate_size_mlp", qk_norm="use_qk_norm", window="attention_chunk_size"
+        ),
+        mlp_bias=False,
+        qk_norm="bare",
+        norms_after_rope=True,
+        mlp="feed_forward",
+        rotates_neighbors=True,
+        windowed="rotated",
+        has_chunks=True,
+        grows_queries=True,
+        experts=ExpertStyle(
+            module="feed_forward",
+            router="router",
+            width="intermediate_size",
+            number=16,
+            normalizes=True,  # the weight is a factor of the input
+            weighs_input=True,
+            shared_width="intermediate_size",
+            has_shared_gate=False,
+            stacked=StackedNames(),
+        ),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -863,6 +911,10 @@ FAMILIES = {
             stacked=StackedNames(has_pairs=True),
         ),
     ),
+}
+
+UNSUPPORTED = {  # the reason, by architecture
+    "Phi3SmallForCausalLM": "its attention is block-sparse. Use Phi-3 mini or Phi-3 medium",
 }
 
 LFM2 = FAMILIES["Lfm2ForCausalLM"]
@@ -1073,6 +1125,9 @@ MULTIMODAL = {
     "Qwen3VLMoeForConditionalGeneration": Multimodal(
         models="Qwen 3 VL with experts: 30B-A3B and others",
         texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Llama4ForConditionalGeneration": Multimodal(
+        models="Llama 4: Scout, Maverick", texts={"llama4_text": FAMILIES["Llama4ForCausalLM"]}
     ),
     "Qwen3_5ForConditionalGeneration": Multimodal(
         models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}

@@ -28,6 +28,7 @@ from specserve.models.decoder import (
     Layer,
     SharedExpert,
     ShortConvWeights,
+    windows_of,
 )
 from specserve.models.decoder_config import (
     ALPHAS,
@@ -37,6 +38,7 @@ from specserve.models.decoder_config import (
     STREAM_SCALE,
     DecoderConfig,
 )
+from specserve.models.gguf.header import drop_headers
 from specserve.models.mtp_config import without_mtp
 from specserve.models.per_layer import MIX, PerLayerMaps, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
@@ -113,7 +115,11 @@ def load_decoder(
     # The nodes of a draft tree have positions after the last verified token.
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
-    weights = read_weights(reader, config, tables)
+    try:
+        weights = read_weights(reader, config, tables)
+    except ConfigError:
+        drop_headers()
+        raise
     if reader.checkpoint.other_parts:
         parts = ", ".join(reader.checkpoint.other_parts)
         log.warning("%s: only the text model is loaded, without %s", folder, parts)
@@ -144,9 +150,9 @@ def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
     everywhere = table(told, size)
     is_same = (local, config.head_dim) == (told, size)
     windowed = everywhere if is_same else table(local, config.head_dim)
-    return Tables(
-        everywhere, windowed, everywhere if all(config.rope) else rotary.still(everywhere)
-    )
+    has_still = not all(config.rope)
+    still = rotary.still(everywhere, config.query_growth) if has_still else everywhere
+    return Tables(everywhere, windowed, still)
 
 
 def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
@@ -588,7 +594,7 @@ def read_attention(
         gate["gate"] = reader.read_weight(qkv[0], rows=of_gate)
         gate["gate_bias"] = reader.read_bias(qkv[0], rows=of_gate)
     return gate | {
-        "window": config.windows[index],
+        "window": windows_of(config)[index],
         "rotary": table,
         "qk_norm": read_qk_norm(reader, config, index),
         "qkv": reader.read_weight(*qkv, rows=rows),
@@ -703,6 +709,7 @@ def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,
+        weighs_input=mixture.style.weighs_input,
         correction=reader.read_norm(f"{layer}.{mixture.correction}", False).flatten()
         if mixture.correction
         else None,
@@ -758,9 +765,12 @@ def order_of_head(config: DecoderConfig) -> Tensor | None:
 
 
 def read_qk_norm(reader: Reader, config: DecoderConfig, index: int) -> QKNorm | None:
+    family, order = config.family, order_of_head(config)
+    if config.qk_norm == "bare" and config.rope[index]:
+        ones = reader.ops.place(torch.ones(config.head_dim))
+        return QKNorm(ones, ones, config.norm_eps, is_last=family.norms_after_rope)
     if not config.has_qk_norm:
         return None
-    family, order = config.family, order_of_head(config)
     names = [f"model.layers.{index}.self_attn.{name}.weight" for name in family.qk_norm_names]
     own = names if config.owns_kv(index) else names[:1]
     q, *others = (reader.read_norm(name, family.adds_one) for name in own)

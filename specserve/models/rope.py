@@ -50,6 +50,15 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, factors=self.long_factors)
 
 
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Llama 4's factor of queries in layers without RoPE: 1 + scale ln(1 + floor((p + 1) / length))
+    at position p.
+    """
+
+    scale: float
+    length: int  # tokens
+
+
 def parse(
     fields: Mapping[str, Any],
     max_positions: int,
@@ -170,8 +179,6 @@ def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
     https://github.com/meta-llama/llama-models.
     """
     low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
-    if low == high:
-        raise ValueError(f"rope_parameters: low_freq_factor = high_freq_factor = {low}")
     return RopeParameters(
         kind="llama3",
         theta=theta,

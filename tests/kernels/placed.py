@@ -41,7 +41,7 @@ OPS = OPAQUE | HOST.keys() | {
     *("rms_norm", "rms_norm_add", "add_matched", "correct_streams", "mix_streams"),
     *("sparse_gated", "spread_streams", "weigh_columns"),
     *("rms_norm_columns", "rope_write_kv", "route", "scale", "soft_cap", "take_rows"),
-    *("all_gather", "receive", "send", "take_columns", "put_columns"),
+    *("all_gather", "receive", "send", "take_columns", "put_columns", "weigh_rows"),
 }  # fmt: skip
 
 

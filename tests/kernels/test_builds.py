@@ -72,6 +72,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "take_rows": COPIES,
     "top_children": (test_sampling.test_the_likeliest_children_are,
         *next(iter(test_sampling.CHILDREN.values()))),
+    "weigh_rows": (test_experts.test_rows_are_weighed_by_their_largest_logit, FP32),
 }  # fmt: skip
 UNCHECKED = {"adapter_slots", "allocate", "copy", "place", "plan", "prepack", "prepack_experts"}
 

@@ -345,6 +345,18 @@ def test_rows_are_added_with_a_gate_for_each(ops, dtype):
         assert torch.equal(ops.add_gated(x[rows], gate[rows], residual[rows]), got[rows])
 
 
+@BUILDS
+@DTYPES
+def test_rows_are_weighed_by_their_largest_logit(ops, dtype):
+    R, K = 45, 600
+    x, logits = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, 7))
+    want = x.double() * logits.double().amax(1, keepdim=True).sigmoid()
+    got = ops.weigh_rows(x, logits)
+    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=1e-5)
+    for rows in ([3], [44, 0, 7]):
+        assert torch.equal(ops.weigh_rows(x[rows], logits[rows]), got[rows])
+
+
 def test_experts_of_different_forms_are_refused():
     weights = [random_tensor(8, 8), random_tensor(8, 8, dtype=torch.bfloat16)]
     with pytest.raises(AssertionError, match="experts of different forms"):
@@ -377,8 +389,9 @@ class Sparse:
     def forward(self, x, kv, plan, aux_layer_ids=()):
         for layer in self.layers:
             h = self.ops.rms_norm(x, self.table[0].float(), 1e-6)
-            routing = self.ops.route(self.ops.linear(h, self.router), 2, True)
-            x = self.ops.experts(h, routing, layer.gate_up, layer.down, x, self.limit)
+            logits = self.ops.linear(h, self.router)
+            routing, weighed = self.ops.route(logits, 2, True), self.ops.weigh_rows(h, logits)
+            x = self.ops.experts(weighed, routing, layer.gate_up, layer.down, x, self.limit)
             x = self.ops.add_gated(h, self.ops.linear(h, self.gate), x)
         return x, {}
 

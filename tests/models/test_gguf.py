@@ -125,6 +125,13 @@ LONG = {
     },
     "original_max_position_embeddings": 128,
 }
+LLAMA4 = {  # what files have without saying so
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "floor_scale": 8192,
+    "no_rope_layers": [1, 1, 1, 0, 1],
+    "num_hidden_layers": 5,
+}
 MODELS = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
     "llama, tied": ("smollm", {}),
@@ -150,11 +157,21 @@ MODELS = {  # family, what departs from its tiny checkpoint
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone4, windows": ("exaone4", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "command-r": ("cohere", TIED),
     "command-r plus": ("command_r_plus", TIED),
     "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {"num_hidden_layers": 3}),
+    "glm4moe": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4moe, normalized queries": ("glm4_moe", {}),
     "granitemoe": ("granite_moe", {}),
+    "llama4": ("llama4", LLAMA4),
+    "llama4, every second layer with experts": (
+        "llama4",
+        LLAMA4 | {"interleave_moe_layer_step": 2},
+    ),
+    "minimax-m2": ("minimax_m2", {}),
     "hunyuan-dense": ("hunyuan", {}),
     "lfm2": ("lfm2", {}),
     "mistral3": ("ministral3", {}),
@@ -186,6 +203,52 @@ def test_the_config_and_the_logits_are_those_of_the_checkpoint(tmp_path, family,
     ids = prompt(320, 61)
     models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, ids) for m in models), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe"), ("glm4", "glm4")],
+)
+def test_mrope_is_plain_rope(tmp_path, arch, family):
+    """But a file of GLM-4 with M-RoPE has the even dimensions of what rotates before the odd."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 16)]
+
+    def edit(writer):
+        writer.add_rope_dimension_sections([4, 2, 2, 0])
+        for name, tensor in writer.tensors[0].items():
+            if arch == "glm4" and name.split(".")[-2] in ("attn_q", "attn_k"):
+                heads = tensor.tensor.reshape(-1, 16, *tensor.tensor.shape[1:])
+                tensor.tensor = heads[:, order].reshape(tensor.tensor.shape)
+
+    file, plain = write(tmp_path, family, arch=arch, edit=edit)
+    open_source(file).check()
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 37)) for m in models), rtol=1e-3, atol=1e-3)
+
+
+def test_llama_4_may_have_full_attention_everywhere(tmp_path):
+    edit = lambda writer: writer.add_sliding_window(0)  # noqa: E731
+    config = open_source(write(tmp_path, "llama4", edit=edit, **LLAMA4).file).config()
+    assert config.windows == (None,) * 5 and config.rope == (True,) * 5
+
+
+def test_llama_4_of_128_experts_does_not_normalize_queries(tmp_path):
+    sizes = {"num_local_experts": 128, "intermediate_size": 32}
+    assert open_source(write(tmp_path, "llama4", **LLAMA4 | sizes).file).config().qk_norm == "none"
+
+
+def test_mtp_layers_of_a_file_are_left_out(tmp_path, caplog):
+    def edit(writer):
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+    file, plain = write(tmp_path, "glm4_moe", edit=edit)
+    open_source(file).check()
+    assert "the file's MTP layers are not loaded" in caplog.text
+    assert open_source(file).config().num_layers == 2
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
 def test_a_sliding_window_is_all_layers(tmp_path):

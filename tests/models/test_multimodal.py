@@ -103,11 +103,6 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
         "text_config.model_type = 'gpt2' is not supported, only mistral, ministral3",
     ),
     "a text model that is none": ("mistral3", {"text_config": [1]}, r"text_config = \[1\] is not"),
-    "Llama 4": (
-        "qwen3_vl",
-        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
-        "'Llama4ForConditionalGeneration'.*Gemma3ForConditionalGeneration.*only text models run",
-    ),
     "fewer inputs of layers than tokens": (
         "gemma4_vision",
         {"text_config": {"vocab_size_per_layer_input": 319, "vocab_size": 320}},

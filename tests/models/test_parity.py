@@ -102,6 +102,15 @@ CASES = {  # family, what departs from its tiny checkpoint
             }
         },
     ),
+    "llama4": ("llama4", {}),
+    "llama4, a layer without experts, neither norms nor growing queries": (
+        "llama4",
+        {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
+    "llama4, its own lists of layers": (
+        "llama4",
+        {"moe_layers": [0], "layer_types": [FULL, "chunked_attention"], "no_rope_layers": [0, 1]},
+    ),
     "gemma3n": ("gemma3n", {}),
     "gemma3n, widths by layer, no scale, every token has inputs": (
         "gemma3n",
@@ -293,7 +302,10 @@ def ops_of(config):
             "linear",
             *when(norms.after_mlp, "norm"),
         ),
-        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
+        True: (
+            *("linear", "route", *when(has_shared and style.weighs_input, "weigh_rows")),
+            *("expert_maps", "expert_maps", "add_experts", *shared),
+        ),
     }
     if config.num_streams > 1:
         return ops_of_streams(config)
@@ -365,6 +377,8 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     num_experts = next((fields[name] for name in experts if name in fields), None)
     active = next((k for k in ("moe_k", "top_k_experts") if k in fields), "num_experts_per_tok")
     sizes = {active: num_experts} if num_experts else {}  # nor which they are
+    if family.startswith("llama4"):  # whose rows have one expert
+        sizes = {"num_local_experts": 1}
     has_sharp_scores = family.startswith(("gemma3n", "gemma4"))
     spread = 0.15 if has_sharp_scores else 0.05
     folder = tiny_checkpoint(tmp_path, family, initializer_range=spread, **sizes)

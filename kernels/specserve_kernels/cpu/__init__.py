@@ -4,7 +4,13 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
-from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.cpu.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
@@ -127,6 +133,7 @@ __all__ = [
     "top_children",
     "tune",
     "weigh_columns",
+    "weigh_rows",
 ]
 
 samples_ahead = False

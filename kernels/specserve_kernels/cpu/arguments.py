@@ -14,11 +14,13 @@ from specserve_kernels.ranks import HEADER, Gathering, Ranks
 from specserve_kernels.states import DeltaParams, Replays, StateLayer
 from specserve_kernels.types import (
     AdapterSums,
+    Chunks,
     KVCache,
     KVLayer,
     PackedExperts,
     QKNorm,
     Rotary,
+    Window,
 )
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
@@ -182,6 +184,14 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
     pointers = x.data_ptr(), gate.data_ptr(), residual.data_ptr()
     fields = "i64 is_bf16 domain ptr x gate residual i64 N"
     return native.filled(fields, native.is_bf16(residual), domain, *pointers, x.shape[1])
+
+
+def weigh_rows(domain: int, x: Tensor, logits: Tensor, out: Tensor) -> Structure:
+    assert len(x) == len(logits) and x.dtype == logits.dtype == out.dtype, "rows differ"
+    pointers = x.data_ptr(), logits.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x logits out i64 N num_experts"
+    shape = x.shape[1], logits.shape[1]
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *shape)
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:
@@ -354,16 +364,19 @@ def message(domain: int, x: Tensor, ranks: Ranks, other: int) -> Structure:
     return native.filled(fields, domain, *pointers, x.itemsize * x.shape[1], other)
 
 
-def plan_attention(
-    kv: KVCache, num_heads: int, windows: Sequence[int | None]
-) -> tuple[Structure, Any]:
+def encoded(window: Window) -> int:
+    """Return a window as in attention_plan.h."""
+    return -window.size if isinstance(window, Chunks) else window or 0
+
+
+def plan_attention(kv: KVCache, num_heads: int, windows: Sequence[Window]) -> tuple[Structure, Any]:
     """Return the op's arguments, and the object whose address they contain."""
     kinds = kv.kinds(windows)
     for _, num_kv_heads, D in kinds:
         assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, (
             "the heads exceed MAX_HEAD_DIM or MAX_TOKEN"
         )
-    numbers = [n for kind in kinds for n in (kind.window or 0, kind.num_kv_heads, kind.head_dim)]
+    numbers = [n for window, *sizes in kinds for n in (encoded(window), *sizes)]
     placed = (c_int64 * len(numbers))(*numbers)
     fields = "ptr kinds i64 num_kinds num_heads"
     return native.filled(fields, addressof(placed), len(kinds), num_heads), placed
@@ -438,7 +451,7 @@ def attention(
     kv: KVLayer,
     out: Tensor,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Structure:
@@ -449,7 +462,7 @@ def attention(
         )
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
     fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
-    return native.filled(fields, *pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))
+    return native.filled(fields, *pointers, q.shape[1], *scores, encoded(window), is_bf16(q, kv))
 
 
 def gate(domain: int, x: Tensor, gate: Tensor) -> Structure:

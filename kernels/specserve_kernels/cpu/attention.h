@@ -36,7 +36,7 @@ struct Attention {
   float scale;
   float soft_cap;  // 0: none
   const float* sinks;  // one score per query head, without a value; may be null
-  int64_t window;  // 0: none
+  int64_t window;  // as for `first_seen`
   int64_t is_bf16;
 
   // Factor f so that the weight of a score is 2^(f * score).

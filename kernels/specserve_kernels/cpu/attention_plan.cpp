@@ -18,8 +18,7 @@ void Work::view_rows(const Rows& rows) {
   for (int64_t r = 0; r < rows.num_rows; r++) {
     uint64_t mask = rows.mask[r];
     int prefix = rows.prefix[r], length = prefix + __builtin_popcountll(mask);
-    int low = window && length > window ? length - window : 0;
-    views.push_back({prefix, length, low, int(paths.size())});
+    views.push_back({prefix, length, first_seen(window, length), int(paths.size())});
     for (; mask; mask &= mask - 1) paths.push_back(prefix + __builtin_ctzll(mask));
   }
 }
@@ -124,7 +123,7 @@ const Work& AttentionPlan::of(int64_t window, int64_t num_kv_heads) const {
 
 // Layers with one window and one number of KV heads; `head_dim` is their largest head size.
 struct Kind {
-  int64_t window, num_kv_heads, head_dim;  // window 0: none
+  int64_t window, num_kv_heads, head_dim;  // window as for `first_seen`
 };
 
 struct PlanAttention {

@@ -36,6 +36,13 @@ struct Cut {
   int64_t partial;
 };
 
+// The first position that the last of `length` visible positions sees. A window is a number of
+// positions, 0 for all, or -n for the chunks of n positions that begin at multiples of n.
+static inline int first_seen(int64_t window, int length) {
+  if (window < 0) return (length - 1) / -window * -window;
+  return window && length > window ? length - window : 0;
+}
+
 // The work list of all layers with one window and one number of KV heads.
 struct Work {
   int64_t window, num_kv_heads;

@@ -106,3 +106,9 @@ def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
     args = arguments.add_gated(0, x, gate, residual)
     run("add_gated", args, len(x), x.numel())
     return residual
+
+
+def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    run("weigh_rows", arguments.weigh_rows(0, x, logits, out), len(x), x.numel())
+    return out

@@ -35,6 +35,7 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    Window,
 )
 
 SHORT = 1 << 16  # elements; smaller ops run on one thread, as waking threads takes longer
@@ -306,7 +307,7 @@ def plan(
     rows: Rows,
     kv: KVCache,
     num_heads: int,
-    windows: Sequence[int | None] = NO_WINDOW,
+    windows: Sequence[Window] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> CpuPlan:
@@ -330,7 +331,7 @@ def attention(
     kv: KVLayer,
     plan: CpuPlan,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:

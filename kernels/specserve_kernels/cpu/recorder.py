@@ -24,6 +24,7 @@ from specserve_kernels.types import (
     PackedExperts,
     QKNorm,
     Rotary,
+    Window,
 )
 
 STEP, READ, ADAPTED = range(3)  # domains of rows, as in op.h
@@ -405,6 +406,12 @@ class Recorder:
         self.note("add_gated", args, x.domain)
         return residual
 
+    def weigh_rows(self, x: Any, logits: Any) -> Any:
+        out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
+        args = arguments.weigh_rows(x.domain, x.tensor, logits.tensor, out.tensor)
+        self.note("weigh_rows", args, x.domain)
+        return out
+
     def rope_write_kv(
         self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: RecordedPlan
     ) -> Any:
@@ -420,7 +427,7 @@ class Recorder:
         kv: KVLayer,
         plan: RecordedPlan,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Any:

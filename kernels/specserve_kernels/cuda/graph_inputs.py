@@ -14,7 +14,7 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import AdapterRows, AttentionKind, Rows
+from specserve_kernels.types import AdapterRows, AttentionKind, Rows, Window
 
 
 class PlacedRows(NamedTuple):
@@ -33,7 +33,7 @@ class CudaPlan(NamedTuple):
     shared: PlacedRows
     parts: list[PlannedRows]
     # By window and number of KV heads.
-    work: dict[tuple[int | None, int], tuple[paged.Work, paged.Inputs]]
+    work: dict[tuple[Window, int], tuple[paged.Work, paged.Inputs]]
     adapters: AdapterWork | None = None
 
 

@@ -43,6 +43,7 @@ from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
+    Chunks,
     Edits,
     FixedThreads,
     KVCache,
@@ -56,6 +57,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 log = logging.getLogger("specserve")
@@ -224,6 +226,10 @@ class CudaOps:
             curve = partial(gated.gated, gate="clamped", limit=limit)
         return experts.add_experts(x, routing, gate_up, down, residual, curve, gathering, holders)
 
+    def weigh_rows(self, x: Tensor, logits: Tensor) -> Tensor:
+        largest = logits.float().amax(dim=1, keepdim=True)
+        return (x.float() * largest.sigmoid()).to(x.dtype)
+
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
 
@@ -243,7 +249,7 @@ class CudaOps:
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None] = NO_WINDOW,
+        windows: Sequence[Window] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
     ) -> CudaPlan:
@@ -271,7 +277,7 @@ class CudaOps:
         return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
 
     def flashinfer_for(
-        self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
+        self, kv: KVCache, windows: Sequence[Window], has_plain_scores: bool
     ) -> FlashInfer | None:
         """Return FlashInfer with built kernels if it supports this model; None: use Triton.
 
@@ -279,12 +285,17 @@ class CudaOps:
         fallback would hide them.
         """
         try:
-            if self.flashinfer is not None and self.flashinfer.fits(kv) and has_plain_scores:
+            if (
+                self.flashinfer is not None
+                and self.flashinfer.fits(kv, windows)
+                and has_plain_scores
+            ):
                 self.flashinfer.build(kv, windows)
                 return self.flashinfer
             if self.choice == "flashinfer":
                 k = kv.layers[0].k
                 scores = "" if has_plain_scores else " with capped scores or sinks"
+                scores += " in chunks" if any(isinstance(w, Chunks) for w in windows) else ""
                 raise DeviceError(
                     f"FlashInfer has no kernels for {k.dtype} heads of size {k.shape[-1]}{scores}. "
                     "Use attention 'auto'."
@@ -302,7 +313,7 @@ class CudaOps:
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None],
+        windows: Sequence[Window],
         also: Sequence[Tensor],
     ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
@@ -343,7 +354,7 @@ class CudaOps:
         kv: KVLayer,
         plan: CudaPlan,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:

@@ -19,7 +19,13 @@ from specserve_kernels.host import (
 from specserve_kernels.ops import EagerProgram, ModelForward
 from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
-from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.reference.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.reference.layers import (
     activate,
     copy,
@@ -123,6 +129,7 @@ __all__ = [
     "top_children",
     "tune",
     "weigh_columns",
+    "weigh_rows",
 ]
 
 samples_ahead = False

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.reference.kv import put, take
-from specserve_kernels.types import NO_WINDOW, KVCache, KVLayer, QKNorm, Rotary, Rows
+from specserve_kernels.types import (
+    NO_WINDOW,
+    Chunks,
+    KVCache,
+    KVLayer,
+    QKNorm,
+    Rotary,
+    Rows,
+    Window,
+)
 
 
 class RowsPlan(NamedTuple):
@@ -19,7 +28,7 @@ def plan(
     rows: Rows,
     kv: KVCache,
     num_heads: int,
-    windows: Sequence[int | None] = NO_WINDOW,
+    windows: Sequence[Window] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> RowsPlan:
@@ -85,7 +94,7 @@ def attention(
     kv: KVLayer,
     plan: RowsPlan,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -95,7 +104,7 @@ def attention(
     do not depend on which step wrote the KV.
 
     q         [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
-    window    a row at position p sees only the positions (p - window, p]; None: all
+    window    the visible positions; None: all
     soft_cap  a score s becomes soft_cap * tanh(s / soft_cap); None: unchanged
     sinks     [H]        float32; one more score per head, without a value; None: no sinks
     ->        [R, H D]   as q
@@ -120,10 +129,14 @@ def attention(
     return out.flatten(1)
 
 
-def _visible(prefix: int, mask: int, window: int | None) -> Tensor:
+def _visible(prefix: int, mask: int, window: Window) -> Tensor:
     """Return the request's slots that a row sees, in the order of their positions."""
     slots = [*range(prefix), *(prefix + j for j in range(64) if mask >> j & 1)]
-    return torch.tensor(slots if window is None else slots[-window:], dtype=torch.int64)
+    if isinstance(window, Chunks):
+        slots = slots[(len(slots) - 1) // window.size * window.size :]
+    elif window is not None:
+        slots = slots[-window:]
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:

@@ -141,3 +141,15 @@ def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
     residual  [R, K]  as x
     """
     return residual.copy_(residual.float() + x.float() / (1 + torch.exp(-gate.float())))
+
+
+def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """Return each row times the sigmoid of its largest logit, rounded once: the input of the only
+    expert of a row in Llama 4.
+
+    x       [R, K]  bfloat16 | float32
+    logits  [R, E]  as x
+    ->      [R, K]  as x
+    """
+    largest = logits.float().amax(dim=1, keepdim=True)
+    return (x.float() / (1 + torch.exp(-largest))).to(x.dtype)
