@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specserve.api.llm import LLM
     from specserve.api.lora import LoRARequest
     from specserve.api.outputs import CompletionOutput, Logprob, Output, RequestOutput
+    from specserve.api.pooling import EmbeddingRequestOutput, ScoringRequestOutput
     from specserve.api.vllm_arguments import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
     from specserve.errors import ConfigError, RequestError
     from specserve.exchange.sampling_params import SamplingParams, Slo, SpeculationParams
@@ -31,6 +32,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LoRARequest",
     "Logprob",
@@ -38,6 +40,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Slo",
     "SpeculationParams",
     "StructuredOutputsParams",
@@ -54,6 +57,7 @@ MODULES = {
     "BeamSearchSequence": "specserve.api.beam_search",
     "CompletionOutput": "specserve.api.outputs",
     "ConfigError": "specserve.errors",
+    "EmbeddingRequestOutput": "specserve.api.pooling",
     "EngineArgs": "specserve.api.vllm_arguments",
     "LLM": "specserve.api.llm",
     "LoRARequest": "specserve.api.lora",
@@ -62,6 +66,7 @@ MODULES = {
     "RequestError": "specserve.errors",
     "RequestOutput": "specserve.api.outputs",
     "SamplingParams": "specserve.exchange.sampling_params",
+    "ScoringRequestOutput": "specserve.api.pooling",
     "Slo": "specserve.exchange.sampling_params",
     "SpeculationParams": "specserve.exchange.sampling_params",
     "StructuredOutputsParams": "specserve.text.grammars.structured_outputs",

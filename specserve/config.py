@@ -98,6 +98,14 @@ class ModelConfig(Section, frozen=True):
         Literal["none", "w8"],
         about("quantization of the embedding if the layers are quantized: none or w8"),
     ] = "none"
+    activations: Annotated[
+        Literal["auto", "int8", "float"],
+        about(
+            "auto, int8 or float: the input of linear layers with quantized weights, on CPUs. int8 "
+            "rounds each row and group to 8 bits; float keeps model.dtype; auto is as the "
+            "checkpoint asks. The draft model follows auto and float"
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
@@ -127,6 +135,14 @@ class MemoryConfig(Section, frozen=True):
         Meta(gt=0.0, le=1.0),
         about("the pool's share of the memory that the weights leave free, above 0, at most 1"),
     ] = 0.5
+    state_interval: Annotated[
+        int,
+        Meta(ge=0),
+        about(
+            "for models with recurrent layers: tokens between two copies of a prompt's state in "
+            "the prefix cache; 0: only the copies near the ends of prompts and responses"
+        ),
+    ] = 1024
     draft_block_size: Annotated[
         Positive | None, about("draft model tokens per block, at least 1; unset: as many as fit")
     ] = None
@@ -440,6 +456,13 @@ class ServerConfig(Section, frozen=True):
             "admin calls"
         ),
     ] = None
+    open_dashboard: Annotated[
+        bool,
+        about(
+            "whether clients without an API key may read /metrics, /metrics/history, /v1/models "
+            "and /v1/speculation, which the page /dashboard shows"
+        ),
+    ] = False
     allow_no_keys: Annotated[
         bool,
         about(
@@ -584,6 +607,11 @@ class ServerConfig(Section, frozen=True):
                     f"server.{key} = {getattr(self, key)} needs server.api_key_file. Set it "
                     "(--api-key-file): without keys, all clients count as one"
                 )
+        if self.open_dashboard and self.api_key_file is None:
+            raise ValueError(
+                "server.open_dashboard = true needs server.api_key_file. Without keys, all routes "
+                "are open. Remove server.open_dashboard"
+            )
         if self.log_texts and not self.access_log:
             raise ValueError(
                 "server.log_texts = true has no effect if server.access_log = false. Remove one of "
@@ -639,6 +667,11 @@ class Config(Section, frozen=True):
                     "model.quantize or drafter.quantize, too, or unset it "
                     f"(--set model.{key}=)"
                 )
+        if self.model.quantize == "w8a8" and self.model.activations == "float":
+            raise ValueError(
+                "model.quantize = 'w8a8' quantizes activations, but model.activations is 'float'. "
+                "Set model.quantize to w8, or remove model.activations"
+            )
         if self.drafter.name == "none" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'none' does not use drafter.model = {self.drafter.model!r}. "
@@ -792,6 +825,7 @@ ARGUMENTS = {  # of the Python API
     "max_num_seqs": "scheduler.max_running",
     "lora_modules": "lora.modules",
     "model_impl": "model.implementation",
+    "task": "model.task",
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_loras",
     "pipeline_parallel_size": "parallel.pipeline",

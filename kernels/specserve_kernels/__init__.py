@@ -8,12 +8,14 @@ from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
+from specserve_kernels.states import DeltaParams, Replays, StateLayer, StateRows
 from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
     NO_WINDOW,
     NOT_FINITE,
     AdapterRows,
+    Chunks,
     Edits,
     KVCache,
     KVLayer,
@@ -24,6 +26,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 __all__ = [
@@ -31,7 +34,9 @@ __all__ = [
     "NO_TOKEN",
     "NO_WINDOW",
     "AdapterRows",
+    "Chunks",
     "Codes",
+    "DeltaParams",
     "DeviceError",
     "Edits",
     "Gathering",
@@ -47,10 +52,14 @@ __all__ = [
     "QKNorm",
     "RankLost",
     "Ranks",
+    "Replays",
     "Rotary",
     "Rows",
     "SampleParams",
+    "StateLayer",
+    "StateRows",
     "Threads",
+    "Window",
     "is_out_of_memory",
     "load",
 ]

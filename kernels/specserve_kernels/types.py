@@ -14,7 +14,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-NO_WINDOW: tuple[int | None, ...] = (None,)
+from specserve_kernels.states import StateLayer, StateRows
+
+
+class Chunks(NamedTuple):
+    """A window that starts at a multiple of `size`: a row at position p sees the positions from
+    p // size * size to p.
+    """
+
+    size: int
+
+
+# An integer: a row at position p sees the positions (p - window, p]. None: all positions up to p.
+Window = int | Chunks | None
+NO_WINDOW: tuple[Window, ...] = (None,)
 # Sampled instead of a token id if a row's maximum is not finite:
 NO_TOKEN = -1  # the maximum is -inf: no token is allowed
 NOT_FINITE = -2  # the maximum is +inf, or the row contains NaN
@@ -98,7 +111,7 @@ class Rows(NamedTuple):
     A causal row has prefix = position + 1 and no mask. Rows of one request that have a mask share
     one prefix, and a node's ancestors have lower bits than the node. Either all rows of a request
     have a mask, or none. Requests without masks come before requests with masks. `adapters` is
-    None if no row has an adapter.
+    None if no row has an adapter. `states` is None if no request has a recurrent state.
     """
 
     qo_indptr: Tensor
@@ -110,6 +123,7 @@ class Rows(NamedTuple):
     prefix: Tensor
     mask: Tensor
     adapters: AdapterRows | None = None
+    states: StateRows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,14 +150,35 @@ class KVLayer:
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
 
+class AttentionKind(NamedTuple):
+    """Layers whose attention has one plan. `head_dim` is their largest head size."""
+
+    window: Window
+    num_kv_heads: int
+    head_dim: int
+
+
 class KVCache(NamedTuple):
-    """One model's view of the block arena, by layer."""
+    """One model's view of the block arena, by layer.
+
+    layers  KV of the attention layers, in order
+    states  of the recurrent ops, in the order in which a forward calls them
+    """
 
     layers: tuple[KVLayer, ...]
+    states: tuple[StateLayer, ...] = ()
 
     @property
     def block_size(self) -> int:
         return self.layers[0].k.shape[1]
+
+    def kinds(self, windows: Iterable[Window]) -> list[AttentionKind]:
+        """Every window with every number of KV heads."""
+        sizes = dict[int, int]()
+        for layer in self.layers:
+            _, _, heads, D = layer.k.shape
+            sizes[heads] = max(D, sizes.get(heads, 0))
+        return [AttentionKind(w, heads, D) for w in windows for heads, D in sizes.items()]
 
 
 class Rotary(NamedTuple):
@@ -164,6 +199,7 @@ class QKNorm(NamedTuple):
     q, k         [D], or [H, D] and [Hk, D]  float32
     is_centered  LayerNorm, else RMSNorm
     is_last      after the rotation, else before it
+    has_values   value heads get an RMSNorm without a weight
     """
 
     q: Tensor
@@ -171,6 +207,7 @@ class QKNorm(NamedTuple):
     eps: float
     is_centered: bool = False
     is_last: bool = False
+    has_values: bool = False
 
 
 class Edits(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from threading import Lock, RLock
@@ -22,6 +23,20 @@ from specserve.api.input_processor import (
 )
 from specserve.api.lora import asked_adapters, modules_of
 from specserve.api.outputs import Generation, Output, output
+from specserve.api.poolers import Poolers, poolers_of
+from specserve.api.pooling import (
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+    check_dimensions,
+    check_instruction,
+    embedder_of,
+    embedding_output,
+    pair_ids,
+    paired,
+    prompt_of,
+    ranker_of,
+    scoring_output,
+)
 from specserve.api.progress import LoadProgress, show_phases, track
 from specserve.api.vllm_arguments import check_call
 from specserve.config import Config
@@ -31,7 +46,13 @@ from specserve.engine.process import Control
 from specserve.errors import ConfigError, RequestError, Sleeping, of_failure
 from specserve.exchange.messages import AdapterRef, Caller, SpeculationState, StepDetails
 from specserve.exchange.phases import Phases
-from specserve.exchange.sampling_params import SamplingParams, choices_of, for_prompt
+from specserve.exchange.sampling_params import (
+    Pooling,
+    SamplingParams,
+    choices_of,
+    for_prompt,
+    pooled,
+)
 from specserve.exchange.sleep import check_sleep, checked_tags
 from specserve.models.folder import resolve
 from specserve.process import interrupts_held
@@ -144,10 +165,7 @@ class LLM(BaseLLM[None]):
         """
         check_call("LLM.generate", vllm)
         processors = read_processors(logits_processors)
-        given: Any = prompts
-        is_text = isinstance(given, str | bytes) or not isinstance(given, Sequence)
-        is_one = is_text or (len(given) > 0 and isinstance(given[0], Integral))  # a prompt's ids
-        asked = [unwrapped(prompt) for prompt in ([given] if is_one else given)]
+        asked = each_prompt(prompts)
         each = self.resolve_each(one_of(params, sampling_params), len(asked))
         refs = self.adapters_of(lora, lora_request, len(asked))
         checked = [
@@ -311,6 +329,76 @@ class LLM(BaseLLM[None]):
             ids, text = self.render(conversation, options, its.params)
             checked.append(Checked(ids, its, text, ref))
         return self.run(checked, use_tqdm, processors)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        use_tqdm: bool = True,
+        **vllm: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embeddings of prompts, in order: `outputs.embedding` of each output.
+
+        `dimensions` cuts and normalizes them again. `prompt_name` is one of the model's prompts;
+        "" is none, and None is the model's default. `truncate` cuts the end of a prompt that
+        exceeds the context, which is an error otherwise. RequestError if the model has none.
+        """
+        check_call("LLM.embed", vllm)
+        embedder = embedder_of(self.poolers, "LLM.score")
+        check_dimensions(embedder, dimensions)
+        before = prompt_of(embedder, prompt_name)
+        read = self.input_processor.read_beginning if truncate else self.input_processor.read
+        asked = [prompt for prompt, _ in each_prompt(prompts)]
+        ids = [read(before + each if isinstance(each, str) else each) for each in asked]
+        done = self.pool(ids, embedder.pooling, use_tqdm)
+        return [embedding_output(each, embedder, dimensions) for each in done]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        **vllm: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return the scores of pairs, in order: `outputs.score` of each output.
+
+        `data_1` is the query, or one per document of `data_2`. `instruction` describes relevance to
+        models that read it. RequestError if the model is no ranker.
+        """
+        check_call("LLM.score", vllm)
+        ranker = ranker_of(self.poolers)
+        check_instruction(ranker, instruction)
+        ones, twos = ([each] if isinstance(each, str) else each for each in (data_1, data_2))
+        pairs = paired(ones, twos, ("data_1", "data_2"))
+        ids = [pair_ids(self.input_processor, ranker, each, instruction) for each in pairs]
+        return [scoring_output(g, ranker) for g in self.pool(ids, ranker.pooling, use_tqdm)]
+
+    @cached_property
+    def poolers(self) -> Poolers:
+        return poolers_of(self.config, self.folders.target, self.tokenizer)
+
+    def pool(
+        self, prompts: Sequence[list[int]], pooling: Pooling, is_shown: bool
+    ) -> list[Generation]:
+        """Run prompts that are pooled, and return them in order."""
+        resolved = Resolved(SamplingParams(seed=0), pooled(pooling))
+        generations = list[Generation]()
+        try:
+            for ids in prompts:
+                call = generations[0].id if generations else None
+                generations += self.start(ids, resolved, call)
+            is_shown = is_shown and self.progress and len(generations) > 1
+            for _ in track(generations, enabled=is_shown):
+                self.step()
+        finally:
+            self.end(generations)
+        refuse_failed(generations)
+        return generations
 
     def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
         """Load an adapter in peft's format, from a folder or hub id, under a name for prompts.
@@ -538,6 +626,13 @@ class LLM(BaseLLM[None]):
                 self.engine.finish(generation.id)
                 generation.finish_reason = generation.finish_reason or "abort"
                 self.live.pop(generation.id, None)
+
+
+def each_prompt(given: Any) -> list[tuple[Any, str | None]]:
+    """Return each of one or several prompts, and its text, if that is known."""
+    is_text = isinstance(given, str | bytes) or not isinstance(given, Sequence)
+    is_one = is_text or (len(given) > 0 and isinstance(given[0], Integral))  # a prompt's ids
+    return [unwrapped(prompt) for prompt in ([given] if is_one else given)]
 
 
 def read_processors(given: Sequence[LogitsProcessor] | None) -> Sequence[LogitsProcessor]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from specserve.config import Config
 from specserve.errors import ConfigError
 from specserve.exchange.sampling_params import Pooling
 from specserve.models.decoder_config import DecoderConfig
@@ -77,6 +78,13 @@ STAGED = Poolers(
     why_not="the hidden states are in the last stage of the pipeline. Start with "
     "parallel.pipeline = 1"
 )
+
+
+def poolers_of(config: Config, path: Path, tokenizer: Tokenizer) -> Poolers:
+    """Return what the target model at the path can do. ConfigError for what is not supported."""
+    model = config.model
+    found = find_poolers(path, model.task, tokenizer, model.implementation)
+    return STAGED if config.parallel.pipeline > 1 else found
 
 
 def find_poolers(path: Path, task: str, tokenizer: Tokenizer, implementation: str) -> Poolers:

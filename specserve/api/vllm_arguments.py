@@ -16,7 +16,7 @@ from specserve.exchange.sampling_params import is_one_of, unexpected_argument
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is always accepted
     "async_scheduling": (False,),
     "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
+    "convert": ("auto", "none", "embed"),  # the model's files tell what it can do
     "cpu_offload_gb": (0,),
     "data_parallel_size": (1,),
     "disable_custom_all_reduce": (True, False),  # there is one device
@@ -34,11 +34,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # argument -> values; None is al
     "logits_processors": ([], ()),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": (20,),
-    "runner": ("auto", "generate"),
+    "runner": ("auto", "generate", "pooling"),
     "scheduling_policy": ("fcfs", "priority"),  # by priority, then in order of arrival
     "skip_tokenizer_init": (False,),
     "swap_space": (0, 4),  # specserve does not swap; 4 is vLLM's default
-    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (True, False),  # specserve never runs code of a checkpoint
     "use_tqdm_on_load": (True,),
@@ -62,6 +61,7 @@ REFUSED = {  # arguments refused at every value -> remedy; "": omit it
     "speculative_config": "set drafter, and draft_model or draft_head",
     "tokenizer_revision": "",
 }
+TASKS = {"generate": "auto", "score": "rank"}  # vLLM's tasks -> values of model.task
 WHY = {
     "enforce_eager": "steps on a GPU may use CUDA graphs",
     "generation_config": "the model's file is always read; a SamplingParams overrides it",
@@ -109,7 +109,9 @@ def known_arguments(
     for name, value in given.items():
         if name not in names:
             raise unexpected_argument(owner, name, names)
-        if name in ARGUMENTS:
+        if name == "task":
+            known[name] = TASKS.get(value, value) if isinstance(value, str) else value
+        elif name in ARGUMENTS:
             is_fp8 = name == "kv_cache_dtype" and value == "fp8_e4m3"  # vLLM's longer name
             known[name] = "fp8" if is_fp8 else value
         elif name == "enable_lora":

@@ -32,6 +32,7 @@ from specserve.engine.ranks import (
     placed,
     start_followers,
 )
+from specserve.engine.recurrent import check_recurrent
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -142,7 +143,7 @@ def build_with(
         identities = kv_identities(config, weights), tenants
         given = known_sources, grammars, is_served, True, *identities, followers
         engine = assemble(config, models, max_len, *given)
-        phases.note("pool", pool_words(config, engine.pool))
+        phases.note("pool", pool_words(config, engine.pool, engine.target.arena.state_size))
         if engine.scheduler.tiers is not None:
             phases.note("tiers", tier_words(engine.scheduler.tiers))
         file = acceptance_file(config, engine.target.decoder)
@@ -186,6 +187,7 @@ def assemble(
     """Build an engine for loaded models; `followers` run the other parts of the target model."""
     if followers is not None and isinstance(models.target, Decoder):
         models = models._replace(target=models.target.connected(followers.connections))
+    check_recurrent(config, models.target, models.draft, models.head)
     adapters, target = build_adapters(config, models.target, followers)
     models = models._replace(target=target)
     target, draft, _, num_ids = models
@@ -236,7 +238,8 @@ def kv_tables(
         draft, sizes["draft"] = draft_model.runner.decoder, draft_model.runner.kv.block_size
     names = kv_names(config, target.decoder, draft) if config.memory.prefix_cache else {}
     names = {model: name + identities.get(model, "") for model, name in names.items()}
-    return KVTables(pool, sizes, names, not config.memory.share_prefix_cache, tenants)
+    given = sizes, names, not config.memory.share_prefix_cache, tenants
+    return KVTables(pool, *given, target.arena.state_size, config.memory.state_interval)
 
 
 def build_adapters(
@@ -305,7 +308,7 @@ def known_acceptance(config: Config, target: LoadedModel) -> AcceptancePrior:
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
     """Return texts that identify the weights and dtype of the target's and the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
-    kept = model.quantize_head, model.quantize_embedding, kv_dtype
+    kept = model.quantize_head, model.quantize_embedding, model.activations, kv_dtype
     code, draft_code = (m.config.implementation if m else None for m in (target, draft))
     dtype = draft.dtype if draft else None
     return {

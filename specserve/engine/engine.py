@@ -208,7 +208,7 @@ class Engine:
     ) -> list[StepOutput]:
         """Keep the KV of accepted nodes, append the tokens to requests, release unused blocks."""
         for item in scheduled:
-            item.request.table.num_computed = item.end
+            item.count_rows()
         for item, path in zip(sampled, paths, strict=True):
             if path.nodes:
                 item.request.table.keep_nodes(item.end - 1, path.nodes)
@@ -253,7 +253,7 @@ class Engine:
         if request.num_output == 0:
             request.begin_output(self.stats)
         request.extend(path.tokens)
-        request.publish()
+        self.scheduler.publish(item, path.nodes)
         if request.followers:
             self.scheduler.share_prompt(request)
         self.stats.num_fallbacks += is_fallback
@@ -430,7 +430,7 @@ class Engine:
     def check(self) -> None:
         """Assert that every block is free, cached, or used by as many tables as its count."""
         each = self.requests.values()
-        self.scheduler.check([t.blocks for r in each for t in (r.table, r.draft_table)])
+        self.scheduler.check([t.held for r in each for t in (r.table, r.draft_table)])
 
     def speculation(self, tenant: int = 0) -> SpeculationState:
         """Return the state that decides about draft tokens, for a tenant's requests without a

@@ -7,9 +7,10 @@ import torch
 from specserve.config import Config
 from specserve.engine.loading import asked_for
 from specserve.engine.ranks import Followers, num_sharing
+from specserve.engine.recurrent import check_draft
 from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
-from specserve.memory.arena import Arena, block_bytes, tokens_that_fit
+from specserve.memory.arena import Arena, block_bytes, place_states, tokens_that_fit
 from specserve.memory.blocks import BlockPool
 from specserve.models.decoder import LoadedModel
 from specserve.models.draft_head import DraftHead
@@ -34,6 +35,9 @@ class Runners(NamedTuple):
     head: Runner | None = None
 
 
+CHECKPOINTS = 3  # copies of a state per running request for which the pool has room
+
+
 class PoolPlan:
     """The sizes of the arena that all models share, for requests of up to `max_len` tokens.
 
@@ -42,6 +46,7 @@ class PoolPlan:
     block_bytes  bytes of a block, the same for all models
     block_sizes  tokens in a block, by model
     per_request  blocks of a request of full length and its tree, by model
+    state_size   blocks of a request's recurrent state; 0: the target has none
     num_blocks   at most the need of `max_running` such requests, and at most what memory allows
     """
 
@@ -51,15 +56,21 @@ class PoolPlan:
         self.layouts = [layouts, *([models.draft.kv_layouts(dtype)] if models.draft else [])]
         target, *drafts = self.layouts
         others = [layout for draft in drafts for layout in draft]
-        self.block_bytes = block_bytes(target, config.memory.block_size, others)
+        self.states = models.target.state_layouts()
+        pieces = (layout.piece_bytes for layout in self.states)
+        own = block_bytes(target, config.memory.block_size, others)
+        self.block_bytes = max(own, *pieces, 0)
+        self.state_size, _ = place_states(self.states, self.block_bytes)
         self.block_sizes = [config.memory.block_size]
         for draft in drafts:
             fits = tokens_that_fit(draft, self.block_bytes)
             self.block_sizes.append(draft_block_size(config.memory.draft_block_size, fits))
         self.max_len = max_len
         self.per_request = [-(-(max_len + TREE_SLOTS) // size) for size in self.block_sizes]
+        self.per_request[0] += self.state_size
         self.allowed = kv_bytes(config, models.target.ops)
-        needed = sum(self.per_request) * config.scheduler.max_running
+        needed = sum(self.per_request) + CHECKPOINTS * self.state_size
+        needed *= config.scheduler.max_running
         self.num_blocks = min(self.allowed // self.block_bytes, needed)
 
     def check(self) -> None:
@@ -68,7 +79,7 @@ class PoolPlan:
         """
         if self.num_blocks >= self.per_request[0]:
             return
-        fit = self.num_blocks * self.block_sizes[0] - TREE_SLOTS
+        fit = (self.num_blocks - self.state_size) * self.block_sizes[0] - TREE_SLOTS
         shorter = f"set scheduler.max_model_len to at most {fit}, or " if fit >= 2 else ""
         needed = self.per_request[0] * self.block_bytes
         raise ConfigError(
@@ -90,7 +101,8 @@ def build_pool(
     both = arena.view(plan.layouts[0], plan.block_sizes[0]).layers
     sizes, num_layers = rows_of_steps(config), len(target.kv_layouts())
     # Only the target's KV is moved: a head runs accepted draft tokens again.
-    arena.views["target"] = of_target = KVCache(both[:num_layers])
+    states = arena.add_states(plan.states, config.max_step_nodes) if plan.states else ()
+    arena.views["target"] = of_target = KVCache(both[:num_layers], states)
     last = target.config.num_layers
     aux_layer_ids = () if head is None else [i for i in head.aux_layer_ids if i < last]
     leading = None
@@ -110,6 +122,7 @@ def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
     """Return a runner for a draft model that is added to an existing pool. ConfigError if a block
     cannot hold a token of it. The arena's view of the draft model's KV does not change.
     """
+    check_draft(config, draft)
     layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
     fits = tokens_that_fit(layouts, arena.blocks.shape[1])
     if fits == 0:
@@ -139,11 +152,16 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
         ) from e
 
 
-def pool_words(config: Config, pool: BlockPool) -> str:
+def pool_words(config: Config, pool: BlockPool, state_size: int = 0) -> str:
     mib = pool.num_blocks * pool.block_bytes / 2**20
     kind = "" if config.memory.kv_dtype == "auto" else f" in {config.memory.kv_dtype}"
     tokens = pool.num_blocks * config.memory.block_size
-    return f"KV of {tokens} tokens{kind}, in blocks of {config.memory.block_size}: {mib:.0f} MiB"
+    size = config.memory.block_size
+    words = f"KV of {tokens} tokens{kind}, in blocks of {size}: {mib:.0f} MiB"
+    if state_size == 0:
+        return words
+    state = state_size * pool.block_bytes / 2**20
+    return f"{words}. A recurrent state takes {state:.2f} MiB of it per request or checkpoint"
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

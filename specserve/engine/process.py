@@ -401,6 +401,9 @@ def report(engine: Engine, outputs: list[StepOutput]) -> Report:
     scheduler = engine.scheduler
     if scheduler.tiers is not None:
         engine.stats.tiers = scheduler.tiers.stats
+    pool, stats = engine.pool, engine.stats
+    stats.num_checkpoints = len(pool.checkpoints)
+    stats.num_checkpoint_hits = pool.num_checkpoint_hits
     return Report(
         outputs=outputs,
         num_running=len(scheduler.running),

@@ -105,7 +105,7 @@ Command = Allocate | AllocateHost | ReadAdapter | PutAdapter | Forward | Logits 
 
 
 def forward_of(rows: Rows, token_ids: Tensor, read: Tensor) -> Forward:
-    *fields, adapters = rows
+    *fields, adapters, _ = rows
     return Forward(
         threads=torch.get_num_threads(),
         rows=[bytes_of(x) for x in fields],
@@ -116,15 +116,16 @@ def forward_of(rows: Rows, token_ids: Tensor, read: Tensor) -> Forward:
 
 
 def update_of(updates: KVUpdates) -> Update:
-    moves, *others = updates
-    return Update(moves.get("target", []), *others)
+    assert not updates.replays, "ranks have no recurrent layers"
+    moves = updates.moves.get("target", [])
+    return Update(moves, updates.stores, updates.copies, updates.loads)
 
 
 def rows_in(message: Forward) -> Rows:
     adapters = message.adapters
     fields = (tensor_of(x, dtype) for x, dtype in zip(message.rows, DTYPES, strict=True))
     given = None if adapters is None else AdapterRows(*(tensor_of(x, "int32") for x in adapters))
-    return Rows._make([*fields, given])
+    return Rows._make([*fields, given, None])
 
 
 def bytes_of(x: Tensor) -> bytearray:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.arena import Arena
 from specserve.memory.blocks import BlockTable, KVUpdates, PendingUpdates
+from specserve.memory.states import StateReplay
 from specserve.models.decoder import LoadedModel
 from specserve.scheduling import ScheduledRequest
 from specserve.scheduling.text_state import (
@@ -34,8 +35,10 @@ from specserve_kernels import (
     Masks,
     Ops,
     Program,
+    Replays,
     Rows,
     SampleParams,
+    StateRows,
     Threads,
 )
 from specserve_kernels.ops import Outputs
@@ -196,6 +199,8 @@ class RowGroup(NamedTuple):
     prefix: int = 0
     masks: list[int] | None = None
     slot: int = -1  # slot of the request's adapter; -1: no adapter
+    num_known: int | None = None  # leading rows of known tokens; None: all
+    first_kept: int = 0  # place of the first draft token's inputs of recurrent ops
 
 
 class StepInput(NamedTuple):
@@ -208,6 +213,7 @@ class StepInput(NamedTuple):
     draws      sampling parameters of the token after each of these; None: only logits are needed
     logprobs   logprobs to return; None: none
     adapters   adapters of rows; None: no row has one
+    states     recurrent states of the requests; None: they have none
     """
 
     updates: KVUpdates
@@ -224,11 +230,12 @@ class StepInput(NamedTuple):
     draws: Draws | None
     logprobs: AskedLogprobs | None = None
     adapters: AdapterRows | None = None
+    states: StateRows | None = None
 
     def rows(self) -> Rows:
         """Return the rows as the ops take them; host tensors that share the arrays' memory."""
-        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-1])
-        return Rows._make([*arrays, self.adapters])
+        arrays = (torch.from_numpy(getattr(self, name)) for name in Rows._fields[:-2])
+        return Rows._make([*arrays, self.adapters, self.states])
 
 
 class StepColumns(NamedTuple):
@@ -277,6 +284,7 @@ def build_step_input(
         draws=draws,
         logprobs=logprobs,
         adapters=adapter_rows(groups, num_slots) if num_slots else None,
+        states=state_rows(groups),
     )
 
 
@@ -307,6 +315,10 @@ def step_input_of(
         draws = draws._replace(processors=processors_of(sampled))
     wants_logprobs = any(item.request.wants_logprobs for item in scheduled)
     logprobs = asked_logprobs(scheduled, sampled, vocab_size) if wants_logprobs else None
+    num_kept = 0
+    for item in scheduled:
+        item.first_kept = num_kept
+        num_kept += len(item.draft.tokens)
     groups = [rows_of(item) for item in scheduled]
     return build_step_input(groups, pending, draws, logprobs, num_slots)
 
@@ -345,9 +357,9 @@ def rows_of(item: ScheduledRequest) -> RowGroup:
     if not draft.tokens:
         return RowGroup(r.table, tokens, item.start, int(item.is_sampled), slot=r.slot)
     nodes = tokens.tolist() + draft.tokens
-    if draft.is_chain:
-        return RowGroup(r.table, nodes, item.start, len(nodes), slot=r.slot)
-    return RowGroup(r.table, nodes, item.start, len(nodes), item.start, draft.masks(), r.slot)
+    tree = RowGroup(r.table, nodes, item.start, len(nodes), slot=r.slot)
+    tree = tree._replace(num_known=len(tokens), first_kept=item.first_kept)
+    return tree if draft.is_chain else tree._replace(prefix=item.start, masks=draft.masks())
 
 
 def processors_of(sampled: Sequence[ScheduledRequest]) -> dict[int, Processor]:
@@ -365,6 +377,23 @@ def adapter_rows(groups: Sequence[RowGroup], num_slots: int) -> AdapterRows | No
         return None
     slots = [group.slot for group in groups for _ in group.token_ids]
     return AdapterRows.of(slots, num_slots)
+
+
+def state_rows(groups: Sequence[RowGroup]) -> StateRows | None:
+    """Return how the groups use their recurrent states; None without states."""
+    if not any(group.table.state.blocks for group in groups):
+        return None
+    states = [group.table.state for group in groups]
+    none = [0] * states[0].size
+    each = zip(groups, states, strict=True)
+    columns: Sequence[Sequence[Any]] = (
+        [state.blocks for state in states],
+        [len(g.token_ids) if g.num_known is None else g.num_known for g in groups],
+        [group.first_kept for group in groups],
+        [s.snapshot_end - group.start if s.snapshot else 0 for group, s in each],
+        [state.snapshot or none for state in states],
+    )
+    return StateRows._make(torch.tensor(column, dtype=torch.int32) for column in columns)
 
 
 def empty_columns() -> StepColumns:
@@ -386,7 +415,7 @@ def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
     token_ids, qo_indptr, indptr, indices, last_page_len, *by_row, read = columns
     positions, slots, prefix, mask = by_row
     for group in groups:
-        table, tokens, start, num_read, _, masks, _ = group
+        table, tokens, start, num_read, _, masks = group[:6]
         end = start + len(tokens)
         block, offset = divmod(end - 1, table.block_size)
         if end == start + 1 and masks is None:  # most groups: appending is faster than extending
@@ -407,7 +436,7 @@ def add_groups(columns: StepColumns, groups: Sequence[RowGroup]) -> None:
 
 def add_rows(columns: StepColumns, group: RowGroup) -> None:
     """Add a chunk of causal rows, or a tree."""
-    table, tokens, start, _, prefix, masks, _ = group
+    table, tokens, start, _, prefix, masks = group[:6]
     end = start + len(tokens)
     # An array cannot be extended by an array of another type.
     columns.token_ids.extend(iter(tokens))
@@ -533,6 +562,8 @@ class Runner:
         self.threads.observe(rows, perf_counter() - start)
 
     def compute(self, step: StepInput, residual: Tensor | None = None) -> Launched:
+        if step.states is not None:
+            self.reserve_kept(step.states, np.diff(step.qo_indptr))
         token_ids, read = torch.from_numpy(step.token_ids), torch.from_numpy(step.read)
         if step.draws is not None and self.is_sliced(step, step.draws):
             return self.compute_in_slices(step, token_ids, read, step.draws)
@@ -550,6 +581,14 @@ class Runner:
             each, *columns = also
             params = SampleParams.of(columns)
         return Launched(logits, self.ops.sample(logits, each, params))
+
+    def reserve_kept(self, states: StateRows, sizes: NDArray[np.int32]) -> None:
+        """Make place for the inputs of a step's draft tokens. The replays of the last step's are
+        done.
+        """
+        ends = states.kept + torch.from_numpy(sizes) - states.committed
+        for state in self.kv.states:
+            state.reserve(int(ends.max()))
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
         """Return whether tokens must be sampled slice by slice, because not all logits are kept."""
@@ -637,12 +676,27 @@ def update_arena(ops: Ops, arena: Arena, updates: KVUpdates) -> None:
     blocks, host = arena.blocks, arena.host
     for name, slots in updates.moves.items():
         ops.move_kv(arena.views[name], *columns(slots))
+    if updates.replays:
+        ops.replay(arena.states, replays_of(updates.replays, arena.state_size))
     if host is not None and updates.stores:
         host.store(blocks, updates.stores)
     if updates.copies:
         ops.copy_blocks(blocks, *columns(updates.copies))
     if host is not None and updates.loads:
         host.load(blocks, updates.loads)
+
+
+def replays_of(replays: Sequence[StateReplay], size: int) -> Replays:
+    """Return replays as the op takes them."""
+    none, begins = [0] * size, [0, *accumulate(len(r.places) for r in replays)]
+    columns: Sequence[Sequence[Any]] = (
+        [r.blocks for r in replays],
+        begins,
+        [place for r in replays for place in r.places],
+        [r.snapshot_at for r in replays],
+        [r.snapshot or none for r in replays],
+    )
+    return Replays._make(torch.tensor(column, dtype=torch.int32) for column in columns)
 
 
 def columns(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

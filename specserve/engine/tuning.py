@@ -17,6 +17,7 @@ from specserve.engine.pool_plan import rows_of_steps
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
+from specserve.memory.states import RequestState
 from specserve.models.draft_head import DraftHead
 from specserve.speculation.constants import KNOWN
 from specserve.speculation.costs import KnownCosts, StepCosts
@@ -56,7 +57,7 @@ def choose_threads(
     """Return the choice of the ops' build, which may run steps of up to the largest number of
     rows. ConfigError if requests hold the blocks that it needs.
     """
-    table = BlockTable(pool, runner.kv.block_size)
+    table = table_of(runner, pool)
     positions = positions_of(runner, pool, max_len)
     start = max(0, min(CONTEXT, positions - TREE_SLOTS))
     most = min(config.scheduler.max_batched_tokens, positions - start)
@@ -91,6 +92,12 @@ def choose_threads(
         ) from e
     finally:
         table.clear()
+
+
+def table_of(runner: Runner, pool: BlockPool) -> BlockTable:
+    """Return an empty table, with a recurrent state if the model has one."""
+    size = runner.arena.state_size if runner.kv.states else 0
+    return BlockTable(pool, runner.kv.block_size, state=RequestState(size))
 
 
 def positions_of(runner: Runner, pool: BlockPool, max_len: int) -> int:
@@ -158,7 +165,7 @@ def measure(runner: Runner, pool: BlockPool, costs: StepCosts, config: Config, m
 
 def measured(step: MeasuredStep, runner: Runner, pool: BlockPool) -> list[float]:
     """Return the seconds of KNOWN steps; none if they do not fit into the pool."""
-    tables = [BlockTable(pool, runner.kv.block_size) for _ in range(step.requests)]
+    tables = [table_of(runner, pool) for _ in range(step.requests)]
     rows = step.rows // step.requests
     groups = [RowGroup(table, [0] * rows, step.context, rows) for table in tables]
     greedy = SampleParams.greedy(step.rows)

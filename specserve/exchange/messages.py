@@ -257,6 +257,8 @@ class Stats(msgspec.Struct):
     num_looked_up: int = 0  # prompt tokens looked up in the prefix cache
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_resets: int = 0  # of the prefix cache
+    num_checkpoints: int = 0  # recurrent states that the prefix cache holds now
+    num_checkpoint_hits: int = 0  # prompts that found one
     sources: dict[str, SourceStats] = {}  # by draft source
     tiers: dict[str, TierStats] = {}  # "host" and "disk", if they exist
 
@@ -418,6 +420,11 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     num_preempted: int
     blocks: dict[str, int]  # by holder
     stats: Stats
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that the models hold, 0 to 1."""
+        return (self.blocks["target"] + self.blocks["draft"]) / (sum(self.blocks.values()) or 1)
 
 
 EngineReply = SpeculationState | Changed | AdapterLoaded | SleepState | SessionReport

@@ -1,13 +1,14 @@
 """The memory of the KV pool: equal blocks in one flat arena, and each model's view of them."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import msgspec
 import torch
 from torch import Tensor
 
 from specserve.memory.blocks import KVUpdates
-from specserve_kernels import HostMemory, KVCache, KVLayer
+from specserve_kernels import HostMemory, KVCache, KVLayer, StateLayer
 
 ALIGNMENT = 16  # bytes, for vector loads
 
@@ -35,6 +36,35 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def layer_bytes(self, block_size: int) -> int:
         return 2 * (self.slab_bytes(block_size) + self.scales_bytes(block_size))
+
+
+class StateLayout(msgspec.Struct, frozen=True):
+    """The state of one recurrent op: pieces of equal shape, each within one block."""
+
+    num_pieces: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    kept_width: int  # elements of the inputs that the op keeps per draft token
+
+    @property
+    def piece_bytes(self) -> int:
+        return aligned(prod(self.shape) * self.dtype.itemsize)
+
+
+def place_states(layouts: Sequence[StateLayout], block_bytes: int) -> tuple[int, list[Tensor]]:
+    """Pack the pieces of a model's state into blocks, large pieces first. Return the number of
+    blocks, and the places of each op's pieces: [P, 2] int64, block and first byte.
+    """
+    block, begin = 0, 0
+    places = [torch.empty(layout.num_pieces, 2, dtype=torch.int64) for layout in layouts]
+    for i in sorted(range(len(layouts)), key=lambda i: -layouts[i].piece_bytes):
+        size = layouts[i].piece_bytes
+        for piece in range(layouts[i].num_pieces):
+            if begin + size > block_bytes:
+                block, begin = block + 1, 0
+            places[i][piece] = torch.tensor([block, begin])
+            begin += size
+    return block + (begin > 0), places
 
 
 def aligned(size: int) -> int:
@@ -65,6 +95,8 @@ class Arena:
 
     blocks  [num_blocks, block_bytes]  uint8, zeroed
     views   by model name: all blocks as that model's KV; one model at a time uses a block
+    states  of the target's recurrent ops, in blocks of the same arena
+    state_size  blocks of a request's state; 0: no op has a state
     host    the blocks of the host tier; None without one
     repeat  repeats updates in the arenas of other ranks; None without ranks
     """
@@ -73,6 +105,8 @@ class Arena:
         num_blocks = len(memory) // block_bytes
         self.blocks = memory[: num_blocks * block_bytes].view(num_blocks, block_bytes)
         self.views: dict[str, KVCache] = {}
+        self.states: tuple[StateLayer, ...] = ()
+        self.state_size = 0
         self.host: HostMemory | None = None
         self.repeat: Callable[[KVUpdates], None] | None = None
 
@@ -90,6 +124,21 @@ class Arena:
             layers.append(self.layer(layout, block_size, begin))
             begin += layout.layer_bytes(block_size)
         return KVCache(tuple(layers))
+
+    def add_states(self, layouts: Sequence[StateLayout], num_kept: int) -> tuple[StateLayer, ...]:
+        """Place the states of recurrent ops, which keep the inputs of `num_kept` draft tokens."""
+        self.state_size, places = place_states(layouts, self.blocks.shape[1])
+        self.states = tuple(
+            StateLayer(
+                self.blocks,
+                place,
+                layout.shape,
+                layout.dtype,
+                torch.zeros(max(1, num_kept), layout.kept_width, dtype=layout.dtype),
+            )
+            for layout, place in zip(layouts, places, strict=True)
+        )
+        return self.states
 
     def layer(self, layout: KVLayout, block_size: int, begin: int) -> KVLayer:
         """The KV of a layer that begins at byte `begin` of every block."""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from specserve.memory.states import RequestState, StateReplay
+
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
 
@@ -73,18 +75,21 @@ def prompt_keys(
 
 
 class KVUpdates(NamedTuple):
-    """Updates of the arena at the start of a launch, in this order.
+    """Updates of the arena at the start of a launch, in this order: moves, replays, stores, copies,
+    loads.
 
-    moves   by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
-    stores  (block, host block): an evicted block moves to the host tier
-    copies  (from block, to block) of whole blocks
-    loads   (host block, block): a block comes back from the host tier
+    moves    by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
+    stores   (block, host block): an evicted block moves to the host tier
+    copies   (from block, to block) of whole blocks
+    loads    (host block, block): a block comes back from the host tier
+    replays  accepted draft tokens that recurrent states take up
     """
 
     moves: dict[str, list[tuple[int, int]]]
     stores: list[tuple[int, int]]
     copies: list[tuple[int, int]]
     loads: list[tuple[int, int]]
+    replays: Sequence[StateReplay] = ()
 
     def __bool__(self) -> bool:
         return any(self)
@@ -94,8 +99,9 @@ class PendingUpdates:
     """Updates for the next launch.
 
     The next launch of either model moves the accepted nodes of the last step before another
-    request can write to their blocks. The other updates are added while a step is planned or
-    drafted, after the moves of the last step.
+    request can write to their blocks. It also replays them, so that a copy of a state has them.
+    The other updates are added while a step is planned or drafted, after the moves and replays of
+    the last step.
 
     Evicted blocks are stored before copies and loads overwrite them. Loads come last: a block that
     a copy reads or writes may become free, and then be the target of a load. No copy reads a block
@@ -107,13 +113,19 @@ class PendingUpdates:
         self.stores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.loads: list[tuple[int, int]] = []
+        self.replays: list[StateReplay] = []
 
     def __bool__(self) -> bool:
-        return any((any(self.moves.values()), self.stores, self.copies, self.loads))
+        others = self.stores, self.copies, self.loads, self.replays
+        return any((any(self.moves.values()), *others))
 
     def move(self, model: str, slots: Iterable[tuple[int, int]]) -> None:
         assert not self.copies, "a launch would run this move before the earlier copies"
         self.moves[model] += slots
+
+    def replay(self, replay: StateReplay) -> None:
+        assert not self.copies, "a launch would run this replay before the earlier copies"
+        self.replays.append(replay)
 
     def copy(self, source: int, target: int) -> None:
         self.copies.append((source, target))
@@ -121,8 +133,9 @@ class PendingUpdates:
     def take(self) -> KVUpdates:
         """Return and clear all pending updates; the caller must run them."""
         moves = {model: slots for model, slots in self.moves.items() if slots}
-        updates = KVUpdates(moves, self.stores, self.copies, self.loads)
+        updates = KVUpdates(moves, self.stores, self.copies, self.loads, self.replays)
         self.moves, self.stores, self.copies, self.loads = defaultdict(list), [], [], []
+        self.replays = []
         return updates
 
 
@@ -132,6 +145,9 @@ class BlockPool:
     Invariant: free + cached + held = all blocks, and a block's count is the number of tables that
     hold it. `find` finds a block by its key. A block with a key that no table holds is cached.
     Cached blocks are evicted in least-recently-used order if no block is free.
+
+    A checkpoint is a copy of a recurrent state in several blocks, with the key of the block of
+    tokens that ends there. Its blocks are cached or evicted together.
     """
 
     def __init__(
@@ -150,8 +166,11 @@ class BlockPool:
         self.owners = [""] * num_blocks  # the model whose KV a block has: "target" or "draft"
         self.keys: list[bytes | None] = [None] * num_blocks
         self.found: dict[bytes, int] = {}
+        self.checkpoints: dict[bytes, list[int]] = {}  # by key
+        self.checkpoint_of: dict[int, bytes] = {}  # by block
         self.num_held: Counter[str] = Counter()  # by owner
         self.num_resets = 0
+        self.num_checkpoint_hits = 0  # lookups that found a checkpoint
 
     @property
     def num_available(self) -> int:
@@ -180,6 +199,9 @@ class BlockPool:
 
     def evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
+        if block in self.checkpoint_of:
+            self.drop_checkpoint(self.checkpoint_of[block])
+            return block
         key = self.keys[block]
         assert key is not None, "a cached block has a key"
         self.on_evict(block, key)
@@ -196,6 +218,21 @@ class BlockPool:
         if key is not None:
             del self.found[key]
             self.keys[block] = None
+
+    def publish_checkpoint(self, key: bytes, blocks: Sequence[int]) -> None:
+        """Cache a state, whose blocks the caller held. An existing checkpoint of the key stays."""
+        if key not in self.checkpoints:
+            self.checkpoints[key] = list(blocks)
+            self.checkpoint_of |= dict.fromkeys(blocks, key)
+        self.release(blocks)
+
+    def drop_checkpoint(self, key: bytes) -> None:
+        """Drop a checkpoint, if it exists; blocks that no table holds become free."""
+        for block in self.checkpoints.pop(key, ()):
+            del self.checkpoint_of[block]
+            if block in self.cached:
+                del self.cached[block]
+                self.free.append(block)
 
     def unpublish(self, blocks: Iterable[int]) -> None:
         """Drop the keys of blocks, so that no request finds them; cached blocks become free."""
@@ -220,7 +257,7 @@ class BlockPool:
             if self.counts[block] > 0:
                 continue
             self.num_held[self.owners[block]] -= 1
-            if self.keys[block] is None:
+            if self.keys[block] is None and block not in self.checkpoint_of:
                 self.free.append(block)
             else:
                 self.cached[block] = None
@@ -261,6 +298,8 @@ class BlockPool:
         self.num_resets += 1
         self.keys = [None] * self.num_blocks
         self.found.clear()
+        self.checkpoints.clear()
+        self.checkpoint_of.clear()
         self.free.extend(self.cached)
         self.cached.clear()
 
@@ -275,12 +314,17 @@ class BlockPool:
             assert places == 1, f"block {block} is in {places} of held, free and cached, not in 1"
             key = self.keys[block]
             assert key is None or self.found.get(key) == block, f"block {block} is not found"
-            assert key is not None or block not in self.cached, f"block {block} has no key"
+            has_key = key is not None or block in self.checkpoint_of
+            assert has_key or block not in self.cached, f"block {block} has no key"
+            assert key is None or block not in self.checkpoint_of, f"block {block} has two keys"
             assert key is None or block not in free, f"block {block} is free, but has a key"
         num_held, num_keys = (sum(map(bool, x)) for x in (self.counts, self.keys))
         owned = self.num_held.total()
         assert owned == num_held, f"num_held counts {owned} blocks, but {num_held} are held"
         assert len(self.found) == num_keys, "more keys than blocks with a key"
+        blocks = {b: key for key, each in self.checkpoints.items() for b in each}
+        assert blocks == self.checkpoint_of, "checkpoints and their blocks differ"
+        assert not free & blocks.keys(), "a block of a checkpoint is free"
 
 
 class BlockTable:
@@ -296,28 +340,41 @@ class BlockTable:
         block_size: int,
         owner: str = "target",
         hasher: BlockHasher | None = None,
+        state: RequestState | None = None,
     ) -> None:
         self.pool, self.block_size, self.owner = pool, block_size, owner
         self.hasher = hasher  # None: no prefix cache
         self.blocks = array("i")
+        self.state = state or RequestState()
         self.num_computed = 0
         self.num_published = 0  # blocks
         self.epoch = pool.num_resets  # number of cache resets when the first block was added
 
     @property
+    def held(self) -> list[int]:
+        """All blocks that the table holds: of KV, of the state, and of its next checkpoint."""
+        return [*self.blocks, *self.state.blocks, *self.state.snapshot]
+
+    @property
+    def num_state_due(self) -> int:
+        """Number of blocks to allocate for the state before the first token is computed."""
+        return 0 if self.state.blocks else self.state.size
+
+    @property
     def is_copy_due(self) -> bool:
         """Whether the next slot is in a block that is not writable: shared, or with a key."""
-        is_held = self.num_computed // self.block_size < len(self.blocks)
-        return is_held and self.missing(self.num_computed + 1) > 0
+        place = self.num_computed // self.block_size
+        if place >= len(self.blocks):
+            return False
+        block = self.blocks[place]
+        return self.pool.counts[block] > 1 or self.pool.keys[block] is not None
 
     def missing(self, num_slots: int) -> int:
         """Blocks to allocate before the slots [num_computed, num_slots) can be written."""
-        blocks, size, computed = self.blocks, self.block_size, self.num_computed
-        new, place, num_copied = -(-num_slots // size) - len(blocks), computed // size, 0
-        if num_slots > computed and place < len(blocks):  # see `is_copy_due`
-            block, pool = blocks[place], self.pool
-            num_copied += pool.counts[block] > 1 or pool.keys[block] is not None
-        return new + num_copied if new > 0 else num_copied
+        new = max(0, -(-num_slots // self.block_size) - len(self.blocks))
+        if num_slots <= self.num_computed:
+            return new
+        return new + self.is_copy_due + self.num_state_due
 
     def try_reserve(self, num_slots: int) -> bool:
         """Hold blocks for `num_slots` slots. Return False and change nothing if too few blocks are
@@ -331,6 +388,8 @@ class BlockTable:
             return False
         if num_slots > self.num_computed and self.is_copy_due:
             self.replace(self.num_computed // self.block_size, blocks.pop())
+        if num_slots > self.num_computed and self.num_state_due:
+            self.state.blocks = [blocks.pop() for _ in range(self.state.size)]
         self.blocks.extend(blocks)
         return True
 
@@ -347,7 +406,7 @@ class BlockTable:
         if missing == 0:
             return num_slots
         if missing > spare:
-            more = spare - self.is_copy_due
+            more = spare - self.is_copy_due - self.num_state_due
             num_slots = max(self.num_computed, (len(self.blocks) + more) * self.block_size)
         reserved = self.try_reserve(num_slots)
         assert reserved, "fewer blocks are available than `spare`"
@@ -377,14 +436,22 @@ class BlockTable:
         return keys[place : self.num_keys(token_ids)]
 
     def find(self, token_ids: "array[int]") -> list[int]:
-        """The cached blocks for these tokens that follow the blocks in the table."""
-        return self.pool.find(self.keys_after(token_ids, len(self.blocks)))
+        """The cached blocks for these tokens that follow the blocks in the table. With a recurrent
+        state, they end at a checkpoint.
+        """
+        keys = self.keys_after(token_ids, len(self.blocks))
+        found = self.pool.find(keys)
+        while self.state.size and found and keys[len(found) - 1] not in self.pool.checkpoints:
+            found.pop()
+        return found
 
     def match(self, token_ids: "array[int]", spare: int) -> None:
         """Extend the table by all blocks that the prefix cache finds, if its last block is full.
 
-        At most `spare` of these blocks may be cached, i.e. held by no table.
+        At most `spare` of these blocks may be cached, i.e. held by no table. Tables with a
+        recurrent state use `match_checkpoint` instead.
         """
+        assert self.state.size == 0, "the state of a prefix is missing"
         if not self.blocks:
             self.epoch = self.pool.num_resets
         place = len(self.blocks)
@@ -405,6 +472,7 @@ class BlockTable:
         partly full block copies it.
         """
         assert not self.blocks, "only an empty table can fork another"
+        assert self.state.size == 0, "a recurrent state has one owner"
         assert num_tokens <= other.num_computed
         self.blocks = other.blocks[: -(-num_tokens // self.block_size)]
         for block in self.blocks:
@@ -468,6 +536,7 @@ class BlockTable:
         """Release all blocks; the KV must be found or computed again."""
         self.num_computed = self.num_published = 0
         self.trim()
+        self.pool.release(self.state.take())
 
 
 class KVTables:
@@ -483,12 +552,16 @@ class KVTables:
         names: Mapping[str, str] | None = None,
         is_per_tenant: bool = False,
         tenants: tuple[str, ...] = (),
+        state_size: int = 0,
+        state_interval: int = 0,
     ) -> None:
         """`block_sizes` is in tokens, by model. `names` identifies each model's KV; a model without
         a name has no prefix cache. `is_per_tenant`: a tenant finds only KV of its own requests.
-        `tenants` identifies them, if KV is used after a restart.
+        `tenants` identifies them, if KV is used after a restart. `state_size` and `state_interval`:
+        see RequestState; of the target model.
         """
         self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
+        self.state_size, self.state_interval = state_size, state_interval
         self.formats = {
             model: KVFormat(name, block_sizes[model], is_per_tenant, tenants)
             for model, name in (names or {}).items()
@@ -512,4 +585,7 @@ class KVTables:
         if format is not None and hasher is not None and keys:
             hasher.keys = list(keys.get(format.name, ()))
         size = self.block_sizes.get(model, self.block_sizes["target"])
-        return BlockTable(self.pool, size, model, hasher)
+        state = None
+        if model == "target" and self.state_size:
+            state = RequestState(self.state_size, self.state_interval)
+        return BlockTable(self.pool, size, model, hasher, state)

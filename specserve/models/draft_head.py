@@ -59,7 +59,8 @@ class OverDecoder:
     def __init__(self, body: Decoder) -> None:
         self.body, self.config, self.ops, self.dtype = body, body.config, body.ops, body.dtype
         self.forms, self.num_heads, self.windows = body.forms, body.num_heads, body.windows
-        self.num_positions, self.kv_layouts = body.num_positions, body.kv_layouts
+        self.num_positions = body.num_positions
+        self.kv_layouts, self.state_layouts = body.kv_layouts, body.state_layouts
         self.embed, self.plan = body.embed, body.plan  # the first tensor of `also`: token ids
 
     def program(

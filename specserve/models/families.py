@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from specserve.models.experts import ExpertStyle, StackedNames
+from specserve.models.experts import BesideNames, ExpertStyle, StackedNames
 from specserve.models.family import ConfigKeys, Family, Multimodal, Norms
 
 LLAMA: dict[str, Any] = {  # defaults of missing fields
@@ -224,6 +224,105 @@ FAMILIES = {
         adds_one=True,
         scales_by_width=True,
         windowed="pattern",
+    ),
+    "Gemma3nForCausalLM": Family(
+        models="Gemma 3n without vision and audio",
+        defaults=GEMMA2
+        | {
+            "activation_sparsity_pattern": None,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "attention_k_eq_v": False,
+            "global_head_dim": None,
+            "hidden_size": 2048,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 16384,
+            "laurel_rank": 64,
+            "max_position_embeddings": 32768,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "per_layer_config": None,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(
+            activation="hidden_activation",
+            logit_cap="final_logit_softcapping",
+            local_theta="rope_local_base_freq",
+        ),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        scales_by_width=True,
+        windowed="pattern",
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        has_streams=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        models="Gemma 4 without vision",
+        defaults=GEMMA2
+        | {
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": None,
+            "num_experts": None,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 30,
+            "num_kv_shared_layers": 0,
+            "per_layer_config": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "top_k_experts": None,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(activation="hidden_activation", logit_cap="final_logit_softcapping"),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        has_layer_scalars=True,
+        scales_by_width=True,
+        windowed="pattern",
+        ends_global=True,
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        experts=ExpertStyle(
+            module="experts",
+            router_module="router",
+            router="proj",
+            width="moe_intermediate_size",
+            number=128,
+            active_key="top_k_experts",
+            normalizes=True,
+            stacked=StackedNames(gate_up="gate_up_proj", down="down_proj", is_transposed=False),
+            enabled="enable_moe_block",
+            beside=BesideNames(),
+        ),
     ),
     "Olmo2ForCausalLM": Family(
         models="OLMo 2",
@@ -485,6 +584,43 @@ FAMILIES = {
         windowed="pattern",
         rotated="windowed if any",
     ),
+    "Lfm2ForCausalLM": Family(
+        models="LFM2 and LFM2.5, dense: 350M, 700M, 1.2B, 2.6B",
+        defaults=LLAMA
+        | {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "full_attn_idxs": None,
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 65536,
+        },
+        keys=ConfigKeys(norm_eps="norm_eps"),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm="heads",
+        recurrent="short_conv",
+        renamed={
+            ".operator_norm.": ".input_layernorm.",
+            ".ffn_norm.": ".post_attention_layernorm.",
+            ".feed_forward.w1.": ".mlp.gate_proj.",
+            ".feed_forward.w3.": ".mlp.up_proj.",
+            ".feed_forward.w2.": ".mlp.down_proj.",
+            ".self_attn.out_proj.": ".self_attn.o_proj.",
+            ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+            ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+            "model.embedding_norm.": "model.norm.",
+        },
+    ),
     "Qwen3MoeForCausalLM": Family(
         models="Qwen 3 with experts: 30B-A3B and others",
         defaults=LLAMA
@@ -688,6 +824,54 @@ FAMILIES = {
             has_shared_gate=False,
         ),
     ),
+    "Llama4ForCausalLM": Family(
+        models="Llama 4 without vision",
+        defaults=LLAMA
+        | {
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 131072,
+            "moe_layers": None,
+            "no_rope_layer_interval": 4,
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+        keys=ConfigKeys(
+            inner="intermediate_size_mlp", qk_norm="use_qk_norm", window="attention_chunk_size"
+        ),
+        mlp_bias=False,
+        qk_norm="bare",
+        norms_after_rope=True,
+        mlp="feed_forward",
+        rotates_neighbors=True,
+        windowed="rotated",
+        has_chunks=True,
+        grows_queries=True,
+        experts=ExpertStyle(
+            module="feed_forward",
+            router="router",
+            width="intermediate_size",
+            number=16,
+            normalizes=True,  # the weight is a factor of the input
+            weighs_input=True,
+            shared_width="intermediate_size",
+            has_shared_gate=False,
+            stacked=StackedNames(),
+        ),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -729,6 +913,114 @@ FAMILIES = {
     ),
 }
 
+UNSUPPORTED = {  # the reason, by architecture
+    "Phi3SmallForCausalLM": "its attention is block-sparse. Use Phi-3 mini or Phi-3 medium",
+}
+
+LFM2 = FAMILIES["Lfm2ForCausalLM"]
+QWEN35 = Family(
+    models="Qwen 3.5, dense, as text models",
+    defaults=QWEN2
+    | {
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "sliding_window": None,
+        "vocab_size": 248320,
+    },
+    mlp_bias=False,
+    qk_norm="heads",
+    adds_one=True,
+    rotates_a_share=True,
+    rope_names={"mrope": "default"},
+    recurrent="gated_delta",
+    gates_attention=True,
+)
+QWEN35_EXPERTS = {
+    **QWEN35.defaults,
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN35_MOE = replace(
+    QWEN35,
+    models="Qwen 3.5 with experts, as text models",
+    defaults=QWEN35_EXPERTS,
+    experts=ExpertStyle(
+        width="moe_intermediate_size",
+        number=256,
+        normalizes=True,
+        shared_width="shared_expert_intermediate_size",
+        stacked=StackedNames(is_transposed=False),
+    ),
+)
+FAMILIES |= {
+    "Lfm2MoeForCausalLM": replace(
+        LFM2,
+        models="LFM2 and LFM2.5 with experts: 8B-A1B, 24B-A2B",
+        defaults={
+            **LFM2.defaults,
+            "block_auto_adjust_ff_dim": False,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+        },
+        renamed={
+            **LFM2.renamed,
+            ".feed_forward.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=32,
+            is_sigmoid=True,
+            correction="expert_bias",
+            factor="routed_scaling_factor",
+            stacked=StackedNames(is_transposed=False),
+        ),
+    ),
+    "Qwen3NextForCausalLM": replace(
+        QWEN35,
+        models="Qwen3-Next 80B-A3B",
+        defaults=QWEN35_EXPERTS
+        | {
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "vocab_size": 151936,
+        },
+        rope_names={},
+        has_joined_inputs=True,
+        experts=ExpertStyle(
+            width="moe_intermediate_size",
+            number=512,
+            shared_width="shared_expert_intermediate_size",
+        ),
+    ),
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35_MOE,
+}
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
 QWEN25_VL = replace(
@@ -811,6 +1103,12 @@ MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
     ),
+    "Gemma3nForConditionalGeneration": Multimodal(
+        models="Gemma 3n: E2B, E4B", texts={"gemma3n_text": FAMILIES["Gemma3nForCausalLM"]}
+    ),
+    "Gemma4ForConditionalGeneration": Multimodal(
+        models="Gemma 4", texts={"gemma4_text": FAMILIES["Gemma4ForCausalLM"]}
+    ),
     "Mistral3ForConditionalGeneration": Multimodal(
         models="Mistral Small 3.1 and 3.2, Ministral 3",
         texts={
@@ -827,6 +1125,16 @@ MULTIMODAL = {
     "Qwen3VLMoeForConditionalGeneration": Multimodal(
         models="Qwen 3 VL with experts: 30B-A3B and others",
         texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Llama4ForConditionalGeneration": Multimodal(
+        models="Llama 4: Scout, Maverick", texts={"llama4_text": FAMILIES["Llama4ForCausalLM"]}
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal(
+        models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        models="Qwen 3.5 with experts: 35B-A3B and others",
+        texts={"qwen3_5_moe_text": QWEN35_MOE},
     ),
     "Glm4vForConditionalGeneration": Multimodal(
         models="GLM-4.1V, GLM-4.6V-Flash", texts={"glm4v_text": GLM4V}

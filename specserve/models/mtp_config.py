@@ -12,6 +12,7 @@ import msgspec
 
 from specserve.models.decoder_config import (
     MAX_LAYERS,
+    find_family,
     names_family,
     num_mtp_layers,
     positive,
@@ -108,10 +109,15 @@ def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
 
 def layers_before(written: Mapping[str, Any]) -> int:
     """The number of layers before the MTP layers; 0 if config.json describes no MTP layers."""
-    if not names_family(written):
+    if not names_family(written) or has_states(written):
         return 0
     fields = {"num_hidden_layers": None} | text_fields(written)
     return positive(fields, "num_hidden_layers", MAX_LAYERS) if num_mtp_layers(fields) else 0
+
+
+def has_states(written: Mapping[str, Any]) -> bool:
+    """Whether a family has recurrent layers, whose MTP layers are not used."""
+    return bool(written.get("architectures")) and find_family(written)[1].recurrent != "none"
 
 
 def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:

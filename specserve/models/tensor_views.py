@@ -69,6 +69,27 @@ def show_as_causal(checkpoint: Checkpoint) -> bool:
     return True
 
 
+def show_renamed(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
+    """Replace parts of the tensors' names."""
+    if not renamed:
+        return
+
+    def shown(name: str) -> str:
+        for own, other in renamed.items():
+            name = name.replace(own, other)
+        return name
+
+    # A view would lose a quantized tensor's form; tensors without another name stay as they are.
+    names = {shown(name): name for name in checkpoint.files}
+    files = checkpoint.files
+    checkpoint.show(
+        {
+            new: files[own] if new == own else checkpoint.view(own, same)
+            for new, own in names.items()
+        }
+    )
+
+
 def same(tensor: Tensor) -> Tensor:
     return tensor
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from specserve.memory.arena import KVLayout
+from specserve.memory.arena import KVLayout, StateLayout
 from specserve.models.decoder_config import Shape
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import KVCache, Ops, Rotary, Rows
@@ -239,6 +239,9 @@ class TransformersModel:
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
         return tuple(KVLayout(heads, D, dtype or self.dtype) for heads, D in self.kv_shapes)
+
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        return ()
 
     def program(
         self, kv: KVCache, max_rows: int, max_read: int, aux_layer_ids: Collection[int] = ()

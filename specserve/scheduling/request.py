@@ -13,6 +13,7 @@ from specserve.errors import WEIGHTS
 from specserve.exchange.messages import AdapterRef, Caller, Stats, TokenLogprobs
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import BlockTable
+from specserve.memory.checkpoints import match_checkpoint, publish_snapshot
 from specserve.scheduling.grammar_state import GrammarState
 from specserve.scheduling.processors import LogitsProcessors
 from specserve.scheduling.text_state import TextState
@@ -201,8 +202,10 @@ class Request(msgspec.Struct, eq=False):
 
     def find_prefix(self) -> None:
         """Use the cached KV of its known tokens, unless it shares its leader's KV already."""
-        if not self.table.blocks and not self.is_scoring:
-            self.table.match(self.token_ids, self.table.pool.num_available)
+        if self.table.blocks or self.is_scoring:
+            return
+        match = match_checkpoint if self.table.state.size else BlockTable.match
+        match(self.table, self.token_ids, self.table.pool.num_available)
 
     def find_draft_prefix(self, max_blocks: int) -> None:
         """Use draft KV of the leader or the cache, at most `max_blocks` blocks without an owner."""
@@ -217,11 +220,13 @@ class Request(msgspec.Struct, eq=False):
 
     def fork_followers(self) -> "list[Request]":
         """Share the computed prompt with the followers, and return them. The last prompt token is
-        left out, because each follower computes it for its first output.
+        left out, because each follower computes it for its first output. Followers with a
+        recurrent state look the prompt up instead, because a fork has no state of its own.
         """
         forked, self.followers = self.followers, []
         for request in forked:
-            request.table.fork(self.table, self.num_prompt - 1)
+            if not self.table.state.size:
+                request.table.fork(self.table, self.num_prompt - 1)
         return forked
 
     def detach(self) -> "Request | None":
@@ -257,6 +262,7 @@ class ScheduledRequest(msgspec.Struct, eq=False):
     end: int
     draft_limit: int = 0
     draft: Draft = Draft()
+    first_kept: int = 0  # place of the first draft token's inputs of recurrent ops
     scores: list[TokenLogprobs] = []  # logprobs of prompt tokens in this step
     pooled: bytes = b""  # the prompt's vector, float32, once a request in pooling is complete
 
@@ -276,6 +282,11 @@ class ScheduledRequest(msgspec.Struct, eq=False):
         end, request = self.end, self.request  # as `is_sampled`, in one call
         is_complete = end - self.start == 1 and end == len(request.token_ids)
         return is_complete and request.sampling.pooling is None
+
+    def count_rows(self) -> None:
+        """Count the rows of known tokens as computed, after their step."""
+        self.request.table.num_computed = self.end
+        publish_snapshot(self.request.table, self.request.token_ids)
 
     def draft_item(self, limit: int) -> DraftRequest:
         """Return the request in the form that sources and drafters get."""

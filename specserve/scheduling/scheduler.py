@@ -11,6 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.memory.blocks import BlockPool, PendingUpdates
+from specserve.memory.checkpoints import (
+    advance_state,
+    begin_snapshot,
+    chunk_end,
+    due_checkpoints,
+    ends_block,
+)
 from specserve.memory.sessions import Sessions
 from specserve.memory.tiers import Load
 from specserve.scheduling.request import Request, ScheduledRequest
@@ -497,6 +504,13 @@ class Scheduler:
         return self.pool.num_available - reserved
 
     @property
+    def num_spare(self) -> int:
+        """Return the blocks that checkpoints may use: unreserved blocks, less one per running
+        request.
+        """
+        return max(0, self.num_unreserved - len(self.running))
+
+    @property
     def computing(self) -> list[Request]:
         return [r for r in self.running if r.is_computing]
 
@@ -534,6 +548,7 @@ class Scheduler:
         for leader in self.computing:
             num_blocks = leader.num_blocks_to_share(request)
             if num_blocks > 0:
+                leader.table.state.wanted.add(num_blocks)
                 self.waiting.set_aside(request, leader, num_blocks)
                 return True
         return False
@@ -648,7 +663,7 @@ class Scheduler:
         if len(kept) >= self.budget.max_running:
             return False
         tables: list[Sequence[int]] = [r.draft_table.blocks for r in self.running]
-        tables += [r.table.blocks for r in (*self.waiting, *victims) if r is not request]
+        tables += [r.table.held for r in (*self.waiting, *victims) if r is not request]
         holders = Counter(block for blocks in tables for block in blocks)
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())
         usable += self.pool.num_available
@@ -747,12 +762,30 @@ class Scheduler:
             rows -= self.grow(chunk, given[chunk.request.id])
         for chunk in chunks:  # rows that other chunks had no blocks for
             rows -= self.grow(chunk, rows)
-        return [chunk for chunk in chunks if chunk.end > chunk.start]
+        chunks = [chunk for chunk in chunks if chunk.end > chunk.start]
+        for chunk in chunks:
+            table, tokens = chunk.request.table, chunk.request.token_ids
+            if due_checkpoints(table, tokens, chunk.end):
+                begin_snapshot(table, tokens, chunk.end, self.num_spare)
+        return chunks
+
+    def publish(self, item: ScheduledRequest, nodes: Sequence[int]) -> None:
+        """Publish a request's full blocks after its tokens were appended. The next launch advances
+        its recurrent state, if there is one, by the accepted nodes.
+        """
+        item.request.publish()
+        table = item.request.table
+        if table.state.size == 0:
+            return
+        places = [item.first_kept + node - 1 for node in nodes]
+        spare = self.num_spare if ends_block(table, item.end) else 0
+        advance_state(table, item.request.token_ids, item.end, places, spare)
 
     def grow(self, chunk: ScheduledRequest, rows: int) -> int:
         """Add rows to a chunk if tokens and blocks suffice; return how many were added."""
         request, table = chunk.request, chunk.request.table
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
+        end = max(begin, chunk_end(table, request.token_ids, end))
         if end == begin:
             return 0
         while table.missing(end) > self.pool.num_available:

@@ -224,6 +224,7 @@ async def chat(request: Request) -> Response:
     asked, tools = await service.prompts.parse(await service.bodies.read(request), CHAT)
     asked = await fit_thinking(service, asked, "chat_template_kwargs.enable_thinking")
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
+    asked, tools = fit_strict(service, asked, tools)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)
@@ -253,11 +254,11 @@ async def fit_thinking(service: Service, asked: ChatBody, field: str) -> ChatBod
 async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | None) -> B:
     """Return the body with the reasoning effort as variables of the template.
 
-    An effort that the template does not read, and a budget of a response without reasoning, are
-    reported as ignored fields.
+    An effort that the template does not read, a budget of a response without reasoning, and the
+    name of another model are reported as ignored fields.
     """
     template, (name, effort) = service.prompts.processor.tokenizer.chat_template, asked.effort
-    in_thread, past = service.prompts.in_thread, list[str]()
+    in_thread, past = service.prompts.in_thread, [*service.ignored_fields(asked.model)]
     wanted = dict[str, Any]()
     if effort is not None:
         levels = CHANNEL_EFFORTS if service.served.formats.has_channels else {}
@@ -279,6 +280,18 @@ async def fit_to_template(service: Service, asked: B, kwargs: dict[str, Any] | N
         past.append(asked.budget_field)
         asked = msgspec.structs.replace(asked, thinking_token_budget=None)
     return msgspec.structs.replace(asked, read_past=(*asked.read_past, *past)) if past else asked
+
+
+def fit_strict(service: Service, asked: B, tools: ToolsAsked) -> tuple[B, ToolsAsked]:
+    """Return the tools without `strict`, and report it as an ignored field, if no grammar can
+    enforce a schema for calls of this model within other text. Many clients always send it.
+    """
+    formats = service.served.formats
+    is_kept = formats.enforced == formats.tools and not formats.family
+    if not tools.strict or tools.is_enforced or is_kept or formats.tools == "none":
+        return asked, tools
+    asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "tools.strict"))
+    return asked, msgspec.structs.replace(tools, strict=frozenset())
 
 
 async def begin(
@@ -346,12 +359,6 @@ def check_readable(service: Service, asked: ToolsAsked) -> None:
         raise RequestError(
             "tools: the server has no tool parser. Force a call with tool_choice; its operator "
             "can set server.tool_parser",
-            "tools",
-        )
-    if asked.strict and (formats.enforced != formats.tools or formats.family):
-        raise RequestError(
-            "tools: the server cannot enforce a schema for calls of this model within other text. "
-            "Omit strict, or force a call with tool_choice",
             "tools",
         )
 

@@ -99,8 +99,10 @@ async def completions(request: Request) -> Response:
     raw = await service.bodies.read(request)
     asked, prompts = await service.prompts.parse(raw, COMPLETION)
     check_prompts(prompts, service.limits.max_prompts)
+    past = service.ignored_fields(asked.model)
     if asked.reasoning_effort not in (None, "none"):  # only templates read it
-        asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "reasoning_effort"))
+        past = (*past, "reasoning_effort")
+    asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, *past))
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, echoed = await begin(request, asked, prompts, arrived)
     served = service.served_to(completion.arrived)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.api.poolers import Embedder
+from specserve.api.pooling import check_dimensions, embedder_of, prompt_of, vector_of
 from specserve.errors import RequestError
 from specserve.exchange.fair_queue import owner
 from specserve.server.body import BodyKind
@@ -18,9 +18,9 @@ from specserve.server.completions import PROMPTS, read_prompts
 from specserve.server.logprobs import sealed
 from specserve.server.pooling import PoolBody, Pooled, PooledRequest, pool, read_pooled
 from specserve.server.protocol import Embedding, EmbeddingList
-from specserve.server.refusal import cut, json_response
+from specserve.server.refusal import json_response
 
-if TYPE_CHECKING:  # numpy takes long to import, and most servers have no embeddings
+if TYPE_CHECKING:  # see api/pooling.py
     import numpy as np
     from numpy.typing import NDArray
 
@@ -69,7 +69,8 @@ async def embeddings(request: Request) -> Response:
 
     def write() -> Response:
         written = written_as(asked.encoding_format, found.vectors)
-        return json_response(EmbeddingList(data=written, model=found.model, usage=found.usage))
+        answer = EmbeddingList(data=written, model=found.model, usage=found.usage)
+        return json_response(answer, headers=found.headers)
 
     # A number takes about 100 ns, and an embedding has thousands.
     return await asyncio.wrap_future(service.writing_threads.submit(owner.get(), write))
@@ -78,44 +79,14 @@ async def embeddings(request: Request) -> Response:
 async def embed(request: Request, asked: EmbeddingsBody, inputs: EmbeddingInputs) -> Pooled:
     """Return the embeddings of inputs, as the request wants them."""
     service: Service = request.app.state.service
-    embedder = embedder_of(service)
-    if asked.dimensions is not None and asked.dimensions > embedder.size:
-        raise RequestError(
-            f"dimensions = {asked.dimensions}: the model's embeddings have {embedder.size} "
-            "numbers. Send less, or omit it",
-            "dimensions",
-        )
+    embedder = embedder_of(service.poolers, "/v1/rerank or /v1/score")
+    check_dimensions(embedder, asked.dimensions)
     prompt = prompt_of(embedder, asked.prompt_name)
     texts = [prompt + each if isinstance(each, str) else each for each in inputs]
     how = asked.add_special_tokens, asked.truncate
     found = await pool(request, asked, PooledRequest(texts, embedder.pooling, "input", *how))
-    cut_to, normalizes = asked.dimensions, embedder.normalizes or asked.dimensions is not None
-    vectors = [each[:cut_to] for each in found.vectors]
-    return found._replace(vectors=[*map(normalized, vectors)] if normalizes else vectors)
-
-
-def embedder_of(service: Service) -> Embedder:
-    if service.poolers.embedder is None:
-        why = service.poolers.why_not or "the model ranks documents. Use /v1/rerank or /v1/score"
-        raise RequestError(f"no embeddings: {why}", "model")
-    return service.poolers.embedder
-
-
-def prompt_of(embedder: Embedder, name: str | None) -> str:
-    if name is None:
-        return embedder.default
-    if name and name not in embedder.prompts:
-        known = ", ".join(embedder.prompts) or "none"
-        message = f"prompt_name: {cut(name)!r} is unknown. The model's prompts are: {cut(known)}"
-        raise RequestError(message, "prompt_name")
-    return embedder.prompts.get(name, "")
-
-
-def normalized(vector: "NDArray[np.float32]") -> "NDArray[np.float32]":
-    import numpy as np
-
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    return vector if length == 0 else (vector / length).astype(np.float32)
+    vectors = [vector_of(embedder, each, asked.dimensions) for each in found.vectors]
+    return found._replace(vectors=vectors)
 
 
 def written_as(form: str, vectors: "Sequence[NDArray[np.float32]]") -> list[Embedding]:

@@ -17,6 +17,7 @@ from specserve.server.chat import (
     SOME,
     Conversation,
     begin,
+    fit_strict,
     fit_to_template,
     read_options,
     render,
@@ -346,6 +347,7 @@ async def messages(request: Request) -> Response:
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), MESSAGES)
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
+    asked, tools = fit_strict(service, asked, tools)
     async with service.timed(arrived, asked.timeout_ms) as arrived:
         completion, reader = await begin(request, asked, asked.conversation(tools), arrived)
     served = service.served_to(completion.arrived)

@@ -18,7 +18,7 @@ from specserve.models.folder import is_gguf
 from specserve.models.selection import resolve_model
 from specserve.models.source import open_source
 from specserve.server.body import Body, warning
-from specserve.server.chat import begin, fit_thinking, fit_to_template
+from specserve.server.chat import begin, fit_strict, fit_thinking, fit_to_template
 from specserve.server.completion import (
     Arrival,
     ChoiceDelta,
@@ -27,12 +27,15 @@ from specserve.server.completion import (
     arrival,
 )
 from specserve.server.completions import begin as begin_completion
-from specserve.server.embeddings import embed
+from specserve.server.embeddings import EmbeddingInputs, EmbeddingsBody, embed
+from specserve.server.logprobs import Namer, ScoredTokens, chat_logprobs, sealed
 from specserve.server.ollama_body import (
     OLLAMA_CHAT,
     OLLAMA_EMBED,
     OLLAMA_GENERATE,
+    OLLAMA_PROMPT,
     OllamaAsked,
+    OllamaBody,
     read_ollama_model,
 )
 from specserve.server.ollama_types import (
@@ -41,6 +44,7 @@ from specserve.server.ollama_types import (
     OllamaCard,
     OllamaChat,
     OllamaDetails,
+    OllamaEmbedding,
     OllamaEmbeddings,
     OllamaGeneration,
     OllamaLine,
@@ -49,6 +53,7 @@ from specserve.server.ollama_types import (
     OllamaModels,
     OllamaVersion,
 )
+from specserve.server.pooling import Pooled
 from specserve.server.refusal import json_response, ollama_error
 from specserve.server.stream import EventStream, escaped, watched
 from specserve.text.answer.events import (
@@ -63,6 +68,7 @@ from specserve.text.answer.events import (
 )
 from specserve.text.answer.formats import AnswerReader, PlainParser
 from specserve.text.infill import find_format
+from specserve.text.tokenizer import Tokenizer
 
 API_VERSION = "0.13.0"  # of Ollama; some clients require a minimum
 LATEST = ":latest"
@@ -78,7 +84,6 @@ class LineStream(EventStream):
 class OllamaFormatter:
     """A `Formatter` for lines of a chat or of a prompt's continuation."""
 
-    is_long = False
     keep_alive = b""  # lines have no comments
 
     def __init__(
@@ -87,14 +92,25 @@ class OllamaFormatter:
         completion: LiveCompletion,
         reader: AnswerReader | None,
         is_chat: bool,
+        num_top: int | None = None,
     ) -> None:
+        """`num_top` is the number of most likely tokens with logprobs; None: no logprobs."""
         self.model, self.completion, self.is_chat = model, completion, is_chat
         self.parser = PlainParser() if reader is None else reader.parser()
         [self.generation] = completion.generations
+        self.namer = None if num_top is None else Namer(self.tokenizer, num_top, False)
+        self.is_long = self.namer is not None
+        self.unsent = list[Any]()  # logprobs for the next line
         self.call: tuple[CallBegin, list[str]] | None = None  # whose arguments are incomplete
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.generation.stream.tokenizer
+
     def num_logprobs(self, deltas: Sequence[ChoiceDelta]) -> int:
-        return 0
+        if self.namer is None:
+            return 0
+        return sum(len(delta.token_ids) for delta in deltas) * (1 + self.namer.num_top)
 
     def beginning(self) -> list[bytes]:
         return []
@@ -102,11 +118,20 @@ class OllamaFormatter:
     def step(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         events = list[Event]()
         for delta in deltas:
+            self.unsent += self.logprobs(delta.begin, delta.begin + len(delta.token_ids))
             events += self.parser.push(delta.text) if delta.text else []
             events += self.parser.finish() if delta.is_last else []
         lines = [line for each in events for line in self.lines_of(each)]
         is_over = any(delta.is_last for delta in deltas)
         return [*lines, *self.finished_call()] if is_over else lines
+
+    def logprobs(self, begin: int, end: int) -> list[Any]:
+        """Return the logprobs of the tokens [begin, end), if the request has logprobs."""
+        if self.namer is None:
+            return []
+        g, new = self.generation, slice(begin, end)
+        scored = ScoredTokens(g.token_ids[new], g.logprobs[new], g.starts[new])
+        return sealed(chat_logprobs(scored, self.namer))
 
     def lines_of(self, event: Event) -> list[bytes]:
         """Return the lines of an event. A call is one line, once it is complete."""
@@ -141,6 +166,7 @@ class OllamaFormatter:
 
     def whole(self) -> OllamaLine:
         events = [*self.parser.push(self.generation.text), *self.parser.finish()]
+        self.unsent = self.logprobs(0, len(self.generation.token_ids))
         return self.formatted(answer_of(events), **self.counts())
 
     def counts(self) -> dict[str, Any]:
@@ -159,6 +185,8 @@ class OllamaFormatter:
 
     def formatted(self, answer: Answer, first_index: int = 0, **fields: Any) -> OllamaLine:
         head = {"model": self.model, "created_at": now(), **fields}
+        if self.unsent:
+            head["logprobs"], self.unsent = self.unsent, []
         thinking = answer.reasoning or UNSET
         if not self.is_chat:
             return OllamaGeneration(response=answer.content, thinking=thinking, **head)
@@ -220,11 +248,12 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
         body = msgspec.structs.replace(body, model=name, read_past=(*body.read_past, *asked.past))
         body = await fit_thinking(service, body, "think")
         body = await fit_to_template(service, body, body.chat_template_kwargs)
+        body, tools = fit_strict(service, body, tools)
         async with service.timed(arrived, None) as arrived:
             completion, reader = await begin(request, body, body.conversation(tools), arrived)
         return await respond(request, completion, reader, body, asked.is_chat)
     if asked.completion is not None:
-        past = (*asked.completion.read_past, *asked.past)
+        past = (*asked.completion.read_past, *asked.past, *service.ignored_fields(name))
         plain = msgspec.structs.replace(asked.completion, model=name, read_past=past)
         prompt = plain.prompt if isinstance(plain.prompt, str) else ""
         async with service.timed(arrived, None) as arrived:
@@ -235,7 +264,8 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
     empty: OllamaLine = OllamaGeneration(response="", **head, **ended)
     if asked.is_chat:
         empty = OllamaChat(message=OllamaMessage(content=""), **head, **ended)
-    return json_response(empty, headers=warning(asked.past))
+    past = (*asked.past, *service.ignored_fields(name))
+    return json_response(empty, headers=warning(past))
 
 
 async def respond(
@@ -248,7 +278,7 @@ async def respond(
     """Return the response of a queued completion: lines, or one JSON object after its end."""
     service: Service = request.app.state.service
     served = service.served_to(completion.arrived)
-    formatter = OllamaFormatter(served.model, completion, reader, is_chat)
+    formatter = OllamaFormatter(served.model, completion, reader, is_chat, asked.params.num_top)
     if asked.stream:
         return LineStream(completion, formatter, service, asked)
     async with watched(completion, request.receive):
@@ -266,14 +296,35 @@ async def ollama_embed(request: Request) -> Response:
     service.check_open()
     raw = await service.bodies.read(request)
     body, asked, inputs = await service.prompts.parse(raw, OLLAMA_EMBED)
-    asked = msgspec.structs.replace(asked, model=model_of(service, body.model))
-    found = await embed(request, asked, inputs)
-    past = [f"options.{name}" for name in body.options]
-    past += ["keep_alive"] if body.keep_alive is not None else []
-    vectors = [each.tolist() for each in found.vectors]
+    vectors, found = await embedded(request, body, asked, inputs)
     took = nanoseconds(perf_counter() - begun)
     answer = OllamaEmbeddings(found.model, vectors, took, 0, found.usage.prompt_tokens)
-    return await asyncio.to_thread(json_response, answer, headers=warning(past))
+    return await asyncio.to_thread(json_response, answer, headers=past_of(service, body))
+
+
+async def ollama_embeddings(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_open()
+    raw = await service.bodies.read(request)
+    body, asked, inputs = await service.prompts.parse(raw, OLLAMA_PROMPT)
+    [vector], _ = await embedded(request, body, asked, inputs)
+    return json_response(OllamaEmbedding(vector), headers=past_of(service, body))
+
+
+async def embedded(
+    request: Request, body: OllamaBody, asked: EmbeddingsBody, inputs: EmbeddingInputs
+) -> tuple[list[list[float]], Pooled]:
+    service: Service = request.app.state.service
+    asked = msgspec.structs.replace(asked, model=model_of(service, body.model))
+    found = await embed(request, asked, inputs)
+    return [each.tolist() for each in found.vectors], found
+
+
+def past_of(service: Service, body: OllamaBody) -> dict[str, str]:
+    """Return the header that lists ignored fields of a body for embeddings."""
+    past = [*service.ignored_fields(model_of(service, body.model))]
+    past += [f"options.{name}" for name in body.options]
+    return warning(past + ["keep_alive"] * (body.keep_alive is not None))
 
 
 def model_of(service: Service, name: str | None) -> str | None:

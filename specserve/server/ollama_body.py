@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from specserve.errors import RequestError
+from specserve.exchange.sampling_params import NumTop
 from specserve.server.body import BodyKind, Effort, checked_fields, convert, decode_object
 from specserve.server.chat import ChatBody, read_chat
 from specserve.server.completions import CompletionBody, read_completion
@@ -59,9 +60,13 @@ class OllamaTextBody(OllamaBody, frozen=True, kw_only=True):
     stream          false returns one JSON object instead of lines
     format          "json", or a JSON schema that the text must fit
     think           false turns reasoning off and true on, if the template can; or an effort
+    logprobs        true returns the logprob of each token
+    top_logprobs    number of most likely tokens per position; needs logprobs
     """
 
     stream: bool = True
+    logprobs: bool = False
+    top_logprobs: NumTop | None = None
     format: str | dict[str, Any] | None = None
     think: bool | Effort | None = None
 
@@ -107,6 +112,15 @@ class OllamaEmbedBody(OllamaBody, frozen=True, kw_only=True):
     input: str | list[str] | None = None
     truncate: bool = True
     dimensions: int | None = None
+
+
+class OllamaPromptBody(OllamaBody, frozen=True, kw_only=True):
+    """A text to convert to an embedding, on the route of old clients.
+
+    prompt          the text; its end is cut if it exceeds the context
+    """
+
+    prompt: str | None = None
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +172,8 @@ def read_ollama_generate(raw: bytes) -> OllamaAsked:
         if body.system:
             raise RequestError("system: not with raw or suffix. Put it into the prompt", "system")
         fields.pop("chat_template_kwargs", None)
+        if fields.pop("logprobs", False):
+            fields["logprobs"] = fields.pop("top_logprobs") or 0
         fields |= {"prompt": body.prompt, "suffix": body.suffix or None}
         completion, _ = read_completion(msgspec.json.encode(fields))
         return OllamaAsked(**head, completion=completion)
@@ -172,6 +188,13 @@ def read_ollama_embed(raw: bytes) -> tuple[OllamaEmbedBody, EmbeddingsBody, Embe
     return body, *read_embeddings(msgspec.json.encode(fields))
 
 
+def read_ollama_prompt(raw: bytes) -> tuple[OllamaPromptBody, EmbeddingsBody, EmbeddingInputs]:
+    body = checked_fields(decode_object(raw), OllamaPromptBody)
+    if not body.prompt:
+        raise RequestError("prompt: missing. Send a text", "prompt")
+    return body, *read_embeddings(msgspec.json.encode({"input": body.prompt, "truncate": True}))
+
+
 def read_ollama_model(raw: bytes) -> ModelBody:
     return checked_fields(decode_object(raw), ModelBody)
 
@@ -181,6 +204,9 @@ OLLAMA_GENERATE = BodyKind("ollama generate", read_ollama_generate, OllamaAsked)
 OLLAMA_EMBED = BodyKind(
     "ollama embed", read_ollama_embed, tuple[OllamaEmbedBody, EmbeddingsBody, EmbeddingInputs]
 )
+OLLAMA_PROMPT = BodyKind(
+    "ollama prompt", read_ollama_prompt, tuple[OllamaPromptBody, EmbeddingsBody, EmbeddingInputs]
+)
 
 
 def read_common(body: OllamaTextBody) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -189,6 +215,10 @@ def read_common(body: OllamaTextBody) -> tuple[dict[str, Any], tuple[str, ...]]:
     """
     fields, past = read_options(body.options)
     fields |= {"stream": body.stream}
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    elif body.top_logprobs is not None:
+        raise RequestError("top_logprobs: needs logprobs. Set logprobs = true", "top_logprobs")
     if body.keep_alive is not None:
         past = (*past, "keep_alive")
     if isinstance(body.format, dict):

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from specserve.server.protocol import TokenLogprob
+
 
 class OllamaError(Struct):
     error: str
@@ -36,6 +38,7 @@ class OllamaMessage(Struct, kw_only=True):
 class OllamaLine(Struct, kw_only=True):
     """A line of a stream, or a whole response. The fields from `done_reason` on come at the end.
 
+    logprobs        of the tokens since the last line, if the request has logprobs
     done            true for the last line, which has no text
     done_reason     stop or length; load for a request without a prompt
     total_duration  time since the request arrived
@@ -46,6 +49,7 @@ class OllamaLine(Struct, kw_only=True):
 
     model: str
     created_at: str
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -71,6 +75,10 @@ class OllamaEmbeddings(Struct):
     total_duration: int
     load_duration: int
     prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct):
+    embedding: list[float]
 
 
 class OllamaDetails(Struct):

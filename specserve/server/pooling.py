@@ -8,13 +8,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from specserve.config import Milliseconds
 from specserve.exchange.sampling_params import Pooling, SamplingParams, pooled
-from specserve.server.body import HARMLESS, checked_fields, decode_object
+from specserve.server.body import HARMLESS, checked_fields, decode_object, warning
 from specserve.server.completion import LiveCompletion, Service, arrival
 from specserve.server.prompt import blaming
 from specserve.server.protocol import PoolingUsage
 from specserve.server.stream import watched
 
-if TYPE_CHECKING:  # see embeddings.py
+if TYPE_CHECKING:  # see api/pooling.py
     import numpy as np
     from numpy.typing import NDArray
 
@@ -37,6 +37,7 @@ class Pooled(NamedTuple):
     vectors: "list[NDArray[np.float32]]"
     usage: PoolingUsage
     model: str
+    headers: dict[str, str] = {}  # noqa: RUF012  # a warning about ignored fields
 
 
 class PooledRequest(NamedTuple):
@@ -71,7 +72,8 @@ async def pool(request: Request, asked: PoolBody, job: PooledRequest) -> Pooled:
             vectors += [np.frombuffer(g.pooled, "<f4") for g in completion.generations]
             num_tokens += completion.num_prompt_tokens
     usage = PoolingUsage(num_tokens, num_tokens)
-    return Pooled(vectors, usage, service.served_to(arrived).model)
+    past = warning(service.ignored_fields(asked.model))
+    return Pooled(vectors, usage, service.served_to(arrived).model, past)
 
 
 async def ended(request: Request, completion: LiveCompletion) -> None:

@@ -1,9 +1,7 @@
 """POST /v1/rerank and /v1/score: scores of documents for a query."""
 
-import math
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -11,12 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.poolers import Ranker
+from specserve.api.pooling import (
+    check_instruction,
+    pair_messages,
+    pair_text,
+    paired,
+    ranker_of,
+    score_of,
+)
 from specserve.errors import RequestError
 from specserve.server.body import BodyKind, convert
 from specserve.server.completion import Service
-from specserve.server.pooling import PoolBody, PooledRequest, pool, read_pooled
+from specserve.server.pooling import PoolBody, Pooled, PooledRequest, pool, read_pooled
 from specserve.server.protocol import (
-    PoolingUsage,
     RankedDocument,
     RankedText,
     Ranking,
@@ -27,15 +32,6 @@ from specserve.server.refusal import json_response
 from specserve.text.chat_template import ChatOptions
 
 MAX_PAIRS = 2048  # per request
-# The form of Qwen3-Reranker, for models whose chat template has no roles for a pair.
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-PAIR = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-)
-
 Texts = str | Annotated[list[Any], Meta(extra_json_schema={"items": {"type": "string"}})]
 
 
@@ -86,13 +82,9 @@ def read_rerank(raw: bytes) -> tuple[RerankBody, Pairs]:
 
 def read_score(raw: bytes) -> tuple[ScoreBody, Pairs]:
     body = read_pooled(raw, ScoreBody)
-    ones, twos = texts_of(body.text_1, "text_1"), texts_of(body.text_2, "text_2")
-    if len(ones) not in (1, len(twos)):
-        raise RequestError(
-            f"text_1: {len(ones)} texts for {len(twos)} of text_2. Send one, or as many", "text_1"
-        )
-    pairs = zip(ones if len(ones) == len(twos) else ones * len(twos), twos, strict=True)
-    return body, checked([*pairs], "text_2")
+    names = "text_1", "text_2"
+    texts = texts_of(body.text_1, names[0]), texts_of(body.text_2, names[1])
+    return body, checked(paired(*texts, names), "text_2")
 
 
 RERANK = BodyKind("rerank", read_rerank, tuple[RerankBody, Pairs])
@@ -122,70 +114,51 @@ async def rerank(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     asked, pairs = await service.prompts.parse(await service.bodies.read(request), RERANK)
-    scores, usage, model = await scored(request, asked, pairs, "documents")
+    scores, found = await scored(request, asked, pairs, "documents")
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
     results = [RankedDocument(i, scores[i]) for i in order]
     if asked.return_documents:
         for each in results:
             each.document = RankedText(pairs[each.index][1])
-    return json_response(Ranking(f"rerank-{secrets.token_hex(12)}", model, results, usage))
+    ranking = Ranking(f"rerank-{secrets.token_hex(12)}", found.model, results, found.usage)
+    return json_response(ranking, headers=found.headers)
 
 
 async def score(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     asked, pairs = await service.prompts.parse(await service.bodies.read(request), SCORE)
-    scores, usage, model = await scored(request, asked, pairs, "text_2")
+    scores, found = await scored(request, asked, pairs, "text_2")
     data = [Score(index=i, score=each) for i, each in enumerate(scores)]
     id, created = f"score-{secrets.token_hex(12)}", int(time.time())
-    return json_response(ScoreList(id=id, created=created, model=model, data=data, usage=usage))
+    model, usage = found.model, found.usage
+    answer = ScoreList(id=id, created=created, model=model, data=data, usage=usage)
+    return json_response(answer, headers=found.headers)
 
 
 async def scored(
     request: Request, asked: RankBody, pairs: Pairs, field: str
-) -> tuple[list[float], PoolingUsage, str]:
-    """Return the scores of pairs, the usage, and the model's name."""
+) -> tuple[list[float], Pooled]:
+    """Return the scores of pairs, and the vectors that they are from."""
     service: Service = request.app.state.service
-    ranker = service.poolers.ranker
-    if ranker is None:
-        why = service.poolers.why_not if service.poolers.embedder is None else "it has embeddings"
-        raise RequestError(
-            f"no scores: the model is no ranker ({why}). Serve a ranker, or start with --task rank",
-            "model",
-        )
+    ranker = ranker_of(service.poolers)
     prompts = await prompts_of(service, ranker, asked.instruction, pairs)
     is_plain = ranker.pooling.kind == "score"
     found = await pool(request, asked, PooledRequest(prompts, ranker.pooling, field, is_plain))
-    return [number(each.tolist(), ranker) for each in found.vectors], found.usage, found.model
+    return [score_of(each.tolist(), ranker) for each in found.vectors], found
 
 
 async def prompts_of(
     service: Service, ranker: Ranker, instruction: str | None, pairs: Pairs
 ) -> list[str | list[int]]:
     """Return the prompt of each pair."""
+    check_instruction(ranker, instruction)
     if ranker.pooling.kind == "score":
-        if instruction is not None:
-            message = "instruction: this model reads none. Omit it"
-            raise RequestError(message, "instruction")
         encode = service.prompts.processor.encode_pair
         return [await service.prompts.in_thread(encode, *pair) for pair in pairs]
     if not ranker.has_template:
-        asked = instruction or INSTRUCTION
-        return [PAIR.format(instruction=asked, query=q, document=d) for q, d in pairs]
-    system = [] if instruction is None else [{"role": "system", "content": instruction}]
+        return [pair_text(*pair, instruction) for pair in pairs]
     options = ChatOptions(add_generation_prompt=True)
     return [
-        await service.prompts.render(
-            [*system, {"role": "query", "content": q}, {"role": "document", "content": d}], options
-        )
-        for q, d in pairs
+        await service.prompts.render(pair_messages(*pair, instruction), options) for pair in pairs
     ]
-
-
-def number(outputs: Sequence[float], ranker: Ranker) -> float:
-    """Return the score of a pair: a classifier's output, or the log-odds of the relevant token."""
-    raw = outputs[0] if len(outputs) == 1 else outputs[1] - outputs[0]
-    if not ranker.squashes:
-        return raw
-    # Without overflow for either sign.
-    return 1 / (1 + math.exp(-raw)) if raw > 0 else math.exp(raw) / (1 + math.exp(raw))

@@ -13,8 +13,15 @@ from starlette.responses import Response
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop, SamplingParams
-from specserve.server.body import NO_OP, REFUSED, Body, BodyKind, Effort, read
-from specserve.server.chat import Conversation, begin, fit_to_template, read_message, read_options
+from specserve.server.body import FRONTENDS, NO_OP, REFUSED, Body, BodyKind, Effort, read
+from specserve.server.chat import (
+    Conversation,
+    begin,
+    fit_strict,
+    fit_to_template,
+    read_message,
+    read_options,
+)
 from specserve.server.completion import ChoiceDelta, LiveCompletion, ServedModel, Service, arrival
 from specserve.server.formatter import statistics, usage_of
 from specserve.server.logprobs import Namer, ScoredTokens, chat_logprobs, sealed
@@ -149,6 +156,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         "store": (False,),
         "truncation": ("disabled",),
     }
+    passed: ClassVar[set[str]] = FRONTENDS | {"client_metadata"}  # coding agents send it
     refused: ClassVar[Mapping[str, str]] = REFUSED | {
         "best_of": "a response has one choice",
         "conversation": STORED,
@@ -481,6 +489,7 @@ async def responses(request: Request) -> Response:
     service.check_open()
     asked, tools = await service.prompts.parse(await service.bodies.read(request), RESPONSES)
     asked = await fit_to_template(service, asked, asked.chat_template_kwargs)
+    asked, tools = fit_strict(service, asked, tools)
     try:
         async with service.timed(arrived, asked.timeout_ms) as arrived:
             completion, reader = await begin(request, asked, asked.conversation(tools), arrived)

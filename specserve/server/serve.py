@@ -21,9 +21,9 @@ import uvloop
 from specserve import logs
 from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
-from specserve.api.poolers import STAGED, find_poolers
+from specserve.api.poolers import poolers_of
 from specserve.api.progress import LoadProgress, show_phases
-from specserve.config import Config
+from specserve.config import DEMO, Config
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready
@@ -101,6 +101,7 @@ async def run(start: Start) -> int:
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
     watching = asyncio.create_task(engine.watch(start.config.server.hang_seconds))
+    sampling = asyncio.create_task(service.history.run())
     signalled = asyncio.create_task(server.signals.get())
     renewing = None if start.tls is None else asyncio.create_task(start.tls.renew())
     try:
@@ -111,6 +112,7 @@ async def run(start: Start) -> int:
     finally:
         living.cancel()
         watching.cancel()
+        sampling.cancel()
         if renewing is not None:
             renewing.cancel()
         await server.leave(serving)
@@ -141,11 +143,8 @@ async def load(service: Service, start: Start) -> Ready:
         with phases.phase("tokenizer"):
             paths = folders.target, folders.draft, service.config.model.chat_template
             files = await asyncio.to_thread(load_text_files, *paths)
-            model = service.config.model
-            asked = model.task, files.tokenizer, model.implementation
-            poolers = await asyncio.to_thread(find_poolers, folders.target, *asked)
-            if service.config.parallel.pipeline > 1:
-                poolers = STAGED
+            asked = service.config, folders.target, files.tokenizer
+            poolers = await asyncio.to_thread(poolers_of, *asked)
         service.prompts.start_templates(files.tokenizer.chat_template)
         ready = await service.engine.ready
         modules = await asyncio.to_thread(modules_of, service.config, service.name)
@@ -168,6 +167,7 @@ async def load(service: Service, start: Start) -> Ready:
         implementation=ready.implementation,
         row_invariant=ready.row_invariant,
         has_head=ready.has_head,
+        is_demo=folders.target.resolve().is_relative_to(DEMO.parent.resolve()),
         known_sources=[*ready.known_sources],
     )
     limits = ready.vocab_size, ready.max_model_len

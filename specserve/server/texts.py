@@ -71,7 +71,7 @@ async def asked_of(
     service.check_loaded()
     asked, past = await service.prompts.parse(await service.bodies.read(request), kind)
     service.check_model(asked.model)
-    return asked, past
+    return asked, past + service.ignored_fields(asked.model)
 
 
 async def tokenize(request: Request) -> Response:
@@ -95,7 +95,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked, _ = await asked_of(request, DETOKENIZE)
+    asked, past = await asked_of(request, DETOKENIZE)
     if asked.tokens is None:
         raise RequestError("tokens: missing. Send a list of token ids", "tokens")
     most = service.prompts.processor.max_model_len
@@ -106,4 +106,4 @@ async def detokenize(request: Request) -> Response:
         service.prompts.processor.read_ids, asked.tokens, "tokens"
     )
     text = await service.prompts.in_thread(service.prompts.processor.tokenizer.decode, ids, False)
-    return json_response(DetokenizeResponse(text))
+    return json_response(DetokenizeResponse(text), headers=warning(past))

@@ -41,7 +41,7 @@ def random_groups(seed):
 
 def row_by_row(groups):
     """The same step, built row by row."""
-    out = {name: [] for name in StepInput._fields[1:-3]}
+    out = {name: [] for name in StepInput._fields[1:-4]}
     out["qo_indptr"], out["indptr"] = [0], [0]
     for g in groups:
         size, end = g.table.block_size, g.start + len(g.token_ids)

@@ -1,6 +1,6 @@
 """Servers for clients that call functions: one of a random model, and one that says a script."""
 
-from tests.checkpoints import EOS, tiny_tokenizer
+from tests.checkpoints import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.server.scripted import ScriptedEngine, scripted, with_template
 
 TEMPLATE = (  # in which Hermes' calls and reasoning are found
@@ -21,6 +21,8 @@ REPLIES = [  # what a prompt contains, all of it, and the answer; the first that
     ((f"tool: {RESULT}", "weather Rome", "as JSON"), '{"city": "Rome", "days": 9}'),
     ((f"tool: {RESULT}", "weather Rome", "final_result"), CALL % ("final_result", 9)),
     ((f"tool: {RESULT}", "weather Rome"), f"<think>\nIt is warm.\n</think>\n\nIt is {RESULT}."),
+    ((f"<tool_response>\n{RESULT}", '"city": "Rome"'), f"It is {RESULT}."),
+    (("You can call these functions:",), f"Let me see.\n{CALL % ('weather', 2)}"),
     (("tools:",), f"<think>\nI have to look.\n</think>\n\nLet me see.\n{CALL % ('weather', 2)}"),
 ]
 
@@ -37,7 +39,12 @@ class Replying(ScriptedEngine):
         return super().add(token_ids, *args, **kw)
 
 
-def replying():
+def replying(template=TEMPLATE):
     """A server whose engine is `Replying`."""
-    tokenizer = with_template(tiny_tokenizer().backend_tokenizer, TEMPLATE)
+    tokenizer = with_template(tiny_tokenizer().backend_tokenizer, template)
     return scripted(tokenizer, engine=Replying, **{"server.served_model_name": "tiny"})
+
+
+def describing():
+    """The same of a model whose template shows no tools, so that the server describes them."""
+    return replying(CHAT_TEMPLATE)

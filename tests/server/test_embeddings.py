@@ -17,10 +17,11 @@ from transformers import (
 )
 
 from specserve.api.poolers import find_poolers
+from specserve.api.pooling import INSTRUCTION, PAIR
 from specserve.errors import ConfigError
 from specserve.models.source import open_source
 from specserve.server.embeddings import EMBEDDINGS
-from specserve.server.ranking import INSTRUCTION, PAIR, RERANK, SCORE
+from specserve.server.ranking import RERANK, SCORE
 from tests.checkpoints import tiny_checkpoint
 from tests.models.gguf_files import write
 from tests.server.asking import COMPLETIONS

@@ -10,7 +10,9 @@ from tests.server.in_process import server_threads
 from tests.server.test_embeddings import with_log_odds
 
 OPENAI = "/v1/embeddings", "/v1/rerank", "/v1/score"
-OLLAMA = "/api/chat", "/api/generate", "/api/embed", "/api/show"
+OLLAMA = "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"
+ANTHROPIC = "/v1/messages", "/v1/messages/count_tokens"
+ERRORS = {OPENAI: ({"error"}, dict), OLLAMA: ({"error"}, str), ANTHROPIC: ({"type", "error"}, dict)}
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats(-2, 2) | st.text(max_size=5),
     lambda inner: (
@@ -21,9 +23,17 @@ VALUES = st.recursive(
 )
 NAMES = {
     OPENAI: ["input", "query", "documents", "text_1", "text_2", "dimensions", "top_n", "truncate"],
-    OLLAMA: ["messages", "prompt", "options", "format", "think", "tools", "input", "raw"],
+    OLLAMA: [
+        *("messages", "prompt", "options", "format", "think", "tools", "input", "raw"),
+        *("logprobs", "top_logprobs", "system"),
+    ],
+    ANTHROPIC: [
+        *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
+        *("output_config", "temperature", "metadata", "top_k"),
+    ],
 }
 FEW = {"options": {"num_predict": 2}}  # tokens of a response
+USER = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module", params=["embed", "rank"])
@@ -35,7 +45,7 @@ def pooling(request, tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize("routes", NAMES, ids=["openai", "ollama"])
+@pytest.mark.parametrize("routes", NAMES, ids=["openai", "ollama", "anthropic"])
 def test_any_body_gets_an_answer_of_the_api(pooling, routes):
     bodies = st.dictionaries(
         st.sampled_from([*NAMES[routes], "model", "suffix", "x"]), VALUES, max_size=4
@@ -48,11 +58,13 @@ def test_any_body_gets_an_answer_of_the_api(pooling, routes):
     def check(path, body):
         if path in ("/api/chat", "/api/generate"):
             body = FEW | body | {"stream": False}
+        if routes is ANTHROPIC:
+            body = USER | body
         answer = pooling.post(path, body)
         assert answer.status == 200 or 400 <= answer.status < 500, answer.body
         if answer.status != 200:
-            kind = dict if routes is OPENAI else str
-            assert [*answer.body] == ["error"] and isinstance(answer.body["error"], kind)
+            keys, kind = ERRORS[routes]
+            assert answer.body.keys() == keys and isinstance(answer.body["error"], kind)
 
     with streaming(pooling, stream) as events:
         check()

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
 from specserve.exchange.messages import Report, Stats, StepOutput
-from specserve.server.metrics import Histogram, Metrics
+from specserve.server.metrics import Metrics
+from specserve.server.series import Histogram
 
 BUCKETS = 0.001, 0.5, 1, 20
 LABELS = {"model_name": "m", "engine": "0"}
@@ -53,3 +54,12 @@ def test_reports_count_the_same_however_often_somebody_asks(num_restarts):
         name = name if name.startswith("num") else f"num_{name}"
         assert f"vllm:spec_decode_{name}_total{series} {count * (1 + num_restarts):.1f}\n" in text
     assert f"specserve_step_seconds_count{series} {3.0 * (1 + num_restarts)}\n" in text
+
+
+def test_recurrent_states_in_the_prefix_cache_are_counted():
+    metrics, series = Metrics("m", 4), '{engine="0",model_name="m"}'
+    for kept, hits in ((3, 2), (1, 5)):
+        metrics.on_stats(Stats(num_checkpoints=kept, num_checkpoint_hits=hits))
+    text = metrics.text().decode()
+    assert f"specserve_state_checkpoints{series} 1.0\n" in text
+    assert f"specserve_state_checkpoint_hits_total{series} 5.0\n" in text

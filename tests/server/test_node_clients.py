@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.calling import describing
+
 HERE = Path(__file__).parent / "node"
 MISSING = [tool for tool in ("node", "npm") if shutil.which(tool) is None]
 INSTALL = ["npm", "install", "--package-lock=false", "--no-audit", "--no-fund"]
@@ -129,4 +131,12 @@ def test_the_clients_call_functions_and_read_forms(calling, folder_of_clients):
     told = subprocess.run(
         command, cwd=folder_of_clients, capture_output=True, text=True, timeout=120
     )
+    assert told.returncode == 0, told.stderr
+
+
+def test_the_sdks_agent_calls_tools_of_a_model_that_shows_none(folder_of_clients):
+    with describing() as server:
+        command = ["node", "agent.mjs", f"http://127.0.0.1:{server.port}"]
+        options = {"cwd": folder_of_clients, "capture_output": True, "text": True, "timeout": 60}
+        told = subprocess.run(command, **options)
     assert told.returncode == 0, told.stderr

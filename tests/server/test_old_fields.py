@@ -19,6 +19,22 @@ GUIDED = {
     "guided_grammar": ("grammar", 'start: "a" | "bc"'),
 }
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+USER = {"messages": [{"role": "user", "content": "a"}]}
+PREDICT = {"options": {"num_predict": 2}, "stream": False}
+ROUTES = {
+    CHAT: chat_body(max_tokens=2),
+    COMPLETIONS: completion_body(max_tokens=2),
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/messages": USER | {"max_tokens": 2},
+    "/v1/messages/count_tokens": USER,
+    "/v1/embeddings": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/api/chat": USER | PREDICT,
+    "/api/generate": {"prompt": "a", "raw": True} | PREDICT,
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+}
 FREE = {"max_tokens": 60, "ignore_eos": False, "seed": 1, "temperature": 1}
 
 
@@ -131,5 +147,11 @@ def test_clients_can_name_the_model_as_they_like(folder):
         assert server.post(CHAT, chat_body(model="gpt-4o")).body["model"] == "tiny"
         assert server.get("/v1/models/gpt-4o").status == 200
         assert server.post(CHAT, chat_body(model="gpt-5")).status == 404
-    with server_threads(folder, **{"server.any_model_name": True}) as server:
+    any_name = {"server.any_model_name": True, "model.task": "embed"}
+    with server_threads(folder, **any_name) as server:
+        for path, body in ROUTES.items():
+            answer = server.post(path, {"model": "gpt-5"} | body)
+            assert (answer.status, "ignored: model" in answer.headers["Warning"]) == (200, True)
+            known = server.post(path, {"model": folder.name} | body)
+            assert known.status == 200 and "Warning" not in known.headers
         assert server.post(CHAT, chat_body(model="gpt-5")).body["model"] == folder.name

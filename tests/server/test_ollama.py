@@ -17,6 +17,8 @@ SAME = {"temperature": 0.8, "seed": 3, "max_tokens": 24, "top_k": 40, "repetitio
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
+RAW = {"prompt": "the cat", "raw": True}
+
 
 def lines(server, path, body):
     """The lines of a stream."""
@@ -138,6 +140,8 @@ REFUSED = {
     "a value": (OCHAT, {"options": {"temperature": -1}}, "temperature"),
     "a field": (OCHAT, {"message": []}, "message"),
     "a format": (OCHAT, {"format": "xml"}, "format"),
+    "top_logprobs": (OCHAT, {"top_logprobs": 2}, "top_logprobs"),
+    "many top_logprobs": (OCHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     "a role": (OCHAT, {"messages": [{"role": "cat", "content": ""}]}, "messages[0].role"),
     "an image": (OCHAT, {"messages": [{"role": "user", "images": ["AA"]}]}, "images"),
     "a template": (GENERATE, {"prompt": "a", "template": "x"}, "template"),
@@ -159,16 +163,43 @@ def test_an_unknown_model_is_not_found(server, path):
     assert answer.status == 404 and "llama3" in answer.body["error"]
 
 
+@pytest.mark.parametrize("path", ["/api/pull", "/api/blobs/sha256:0", "/api/copy"])
+def test_routes_that_change_models_are_not_offered(server, path):
+    answer = server.post(path, {"model": "llama3"})
+    assert answer.status == 404 and [*answer.body] == ["error"]
+    assert f"{path}: not offered" in answer.body["error"] and "/api/tags" in answer.body["error"]
+
+
 def test_a_missing_route_has_ollamas_form(server):
-    answer = server.post("/api/pull", {"model": "llama3"})
-    assert answer.status == 404 and "/api/pull: not found" in answer.body["error"]
+    answer = server.post("/api/chats", {})
+    assert answer.status == 404 and "The nearest route is /api/chat;" in answer.body["error"]
+
+
+@pytest.mark.parametrize("path, given", [(OCHAT, {"messages": MESSAGES}), (GENERATE, RAW)])
+def test_logprobs_are_those_of_openais_route(server, path, given):
+    asked = given | {"options": OPTIONS, "logprobs": True, "top_logprobs": 2}
+    found = whole(server, path, asked).body["logprobs"]
+    if path == OCHAT:
+        same = SAME | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+        [choice] = server.post(CHAT, same).body["choices"]
+        assert found == choice["logprobs"]["content"]
+    else:
+        [choice] = server.post(COMPLETIONS, SAME | {"prompt": "the cat", "logprobs": 2}).body[
+            "choices"
+        ]
+        assert [each["logprob"] for each in found] == choice["logprobs"]["token_logprobs"]
+    assert all(len(each["top_logprobs"]) == 2 for each in found)
+    parts = lines(server, path, asked)
+    assert [each for part in parts for each in part.get("logprobs", [])] == found
+    assert len([part for part in parts if "logprobs" in part]) > 1
+    assert "logprobs" not in whole(server, path, given | {"options": OPTIONS}).body
 
 
 def test_an_error_is_the_last_line_of_a_stream(paced_threads):
-    with paced_threads(**{"server.timeout_ms": 300}) as server:
+    with paced_threads(**{"server.timeout_ms": 1000}) as server:
         options = {"seed": 50, "num_predict": 400}
         *parts, last = lines(server, OCHAT, {"messages": MESSAGES, "options": options})
-        assert [*last] == ["error"] and "300 ms" in last["error"] and parts
+        assert [*last] == ["error"] and "1000 ms" in last["error"] and parts
 
 
 def test_streams_can_be_padded(folder):
@@ -204,6 +235,10 @@ def test_embeddings_are_those_of_openais_route(folder):
         assert len(cut) == 8
         answer = server.post(EMBED, {"input": "cat " * 2000, "truncate": False})
         assert answer.status == 400 and "maximum context length" in answer.body["error"]
+        old = server.post("/api/embeddings", {"prompt": "a cat", "options": {"num_ctx": 8}})
+        assert old.body["embedding"] == found.body["embeddings"][0]
+        assert "options.num_ctx" in old.headers["Warning"]
+        assert server.post("/api/embeddings", {}).body["error"].startswith("prompt: missing")
         assert "embedding" in server.post("/api/show", {"model": folder.name}).body["capabilities"]
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.server.calling import describing
 from tests.server.environments import PINNED, python_with
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -88,6 +89,12 @@ def test_the_logprobs_are_those_of_all_tokens(direct):
 def test_what_a_client_sends_by_default_is_accepted(heard):
     name, told = heard
     assert told["defaults"], name
+
+
+def test_langchains_agent_calls_tools_of_a_model_that_shows_none(tmp_path):
+    with describing() as server:
+        url = f"http://127.0.0.1:{server.port}"
+        run(tmp_path, python_with("langchain"), "agent_with_langchain.py", url)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

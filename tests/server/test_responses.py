@@ -527,3 +527,28 @@ def test_an_answer_that_fails_ends_with_both_of_its_errors(paced):
     assert seen[-1].type == "response.failed" and seen[-1].response.status == "failed"
     assert seen[-1].response.error.code == "server_error"
     assert "engine process has ended" in seen[-1].response.error.message
+
+
+def test_the_body_of_a_coding_agent_is_accepted(server):
+    """Codex sends this. Only `client_metadata` is unknown to OpenAI's API."""
+    parts = [{"type": "input_text", "text": "the cat"}]
+    messages = [
+        {"type": "message", "id": f"msg_{role}", "role": role, "content": parts}
+        for role in ("developer", "user", "user")
+    ]
+    tool = {"type": "function", "name": "run", "strict": False, "parameters": {"type": "object"}}
+    asked = {
+        "input": messages,
+        "tools": [tool],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a",
+        "client_metadata": {"session_id": "a"},
+        "max_output_tokens": 4,
+    }
+    answer = server.post(RESPONSES, asked)
+    assert answer.status == 200, answer.body
+    assert answer.headers["Warning"] == '299 specserve "ignored: client_metadata"'

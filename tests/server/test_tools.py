@@ -52,6 +52,35 @@ def qwen():
         yield server
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat"])
+def test_strict_that_no_grammar_can_enforce_is_ignored_with_a_warning(path):
+    """Qwen3-Coder's calls have no JSON. Without `auto`, calls are in another format."""
+    template = QWEN.replace("<tool_call>", "<function=<parameter=")
+    function = TOOLS[0]["function"] | {"strict": True}
+    flat = {"type": "function"} | function
+    anthropic = {"name": "now", "input_schema": {"type": "object"}, "strict": True}
+    tools = {"/v1/messages": anthropic, "/v1/responses": flat}
+    asked = ASK | {"tools": [tools.get(path, {"type": "function", "function": function})]}
+    if path == "/v1/responses":
+        asked["input"] = asked.pop("messages")
+    with scripted(with_template(backend(), template)) as server, server.saying("Now."):
+        answer = server.post(path, asked | {"stream": False})
+        assert answer.status == 200 and "ignored: tools.strict" in answer.headers["Warning"]
+        assert server.last.sampling.grammar == ""
+        if path == CHAT:
+            answer = server.post(path, asked | {"tool_choice": "required"})
+            assert "Warning" not in answer.headers and server.last.sampling.grammar
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_strict_tools_are_enforced_within_text(qwen, is_strict):
+    function = TOOLS[0]["function"] | {"strict": is_strict}
+    with qwen.saying("Now."):
+        asked = ASK | {"tools": [{"type": "function", "function": function}]}
+        answer = qwen.post(CHAT, asked)
+    assert "Warning" not in answer.headers and bool(qwen.last.sampling.grammar) == is_strict
+
+
 @pytest.fixture(scope="module")
 def mistral():
     special = ["[TOOL_CALLS]", "[ARGS]", "[OTHER]"]

@@ -13,7 +13,11 @@ from specserve_bench.random_model import RandomWeights
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_kernels import load
 
-DENSE = [name for name, family in FAMILIES.items() if family.experts is None]
+DENSE = [
+    name
+    for name, family in FAMILIES.items()
+    if family.experts is None and family.recurrent == "none"
+]
 SIZES = (StepSize("1 row at 512", (512,), 1), StepSize("8 rows at 512", (512,), 8))
 SHAPE: dict[str, Any] = {  # Qwen3 0.6B's
     "head_dim": 128,

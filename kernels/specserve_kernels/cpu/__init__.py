@@ -4,26 +4,40 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
-from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.cpu.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
+    add_matched,
     all_gather,
     attention,
+    causal_conv,
     copy,
+    correct_streams,
+    delta_rule,
     embed,
+    gate,
+    gate_columns,
     layer_norm,
     linear,
     linear_add,
     linear_gated,
     lm_head,
     logprobs,
+    mix_streams,
     move_kv,
     plan,
     prepack,
     quantize,
     receive,
+    replay,
     rms_norm,
     rms_norm_add,
     rms_norm_columns,
@@ -32,9 +46,12 @@ from specserve_kernels.cpu.ops import (
     scale,
     send,
     soft_cap,
+    sparse_gated,
+    spread_streams,
     take_columns,
     take_rows,
     top_children,
+    weigh_columns,
 )
 from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
@@ -56,16 +73,23 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "add_matched",
     "all_gather",
     "allocate",
     "arithmetic",
     "attention",
+    "causal_conv",
     "copy",
     "copy_blocks",
+    "correct_streams",
+    "delta_rule",
     "embed",
     "experts",
     "free_memory",
+    "gate",
+    "gate_columns",
     "has_bf16",
+    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -76,6 +100,7 @@ __all__ = [
     "lm_head",
     "lock",
     "logprobs",
+    "mix_streams",
     "move_kv",
     "offload",
     "place",
@@ -89,6 +114,7 @@ __all__ = [
     "records_steps",
     "release",
     "renew",
+    "replay",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_columns",
@@ -100,15 +126,20 @@ __all__ = [
     "scale",
     "send",
     "soft_cap",
+    "sparse_gated",
+    "spread_streams",
     "take_columns",
     "take_rows",
     "top_children",
     "tune",
+    "weigh_columns",
+    "weigh_rows",
 ]
 
 samples_ahead = False
 rounds_rows = True
 records_steps = False
+has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 

@@ -29,7 +29,17 @@ def declared(fields: str, **nested: Any) -> list[tuple[str, Any]]:
 
 
 class RowsStruct(Structure):
-    _fields_ = declared("i64 num_requests num_rows ptr " + " ".join(ROW_FIELDS))
+    _fields_ = declared(
+        "i64 num_requests num_rows ptr " + " ".join(ROW_FIELDS) + " i64 num_state_blocks "
+        "ptr state_blocks committed kept snapshot_at snapshots"
+    )
+
+
+class StateStruct(Structure):
+    _fields_ = declared(
+        "ptr memory i64 block_bytes ptr places i64 num_pieces ptr kept "
+        "i64 kept_width kind is_bf16 height width"
+    )
 
 
 class KV(Structure):
@@ -99,7 +109,11 @@ def sample_params_of(params: SampleParams) -> SampleStruct:
 
 def rows_of(rows: Rows) -> RowsStruct:
     sizes = len(rows.qo_indptr) - 1, len(rows.positions)
-    return RowsStruct(*sizes, *(getattr(rows, name).data_ptr() for name in ROW_FIELDS))
+    pointers = [getattr(rows, name).data_ptr() for name in ROW_FIELDS]
+    if rows.states is None:
+        return RowsStruct(*sizes, *pointers)
+    states = rows.states
+    return RowsStruct(*sizes, *pointers, states.blocks.shape[1], *(x.data_ptr() for x in states))
 
 
 @cache
@@ -130,12 +144,15 @@ def run(ops: Any, step: StepStruct, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool) -> int:
+def code_bytes(
+    N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool, rounds_rows: bool
+) -> int:
     """Size of a packed weight of codes.
 
     form  bits, group, whether the codes have zeros, offsets, a table
     """
-    count = build.kernels().library.specserve_code_bytes
+    library = build.kernels().library
+    count = library.specserve_integer_bytes if rounds_rows else library.specserve_code_bytes
     count.argtypes, count.restype = [c_int64] * 8, c_int64
     return int(count(N, K, *form, is_gated))
 

@@ -8,6 +8,9 @@ struct Rows {
   const int32_t *qo_indptr, *indptr, *indices, *positions, *prefix;
   const int64_t* slots;
   const uint64_t* mask;
+  // The fields of StateRows; null if no request has a recurrent state.
+  int64_t num_state_blocks;
+  const int32_t *state_blocks, *committed, *kept, *snapshot_at, *snapshots;
 };
 
 constexpr int MAX_HEAD_DIM = 512;

@@ -1,0 +1,145 @@
+"""Recurrent layers in config.json: which layers they are, and their sizes.
+
+Does not import torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+RECURRENT_KINDS = ("conv", "linear_attention")  # layer types with a state instead of KV
+MAX_TAPS, MAX_STATE_DIM = 8, 256  # limits of the kernels, in recurrent.cpp
+
+
+class ShortConv(msgspec.Struct, frozen=True, kw_only=True):
+    """A gated causal convolution: LFM2's replacement of attention."""
+
+    width: int
+    taps: int  # inputs per output
+    has_bias: bool
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's tensors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "conv.in_proj.weight": (3 * self.width, hidden),
+            "conv.conv.weight": (self.width, 1, self.taps),
+            "conv.out_proj.weight": (hidden, self.width),
+        }
+        if self.has_bias:
+            shapes |= {
+                name.replace("weight", "bias"): (shape[0],) for name, shape in shapes.items()
+            }
+        return shapes
+
+    @property
+    def row_width(self) -> int:
+        """Weights of linear maps that multiply a row, divided by hidden_size."""
+        return 4 * self.width
+
+
+class GatedDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A gated DeltaNet: a convolution, and a matrix per head that the gated delta rule updates."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int  # inputs per output of the convolution
+    is_interleaved: bool  # the maps of the inputs are grouped by key head, as in Qwen3-Next
+
+    @property
+    def inner(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the maps of a layer's inputs, which kernels use as one map."""
+        parts = ["qkvz", "ba"] if self.is_interleaved else ["qkv", "z", "b", "a"]
+        return [f"linear_attn.in_proj_{part}" for part in parts]
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's tensors."""
+        widths = [self.inner, self.value_width, self.num_v_heads, self.num_v_heads]
+        if self.is_interleaved:
+            widths = [widths[0] + widths[1], widths[2] + widths[3]]
+        maps = zip(self.input_names, widths, strict=True)
+        return {f"{name}.weight": (width, hidden) for name, width in maps} | {
+            "linear_attn.conv1d.weight": (self.inner, 1, self.taps),
+            "linear_attn.A_log": (self.num_v_heads,),
+            "linear_attn.dt_bias": (self.num_v_heads,),
+            "linear_attn.norm.weight": (self.v_dim,),
+            "linear_attn.out_proj.weight": (hidden, self.value_width),
+        }
+
+    @property
+    def row_width(self) -> int:
+        """Weights of linear maps that multiply a row, divided by hidden_size."""
+        return self.inner + 2 * self.value_width + 2 * self.num_v_heads
+
+    def input_rows(self) -> list[int] | None:
+        """The order of the rows of the joined maps in kernels: queries, keys, values, z, b, a.
+        None: as in the checkpoint.
+        """
+        if not self.is_interleaved:
+            return None
+        Hk, Dk, group = self.num_k_heads, self.k_dim, self.num_v_heads // self.num_k_heads
+        width, wide = group * self.v_dim, 2 * (Dk + group * self.v_dim)
+        sizes, begin, rows = (Dk, Dk, width, width), 0, list[int]()
+        for size in sizes:  # q, k, v, z of each key head
+            for head in range(Hk):
+                rows += range(head * wide + begin, head * wide + begin + size)
+            begin += size
+        for part in range(2):  # b, a of each key head
+            for head in range(Hk):
+                first = Hk * wide + head * 2 * group + part * group
+                rows += range(first, first + group)
+        return rows
+
+
+def gated_delta_kinds(fields: Mapping[str, Any]) -> list[str]:
+    """The layer types of a model that has none in config.json."""
+    every = fields["full_attention_interval"]
+    return [
+        "linear_attention" if (i + 1) % every else "full_attention"
+        for i in range(fields["num_hidden_layers"])
+    ]
+
+
+def short_conv_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an LFM2 model under the names of other families. The width of its MLP is
+    derived from intermediate_size.
+    """
+    found = {**fields}
+    for name, other in (
+        ("intermediate_size", "block_ff_dim"),
+        ("tie_word_embeddings", "tie_embedding"),
+    ):
+        if found.get(other) is not None:
+            found[name] = found[other]
+    if "num_dense_layers" in found:
+        found["first_k_dense_replace"] = found["num_dense_layers"]
+    if found["layer_types"] is None and found["full_attn_idxs"] is not None:
+        attention = found["full_attn_idxs"]
+        found["layer_types"] = [
+            "full_attention" if i in attention else "conv"
+            for i in range(found["num_hidden_layers"])
+        ]
+    if found["block_auto_adjust_ff_dim"]:
+        width, factor = int(2 * found["intermediate_size"] / 3), found["block_ffn_dim_multiplier"]
+        if factor is not None:
+            multiple = found["block_multiple_of"]
+            width = -(-int(factor * width) // multiple) * multiple
+        found["intermediate_size"] = width
+    return found
+
+
+def recurrent_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    """By layer: whether it is recurrent."""
+    kinds = fields["layer_types"]
+    return tuple(kind in RECURRENT_KINDS for kind in kinds) if isinstance(kinds, list) else ()
