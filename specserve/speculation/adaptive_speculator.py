@@ -478,6 +478,8 @@ class AdaptiveSpeculator:
             raise
         except BaseException:  # user code may fail, and its errors must not change any text
             self.spec_stats.failed(name)
+            for root in roots:  # some may have candidates
+                root.proposed[name] = 0
         each = self.took(name, perf_counter() - start, roots)
         for acceptance in {root.acceptance for root in roots}:
             acceptance.account(name).took(each)

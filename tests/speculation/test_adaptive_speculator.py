@@ -137,6 +137,20 @@ def test_a_source_that_raises_costs_its_own_draft_tokens_only(target):
     assert sums["bad"].proposed == 0 and sums["good"].accepted > 30
 
 
+class Torn(Oracle):
+    """Fails after its candidates were added."""
+
+    def add_candidates(self, items, tries):
+        super().add_candidates(items, tries)
+        raise RuntimeError("a source with a bug")
+
+
+def test_a_source_may_fail_after_some_of_its_candidates_were_added(target):
+    engine = run(target, lambda truth: [Torn("torn", truth)])
+    sums = engine.stats.sources["torn"]
+    assert sums.errors > 0 and sums.proposed == 0 and sums.accepted > 0
+
+
 @pytest.mark.parametrize("what", ["extend", "expand"])
 def test_a_draft_model_that_fails_costs_its_own_draft_tokens_only(target, what):
     case = Case(PROMPT, greedy(60))
