@@ -34,7 +34,7 @@ def compile_for(head_dim: int, device: torch.device) -> None:
     kv = KVCache((KVLayer(k, v),))
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 4], [0, 1], [0], [4], [0, 1, 2, 3])]
     slots, prefix = torch.arange(4), torch.arange(1, 5, dtype=torch.int32)
-    rows = Rows._make((*ints, slots, prefix, torch.zeros(4, dtype=torch.int64), None))
+    rows = Rows(*ints, slots, prefix, torch.zeros(4, dtype=torch.int64))
     flashinfer = FlashInfer(device, load_flashinfer(), "fa2")
     flashinfer.build(kv, [None])
     parts = flashinfer.plan(rows, rows.indices.to(device), kv, 4, [None], {})
