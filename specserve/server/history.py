@@ -12,7 +12,7 @@ from starlette.responses import Response
 from specserve.errors import RequestError
 from specserve.server.metrics import Metrics
 from specserve.server.refusal import json_response
-from specserve.server.series import Window
+from specserve.server.series import SampleCounts
 
 EVERY = 3.0  # seconds between two samples
 NUM_SAMPLES = 300  # 15 minutes
@@ -96,7 +96,7 @@ class History:
         """Add a sample of the window since the last one."""
         metrics = self.metrics
         metrics.settle()
-        window, metrics.window = metrics.window, Window()
+        window, metrics.window = metrics.window, SampleCounts()
         report = metrics.report
         sample = MetricsSample(
             at=round(now, 3),

@@ -24,7 +24,7 @@ from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 from specserve.exchange.sleep import AWAKE, STATES, SleepState
 from specserve.memory.disk_tier import TierStats
-from specserve.server.series import Histogram, Window
+from specserve.server.series import Histogram, SampleCounts
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -151,7 +151,7 @@ class Metrics:
         self.report: Report | None = None  # the last one
         self.stats = Stats()  # of the last report
         self.seen = Stats()  # already in the counters
-        self.window = Window()  # for the history, which replaces it
+        self.window = SampleCounts()  # for the history, which replaces it
         self.step_rows = deque[int](maxlen=NUM_STEP_ROWS)  # of the latest steps
         self.num_preempted = 0
         self.num_generated = self.num_drafts = 0  # not yet in the counters

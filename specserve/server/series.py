@@ -35,7 +35,7 @@ class Histogram(Collector):
         yield family
 
 
-class Window(msgspec.Struct):
+class SampleCounts(msgspec.Struct):
     """Sums since the last sample of the history; times are in seconds."""
 
     tokens: int = 0  # emitted
