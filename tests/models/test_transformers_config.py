@@ -117,6 +117,12 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(tmp_path, changes,
     assert str(error.value).startswith(str(path))
 
 
+def test_a_recurrent_state_is_for_native_code(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "lfm2")
+    with pytest.raises(ConfigError, match=r"native code only\. Remove model\.implementation"):
+        open_source(folder).shape("transformers")
+
+
 def test_a_gguf_file_is_for_native_code(tmp_path):
     write(tmp_path / "m")
     file = tmp_path / "m/model.gguf"
