@@ -81,7 +81,7 @@ def check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
     if dimensions is not None and not 1 <= dimensions <= embedder.size:
         raise RequestError(
             f"dimensions = {dimensions}: the model's embeddings have {embedder.size} numbers. Send "
-            "less, or omit it",
+            f"1 to {embedder.size}, or omit it",
             "dimensions",
         )
 

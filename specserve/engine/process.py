@@ -359,7 +359,10 @@ def add(engine: Engine, asked: Add) -> list[StepOutput]:
         )
     except RequestError as e:
         ids = range(asked.id, asked.id + len(asked.seeds))
-        return [StepOutput(id, [], "error", False, 0, 0, 0.0, failure=str(e)) for id in ids]
+        text, blamed = str(e), e.param or "prompt"
+        return [
+            StepOutput(id, [], "error", False, 0, 0, 0.0, failure=text, blamed=blamed) for id in ids
+        ]
     return []
 
 

@@ -46,7 +46,7 @@ def due_checkpoints(table: BlockTable, token_ids: "array[int]", end: int) -> lis
     if not state.size or not table.is_publishing:
         return []
     size, last = table.block_size, table.num_keys(token_ids)
-    every = state.interval // size
+    every = -(-state.interval // size)  # blocks
     places = {last, *state.wanted, *(range(every, last, every) if every else ())}
     keys, known = table.keys_after(token_ids, 0), table.pool.checkpoints
     return [

@@ -288,8 +288,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     written = text_fields(written) if is_multimodal else written
     fields, keys = {**family.defaults, **written}, family.keys
     if family.recurrent == "short_conv":
+        check_short_conv(fields)
         fields = short_conv_fields(fields)
     if family.recurrent == "gated_delta" and fields["layer_types"] is None:
+        positive(fields, "full_attention_interval")
         fields["layer_types"] = gated_delta_kinds(fields)
     has_head = architecture in written["architectures"]
     # "vision": only tokens of images attend to later ones.
@@ -784,6 +786,19 @@ def flag(fields: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {value!r} must be true or false")
     return value
+
+
+def check_short_conv(fields: Mapping[str, Any]) -> None:
+    """ValueError for fields of LFM2 that the sizes of its layers are derived from."""
+    width = "intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim"
+    for name in (width, "block_multiple_of"):
+        positive(fields, name)
+    factor, attention = fields["block_ffn_dim_multiplier"], fields["full_attn_idxs"]
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if factor is not None and not (is_number and 0 < factor < MAX_SIZE):
+        raise ValueError(f"block_ffn_dim_multiplier = {factor!r:.50} must be a number above 0")
+    if attention is not None and not isinstance(attention, list):
+        raise ValueError(f"full_attn_idxs = {attention!r:.50} must be a list of layers")
 
 
 def positive(fields: Mapping[str, Any], key: str, most: int = MAX_SIZE) -> int:

@@ -20,6 +20,7 @@ from specserve.models.decoder_config import (
     positive,
 )
 from specserve.models.families import MULTIMODAL
+from specserve.models.recurrent import RECURRENT_KINDS
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 OTHER_NAMES = {  # names of fields in configs of older models
@@ -187,6 +188,12 @@ def parse_any(written: dict[str, Any], implementation: str) -> Shape:
     """The shape for an implementation; auto is native if that supports the architecture."""
     is_native = implementation == "native" or decoder_config.names_family(written)
     if not is_native or implementation == "transformers":
+        kinds = written.get("layer_types") or ()
+        if decoder_config.names_family(written) and any(kind in RECURRENT_KINDS for kind in kinds):
+            raise ValueError(
+                "layer_types: layers with a recurrent state run in native code only. Remove "
+                "model.implementation"
+            )
         return parse(written)
     try:
         return decoder_config.parse(written)

@@ -39,6 +39,7 @@ from specserve.server.ollama_body import (
     read_ollama_model,
 )
 from specserve.server.ollama_types import (
+    PATHS,
     CalledTool,
     OllamaCall,
     OllamaCard,
@@ -249,6 +250,8 @@ async def answered(request: Request, asked: OllamaAsked, arrived: Arrival) -> Re
         body = await fit_thinking(service, body, "think")
         body = await fit_to_template(service, body, body.chat_template_kwargs)
         body, tools = fit_strict(service, body, tools)
+        named = tuple(PATHS.get(name, name) for name in body.read_past)
+        body = msgspec.structs.replace(body, read_past=named)
         async with service.timed(arrived, None) as arrived:
             completion, reader = await begin(request, body, body.conversation(tools), arrived)
         return await respond(request, completion, reader, body, asked.is_chat)

@@ -7,20 +7,14 @@ import msgspec
 
 from specserve.errors import RequestError
 from specserve.exchange.sampling_params import NumTop
-from specserve.server.body import BodyKind, Effort, checked_fields, convert, decode_object
+from specserve.server.body import BodyKind, Effort, checked_fields, convert, decode_object, is_same
 from specserve.server.chat import ChatBody, read_chat
 from specserve.server.completions import CompletionBody, read_completion
 from specserve.server.embeddings import EmbeddingInputs, EmbeddingsBody, read_embeddings
+from specserve.server.ollama_types import OPTIONS
 from specserve.server.refusal import cut
 from specserve.server.tools import ToolsAsked
 
-# Options -> fields of OpenAI's bodies
-OPTIONS = {
-    **{name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop")},
-    **{name: name for name in ("temperature", "top_k", "top_p")},
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
 # Options without an effect on the text or, as the context length, without a setting per request.
 IGNORED = {
     *("embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta"),
@@ -171,7 +165,10 @@ def read_ollama_generate(raw: bytes) -> OllamaAsked:
     if body.raw or body.suffix:
         if body.system:
             raise RequestError("system: not with raw or suffix. Put it into the prompt", "system")
-        fields.pop("chat_template_kwargs", None)
+        if body.think not in (None, "none"):  # only templates read it
+            head["past"] = (*past, "think")
+        for name in ("chat_template_kwargs", "reasoning_effort"):
+            fields.pop(name, None)
         if fields.pop("logprobs", False):
             fields["logprobs"] = fields.pop("top_logprobs") or 0
         fields |= {"prompt": body.prompt, "suffix": body.suffix or None}
@@ -243,6 +240,8 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
         path = f"options.{name}"
         if value is None or (name == "num_predict" and value in UNLIMITED):
             continue
+        if name == "num_predict" and is_same(value, 0):
+            raise RequestError(f"{path}: 0 is not supported. Send 1 or more, or -1", path)
         if name in OPTIONS:
             fields[OPTIONS[name]] = value
         elif name in IGNORED:

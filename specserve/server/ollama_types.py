@@ -6,6 +6,20 @@ from msgspec import UNSET, Struct, UnsetType
 
 from specserve.server.protocol import TokenLogprob
 
+# Options -> fields of OpenAI's bodies
+OPTIONS = {
+    **{name: name for name in ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop")},
+    **{name: name for name in ("temperature", "top_k", "top_p")},
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+# Paths in OpenAI's bodies -> in Ollama's
+PATHS = {field: f"options.{option}" for option, field in OPTIONS.items()} | {
+    "reasoning_effort": "think",
+    "response_format": "format",
+    "response_format.json_schema.schema": "format",
+}
+
 
 class OllamaError(Struct):
     error: str

@@ -1,12 +1,13 @@
 """JSON responses, errors in the formats of each API, and errors that only HTTP has."""
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
 
 from specserve.errors import DamagedModel, EndsEngines, Overloaded, RequestError, SpecserveError
-from specserve.server.ollama_types import OllamaError
+from specserve.server.ollama_types import PATHS, OllamaError
 from specserve.server.protocol import (
     Error,
     ErrorDetails,
@@ -114,8 +115,14 @@ def message_error(error: BaseException) -> MessageError:
 
 
 def ollama_error(error: BaseException) -> OllamaError:
-    """Return the error in Ollama's format."""
-    return OllamaError(error_body(error).error.message)
+    """Return the error in Ollama's format, with Ollama's name of the field."""
+    its = error_body(error).error
+    path = re.sub(r"\[.*", "", its.param or "")
+    if path in PATHS and its.message.startswith(path):
+        return OllamaError(PATHS[path] + its.message.removeprefix(path))
+    return OllamaError(
+        re.sub(r"^(messages\[\d+\])\.reasoning_content", r"\1.thinking", its.message)
+    )
 
 
 def error_response(error: BaseException, path: str = "") -> Response:

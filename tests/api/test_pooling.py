@@ -57,6 +57,8 @@ def test_dimensions_prompts_and_long_texts(embedder):
     with pytest.raises(RequestError, match="context"):
         llm.embed("cat " * 2000)
     assert len(llm.embed("cat " * 2000, truncate=True)[0].prompt_token_ids) == 511
+    with pytest.raises(RequestError, match="Send 1 to 64"):
+        llm.embed("a", dimensions=-1)
     for wrong in ({"dimensions": 65}, {"dimensions": 0}, {"prompt_name": "other"}):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             llm.embed("a", **wrong)

@@ -83,9 +83,8 @@ def test_ids_that_the_model_does_not_know_end_their_request_and_no_process(targe
     script = run(target, [EngineCommands([bad, asked(9, 2)], [])], [], [])
     outputs = [output for report in script.reports for output in report.outputs]
     refused = [o for o in outputs if o.id in (7, 8)]
-    assert [(o.finish_reason, "1000000 is out of range" in o.failure) for o in refused] == [
-        ("error", True)
-    ] * 2
+    found = [(o.finish_reason, "1000000 is out of range" in o.failure, o.blamed) for o in refused]
+    assert found == [("error", True, "prompt")] * 2, "a request's own mistake, not a full server"
     assert [len(o.tokens) for o in outputs if o.id == 9] == [1, 1]
 
 

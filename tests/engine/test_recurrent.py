@@ -189,9 +189,11 @@ def test_requests_that_arrive_together_share_a_common_beginning(target):
     assert [r.num_cached for r in requests] == [0, 64, 64]
 
 
-def test_checkpoints_at_intervals_are_found(target):
-    engine = engine_for(target, state_interval=32, max_batched_tokens=512)
-    for end, num_cached in ((200, 0), (150, 128)):
+@pytest.mark.parametrize(("interval", "last"), [(32, 128), (5, 144)])
+def test_checkpoints_at_intervals_are_found(target, interval, last):
+    """An interval within a block means every block."""
+    engine = engine_for(target, state_interval=interval, max_batched_tokens=512)
+    for end, num_cached in ((200, 0), (150, last)):
         request = engine.add(prompt(200)[:end], greedy(2))
         while not engine.is_idle:
             engine.step()

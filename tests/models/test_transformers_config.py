@@ -122,6 +122,30 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(tmp_path, changes,
     assert str(error.value).startswith(str(path))
 
 
+def test_a_recurrent_state_is_for_native_code(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "lfm2")
+    with pytest.raises(ConfigError, match=r"native code only\. Remove model\.implementation"):
+        open_source(folder).shape("transformers")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("lfm2", "block_multiple_of", 0),
+        ("lfm2", "block_ff_dim", "a"),
+        ("lfm2", "block_ffn_dim_multiplier", []),
+        ("lfm2", "full_attn_idxs", 3),
+        ("qwen3_next", "full_attention_interval", 0),
+    ],
+)
+def test_invalid_sizes_of_recurrent_layers_are_named(tmp_path, family, name, value):
+    fields = {"layer_types": None, name: value}
+    path = tiny_checkpoint(tmp_path, family) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ConfigError, match=rf"{name} = "):
+        open_source(tmp_path).shape("auto")
+
+
 def test_a_gguf_file_is_for_native_code(tmp_path):
     write(tmp_path / "m")
     file = tmp_path / "m/model.gguf"

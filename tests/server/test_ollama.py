@@ -134,10 +134,36 @@ def test_thinking_that_the_template_lacks_is_ignored_with_a_warning(server, thin
     assert 'ignored: think"' in whole(server, OCHAT, asked).headers["Warning"]
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (OCHAT, {"messages": MESSAGES, "think": "high"}),
+        (GENERATE, RAW | {"think": "high"}),
+        (GENERATE, RAW | {"think": True}),
+    ],
+)
+def test_an_effort_or_a_switch_that_no_template_reads_is_named_as_the_client_sent_it(
+    server, path, asked
+):
+    answer = whole(server, path, asked | {"options": {"num_predict": 2}})
+    assert answer.headers["Warning"].endswith('"ignored: think"')
+
+
 REFUSED = {
     "an option": (OCHAT, {"options": {"num_predikt": 1}}, "options.num_predikt"),
     "a sampler": (OCHAT, {"options": {"mirostat": 1}}, "options.mirostat"),
-    "a value": (OCHAT, {"options": {"temperature": -1}}, "temperature"),
+    "a value": (OCHAT, {"options": {"temperature": -1}}, "options.temperature:"),
+    "no tokens": (GENERATE, RAW | {"options": {"num_predict": 0}}, "options.num_predict: 0"),
+    "a string": (OCHAT, {"options": {"num_predict": "8"}}, "options.num_predict: Expected"),
+    "a penalty": (OCHAT, {"options": {"repeat_penalty": 0}}, "options.repeat_penalty: Expected"),
+    "a stop string": (GENERATE, RAW | {"options": {"stop": [""]}}, "options.stop[0]: Expected"),
+    "a field of OpenAI": (OCHAT, {"seed": 3}, "unknown field 'seed'"),
+    "a schema": (OCHAT, {"format": {"type": "nonsense"}}, "format: Invalid type"),
+    "thinking": (
+        OCHAT,
+        {"messages": [{"role": "assistant", "thinking": 5}]},
+        "messages[0].thinking: Expected",
+    ),
     "a field": (OCHAT, {"message": []}, "message"),
     "a format": (OCHAT, {"format": "xml"}, "format"),
     "top_logprobs": (OCHAT, {"top_logprobs": 2}, "top_logprobs"),
@@ -154,7 +180,7 @@ REFUSED = {
 def test_refusals_have_ollamas_form(server, path, asked, word):
     answer = server.post(path, ({"messages": MESSAGES} if path == OCHAT else {}) | asked)
     assert answer.status == 400 and [*answer.body] == ["error"]
-    assert word in answer.body["error"]
+    assert word in answer.body["error"] and "response_format" not in answer.body["error"]
 
 
 @pytest.mark.parametrize("path", [OCHAT, GENERATE, "/api/show"])

@@ -32,6 +32,8 @@ ONE_OF = (
 )
 NO_TEXT = "it allows no text, not even an empty text"
 TOO_COMPLEX = re.compile(r"\b(fuel|too (big|large|many|deeply)|max is|limits?)\b", re.IGNORECASE)
+# The place of a schema in a grammar of tool calls, which the client has not written
+IN_GRAMMAR = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 LISTING = re.compile(r"\n *\d+ \| ")  # listed lines of the grammar
 UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
@@ -159,7 +161,7 @@ def first_of(mask: bytes) -> int | None:
 def in_words(error: str) -> str:
     """Return llguidance's message without details for its developers."""
     text = error.removesuffix("<non-verbose/>").strip()[:500]
-    text = LISTING.split(text)[0].rstrip()
+    text = IN_GRAMMAR.sub("", LISTING.split(text)[0].rstrip())
     if unsupported := UNSUPPORTED.search(text):
         names = unsupported[1].replace('"', "")
         return f"these keywords are not supported: {names}"

@@ -257,3 +257,11 @@ def test_all_formats_are_here():
         *("hermes", "llama3_json", "mistral", "template")
     }
     assert {*WRITTEN} | {"none"} == {*FORMATS}
+
+
+def test_an_error_in_a_schema_does_not_name_lines_of_the_grammar(tokenizers, vocabularies):
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/nope"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar = calls_of(Formats("hermes"), tokenizers[0], (tool,)).enforced()
+    with pytest.raises(GrammarError, match=r"^Pointer '/nope' does not exist"):
+        compile_grammar(vocabularies[0], grammar)
