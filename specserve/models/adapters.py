@@ -18,7 +18,7 @@ from specserve.errors import ConfigError
 from specserve.models.adapter_config import NAME, REMEDY, AdapterConfig, load_adapter_config
 from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
-from specserve.models.decoder_config import DecoderConfig, layer_shapes
+from specserve.models.decoder_config import DecoderConfig, LayerKind, layer_shapes
 from specserve.models.folder import check_pointer, check_regular
 from specserve.models.loader import rows_of_qkv
 from specserve.models.weight_files import check_is_at_home
@@ -104,7 +104,7 @@ def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
     has_experts = config.has_experts(layer)
     if not has_experts:
         maps |= {"gate_up": config.gate_up_names, "down": [config.down_name]}
-    shapes = layer_shapes(config, has_experts)
+    shapes = layer_shapes(config, LayerKind(has_experts))
     return {
         name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
         for name, modules in maps.items()

@@ -136,7 +136,7 @@ def selective_state_update(
     S += B (step * input)^T, and the output is C S + D * input. Outputs are rounded to the dtype of
     x before they are gated and normalized.
     """
-    (N, P), H, G = state.shape, len(state.places), params.num_groups
+    (_, P), H, G = state.shape, len(state.places), params.num_groups
     inputs = [_mamba_inputs(xbc[row], x[row], params, state) for row in range(len(xbc))]
     out = torch.empty(len(xbc), H * P, dtype=xbc.dtype)
     for request in _requests(plan):
