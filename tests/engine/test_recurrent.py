@@ -223,6 +223,22 @@ def test_nothing_leaks_over_many_requests(target):
     assert len(engine.pool.free) == engine.pool.num_blocks
 
 
+def test_nothing_leaks_over_a_thousand_requests(tmp_path):
+    target = load_small(tiny_checkpoint(tmp_path, "lfm2", seed=1))
+    engine = engine_for(target, drafter="ngram", kv_bytes=1 << 18, max_running=4)
+    rng, free = Random(3), engine.pool.num_blocks
+    for _ in range(1000):
+        engine.add(prompt(rng.randrange(1, 40), rng.randrange(9)), greedy(rng.randrange(1, 5)))
+        while len(engine.requests) > 5:
+            engine.step()
+    while not engine.is_idle:
+        engine.step()
+    engine.check()
+    assert engine.pool.is_whole and engine.pool.num_checkpoint_hits >= 100
+    engine.reset_cache()
+    assert len(engine.pool.free) == free
+
+
 def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
