@@ -24,6 +24,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     # Every n-th layer has full attention, the others have the sliding window; 0: all have it.
     full_every: int = 0
     window: int | None = None  # sliding window, if the file has none
+    needs: Mapping[str, Any] = {}  # metadata that must have these values
     merges_by_id: bool = False  # of SentencePiece: the first tokens come first, not the best scores
     # Queries are scaled by the head size, or by hidden_size / heads in the model with this number
     # of layers.
@@ -80,6 +81,16 @@ ARCHITECTURES = {
         fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
         final_norm="token_embd_norm",
     ),
+    "lfm2moe": Architecture(
+        family="Lfm2MoeForCausalLM",
+        keys={
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
+        final_norm="token_embd_norm",
+        needs={"expert_gating_func": 2},  # sigmoid
+    ),
     "llama": Architecture(  # includes Mistral
         family="LlamaForCausalLM", mixture="MixtralForCausalLM", is_turned=True
     ),
@@ -93,6 +104,16 @@ ARCHITECTURES = {
         is_turned=True,
     ),
     "nemotron": Architecture(family="NemotronForCausalLM"),
+    "nemotron_h": Architecture(
+        family="NemotronHForCausalLM",
+        keys={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.group_count": "n_groups",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        names={"ffn_norm": "attn_norm"},  # each layer has one norm
+    ),
     "olmo2": Architecture(family="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", full_every=4),
     "olmoe": Architecture(family="OlmoeForCausalLM"),
     "phi3": Architecture(family="Phi3ForCausalLM"),
