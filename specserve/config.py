@@ -98,6 +98,14 @@ class ModelConfig(Section, frozen=True):
         Literal["none", "w8"],
         about("quantization of the embedding if the layers are quantized: none or w8"),
     ] = "none"
+    activations: Annotated[
+        Literal["auto", "int8", "float"],
+        about(
+            "auto, int8 or float: the input of linear layers with quantized weights, on CPUs. int8 "
+            "rounds each row and group to 8 bits; float keeps model.dtype; auto is as the "
+            "checkpoint asks. The draft model follows auto and float"
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Meta(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
@@ -448,6 +456,13 @@ class ServerConfig(Section, frozen=True):
             "admin calls"
         ),
     ] = None
+    open_dashboard: Annotated[
+        bool,
+        about(
+            "whether clients without an API key may read /metrics, /metrics/history, /v1/models "
+            "and /v1/speculation, which the page /dashboard shows"
+        ),
+    ] = False
     allow_no_keys: Annotated[
         bool,
         about(
@@ -592,6 +607,11 @@ class ServerConfig(Section, frozen=True):
                     f"server.{key} = {getattr(self, key)} needs server.api_key_file. Set it "
                     "(--api-key-file): without keys, all clients count as one"
                 )
+        if self.open_dashboard and self.api_key_file is None:
+            raise ValueError(
+                "server.open_dashboard = true needs server.api_key_file. Without keys, all routes "
+                "are open. Remove server.open_dashboard"
+            )
         if self.log_texts and not self.access_log:
             raise ValueError(
                 "server.log_texts = true has no effect if server.access_log = false. Remove one of "
@@ -647,6 +667,11 @@ class Config(Section, frozen=True):
                     "model.quantize or drafter.quantize, too, or unset it "
                     f"(--set model.{key}=)"
                 )
+        if self.model.quantize == "w8a8" and self.model.activations == "float":
+            raise ValueError(
+                "model.quantize = 'w8a8' quantizes activations, but model.activations is 'float'. "
+                "Set model.quantize to w8, or remove model.activations"
+            )
         if self.drafter.name == "none" and self.drafter.model is not None:
             raise ValueError(
                 f"drafter.name = 'none' does not use drafter.model = {self.drafter.model!r}. "

@@ -67,6 +67,44 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "query_pre_attn_scalar": 24,
         "sliding_window": 7,
     },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.6, 0.3, 0.0, 0.0, 0.8],
+        "altup_num_inputs": 3,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "sliding_window": 7,
+        "final_logit_softcapping": 3.0,
+        "vocab_size_per_layer_input": 310,  # other token ids have the inputs of id 0
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+        "sliding_window": 7,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4_moe": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "sliding_window": 7,
+    },
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
         "model_type": "olmo3",
@@ -234,6 +272,15 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 80,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 7,
+        "attn_scale": 0.5,
+        "floor_scale": 8,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "num_local_experts": 6,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 6,
@@ -261,6 +308,11 @@ FAMILIES |= {
 # name -> the model_type of the whole, its vision config, and the fields of its text model
 MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_vision": ("gemma3", {"model_type": "siglip_vision_model"} | VISION, FAMILIES["gemma3"]),
+    "gemma4_vision": (
+        "gemma4",
+        {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 1} | VISION,
+        FAMILIES["gemma4"],
+    ),
     "mistral3": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["mistral"]),
     "ministral3_vision": ("mistral3", {"model_type": "pixtral"} | VISION, FAMILIES["ministral3"]),
     "qwen2_5_vl": (
@@ -283,6 +335,18 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "rope_parameters": MROPE,
         },
+    ),
+    "llama4_vision": (
+        "llama4",
+        VISION
+        | {
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "vision_output_dim": 16,
+        },
+        FAMILIES["llama4"],
     ),
     "qwen3_5_vision": (
         "qwen3_5",
@@ -372,7 +436,8 @@ def tiny_checkpoint(
         config = CONFIG_MAPPING[whole](**parts)
     else:
         config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    save_quietly(random_model(config, seed, kind).to(dtype), folder)
+    model = random_model(config, seed, kind)
+    save_quietly(model if dtype == torch.float32 else model.to(dtype), folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -410,6 +475,8 @@ def random_model(config: Any, seed: int, kind: Any = None) -> Any:
                 parameter += 0.2 * torch.randn_like(parameter)
         for name, tensor in model.state_dict().items():  # the others are zeros
             if name.endswith(CORRECTIONS) and not tensor.any():
+                tensor += 0.2 * torch.randn_like(tensor)
+            if name.endswith("layer_scalar"):  # a buffer of 1
                 tensor += 0.2 * torch.randn_like(tensor)
     return model.eval()
 

@@ -53,6 +53,24 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(path):
+    """All nodes of a file, kept because many tests read them and a walk takes long."""
+    return [*ast.walk(tree_of(path))]
+
+
+def attributes(path):
+    """Such as `os.nice`, of each attribute that a file names as one of a name."""
+    found = [node for node in nodes_of(path) if isinstance(node, ast.Attribute)]
+    return {f"{n.value.id}.{n.attr}" for n in found if isinstance(n.value, ast.Name)}
+
+
+def offences(rule):
+    """What `rule` finds in files, by the names of those in which it finds anything."""
+    found = {name_of(path): rule(path) for path in FILES}
+    return {name: each for name, each in found.items() if each}
+
+
 def name_of(path):
     package = next(p for p in PACKAGES if p in path.parents)
     return ".".join(path.relative_to(package.parent).with_suffix("").parts)
@@ -69,8 +87,9 @@ def layer(module):
     return max(covers, key=lambda c: len(c[0]), default=(None, None))[1]
 
 
-def imports(tree):
-    for node in ast.walk(tree):  # lazy imports count as well
+def imports(path):
+    """Names that a file imports, also inside of functions."""
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute, so that this test can read them"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -84,12 +103,18 @@ def is_listed(module):
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_downward(path):
-    own = name_of(path)
-    assert is_listed(own) or own == "specserve.__init__", f"{own} has no layer: give it one"
-    up = [m for m in imports(tree_of(path)) if (layer(m) or 0) > layer(own)]
-    assert not up, f"{own} imports {up} from a layer above it"
+def test_every_module_has_a_layer():
+    names = [name_of(path) for path in FILES]
+    assert [name for name in names if not is_listed(name)] == ["specserve.__init__"]
+
+
+def test_imports_run_downward():
+    assert offences(upward_imports) == {}
+
+
+def upward_imports(path):
+    own = layer(name_of(path))
+    return [module for module in imports(path) if (layer(module) or 0) > own]
 
 
 def modules():
@@ -99,7 +124,7 @@ def modules():
 def imported_modules(path, known):
     """The known modules that a file imports, also inside of functions and for type checks only."""
     found = set()
-    for name in imports(tree_of(path)):
+    for name in imports(path):
         module = name if name in known else name.rpartition(".")[0]
         found |= {module} & known.keys()
     return found
@@ -129,12 +154,10 @@ def test_a_cycle_of_imports_would_be_seen():
     assert cycles(graph | {"c": {"d"}}) == []
 
 
-def types(tree):
+def types(path):
     """Names of the classes that a file defines, and of its aliases of types."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node.name
-    for node in tree.body:
+    yield from (node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef))
+    for node in tree_of(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         names = [target.id for target in targets if isinstance(target, ast.Name)]
         yield from (name for name in names if name[0].isupper() and not name.isupper())
@@ -142,13 +165,13 @@ def types(tree):
 
 def test_no_type_name_is_defined_twice_in_the_product():
     product = [path for path in FILES if "specserve_bench" not in path.parts]
-    count = Counter(name for path in product for name in {*types(tree_of(path))})
+    count = Counter(name for path in product for name in {*types(path)})
     assert [name for name, number in count.items() if number > 1] == []
 
 
 def functions():
     kinds = ast.FunctionDef, ast.AsyncFunctionDef
-    return [n for path in FILES for n in ast.walk(tree_of(path)) if isinstance(n, kinds)]
+    return [n for path in FILES for n in nodes_of(path) if isinstance(n, kinds)]
 
 
 def test_nine_of_ten_functions_have_at_most_20_lines():
@@ -161,25 +184,25 @@ def test_the_engine_is_below_450_lines():
     assert len((REPOSITORY / "specserve/engine/engine.py").read_text().splitlines()) < 450
 
 
-def assigned(tree):
+def assigned(path):
     """Attributes that a file assigns, each with the last name of its object: `x.engine.stats = 1`
     is ("engine", "stats").
     """
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr
 
 
 def test_only_the_engine_sets_its_attributes():
     engine = REPOSITORY / "specserve/engine/engine.py"
-    own = {name for of, name in assigned(tree_of(engine)) if of == "self"}
+    own = {name for of, name in assigned(engine) if of == "self"}
     others = [path for path in FILES if path != engine]
     assert len(own) > 10
     assert [(path, name) for path in others for name in assigned_to_engine(path) & own] == []
 
 
 def assigned_to_engine(path):
-    return {name for of, name in assigned(tree_of(path)) if of == "engine"}
+    return {name for of, name in assigned(path) if of == "engine"}
 
 
 def test_at_most_six_modules_stand_next_to_the_packages():
@@ -187,15 +210,15 @@ def test_at_most_six_modules_stand_next_to_the_packages():
     assert len(modules) <= 6
 
 
-def public_names(tree):
+def public_names(path):
     """Names that a file defines for others: types, functions, methods and constants."""
-    for node in tree.body:
+    for node in tree_of(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets += [node.target] if isinstance(node, ast.AnnAssign) else []
         yield from (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.ClassDef):
             kinds = ast.FunctionDef, ast.AsyncFunctionDef
             yield from (node.name, *(each.name for each in node.body if isinstance(each, kinds)))
@@ -203,42 +226,70 @@ def public_names(tree):
 
 def test_public_names_become_no_more():
     """For each thousand lines; 65 is wanted."""
-    names = [n for path in FILES for n in public_names(tree_of(path)) if not n.startswith("_")]
+    names = [n for path in FILES for n in public_names(path) if not n.startswith("_")]
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
     print(f"{len(names)} names, {lines} lines")
     assert 1000 * len(names) / lines <= 96
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_thread_has_a_low_priority(path):
+def test_no_thread_has_a_low_priority():
     """A niced thread that holds the GIL stalls all others while it gets no CPU. Processes may be
     niced.
     """
-    used = {ast.unparse(n) for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute)}
-    assert "os.setpriority" not in used
-    assert "os.nice" not in used or path.stem.endswith("_process")
+    assert offences(lowered_priorities) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_unpickles(path):
+def lowered_priorities(path):
+    forbidden = {"os.setpriority"} | (set() if path.stem.endswith("_process") else {"os.nice"})
+    return forbidden & attributes(path)
+
+
+def test_nothing_unpickles():
     """A model file or a socket that is unpickled runs whatever its author wrote into it."""
-    tree = tree_of(path)
-    roots = {module.partition(".")[0] for module in imports(tree)}
-    assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-    loads = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-    assert not {"torch.load", "torch.save"} & set(loads)
+    assert offences(unpickling) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_text_is_run_as_code(path):
+def unpickling(path):
+    roots = {module.partition(".")[0] for module in imports(path)}
+    libraries = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    return roots & libraries | attributes(path) & {"torch.load", "torch.save"}
+
+
+def test_no_text_is_run_as_code():
     """Nor does anything import what runs texts, or unpickles where its name does not say so."""
-    tree = tree_of(path)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert not names & {"eval", "exec", "compile", "__import__"}
-    assert not {*imports(tree)} & {"code", "codeop", "runpy", "joblib", "numpy.load", "torch.load"}
-    words = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    assert offences(run_texts) == {}
+
+
+def run_texts(path):
+    nodes = nodes_of(path)
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    libraries = {"code", "codeop", "runpy", "joblib", "numpy.load", "torch.load"}
+    words = [node for node in nodes if isinstance(node, ast.keyword)]
     unsafe = [word for word in words if word.arg in ("allow_pickle", "trust_remote_code")]
-    assert all(ast.unparse(word.value) == "False" for word in unsafe)
+    allowed = {word.arg for word in unsafe if ast.unparse(word.value) != "False"}
+    names &= {"eval", "exec", "compile", "__import__"}
+    return names | {*imports(path)} & libraries | allowed
+
+
+@pytest.mark.parametrize(
+    ("rule", "code", "found"),
+    [
+        (upward_imports, "def f():\n    import specserve.engine", {"specserve.engine"}),
+        (lowered_priorities, "os.nice(1); os.setpriority(0, 0, 1)", {"os.nice", "os.setpriority"}),
+        (unpickling, "import pickle; torch.load(a.b)", {"pickle", "torch.load"}),
+        (run_texts, "from torch import load", {"torch.load"}),
+        (run_texts, "eval(f(allow_pickle=y))", {"eval", "allow_pickle"}),
+        (run_texts, "f(trust_remote_code=False)", None),
+    ],
+)
+def test_an_offence_would_be_seen(rule, code, found, tmp_path, monkeypatch):
+    path = tmp_path / "specserve_kernels" / "new.py"
+    path.parent.mkdir()
+    path.write_text(code)
+    monkeypatch.setitem(globals(), "PACKAGES", [path.parent])
+    monkeypatch.setitem(globals(), "FILES", [path])
+    seen = {name: {*each} for name, each in offences(rule).items()}
+    assert seen == ({"specserve_kernels.new": found} if found else {})
 
 
 @pytest.mark.parametrize("folder", ["kernels", "drafters", "bench"])

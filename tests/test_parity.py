@@ -1,5 +1,7 @@
 """Greedy tokens are those that transformers' models hold likeliest, alone and in a mixed batch."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -23,7 +25,18 @@ CASES = {  # family, what departs from its tiny checkpoint
 CASES |= {
     name: (name, {})
     for name in (
-        *("gemma2", "gemma3", "olmo2", "granite", "glm4", "cohere2", "exaone4"),
+        *(
+            "gemma2",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_moe",
+            "olmo2",
+            "granite",
+            "glm4",
+            "cohere2",
+            "exaone4",
+        ),
         *("olmo3", "seed_oss", "ernie4_5", "hunyuan", "ministral3", "cohere", "command_r_plus"),
         *("starcoder2", "stablelm", "nemotron", "arcee", "apertus"),
         *("granite_moe", "minimax_m2", "ernie4_5_moe", "glm4_moe", *MULTIMODAL),
@@ -51,8 +64,13 @@ def case(request, tmp_path_factory):
     family, overrides = request.param
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
+    fields = {"num_hidden_layers": 1} | overrides
+    if family.startswith(("gemma3n", "gemma4")):  # its layers differ
+        fields |= {"layer_types": None, "num_kv_shared_layers": 0}
+    if family == "gemma3n":
+        fields |= {"activation_sparsity_pattern": None}
     own = "llama" if family in RECURRENT else family  # no draft model may have a state
-    draft = tiny_checkpoint(root / "draft", own, seed=1, num_hidden_layers=1, **overrides)
+    draft = tiny_checkpoint(root / "draft", own, seed=1, **fields)
     model = oracle(target)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"
     return target, draft, asked, model
@@ -62,6 +80,11 @@ def likeliest(model, prompt, text):
     """After each token but the last, from the prompt's last on. A text that is equal to these is
     what `generate` says, token by token, and one forward is a text's whole work.
     """
+    return likeliest_tokens(model, tuple(prompt), tuple(text))
+
+
+@lru_cache(2 * len(PROMPTS))  # all drafters of a model should have the same texts
+def likeliest_tokens(model, prompt, text):
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *text]])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(1).tolist()

@@ -18,6 +18,7 @@ FILES = {  # by folder; each took ten seconds or more of two cores' time
         "access_log adapters answers bodies canaries control deadlines ending heads "
         "ranks remote_ranks responses restart sessions sleep_processes tokens tools tracing"
     ),
+    "server/page": "chat conversations dashboard look race streams texts",
     "speculation": "regret",
 }
 PATHS = {

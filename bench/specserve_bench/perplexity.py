@@ -26,6 +26,8 @@ from specserve_bench.demo.held_out import source_files
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
 NAMES = (STORED, "w8", "w8a8", "w4")
+ACTIVATIONS = ("int8", "float")  # values of model.activations
+ROUNDINGS = (*NAMES, *(f"{name}:{kind}" for name in NAMES for kind in ACTIVATIONS))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,10 +41,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quantize",
         action=Once,
-        type=listed(str, NAMES, repeats=True),
+        type=listed(str, ROUNDINGS, repeats=True),
         metavar="Q,...",
-        help="roundings to compare with the first one; default: stored,w8,w8a8,w4, or only stored "
-        "if the weights are quantized already",
+        help="roundings to compare with the first one. Q:int8 and Q:float also set "
+        "model.activations. Default: stored,w8,w8a8,w4, or stored:float,stored:int8 if the weights "
+        "are quantized already",
     )
     parser.add_argument(
         "--text",
@@ -58,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     texts = [read(file) for file in args.text] if args.text else list(source_files().values())
     settings = parse_overrides(args.set)
-    if "model.quantize" in settings:
-        raise ConfigError("--set model.quantize: use --quantize instead.")
+    for key in ("model.quantize", "model.activations"):
+        if key in settings:
+            raise ConfigError(f"--set {key}: use --quantize instead.")
     show(args.model, args.quantize or default_names(args.model), texts, settings)
     return 0
 
@@ -67,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def default_names(model: str | None) -> Sequence[str]:
     """All of them, unless the checkpoint is quantized already."""
     told = open_source(resolve(model)).config().quantization if model else None
-    return NAMES if told is None else NAMES[:1]
+    return NAMES if told is None else [f"{STORED}:float", f"{STORED}:int8"]
 
 
 def read(file: Path) -> str:
@@ -82,12 +86,14 @@ def show(
 ) -> None:
     first = 0.0
     for name in rounded:
-        quantize = None if name == STORED else name
-        with LLM(model, drafter="none", quantize=quantize, set=settings, progress=False) as llm:
+        weights, _, activations = name.partition(":")
+        given = settings | ({"model.activations": activations} if activations else {})
+        quantize = None if weights == STORED else weights
+        with LLM(model, drafter="none", quantize=quantize, set=given, progress=False) as llm:
             value, words = perplexity(llm, texts), llm.weights.target.decoder.forms.words
         ratio = f" ({value / first - 1:+.2%})" if first else ""
         first = first or value
-        print(f"{name:6} perplexity {value:8.3f}{ratio}, {words}", flush=True)
+        print(f"{name:12} perplexity {value:8.3f}{ratio}, {words}", flush=True)
 
 
 @torch.inference_mode()

@@ -107,7 +107,7 @@ class RandomWeights:
         return self.map(f"gate_up {index}", 2 * inner, hidden, True)
 
     def qk_norm(self, config: DecoderConfig) -> QKNorm:
-        q, k = (self.ops.place(torch.ones(shape)) for shape in config.qk_norm_shapes)
+        q, k = (self.ops.place(torch.ones(shape)) for shape in config.qk_norm_shapes(0))
         return QKNorm(q, k, config.norm_eps, config.qk_norm == "each")
 
     def experts(self, config: DecoderConfig) -> Experts:

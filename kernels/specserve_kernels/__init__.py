@@ -15,6 +15,7 @@ from specserve_kernels.types import (
     NO_WINDOW,
     NOT_FINITE,
     AdapterRows,
+    Chunks,
     Edits,
     KVCache,
     KVLayer,
@@ -25,6 +26,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "NO_TOKEN",
     "NO_WINDOW",
     "AdapterRows",
+    "Chunks",
     "Codes",
     "DeltaParams",
     "DeviceError",
@@ -57,6 +60,7 @@ __all__ = [
     "StateLayer",
     "StateRows",
     "Threads",
+    "Window",
     "is_out_of_memory",
     "load",
 ]

@@ -7,16 +7,21 @@ import torch
 from torch import Tensor
 
 WIDENED = 1 << 22  # values widened per pass; limits the temporary float32 memory
-# Maximum columns of a weight that rounds rows: 2^16 products of 127 and 255 sum to less than 2^31.
+# Maximum columns of a weight that rounds whole rows: 2^16 products of 127 and 255 sum to less than
+# 2^31.
 MAX_ROUNDED = 1 << 16
+# Maximum columns of a group that rounds rows: 2^8 products of 127 and 255 sum to less than 2^24, so
+# that every sum is exact in float32.
+MAX_ROUNDED_GROUP = 1 << 8
 
 
 class Codes(NamedTuple):
     """A quantized weight [N, K]. Each value is (q - zero) * scale + offset, or table[q] * scale.
 
     Each `group` consecutive columns of a row share a scale, a zero and an offset; `group` divides
-    K. Codes that round rows have 8 bits, no zeros, no offsets, one group, and at most MAX_ROUNDED
-    columns. Codes with a table have 4 bits, no zeros and no offsets.
+    K. Codes with a table have 4 bits, no zeros and no offsets. Codes that round rows have groups of
+    at most MAX_ROUNDED_GROUP columns; or 8 bits, no zeros, no offsets, one group, and at most
+    MAX_ROUNDED columns.
     """
 
     bits: int  # 4 or 8
@@ -25,15 +30,20 @@ class Codes(NamedTuple):
     scale: Tensor  # [N, K / group] float32
     zero: Tensor | None = None  # [N, K / group] uint8; None: 2 ** (bits - 1) everywhere
     offset: Tensor | None = None  # [N, K / group] float32; None: 0 everywhere
-    # Input rows are quantized to int8 with one scale per row: reference/layers.py.
+    # Input rows are quantized to int8 with one scale per group: reference/rounded.py.
     rounds_rows: bool = False
     table: tuple[int, ...] | None = None  # 16 integers from -128 to 127
 
     @property
-    def may_round_rows(self) -> bool:
+    def are_whole_rows(self) -> bool:
+        """Whether a row's codes have one scale and no zeros, as W8A8 needs."""
         K = self.q.shape[1]
         is_plain = self.bits == 8 and self.zero is None and self.offset is None
         return is_plain and self.group == K <= MAX_ROUNDED
+
+    @property
+    def may_round_rows(self) -> bool:
+        return self.are_whole_rows or self.group <= MAX_ROUNDED_GROUP
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         """Return the values, [N, K], each rounded once from float32."""

@@ -21,6 +21,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 
@@ -31,7 +32,7 @@ class ModelForward(Protocol):
     def num_heads(self) -> int: ...
 
     @property
-    def windows(self) -> Sequence[int | None]:
+    def windows(self) -> Sequence[Window]:
         """The distinct attention windows of its layers; None is full attention."""
         ...
 
@@ -207,7 +208,7 @@ class Ops(Protocol):
         normalizes: bool,
         is_sigmoid: bool = False,
         correction: Tensor | None = None,
-        factor: float = 1.0,
+        factor: float | Tensor = 1.0,
     ) -> Any: ...
 
     def experts(
@@ -216,10 +217,11 @@ class Ops(Protocol):
         routing: Any,
         gate_up: Any,
         down: Any,
-        residual: Tensor,
+        residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
         holders: Gathering | None = None,
+        gate: str = "silu",
     ) -> Tensor: ...
 
     def join(self, ranks: Ranks, folder: Path, name: str) -> None: ...
@@ -238,13 +240,17 @@ class Ops(Protocol):
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor: ...
 
+    def weigh_rows(self, x: Tensor, logits: Tensor) -> Tensor: ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> Tensor: ...
 
-    def rms_norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor: ...
+    def rms_norm_add(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0
+    ) -> Tensor: ...
 
     def rms_norm_columns(self, x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -256,18 +262,32 @@ class Ops(Protocol):
         self, x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)
     ) -> Tensor: ...
 
+    def spread_streams(self, x: Tensor, first: Tensor) -> Tensor: ...
+
+    def add_matched(self, x: Tensor, first: Tensor, total: Tensor) -> Tensor: ...
+
+    def mix_streams(self, streams: Tensor, coefficients: Tensor) -> Tensor: ...
+
+    def correct_streams(self, streams: Tensor, x: Tensor, coefficients: Tensor) -> Tensor: ...
+
+    def weigh_columns(self, x: Tensor, begin: int, weight: Tensor) -> Tensor: ...
+
+    def sparse_gated(self, x: Tensor, curve: str, deviations: float) -> Tensor: ...
+
+    def gate_columns(self, x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor: ...
+
     def plan(
         self,
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None] = NO_WINDOW,
+        windows: Sequence[Window] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
     ) -> Any: ...
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: Any
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: Any
     ) -> Tensor: ...
 
     def attention(
@@ -276,7 +296,7 @@ class Ops(Protocol):
         kv: KVLayer,
         plan: Any,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor: ...

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from specserve_kernels.states import StateLayer, StateRows
 
-NO_WINDOW: tuple[int | None, ...] = (None,)
+
+class Chunks(NamedTuple):
+    """A window that starts at a multiple of `size`: a row at position p sees the positions from
+    p // size * size to p.
+    """
+
+    size: int
+
+
+# An integer: a row at position p sees the positions (p - window, p]. None: all positions up to p.
+Window = int | Chunks | None
+NO_WINDOW: tuple[Window, ...] = (None,)
 # Sampled instead of a token id if a row's maximum is not finite:
 NO_TOKEN = -1  # the maximum is -inf: no token is allowed
 NOT_FINITE = -2  # the maximum is +inf, or the row contains NaN
@@ -139,6 +150,14 @@ class KVLayer:
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
 
+class AttentionKind(NamedTuple):
+    """Layers whose attention has one plan. `head_dim` is their largest head size."""
+
+    window: Window
+    num_kv_heads: int
+    head_dim: int
+
+
 class KVCache(NamedTuple):
     """One model's view of the block arena, by layer.
 
@@ -152,6 +171,14 @@ class KVCache(NamedTuple):
     @property
     def block_size(self) -> int:
         return self.layers[0].k.shape[1]
+
+    def kinds(self, windows: Iterable[Window]) -> list[AttentionKind]:
+        """Every window with every number of KV heads."""
+        sizes = dict[int, int]()
+        for layer in self.layers:
+            _, _, heads, D = layer.k.shape
+            sizes[heads] = max(D, sizes.get(heads, 0))
+        return [AttentionKind(w, heads, D) for w in windows for heads, D in sizes.items()]
 
 
 class Rotary(NamedTuple):
@@ -172,6 +199,7 @@ class QKNorm(NamedTuple):
     q, k         [D], or [H, D] and [Hk, D]  float32
     is_centered  LayerNorm, else RMSNorm
     is_last      after the rotation, else before it
+    has_values   value heads get an RMSNorm without a weight
     """
 
     q: Tensor
@@ -179,6 +207,7 @@ class QKNorm(NamedTuple):
     eps: float
     is_centered: bool = False
     is_last: bool = False
+    has_values: bool = False
 
 
 class Edits(NamedTuple):

@@ -308,7 +308,7 @@ def known_acceptance(config: Config, target: LoadedModel) -> AcceptancePrior:
 def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> dict[str, str]:
     """Return texts that identify the weights and dtype of the target's and the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
-    kept = model.quantize_head, model.quantize_embedding, kv_dtype
+    kept = model.quantize_head, model.quantize_embedding, model.activations, kv_dtype
     code, draft_code = (m.config.implementation if m else None for m in (target, draft))
     dtype = draft.dtype if draft else None
     return {

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from specserve.config import Config
+from specserve.config import Config, ModelConfig
 from specserve.engine.ranks import shard_of
 from specserve.errors import ConfigError
 from specserve.exchange.phases import Phases
@@ -179,9 +179,11 @@ def load_models(
         quantize: str | None,
         implementation: str = "auto",
         shard: Shard = WHOLE,
+        activations: str = "auto",
     ) -> Model:
         model, most = config.model, config.scheduler.max_model_len
-        rounding = Rounding.named(quantize, model.quantize_head, model.quantize_embedding)
+        heads = model.quantize_head, model.quantize_embedding
+        rounding = Rounding.named(quantize, *heads, activations)
         build = model.device, model.attention, model.dtype
         shape = open_source(path).shape(implementation)
         given = rounding, shape.implementation, shard
@@ -202,7 +204,8 @@ def load_models(
             f"{folder}: models with recurrent layers run on CPUs only. Set model.device = 'cpu'"
         )
     shard = shard_of(config)
-    target = get("target", folder, asked.quantize, asked.implementation, shard)
+    given = asked.quantize, asked.implementation, shard, asked.activations
+    target = get("target", folder, *given)
     context_length(config, target.decoder.config)  # may raise, so before the next load
     if target.key.implementation == "transformers":  # its code may not be batch-invariant
         probe(target, config.scheduler.max_batched_tokens, phases)
@@ -210,7 +213,9 @@ def load_models(
     if needs_draft_model(settled(config, target), drafters) and drafters.draft is not None:
         path = Path(drafters.draft)
         num_ids = num_common_ids(folder, path)  # may raise, so before the load
-        draft = get("draft model", path, config.drafter.quantize)
+        # `int8` is only for the target: the draft model may have no codes.
+        activations = "float" if asked.activations == "float" else "auto"
+        draft = get("draft model", path, config.drafter.quantize, activations=activations)
         sizes = (model.decoder.config.vocab_size for model in (target, draft))
         draft.num_ids = min(num_ids, *sizes)
     return Weights(target, draft)
@@ -324,11 +329,17 @@ def load_model(
         ) from e
 
 
+def rounding_of(model: ModelConfig) -> Rounding:
+    """Return the rounding of the target model."""
+    heads = model.quantize_head, model.quantize_embedding
+    return Rounding.named(model.quantize, *heads, model.activations)
+
+
 def load_target(config: Config, ops: Ops, shard: Shard) -> Decoder:
     """Load a rank's part of the target model."""
     folder, model = resolve_model(config), config.model
     shape = open_source(folder).shape(model.implementation)
-    rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
+    rounding = rounding_of(model)
     loaded = load_model(folder, shape, config, rounding, ops, None, shard)
     assert isinstance(loaded, Decoder), "other implementations have no ranks"
     return loaded
@@ -374,7 +385,7 @@ def check_ranks_memory(config: Config) -> None:
     shape = open_source(folder).shape(model.implementation)
     if ops.place(torch.empty(0)).is_cuda or shape.implementation != "native":
         return
-    rounding = Rounding.named(model.quantize, model.quantize_head, model.quantize_embedding)
+    rounding = rounding_of(model)
     shards = [shard_of(config, rank) for rank in range(config.parallel.size)]
     each = (num_bytes(folder, shape, model.dtype, ops, rounding, shard) for shard in shards)
     check_memory(folder, sum(each), ops)

@@ -421,6 +421,11 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     blocks: dict[str, int]  # by holder
     stats: Stats
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that the models hold, 0 to 1."""
+        return (self.blocks["target"] + self.blocks["draft"]) / (sum(self.blocks.values()) or 1)
+
 
 EngineReply = SpeculationState | Changed | AdapterLoaded | SleepState | SessionReport
 FromEngine = Loading | Failed | Ready | Report | EngineReply

@@ -18,7 +18,7 @@ from specserve.errors import ConfigError
 from specserve.models.adapter_config import NAME, REMEDY, AdapterConfig, load_adapter_config
 from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
-from specserve.models.decoder_config import DecoderConfig, LayerKind, layer_shapes
+from specserve.models.decoder_config import DecoderConfig, layer_shapes
 from specserve.models.folder import check_pointer, check_regular
 from specserve.models.loader import rows_of_qkv
 from specserve.models.weight_files import check_is_at_home
@@ -80,8 +80,9 @@ def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torc
     try:
         reader = AdapterReader(folder / WEIGHTS, told, max_rank, dtype, most)
         reader.check([part for maps in layers for parts in maps.values() for part in parts])
-        rows = rows_of_qkv(config)
-        read = tuple(reader.read_layer(maps, rows) for maps in layers)
+        read = tuple(
+            reader.read_layer(maps, rows_of_qkv(config, i)) for i, maps in enumerate(layers)
+        )
         return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
     except TimeoutError as e:  # from a regular expression
         raise ConfigError(f"{folder / NAME}: {e}. {REMEDY}") from e
@@ -100,11 +101,10 @@ def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> i
 
 def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
     """A layer's maps that an adapter may change; maps of experts are not supported."""
-    maps = {"qkv": config.qkv_names, "out": ["self_attn.o_proj"]}
-    has_experts = config.has_experts(layer)
-    if not has_experts:
+    maps = {"qkv": config.qkv_names(layer), "out": ["self_attn.o_proj"]}
+    if not config.has_experts(layer):
         maps |= {"gate_up": config.gate_up_names, "down": [config.down_name]}
-    shapes = layer_shapes(config, LayerKind(has_experts))
+    shapes = layer_shapes(config, layer)
     return {
         name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
         for name, modules in maps.items()
@@ -300,6 +300,8 @@ class AdapterSlots:
             slots: dict[str, Any] = {}
             for name, parts in fused_maps(config, i).items():
                 rank, rows = len(parts) * max_rank, self.rows[name]
+                if rows is None and name == "qkv":
+                    rows = rows_of_qkv(config, i)
                 height = sum(part.height for part in parts) if rows is None else len(rows)
                 slots[name] = ops.adapter_slots(num_slots, rank, height, parts[0].width, dtype)
             self.layers.append(LayerAdapters(**slots))

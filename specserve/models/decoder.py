@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from specserve.memory.arena import KVLayout, StateLayout
+from specserve.models.altup import HALF, AltUp, StreamMaps
 from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.per_layer import PerLayerMaps, PerLayerTable
 from specserve.models.recurrent import Mamba2, ShortConv
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
 from specserve_kernels import (
+    Chunks,
     DeltaParams,
     Gathering,
     KVCache,
@@ -27,6 +30,7 @@ from specserve_kernels import (
     Rotary,
     Rows,
     StateLayer,
+    Window,
 )
 from specserve_kernels.ops import EagerProgram
 
@@ -102,11 +106,22 @@ class Experts(NamedTuple):
     num_active: int
     normalizes: bool
     is_sigmoid: bool = False
+    weighs_input: bool = False  # a row's expert gets `Ops.weigh_rows`
     correction: Tensor | None = None  # of `Ops.route`
-    factor: float = 1.0  # of `Ops.route`
+    factor: float | Tensor = 1.0  # of `Ops.route`
     router_bias: Tensor | None = None
     limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
+
+
+class ExpertsBeside(NamedTuple):
+    """Experts whose output is added to the MLP's output. Norms are [hidden] float32."""
+
+    experts: Experts
+    router_norm: Tensor  # of the router's input
+    before: Tensor  # of the experts' input
+    after: Tensor  # of their output
+    after_mlp: Tensor  # of the MLP's output
 
 
 class ShortConvWeights(NamedTuple):
@@ -153,7 +168,7 @@ class Layer(NamedTuple):
     lack attention, or its MLP. Norms are float32, at the places that `Norms` describes.
     """
 
-    window: int | None
+    window: Window
     rotary: Rotary | None
     qk_norm: QKNorm | None
     attention_norm: Tensor | None
@@ -174,6 +189,12 @@ class Layer(NamedTuple):
     mlp_norm_bias: Tensor | None = None
     alphas: tuple[float, float] = (0.0, 0.0)  # of `Ops.activate`
     adapters: LayerAdapters = LayerAdapters()
+    has_kv: bool = True  # False: it reads the KV of an earlier layer, and `qkv` has only queries
+    scalar: float = 1.0  # factor of the residual stream after the layer
+    per_layer: PerLayerMaps | None = None
+    beside: ExpertsBeside | None = None
+    altup: AltUp | None = None
+    deviations: float | None = None  # of `Ops.sparse_gated`; None: gates are not sparse
     # If one of these is set, the parts of attention but `out` are None.
     conv: ShortConvWeights | None = None
     delta: DeltaWeights | None = None
@@ -203,6 +224,8 @@ class DecoderWeights(NamedTuple):
     forms      the quantization of the weights, and their size in bytes
     has_head   False: the checkpoint has no head, and `head` is the embedding table
     score      [labels, hidden]  the head of a sequence classifier, float32; None: no such head
+    per_layer  inputs of layers by token id; None: no such inputs
+    streams    maps between one residual stream and several; None: there is only one
     """
 
     embedding: Weight
@@ -214,6 +237,8 @@ class DecoderWeights(NamedTuple):
     norm_bias: Tensor | None = None
     has_head: bool = True
     score: Tensor | None = None
+    per_layer: PerLayerTable | None = None
+    streams: StreamMaps | None = None
 
 
 class Connections(NamedTuple):
@@ -262,7 +287,13 @@ class Decoder:
         self.shard, self.connections = shard, connections
         self.num_positions, self.num_heads = len(rotary.cos), len(shard.heads(config).query)
         self.gatherings = gatherings(config, shard, connections)
-        self.windows = tuple(dict.fromkeys(config.windows))
+        self.windows = tuple(dict.fromkeys(windows_of(config)))
+        own = [i for i in shard.layers(config.num_layers) if config.has_kv(i)]
+        # By layer of this shard: the index of its KV in the cache; 0 without attention.
+        self.kv_places = [
+            own.index(config.kv_layer(i)) if config.attends(i) else 0
+            for i in shard.layers(config.num_layers)
+        ]
         # Rounded to the model's dtype, as in transformers.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
@@ -279,10 +310,14 @@ class Decoder:
         return Decoder(**{name: getattr(self, name) for name in names} | parts)
 
     def kv_layouts(self, dtype: torch.dtype | None = None) -> tuple[KVLayout, ...]:
-        """The layout of this shard's KV of each layer in `dtype`; None: the activations' dtype."""
-        c, num_heads = self.config, len(self.shard.heads(self.config).kv)
-        layout = KVLayout(num_heads, c.head_dim, dtype or self.dtype)
-        return (layout,) * sum(c.attends(i) for i in self.shard.layers(c.num_layers))
+        """The layout of this shard's KV of each layer that has KV, in `dtype`; None: the dtype of
+        activations.
+        """
+        c, own = self.config, []
+        for i in filter(c.has_kv, self.shard.layers(c.num_layers)):
+            heads, size = len(self.shard.heads(c, i).kv), c.kv_heads(i).size
+            own.append(KVLayout(heads, size, dtype or self.dtype))
+        return tuple(own)
 
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """The layout of the states of the recurrent ops, in the order of a forward."""
@@ -335,20 +370,33 @@ class Decoder:
 
         residual  [R, hidden]  from `embed`; overwritten
         ->        [R, hidden]  for `logits`; and by layer, transformers' hidden_states[i]
+
+        With N residual streams, the first result is [R, N hidden], and auxiliary hidden states are
+        the first stream.
         """
         num_layers = self.config.num_layers
         if unknown := set(aux_layer_ids).difference(range(num_layers)):
             raise ValueError(
                 f"auxiliary layers {sorted(unknown)} do not exist: the model has {num_layers}"
             )
-        aux_hidden_states = {}
-        caches, states = iter(kv.layers), iter(kv.states)
-        for i, layer in enumerate(self.weights.layers, self.shard.layers(num_layers).start):
+        aux_hidden_states, inputs, table = {}, None, self.weights.per_layer
+        if table is not None:
+            inputs = table.inputs(self.ops, plan.also[0], residual, self.dtype)
+        streams, width = self.weights.streams, self.config.hidden_size
+        if streams is not None:
+            residual = streams.spread_out(self.ops, residual)
+        states = iter(kv.states)
+        each = zip(self.weights.layers, self.kv_places, strict=True)
+        for i, (layer, place) in enumerate(each, self.shard.layers(num_layers).start):
             if i in aux_layer_ids:
-                aux_hidden_states[i] = self.ops.copy(residual)
-            cache = None if layer.qkv is None else next(caches)
+                aux_hidden_states[i] = (
+                    self.ops.copy(residual)
+                    if streams is None
+                    else self.ops.take_columns(residual, 0, width)
+                )
+            cache = None if layer.qkv is None else kv.layers[place]
             own = tuple(islice(states, layer.num_states))
-            residual = self.layer(layer, residual, cache, plan, states=own)
+            residual = self.layer(layer, residual, cache, plan, inputs=inputs, states=own)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
             if self.shard.rank == 0:
@@ -387,10 +435,16 @@ class Decoder:
         cache: KVLayer | None,
         plan: Any,
         qkv: Tensor | None = None,
+        inputs: Tensor | None = None,
         states: tuple[StateLayer, ...] = (),
     ) -> Tensor:
-        """The residual after a layer. `qkv` is added to queries, keys and values."""
-        c = self.config
+        """The residual after a layer. `qkv` is added to queries, keys and values. `PerLayerTable`
+        makes `inputs`.
+        """
+        ops, c = self.ops, self.config
+        if layer.altup is not None and inputs is not None:
+            assert cache is not None, "no layer with streams is recurrent"
+            return self.altup_layer(layer, layer.altup, residual, cache, plan, inputs)
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         if layer.mamba is not None:
             residual = self.add_mamba(layer.mamba, read, states, plan, residual)
@@ -410,8 +464,71 @@ class Decoder:
             return self.add_experts(read, layer.experts, residual)
         h = self.gather(self.inner(layer, read, plan), self.gatherings.inner)
         added = self.added(h, layer.adapters.down, plan)
-        parts = layer.down, layer.down_bias, layer.after_mlp, residual, added, layer.down_factor
-        return self.add(h, *parts)
+        if layer.beside is not None:
+            residual = self.add_both(ops.linear(h, layer.down, None, added), layer, residual)
+        else:
+            norm, factor = layer.after_mlp, layer.down_factor
+            residual = self.add(h, layer.down, layer.down_bias, norm, residual, added, factor)
+        if layer.per_layer is not None and inputs is not None:
+            residual = self.add_inputs(inputs, layer.per_layer, residual)
+        return residual if layer.scalar == 1 else ops.scale(residual, layer.scalar)
+
+    def altup_layer(
+        self,
+        layer: Layer,
+        altup: AltUp,
+        streams: Tensor,
+        cache: KVLayer,
+        plan: Any,
+        inputs: Tensor,
+    ) -> Tensor:
+        """All streams after a layer, which computes the first one."""
+        ops, width, eps, maps = (
+            self.ops,
+            self.config.hidden_size,
+            self.config.norm_eps,
+            layer.per_layer,
+        )
+        assert layer.attention_norm is not None and maps is not None, "Gemma 3n has both"
+        streams = altup.predicted(ops, streams, width, eps)
+        first, x = (ops.take_columns(streams, 0, width) for _ in range(2))
+        read = ops.rms_norm(first, layer.attention_norm, eps)
+        laurel = altup.laurel(ops, read)
+        h, more = self.attend(layer, read, cache, plan, None), layer.adapters
+        x = self.add(
+            h, layer.out, layer.out_bias, layer.after_attention, x, self.added(h, more.out, plan)
+        )
+        x = ops.rms_norm_add(first, layer.attention_norm, eps, x)
+        x = ops.scale(ops.rms_norm_add(laurel, altup.laurel_norm, eps, x), HALF)
+        h = self.inner(layer, self.norm(x, layer.mlp_norm), plan)
+        x = self.add(
+            h, layer.down, layer.down_bias, layer.after_mlp, x, self.added(h, more.down, plan)
+        )
+        streams = altup.corrected(ops, streams, x, eps)
+        gate = ops.linear(altup.scaled(ops, streams, width), maps.gate)
+        gate = ops.gate_columns(gate, self.config.activation, inputs, maps.begin)
+        found = ops.linear(gate, maps.out)
+        for begin in range(width, self.config.num_streams * width, width):
+            streams = ops.rms_norm_add(found, maps.norm, eps, streams, begin)
+        return streams
+
+    def add_both(self, of_mlp: Tensor, layer: Layer, residual: Tensor) -> Tensor:
+        """Add the outputs of MLP and experts, which read the same residual, to the residual."""
+        ops, eps, beside = self.ops, self.config.norm_eps, layer.beside
+        assert beside is not None and layer.after_mlp is not None, "the layer has only an MLP"
+        both = ops.rms_norm(of_mlp, beside.after_mlp, eps)
+        _, routing = self.routing(ops.rms_norm(residual, beside.router_norm, eps), beside.experts)
+        maps, read = beside.experts, ops.rms_norm(residual, beside.before, eps)
+        gate = self.config.activation
+        found = ops.experts(read, routing, maps.gate_up, maps.down, None, gate=gate)
+        both = ops.rms_norm_add(found, beside.after, eps, both)
+        return ops.rms_norm_add(both, layer.after_mlp, eps, residual)
+
+    def add_inputs(self, inputs: Tensor, maps: PerLayerMaps, residual: Tensor) -> Tensor:
+        """Add a layer's map of its inputs, gated by the residual."""
+        ops, c = self.ops, self.config
+        gate = ops.gate_columns(ops.linear(residual, maps.gate), c.activation, inputs, maps.begin)
+        return ops.rms_norm_add(ops.linear(gate, maps.out), maps.norm, c.norm_eps, residual)
 
     def attend(
         self, layer: Layer, h: Tensor, cache: KVLayer, plan: Any, qkv: Tensor | None
@@ -454,6 +571,9 @@ class Decoder:
         """The input of the MLP's last map: this rank's columns."""
         ops, activation = self.ops, self.config.activation
         added = self.added(read, layer.adapters.gate_up, plan)
+        if layer.deviations is not None:
+            both = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
+            return ops.sparse_gated(both, activation, layer.deviations)
         if self.config.family.ungated is None:
             return ops.linear_gated(read, layer.gate_up, layer.gate_up_bias, activation, added)
         up = ops.linear(read, layer.gate_up, layer.gate_up_bias, added)
@@ -472,7 +592,8 @@ class Decoder:
         if qk_norm is not None and c.qk_norm == "width":
             qkv, qk_norm = self.norm_widths(qkv, qk_norm), None
         assert layer.rotary is not None, "a layer with attention has a rotary table"
-        return ops.rope_write_kv(qkv, layer.rotary, qk_norm, cache, plan)
+        own = cache if layer.has_kv else None
+        return ops.rope_write_kv(qkv, layer.rotary, qk_norm, own, plan)
 
     def norm_widths(self, qkv: Tensor, norm: QKNorm) -> Tensor:
         """Normalize the queries of all heads together, and the keys."""
@@ -524,21 +645,26 @@ class Decoder:
     def add_experts(self, h: Tensor, layer: Experts, residual: Tensor) -> Tensor:
         """Add the output of each row's experts to the residual."""
         ops, gatherings = self.ops, self.gatherings
-        logits = ops.linear(h, layer.router, layer.router_bias)
-        rule = layer.is_sigmoid, layer.correction, layer.factor
-        routing = ops.route(logits, layer.num_active, layer.normalizes, *rule)
+        logits, routing = self.routing(h, layer)
+        weighed = ops.weigh_rows(h, logits) if layer.weighs_input else h
         maps, holders = (layer.gate_up, layer.down), gatherings.holders
         if holders is None:
             own = self.own_columns(residual)
-            own = ops.experts(h, routing, *maps, own, layer.limit, gatherings.experts)
+            own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
         else:  # all ranks add all columns
-            residual = ops.experts(h, routing, *maps, residual, layer.limit, None, holders)
+            residual = ops.experts(weighed, routing, *maps, residual, layer.limit, None, holders)
             if layer.shared is None:
                 return residual
             own = self.own_columns(residual)
         if layer.shared is not None:
             own = self.add_shared(h, layer.shared, own)
         return self.gather(own, gatherings.hidden)
+
+    def routing(self, h: Tensor, layer: Experts) -> tuple[Tensor, Any]:
+        """The router's logits, and each row's experts."""
+        logits = self.ops.linear(h, layer.router, layer.router_bias)
+        rule = layer.is_sigmoid, layer.correction, layer.factor
+        return logits, self.ops.route(logits, layer.num_active, layer.normalizes, *rule)
 
     def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
         """Add the shared expert's output to this rank's columns of the residual."""
@@ -557,6 +683,11 @@ class Decoder:
         """The columns of all ranks, see `Ops.all_gather`; without ranks, x."""
         return x if gathering is None else self.ops.all_gather(x, gathering, reader)
 
+    def taken(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """Some rows of the residual stream, or of all streams as one."""
+        some, streams = self.ops.take_rows(residual, rows), self.weights.streams
+        return some if streams is None else streams.merged(self.ops, some, self.config.hidden_size)
+
     def hidden(self, residual: Tensor, rows: Tensor) -> Tensor:
         """The hidden states of some rows after the final norm, as transformers returns them.
 
@@ -564,7 +695,7 @@ class Decoder:
         rows      [n]          int64, ascending
         ->        [n, hidden]  float32
         """
-        taken, weights = self.ops.take_rows(residual, rows), self.weights
+        taken, weights = self.taken(residual, rows), self.weights
         hidden = self.norm(taken, weights.norm, weights.norm_bias)
         # The loader multiplied the norm by this factor.
         return hidden.float() / self.config.logit_scale
@@ -577,7 +708,7 @@ class Decoder:
         ->        [n, V]       float32
         """
         ops, weights, shard = self.ops, self.weights, self.shard
-        hidden, V = ops.take_rows(residual, rows), self.config.vocab_size
+        hidden, V = self.taken(residual, rows), self.config.vocab_size
         last = (shard.pipeline - 1) * shard.tensor
         if not shard.is_last:
             is_reader = shard.rank == 0
@@ -587,6 +718,13 @@ class Decoder:
         cap = self.config.logit_cap
         logits = logits if cap is None else ops.soft_cap(logits, cap)
         return logits if shard.rank != last or last == 0 else ops.send(logits, self.every, 0)
+
+
+def windows_of(config: DecoderConfig) -> tuple[Window, ...]:
+    """The window of each layer, as ops take it."""
+    if not config.family.has_chunks:
+        return config.windows
+    return tuple(None if window is None else Chunks(window) for window in config.windows)
 
 
 def gatherings(config: DecoderConfig, shard: Shard, connections: Connections | None) -> Gatherings:

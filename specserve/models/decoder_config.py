@@ -4,14 +4,16 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from statistics import NormalDist
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from specserve.errors import ConfigError
+from specserve.models import per_layer_names as per_layer
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.families import FAMILIES, MULTIMODAL, UNSUPPORTED
 from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
@@ -28,13 +30,24 @@ from specserve.models.recurrent import (
     recurrent_layers,
     short_conv_fields,
 )
-from specserve.models.rope import RopeParameters
+from specserve.models.rope import QueryGrowth, RopeParameters
 
 MAX_HEAD_DIM = 512  # limit of the kernels: MAX_D in attention.cpp
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 MAX_EXPERTS = 1024  # limit of the kernels, in experts.cpp
 ALPHA = 1.702  # slope of clamped gates in `Ops.experts`
 SINKS = "self_attn.sinks"  # tensor name within a layer
+SCALAR = "layer_scalar"  # tensor name within a layer
+MAX_STREAMS = 8  # limit of the kernels, in streams.cpp
+STREAMS = ("model.altup_projections", "model.altup_unembed_projections")
+# Modules and tensors of AltUp and LAuReL within a layer.
+ROUTER, PREDICT, CORRECT = (
+    f"altup.{name}" for name in ("modality_router", "prediction_coefs", "correction_coefs")
+)
+ROUTER_NORM, STREAM_SCALE = "altup.router_norm", "altup.correct_output_scale"
+LEFT, RIGHT, LAUREL_NORM = (
+    f"laurel.{name}" for name in ("linear_left", "linear_right", "post_laurel_norm")
+)
 # Fields with the number of MTP layers: of DeepSeek, GLM and MiMo, and of Qwen.
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 ARCHITECTURES = (*FAMILIES, *MULTIMODAL)
@@ -75,6 +88,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
+class KVHeads(msgspec.Struct, frozen=True):
+    """The KV heads of a layer. Queries have the same size."""
+
+    number: int
+    size: int
+
+
 class DecoderConfig(Shape, frozen=True, kw_only=True):
     """Everything besides the weights that the decoder needs to run a model."""
 
@@ -98,6 +118,7 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     rope: tuple[bool, ...]  # by layer: whether it has rotary embedding
     rope_parameters: RopeParameters
     local_rope_parameters: RopeParameters  # of layers with a window
+    query_growth: QueryGrowth | None = None  # of layers without rotary embedding
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
     # Of the recurrent layers; None: no layer is recurrent
@@ -109,9 +130,21 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     mlp_factors: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
     has_head: bool = True  # for text; without it, the embedding table stands for the head
     num_labels: int = 0  # outputs of a sequence classifier's head; 0: the model has none
+    global_heads: KVHeads | None = None  # of layers without a window; None: as in other layers
+    has_equal_values: bool = False  # in layers without a window, values are the keys' map
+    num_shared_layers: int = 0  # the last layers, which read the KV of earlier layers
+    shared_mlp_factor: int = 1  # of intermediate_size in these layers
+    per_layer_size: int = 0  # columns of each layer's inputs, see per_layer.py; 0: no inputs
+    per_layer_vocab: int = 0  # token ids with such inputs; others have those of id 0
+    inner_sizes: tuple[int, ...] = ()  # by layer; empty: see `inner_size`
+    num_streams: int = 1  # residual streams, see altup.py
+    laurel_rank: int = 0
+    scales_streams: bool = False  # AltUp multiplies the stream that gates a layer's inputs
+    deviations: tuple[float | None, ...] = ()  # by layer: of `Ops.sparse_gated`
 
     def has_experts(self, layer: int) -> bool:
-        return self.mixture is not None and self.mixture.layers[layer]
+        """Whether experts replace a layer's MLP."""
+        return self.mixture is not None and self.mixture.replaces_mlp(layer)
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent_layers[layer]
@@ -126,10 +159,42 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         """Whether a layer has an MLP or experts."""
         return not self.mlp_layers or self.mlp_layers[layer]
 
-    @property
-    def qkv_names(self) -> list[str]:
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer stores KV."""
+        return self.owns_kv(layer) and self.attends(layer)
+
+    def kv_heads(self, layer: int) -> KVHeads:
+        if self.global_heads is not None and self.windows[layer] is None:
+            return self.global_heads
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def owns_kv(self, layer: int) -> bool:
+        return layer < self.num_layers - self.num_shared_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose KV a layer reads: itself, or the last layer of its kind that has KV."""
+        if self.owns_kv(layer):
+            return layer
+        own = range(self.num_layers - self.num_shared_layers)
+        return max(i for i in own if self.windows[i] == self.windows[layer])
+
+    def repeats_keys(self, layer: int) -> bool:
+        """Whether values are the same map as keys."""
+        return self.has_equal_values and self.windows[layer] is None and self.owns_kv(layer)
+
+    def inner_size(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        if self.inner_sizes:
+            return self.inner_sizes[layer]
+        return self.intermediate_size * (1 if self.owns_kv(layer) else self.shared_mlp_factor)
+
+    def qkv_names(self, layer: int) -> list[str]:
         """Names of a layer's maps to queries, keys and values."""
         parts = ["qkv"] if self.family.fuses_qkv else ["q", "k", "v"]
+        if not self.owns_kv(layer):
+            parts = ["q"]
+        elif self.repeats_keys(layer):
+            parts = ["q", "k"]
         return [f"self_attn.{part}_proj" for part in parts]
 
     @property
@@ -137,20 +202,22 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         if self.family.ungated is not None:
             return [self.family.ungated[0]]
         parts = ["gate_up"] if self.family.fuses_gate_up else ["gate", "up"]
-        return [f"mlp.{part}_proj" for part in parts]
+        return [f"{self.family.mlp}.{part}_proj" for part in parts]
 
     @property
     def down_name(self) -> str:
-        return "mlp.down_proj" if self.family.ungated is None else self.family.ungated[1]
+        ungated = self.family.ungated
+        return f"{self.family.mlp}.down_proj" if ungated is None else ungated[1]
 
     @property
     def has_qk_norm(self) -> bool:
-        return self.qk_norm != "none"
+        """Whether layers have weights of norms of queries and keys."""
+        return self.qk_norm not in ("none", "bare")
 
-    @property
-    def qk_norm_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def qk_norm_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the weights of the norms of queries and keys."""
-        heads, kv_heads, D = self.num_heads, self.num_kv_heads, self.head_dim
+        of_layer = self.kv_heads(layer)
+        heads, kv_heads, D = self.num_heads, of_layer.number, of_layer.size
         match self.qk_norm:
             case "each":
                 return (heads, D), (kv_heads, D)
@@ -161,9 +228,10 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     @property
     def num_layer_weights(self) -> int:
         """Number of weights in the linear maps of all layers that multiply a row."""
-        return self.hidden_size * sum(
-            self.mixer_width(layer) + self.row_width(layer) for layer in range(self.num_layers)
-        )
+        N = self.num_streams if self.num_streams > 1 else 0
+        altup = self.hidden_size * (N + 2 * self.laurel_rank) + N**3 + N**2
+        each = (self.mixer_width(i) + self.row_width(i) for i in range(self.num_layers))
+        return self.hidden_size * sum(each) + self.num_layers * altup
 
     def mixer_width(self, layer: int) -> int:
         """Weights of a layer's attention or recurrence that multiply a row, divided by
@@ -174,16 +242,20 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
             own = self.recurrent.row_width
         if not self.attends(layer):
             return own
+        heads = self.kv_heads(layer)
+        num_kv_maps = 0 if not self.owns_kv(layer) else 1 if self.repeats_keys(layer) else 2
         num_heads = 3 * self.num_heads if self.family.gates_attention else 2 * self.num_heads
-        return own + (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return own + (num_heads + num_kv_maps * heads.number) * heads.size
 
     def row_width(self, layer: int) -> int:
-        """Weights of a layer's MLP or experts that multiply a row, divided by hidden_size."""
-        if not self.has_mlp(layer):
-            return 0
-        if self.mixture is None or not self.mixture.layers[layer]:
-            return (3 if self.family.ungated is None else 2) * self.intermediate_size
-        return self.mixture.row_width
+        """Weights of a layer's maps that multiply a row, divided by hidden_size."""
+        mlp = (3 if self.family.ungated is None else 2) * self.inner_size(layer)
+        width = 2 * self.per_layer_size + mlp * (
+            self.has_mlp(layer) and not self.has_experts(layer)
+        )
+        if self.mixture is not None and self.mixture.layers[layer]:
+            width += self.mixture.row_width
+        return width
 
 
 T = TypeVar("T")
@@ -206,9 +278,9 @@ def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def names_family(written: Mapping[str, Any]) -> bool:
-    """Whether a config.json names a supported architecture, or none at all."""
+    """Whether a config.json names a known architecture, or none at all."""
     named = written.get("architectures")
-    return not named or causal_name(named) in ARCHITECTURES
+    return not named or causal_name(named) in (*ARCHITECTURES, *UNSUPPORTED)
 
 
 def causal_name(named: Any) -> str | None:
@@ -242,11 +314,13 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         fields["layer_types"] = gated_delta_kinds(fields)
     if family.recurrent == "mamba":
         fields = mamba_fields(fields)
-    kinds = fields["layer_types"] if family.recurrent == "mamba" else []
+    mixers = fields["layer_types"] if family.recurrent == "mamba" else []
     has_head = architecture in written["architectures"]
-    if fields.get("use_bidirectional_attention"):
+    # "vision": only tokens of images attend to later ones.
+    if (seen_later := fields.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        named = "true" if seen_later is True else repr(seen_later)
         raise ValueError(
-            "use_bidirectional_attention = true is not supported: attention must be causal"
+            f"use_bidirectional_attention = {named} is not supported: attention must be causal"
         )
     if fields.get("clip_qkv") is not None:
         raise Unsupported(f"clip_qkv = {fields['clip_qkv']!r} is not supported, only null")
@@ -256,10 +330,13 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     heads, kv_heads, head_dim = head_shape(fields)
     if family.rotates_a_share and fields.get("rotary_dim") is not None:
         fields["partial_rotary_factor"] = positive(fields, "rotary_dim") / head_dim
+    inner_sizes = layer_sizes(fields, "intermediate_size") if family.has_streams else ()
+    if inner_sizes:
+        fields["intermediate_size"] = max(inner_sizes)
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
     if is_recurrent:
-        if all(is_recurrent) and "hybrid" not in kinds:
+        if all(is_recurrent) and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
             "full_attention" if x or k == "mlp" else k
@@ -270,9 +347,12 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     if family.rotated == "windowed" or (family.rotated != "named" and fields["sliding_window"]):
         rotates = tuple(window is not None for window in seen)
 
-    def rope_of(told: Mapping[str, Any]) -> RopeParameters:
+    kinds = layer_kinds(fields, family, seen, heads, KVHeads(kv_heads, head_dim))
+    of_global = kinds.get("global_heads") or KVHeads(kv_heads, head_dim)
+
+    def rope_of(told: Mapping[str, Any], size: int) -> RopeParameters:
         shares, names = family.rotates_a_share, family.rope_names
-        return rope.parse(told, max_positions, head_dim, shares, names)
+        return rope.parse(told, max_positions, size, shares, names)
 
     return DecoderConfig(
         architecture=architecture,
@@ -282,12 +362,13 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(fields, "intermediate_size"),
+        intermediate_size=positive(fields, keys.inner),
         vocab_size=positive(fields, "vocab_size"),
         max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
         activation=activation(fields, keys.activation, family),
-        score_scale=score_scale(fields, keys, head_dim) * query_factor(fields, keys),
+        score_scale=(family.score_scale or score_scale(fields, keys, head_dim))
+        * query_factor(fields, keys),
         score_cap=optional_number(fields, keys.score_cap),
         embedding_scale=embedding_scale(fields, family),
         residual_scale=optional_number(fields, keys.residual_scale) or 1.0,
@@ -301,8 +382,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         family=family,
         windows=seen,
         rope=rotates,
-        rope_parameters=rope_of(global_rope(fields)),
-        local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields)),
+        rope_parameters=rope_of(global_rope(fields), of_global.size),
+        local_rope_parameters=rope_of(local_rope(fields, keys) or global_rope(fields), head_dim),
+        query_growth=query_growth(fields) if family.grows_queries else None,
         quantization=parse_quantization(written, family),
         mixture=parse_mixture(fields, family, len(rotates)),
         num_mtp_layers=num_mtp_layers(written),
@@ -310,10 +392,14 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_labels=num_labels(written),
         recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
         recurrent_layers=is_recurrent if any(is_recurrent) else (),
-        attention_layers=tuple(kind in ("full_attention", "hybrid") for kind in kinds),
-        mlp_layers=tuple(kind == "mlp" for kind in kinds) if family.is_split else (),
+        attention_layers=tuple(kind in ("full_attention", "hybrid") for kind in mixers),
+        mlp_layers=tuple(kind == "mlp" for kind in mixers) if family.is_split else (),
         attention_factor=attention_factor(fields, keys),
         mlp_factors=factors(fields, keys.mlp_scales, 2) or (1.0, 1.0),
+        inner_sizes=inner_sizes,
+        **(per_layer_sizes(fields, family) if family.has_per_layer_inputs else {}),
+        **(streams(fields, len(rotates)) if family.has_streams else {}),
+        **kinds,
     )
 
 
@@ -401,6 +487,113 @@ def attention_factor(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
     return math.prod(optional_number(fields, name) or 1.0 for name in names)
 
 
+def layer_kinds(
+    fields: Mapping[str, Any],
+    family: Family,
+    windows: tuple[int | None, ...],
+    heads: int,
+    local: KVHeads,
+) -> dict[str, Any]:
+    """The fields of DecoderConfig by which layers differ in their heads, KV and MLP."""
+    if not family.has_kinds:
+        return {}
+    num_shared = natural(fields, "num_kv_shared_layers")
+    own = windows[: len(windows) - num_shared]
+    if num_shared and set(own) != set(windows):
+        raise ValueError(
+            f"num_kv_shared_layers = {num_shared} leaves no layer whose KV the last layers can read"
+        )
+    return {
+        "global_heads": global_heads(fields, windows, heads, local),
+        "has_equal_values": flag(fields, "attention_k_eq_v"),
+        "num_shared_layers": num_shared,
+        "shared_mlp_factor": 2 if flag(fields, "use_double_wide_mlp") else 1,
+    }
+
+
+def global_heads(
+    fields: Mapping[str, Any], windows: tuple[int | None, ...], heads: int, local: KVHeads
+) -> KVHeads | None:
+    """The KV heads of layers without a window: in fields, or in transformers' per_layer_config."""
+    told = fields["per_layer_config"]
+    if told is None and fields["global_head_dim"] is None:
+        return None
+    if told is None:
+        has_own = flag(fields, "attention_k_eq_v") and fields["num_global_key_value_heads"]
+        number = positive(fields, "num_global_key_value_heads") if has_own else local.number
+        found = KVHeads(number, positive(fields, "global_head_dim", MAX_HEAD_DIM))
+    else:
+        each = [str(i) for i, window in enumerate(windows) if window is None]
+        if not isinstance(told, dict) or any(told.get(i) != told.get(each[0]) for i in each):
+            raise ValueError("per_layer_config must have equal heads for all full_attention layers")
+        if others := {*told} - {*each}:
+            raise ValueError(
+                f"per_layer_config has layers {', '.join(sorted(others))}, but only layers with "
+                "full_attention may have other heads"
+            )
+        own = {"num_key_value_heads": local.number, "head_dim": local.size, **told.get(each[0], {})}
+        if unknown := {*own} - {"num_key_value_heads", "head_dim"}:
+            raise ValueError(f"per_layer_config: {', '.join(sorted(unknown))} is not supported")
+        size = positive(own, "head_dim", MAX_HEAD_DIM)
+        found = KVHeads(positive(own, "num_key_value_heads"), size)
+    if heads % found.number or found.size % 2:
+        raise ValueError(
+            f"{found.number} KV heads of size {found.size} in layers with full_attention do not "
+            f"fit num_attention_heads = {heads}, or the size is odd"
+        )
+    return found
+
+
+def layer_sizes(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The numbers of a list with one entry per layer; empty if the field is one number."""
+    if not isinstance(fields[key], list):
+        return ()
+    num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
+    if len(fields[key]) != num_layers:
+        raise ValueError(f"{key} is not a list of {num_layers} entries, one per layer")
+    return tuple(positive({key: size}, key) for size in fields[key])
+
+
+def streams(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of DecoderConfig about residual streams and sparse gates."""
+    if fields["altup_active_idx"] != 0:
+        raise ValueError(
+            f"altup_active_idx = {fields['altup_active_idx']!r} is not supported, only 0"
+        )
+    if not fields["hidden_size_per_layer_input"]:
+        raise ValueError("hidden_size_per_layer_input = 0 is not supported with altup_num_inputs")
+    sparse = fields["activation_sparsity_pattern"]
+    if sparse is None:
+        num_sparse = 10 if num_layers > 10 else 0
+        sparse = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
+    if not isinstance(sparse, list) or len(sparse) != num_layers:
+        raise ValueError(f"activation_sparsity_pattern is not a list of {num_layers} entries")
+    if any(not isinstance(share, float | int) or not 0 <= share < 1 for share in sparse):
+        raise ValueError("activation_sparsity_pattern must have numbers from 0 to below 1")
+    num_streams = positive(fields, "altup_num_inputs", MAX_STREAMS)
+    if num_streams == 1:
+        raise ValueError("altup_num_inputs = 1 is not supported: it must be at least 2")
+    return {
+        "num_streams": num_streams,
+        "laurel_rank": positive(fields, "laurel_rank"),
+        "scales_streams": flag(fields, "altup_correct_scale"),
+        "deviations": tuple(NormalDist().inv_cdf(x) if x > 0 else None for x in sparse),
+    }
+
+
+def per_layer_sizes(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    size = natural(fields, "hidden_size_per_layer_input")
+    if size == 0:
+        return {}
+    vocab = positive(fields, "vocab_size_per_layer_input")
+    if vocab < positive(fields, "vocab_size") and not family.has_streams:
+        raise ValueError(
+            f"vocab_size_per_layer_input = {vocab} must be at least vocab_size = "
+            f"{fields['vocab_size']}, because each token has inputs of layers"
+        )
+    return {"per_layer_size": size, "per_layer_vocab": vocab}
+
+
 def num_mtp_layers(fields: Mapping[str, Any]) -> int:
     for key in MTP_LAYERS:
         if fields.get(key):
@@ -419,7 +612,7 @@ def parse_quantization(written: Mapping[str, Any], family: Family) -> Quantizati
 def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) -> Mixture | None:
     """The layers' mixtures of experts; None if no layer has experts."""
     style = family.experts
-    if style is None:
+    if style is None or (style.enabled is not None and not flag(fields, style.enabled)):
         return None
     name = number_field(fields, style.number_keys)
     number = fields.get(name, style.number)
@@ -432,6 +625,11 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
     check_gate(fields, style)
     if fields.get("n_group", 1) != 1:
         raise ValueError(f"n_group = {fields['n_group']!r} is not supported, only 1")
+    if style.weighs_input and fields[style.active_key] != 1:
+        raise ValueError(
+            f"{style.active_key} = {fields[style.active_key]!r} is not supported for this family, "
+            "only 1"
+        )
     count = natural(fields, style.shared_count) if style.shared_count else 1
     factors = (style.factor, family.keys.residual_scale)
     return Mixture(
@@ -449,8 +647,12 @@ def parse_mixture(fields: Mapping[str, Any], family: Family, num_layers: int) ->
 
 def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """By layer: whether it has experts. Families have different fields for this."""
+    if (named := fields.get("moe_layers")) is not None:
+        if not isinstance(named, list):
+            raise ValueError(f"moe_layers = {named!r} is not a list of layers")
+        return tuple(i in named for i in range(num_layers))
     every, without = 1, fields.get("mlp_only_layers") or []
-    for name in ("decoder_sparse_step", "moe_layer_interval"):
+    for name in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):
         every = positive(fields, name) if name in fields else every
     first, last = 0, num_layers - 1
     for name in ("moe_layer_start_index", "first_k_dense_replace"):
@@ -465,7 +667,7 @@ def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[boo
 
 
 def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
-    if fields["hidden_act"] != "silu":
+    if style.beside is None and fields["hidden_act"] != "silu":
         raise ValueError(
             f"hidden_act = {fields['hidden_act']!r} is not supported for experts, only 'silu'"
         )
@@ -484,6 +686,8 @@ def find_family(fields: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         raise ValueError(f"architectures is missing or empty. Supported architectures: {supported}")
     name = causal_name(named)
+    if name in UNSUPPORTED:
+        raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
     if name in FAMILIES:
         return name, FAMILIES[name]
     if name in MULTIMODAL:
@@ -586,18 +790,28 @@ def windows(
     fields: Mapping[str, Any], family: Family, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None is full attention."""
-    window, kinds = fields["sliding_window"], fields["layer_types"]
+    window, kinds = fields[family.keys.window], fields["layer_types"]
+    windowed = "chunked_attention" if family.has_chunks else "sliding_attention"
     if family.windowed in ("upper", "asked") and not flag(fields, "use_sliding_window"):
         window = None
     if kinds is None:
-        names = {True: "sliding_attention", False: "full_attention"}
-        has_any = window is not None
+        names = {True: windowed, False: "full_attention"}
+        has_any = window is not None or family.has_chunks
         kinds = [names[has_any and w] for w in windowed_layers(fields, family, rotates)]
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise ValueError(
             f"layer_types = {kinds!r} is not a list of {len(rotates)} entries, one per layer"
         )
-    return tuple(layer_window(kind, window) for kind in kinds)
+    if family.ends_global:
+        kinds = [*kinds[:-1], "full_attention"]
+    for kind in kinds:
+        if kind not in (windowed, "full_attention"):
+            raise ValueError(
+                f"layer type {kind!r} is not supported, only full_attention and {windowed}"
+            )
+    if windowed in kinds and not (is_int(window) and 1 <= window <= MAX_SIZE):
+        raise ValueError(f"a layer has {windowed}, but {family.keys.window} = {window!r}")
+    return tuple(window if kind == windowed else None for kind in kinds)
 
 
 def windowed_layers(
@@ -614,29 +828,19 @@ def windowed_layers(
     if family.windowed == "unrotated":
         is_used = flag(fields, "use_sliding_window")
         return [is_used and not rotating for rotating in rotates]
+    if family.windowed == "rotated":
+        return list(rotates)
     if family.windowed == "pattern":
         every = positive(fields, "sliding_window_pattern") if fields["sliding_window"] else 1
         return [(i + 1) % every != 0 for i in range(len(rotates))]
     return [family.windowed in ("all", "asked")] * len(rotates)
 
 
-def layer_window(kind: Any, window: Any) -> int | None:
-    if kind == "full_attention":
-        return None
-    if kind != "sliding_attention":
-        raise ValueError(
-            f"layer type {kind!r} is not supported, only full_attention and sliding_attention"
-        )
-    if not is_int(window) or not 1 <= window <= MAX_SIZE:
-        raise ValueError(f"a layer has sliding_attention, but sliding_window = {window!r}")
-    return int(window)
-
-
 def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether each layer has rotary embedding, according to the config."""
     num_layers = positive(fields, "num_hidden_layers", MAX_LAYERS)
     layers = fields["no_rope_layers"]  # despite the name, 1 means rotary embedding
-    if layers is None and "no_rope_layer_interval" in fields:
+    if not layers and "no_rope_layer_interval" in fields:
         interval = positive(fields, "no_rope_layer_interval")
         layers = [(i + 1) % interval for i in range(num_layers)]
     if layers is None:
@@ -646,6 +850,15 @@ def named_to_rotate(fields: Mapping[str, Any]) -> tuple[bool, ...]:
             f"no_rope_layers = {layers!r} is not a list of {num_layers} entries, one per layer"
         )
     return tuple(bool(x) for x in layers[:num_layers])
+
+
+def query_growth(fields: Mapping[str, Any]) -> QueryGrowth | None:
+    name = "attn_temperature_tuning"
+    if not isinstance(fields[name], int):  # published as a number, too
+        raise ValueError(f"{name} = {fields[name]!r} must be true or false")
+    if not fields[name]:
+        return None
+    return QueryGrowth(scale=number(fields, "attn_scale"), length=positive(fields, "floor_scale"))
 
 
 def either(fixed: bool | None, fields: Mapping[str, Any], key: str) -> bool:
@@ -687,45 +900,35 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (vocab, hidden)
     if config.num_labels:
         shapes[SCORE] = (config.num_labels, hidden)
-    kinds = [layer_kind(config, i) for i in range(config.num_layers)]
-    layers = {kind: layer_shapes(config, kind) for kind in set(kinds)}
-    for i, kind in enumerate(kinds):
-        layer = layers[kind]
+    if config.per_layer_size:
+        width = config.num_layers * config.per_layer_size
+        shapes[f"{per_layer.TABLE}.weight"] = config.per_layer_vocab, width
+        shapes[f"{per_layer.PROJECTION}.weight"] = width, hidden
+        shapes[f"{per_layer.NORM}.weight"] = (config.per_layer_size,)
+    for i in range(config.num_streams - 1):
+        shapes |= {f"{name}.{i}.weight": (hidden, hidden) for name in STREAMS}
+    for i in range(config.num_layers):
+        layer = layer_shapes(config, i)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-class LayerKind(NamedTuple):
-    """The parts of a layer."""
-
-    has_experts: bool
-    is_recurrent: bool = False
-    attends: bool = True
-    has_mlp: bool = True
-
-
-def layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
-    parts = config.has_experts(layer), config.is_recurrent(layer)
-    return LayerKind(*parts, config.attends(layer), config.has_mlp(layer))
-
-
-def layer_shapes(config: DecoderConfig, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-    has_experts, is_recurrent, attends, has_mlp = kind
-    hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * D, config.num_kv_heads * D
+def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner, heads = config.hidden_size, config.inner_size(layer), config.kv_heads(layer)
+    q, kv = config.num_heads * heads.size, heads.number * heads.size
     queries = 2 * q if config.family.gates_attention else q
     qkv, gate_up = [queries, kv, kv], [inner, inner]
     qkv = [sum(qkv)] if config.family.fuses_qkv else qkv
     gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
     gate_up = [inner] if config.family.ungated is not None else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
-    if attends:
-        for name, out in zip(config.qkv_names, qkv, strict=True):
+    if config.attends(layer):
+        for name, out in zip(config.qkv_names(layer), qkv, strict=False):
             linears[name] = out, hidden, config.qkv_bias
         linears["self_attn.o_proj"] = hidden, q, config.out_bias
-    if config.mixture is not None and has_experts:
+    if config.mixture is not None and config.mixture.layers[layer]:
         linears |= config.mixture.shapes(hidden)
-    elif has_mlp:
+    if config.has_mlp(layer) and not config.has_experts(layer):
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears[config.down_name] = hidden, inner, config.mlp_bias
@@ -736,13 +939,24 @@ def layer_shapes(config: DecoderConfig, kind: LayerKind) -> dict[str, tuple[int,
         shapes[SINKS] = (config.num_heads,)
     if config.family.norm_bias:
         shapes |= {f"{name}.bias": (hidden,) for name in places if name}
-    if is_recurrent and config.recurrent is not None:
+    if config.is_recurrent(layer) and config.recurrent is not None:
         shapes |= config.recurrent.shapes(hidden)
-    if config.has_qk_norm and attends:
-        for name, shape in zip(config.family.qk_norm_names, config.qk_norm_shapes, strict=True):
+    if config.has_qk_norm and config.attends(layer):
+        names, each = config.family.qk_norm_names, config.qk_norm_shapes(layer)
+        for name, shape in [*zip(names, each, strict=True)][: 2 if config.owns_kv(layer) else 1]:
             shapes[f"self_attn.{name}.weight"] = shape
-    if config.mixture is not None and has_experts and config.mixture.correction:
-        shapes[config.mixture.correction] = config.mixture.correction_shape
+    if config.mixture is not None and config.mixture.layers[layer]:
+        shapes |= config.mixture.other_shapes(hidden)
+    if config.family.has_layer_scalars:
+        shapes[SCALAR] = (1,)
+    if config.num_streams > 1:
+        linears |= altup_maps(config)
+        scales = STREAM_SCALE, f"{ROUTER_NORM}.weight", f"{LAUREL_NORM}.weight"
+        shapes |= dict.fromkeys(scales, (hidden,))
+    if config.per_layer_size:
+        linears[per_layer.GATE] = config.per_layer_size, hidden, False
+        linears[per_layer.OUT] = hidden, config.per_layer_size, False
+        shapes[f"{per_layer.OUT_NORM}.weight"] = (hidden,)
     if config.activation == "xielu":
         shapes |= dict.fromkeys(ALPHAS, (1,))
     for name, (out, width, has_bias) in linears.items():
@@ -750,3 +964,15 @@ def layer_shapes(config: DecoderConfig, kind: LayerKind) -> dict[str, tuple[int,
         if has_bias:
             shapes[f"{name}.bias"] = (out,)
     return shapes
+
+
+def altup_maps(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
+    """A layer's maps of AltUp and LAuReL: output width, input width, whether it has a bias."""
+    N, hidden, rank = config.num_streams, config.hidden_size, config.laurel_rank
+    return {
+        ROUTER: (N, hidden, False),
+        PREDICT: (N * N, N, False),
+        CORRECT: (N, N, False),
+        LEFT: (rank, hidden, False),
+        RIGHT: (hidden, rank, False),
+    }

@@ -196,7 +196,7 @@ def shown_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
         FUSE: (hidden, config.width),
         EMBEDDING_NORM: (hidden,),
     }
-    for name in layers.qkv_names:
+    for name in layers.qkv_names(0):
         shapes[f"{EMBEDDED}.{name}.weight"] = shapes[f"{MODEL}{FIRST}.{name}.weight"]
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (config.width,)
@@ -223,14 +223,14 @@ def places(checkpoint: Checkpoint, config: EagleConfig, shapes: Iterable[str]) -
         found[name] = own, ALL
     found[EMBEDDING_NORM] = f"{first}.input_layernorm.weight", ALL
     found[f"{shown}.input_layernorm.weight"] = f"{first}.hidden_norm.weight", ALL
-    for name in config.layers.qkv_names:
+    for name in config.layers.qkv_names(0):
         found[f"{EMBEDDED}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden)
         found[f"{shown}.{name}.weight"] = f"{first}.{name}.weight", slice(hidden, None)
     return found
 
 
 def read_own(reader: Reader, config: EagleConfig, targets: Tensor) -> EagleWeights:
-    maps = [f"{EMBEDDED}.{name}" for name in config.layers.qkv_names]
+    maps = [f"{EMBEDDED}.{name}" for name in config.layers.qkv_names(0)]
 
     def norm(name: str) -> Tensor:
         return reader.read_norm(name, adds_one=False)

@@ -23,6 +23,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a family's mixtures of experts."""
 
     module: str = "mlp"  # of a layer
+    router_module: str | None = None  # None: the same module
     router: str = "gate"
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     width: str  # field with an expert's width
@@ -31,6 +32,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     active_key: str = "num_experts_per_tok"
     normalizes: bool | None = None  # None: norm_topk_prob
     is_sigmoid: bool = False  # scores are sigmoids of the router's logits, else a softmax
+    weighs_input: bool = False  # a row has one expert, whose input `Ops.weigh_rows` returns
     correction: str | None = None  # tensor with the router's correction, within the module
     correction_rank: int = 1  # its dimensions: [E], or [1, E]
     factor: str | None = None  # field with a factor of the weights; None: no factor
@@ -43,6 +45,22 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     fuses_shared: bool = False  # the shared expert has gate and up in one map
     has_shared_gate: bool = True  # the shared expert's output is weighted
     stacked: StackedNames | None = None  # None: each expert has its own tensors
+    enabled: str | None = None  # field that must be true; None: layers have experts in any case
+    beside: "BesideNames | None" = None  # None: experts replace the MLP
+
+
+class BesideNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors of experts whose output is added to the output of the layer's MLP."""
+
+    router_scale: str = "router.scale"  # weight of the norm of the router's input
+    factors: str = "router.per_expert_scale"  # of the weights of experts
+    before: str = "pre_feedforward_layernorm_2"  # norms: of the experts' input,
+    after: str = "post_feedforward_layernorm_2"  # of their output,
+    after_mlp: str = "post_feedforward_layernorm_1"  # and of the MLP's output
+
+    @property
+    def norms(self) -> tuple[str, str, str]:
+        return self.before, self.after, self.after_mlp
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +78,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def router(self) -> str:
-        return f"{self.style.module}.{self.style.router}"
+        return f"{self.style.router_module or self.style.module}.{self.style.router}"
 
     @property
     def correction(self) -> str | None:
@@ -70,6 +88,19 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def correction_shape(self) -> tuple[int, ...]:
         return (1,) * (self.style.correction_rank - 1) + (self.num_experts,)
+
+    def replaces_mlp(self, layer: int) -> bool:
+        return self.layers[layer] and self.style.beside is None
+
+    def other_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's tensors that are not of linear maps."""
+        beside, shapes = self.style.beside, dict[str, tuple[int, ...]]()
+        if self.correction:
+            shapes[self.correction] = self.correction_shape
+        if beside is not None:
+            shapes |= {f"{name}.weight": (hidden,) for name in beside.norms}
+            shapes |= {beside.router_scale: (hidden,), beside.factors: (self.num_experts,)}
+        return shapes
 
     @property
     def shared(self) -> str:
@@ -118,13 +149,15 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
 ROUTERS = (
     *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
-    *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer"),
+    *(".block_sparse_moe.gate", ".block_sparse_moe.router.layer", ".router.proj"),
+    *(".altup.modality_router", ".altup.prediction_coefs", ".altup.correction_coefs"),
+    ".feed_forward.router",
 )
 
 
 def is_router(module: str) -> bool:
-    """Whether a linear map selects or weights experts. These maps are not quantized, because this
-    would change the selection.
+    """Whether a linear map selects or weights experts or residual streams. These maps are not
+    quantized, because this would change the selection.
     """
     return module.endswith(ROUTERS)
 

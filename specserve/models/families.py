@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from specserve.models.experts import ExpertStyle, StackedNames
+from specserve.models.experts import BesideNames, ExpertStyle, StackedNames
 from specserve.models.family import ConfigKeys, Family, Multimodal, Norms
 
 LLAMA: dict[str, Any] = {  # defaults of missing fields
@@ -224,6 +224,105 @@ FAMILIES = {
         adds_one=True,
         scales_by_width=True,
         windowed="pattern",
+    ),
+    "Gemma3nForCausalLM": Family(
+        models="Gemma 3n without vision and audio",
+        defaults=GEMMA2
+        | {
+            "activation_sparsity_pattern": None,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "attention_k_eq_v": False,
+            "global_head_dim": None,
+            "hidden_size": 2048,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 16384,
+            "laurel_rank": 64,
+            "max_position_embeddings": 32768,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "per_layer_config": None,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(
+            activation="hidden_activation",
+            logit_cap="final_logit_softcapping",
+            local_theta="rope_local_base_freq",
+        ),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        scales_by_width=True,
+        windowed="pattern",
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        has_streams=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        models="Gemma 4 without vision",
+        defaults=GEMMA2
+        | {
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": None,
+            "num_experts": None,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 30,
+            "num_kv_shared_layers": 0,
+            "per_layer_config": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "top_k_experts": None,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+        },
+        keys=ConfigKeys(activation="hidden_activation", logit_cap="final_logit_softcapping"),
+        mlp_bias=False,
+        qk_norm="heads",
+        norms_values=True,
+        score_scale=1.0,
+        norms=NORMS_OF_GEMMA,
+        has_layer_scalars=True,
+        scales_by_width=True,
+        windowed="pattern",
+        ends_global=True,
+        has_kinds=True,
+        has_per_layer_inputs=True,
+        experts=ExpertStyle(
+            module="experts",
+            router_module="router",
+            router="proj",
+            width="moe_intermediate_size",
+            number=128,
+            active_key="top_k_experts",
+            normalizes=True,
+            stacked=StackedNames(gate_up="gate_up_proj", down="down_proj", is_transposed=False),
+            enabled="enable_moe_block",
+            beside=BesideNames(),
+        ),
     ),
     "Olmo2ForCausalLM": Family(
         models="OLMo 2",
@@ -725,6 +824,54 @@ FAMILIES = {
             has_shared_gate=False,
         ),
     ),
+    "Llama4ForCausalLM": Family(
+        models="Llama 4 without vision",
+        defaults=LLAMA
+        | {
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 131072,
+            "moe_layers": None,
+            "no_rope_layer_interval": 4,
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+        keys=ConfigKeys(
+            inner="intermediate_size_mlp", qk_norm="use_qk_norm", window="attention_chunk_size"
+        ),
+        mlp_bias=False,
+        qk_norm="bare",
+        norms_after_rope=True,
+        mlp="feed_forward",
+        rotates_neighbors=True,
+        windowed="rotated",
+        has_chunks=True,
+        grows_queries=True,
+        experts=ExpertStyle(
+            module="feed_forward",
+            router="router",
+            width="intermediate_size",
+            number=16,
+            normalizes=True,  # the weight is a factor of the input
+            weighs_input=True,
+            shared_width="intermediate_size",
+            has_shared_gate=False,
+            stacked=StackedNames(),
+        ),
+    ),
     "GptOssForCausalLM": Family(
         models="gpt-oss 20B and 120B, in MXFP4 or bf16",
         defaults=LLAMA
@@ -764,6 +911,10 @@ FAMILIES = {
             stacked=StackedNames(has_pairs=True),
         ),
     ),
+}
+
+UNSUPPORTED = {  # the reason, by architecture
+    "Phi3SmallForCausalLM": "its attention is block-sparse. Use Phi-3 mini or Phi-3 medium",
 }
 
 LFM2 = FAMILIES["Lfm2ForCausalLM"]
@@ -1089,6 +1240,12 @@ MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         models="Gemma 3 with vision: 4B, 12B, 27B", texts={"gemma3_text": GEMMA3}
     ),
+    "Gemma3nForConditionalGeneration": Multimodal(
+        models="Gemma 3n: E2B, E4B", texts={"gemma3n_text": FAMILIES["Gemma3nForCausalLM"]}
+    ),
+    "Gemma4ForConditionalGeneration": Multimodal(
+        models="Gemma 4", texts={"gemma4_text": FAMILIES["Gemma4ForCausalLM"]}
+    ),
     "Mistral3ForConditionalGeneration": Multimodal(
         models="Mistral Small 3.1 and 3.2, Ministral 3",
         texts={
@@ -1105,6 +1262,9 @@ MULTIMODAL = {
     "Qwen3VLMoeForConditionalGeneration": Multimodal(
         models="Qwen 3 VL with experts: 30B-A3B and others",
         texts={"qwen3_vl_moe_text": QWEN3_VL_MOE},
+    ),
+    "Llama4ForConditionalGeneration": Multimodal(
+        models="Llama 4: Scout, Maverick", texts={"llama4_text": FAMILIES["Llama4ForCausalLM"]}
     ),
     "Qwen3_5ForConditionalGeneration": Multimodal(
         models="Qwen 3.5, dense: 0.8B, 2B, 4B, 9B, 27B", texts={"qwen3_5_text": QWEN35}

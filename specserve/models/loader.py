@@ -16,19 +16,32 @@ from torch.nn.functional import softplus
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config, rotary
+from specserve.models import per_layer_names as per_layer
+from specserve.models.altup import AltUp, StreamMaps
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import (
     Decoder,
     DecoderWeights,
     DeltaWeights,
     Experts,
+    ExpertsBeside,
     Layer,
     MambaWeights,
     SharedExpert,
     ShortConvWeights,
+    windows_of,
 )
-from specserve.models.decoder_config import ALPHAS, SCORE, SINKS, DecoderConfig
+from specserve.models.decoder_config import (
+    ALPHAS,
+    SCALAR,
+    SCORE,
+    SINKS,
+    STREAM_SCALE,
+    DecoderConfig,
+)
+from specserve.models.gguf.header import drop_headers
 from specserve.models.mtp_config import without_mtp
+from specserve.models.per_layer import MIX, PerLayerMaps, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.recurrent import GatedDelta, Mamba2
 from specserve.models.rope import RopeParameters
@@ -44,9 +57,12 @@ from specserve.models.weight import (
     AS_STORED,
     Rounding,
     Weight,
+    check_activations,
     form_of,
     fuse,
     num_bytes,
+    rounded_group,
+    with_activations,
 )
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.candidates import TREE_SLOTS
@@ -62,16 +78,9 @@ CONV = "conv.conv.weight", "conv.conv.bias"  # of a recurrent layer
 DELTA = "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"
 MAMBA = "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.weight", "mamba.conv1d.bias"
 WIDE = (
-    "norm.weight",
-    "norm.bias",
-    *CONV,
-    *DELTA,
-    *MAMBA,
-    SINKS,
-    SCORE,
-    "e_score_correction_bias",
-    "expert_bias",
-    *ALPHAS,
+    *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
+    *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale", STREAM_SCALE),
+    *("expert_bias", *CONV, *DELTA, *MAMBA),
 )
 # Parts of `Layer` that a layer without attention or without an MLP lacks.
 MIXER = "window", "rotary", "qk_norm", "qkv", "qkv_bias", "out", "out_bias", "sinks"
@@ -111,10 +120,15 @@ def load_decoder(
     # The nodes of a draft tree have positions after the last verified token.
     context = max_len or config.max_positions
     tables = rotary_tables(config, context, ops)
-    weights = read_weights(reader, config, tables)
+    try:
+        weights = read_weights(reader, config, tables)
+    except ConfigError:
+        drop_headers()
+        raise
     if reader.checkpoint.other_parts:
         parts = ", ".join(reader.checkpoint.other_parts)
         log.warning("%s: only the text model is loaded, without %s", folder, parts)
+    check_activations(folder, reader.rounding, ops.rounds_rows, weights.forms)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
@@ -132,18 +146,18 @@ class Tables(NamedTuple):
 
 
 def rotary_tables(config: DecoderConfig, context: int, ops: Ops) -> Tables:
-    def table(told: RopeParameters) -> Rotary:
-        cos, sin, scale = rotary.tables(
-            told.of_context(context), config.head_dim, context + TREE_SLOTS
-        )
+    def table(told: RopeParameters, size: int) -> Rotary:
+        cos, sin, scale = rotary.tables(told.of_context(context), size, context + TREE_SLOTS)
         return Rotary(ops.place(cos), ops.place(sin), None if scale is None else ops.place(scale))
 
     told, local = config.rope_parameters, config.local_rope_parameters
-    everywhere = table(told)
-    windowed = everywhere if local == told else table(local)
-    return Tables(
-        everywhere, windowed, everywhere if all(config.rope) else rotary.still(everywhere)
-    )
+    size = config.head_dim if config.global_heads is None else config.global_heads.size
+    everywhere = table(told, size)
+    is_same = (local, config.head_dim) == (told, size)
+    windowed = everywhere if is_same else table(local, config.head_dim)
+    has_still = not all(config.rope)
+    still = rotary.still(everywhere, config.query_growth) if has_still else everywhere
+    return Tables(everywhere, windowed, still)
 
 
 def table_of(config: DecoderConfig, index: int, tables: Tables) -> Rotary:
@@ -169,7 +183,11 @@ def share(name: str, reader: "Reader", config: DecoderConfig, shard: Shard) -> f
     if shard.has_whole_experts and config.mixture and (found := EXPERT.search(name)):
         own = float(int(found[1]) in shard.experts(config.mixture.num_experts))
     if layer.isdecimal():
+        if name.endswith("k_proj.weight") and config.repeats_keys(int(layer)):
+            own *= 2  # values have a copy
         return own if int(layer) in shard.layers(config.num_layers) else 0.0
+    if name.startswith(per_layer.TABLE):
+        return max(1.0, config.vocab_size / config.per_layer_vocab)
     if name == EMBEDDING:
         has_head = shard.is_last and HEAD not in reader.shapes
         return (shard.is_first or has_head) + own * (has_head and shard.tensor > 1)
@@ -188,6 +206,8 @@ def open_reader(
     # Checkpoints with recurrent layers may have MTP layers that config.json does not name.
     num_mtp = max(config.num_mtp_layers, config.recurrent is not None)
     checkpoint.show(without_mtp(checkpoint.files, config.num_layers, num_mtp))
+    if config.num_shared_layers:
+        checkpoint.show(without_shared_kv(checkpoint.files, config))
     if config.mixture is not None:
         part_experts(checkpoint, config.mixture)
     shapes = decoder_config.tensor_shapes(config)
@@ -197,12 +217,19 @@ def open_reader(
         shapes.pop(HEAD, None)
     maps = QuantizedMaps(checkpoint, shapes, config.quantization)
     checkpoint.check(maps.expected)
-    if rounding != AS_STORED and maps.shapes:
+    if rounding.rounds_weights and maps.shapes:
         raise ConfigError(
             f"{folder}: the weights are quantized already. Remove model.quantize or "
             "drafter.quantize for this model, or use the unquantized model"
         )
     return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
+
+
+def without_shared_kv(files: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """A checkpoint's tensors without maps and norms of keys and values that no layer uses."""
+    layers = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+    unused = tuple(f"model.layers.{i}.self_attn.{x}_" for i in layers for x in "kv")
+    return {name: file for name, file in files.items() if not name.startswith(unused)}
 
 
 def compute_dtype(dtype: str, checkpoint: Checkpoint, ops: Ops) -> torch.dtype:
@@ -275,6 +302,7 @@ class Reader:
         the rows. The unpacked weights are freed.
         """
         weight = rows_of(self.weight(*modules), rows)
+        weight = self.with_activations(weight, modules[0])
         self.count(weight, is_head=modules == ("lm_head",))
         return self.ops.prepack(weight, is_gated)
 
@@ -297,7 +325,7 @@ class Reader:
     ) -> Iterator[Weight]:
         forms = set[tuple[MapForm, bool]]()
         for modules in experts:
-            weight = rows_of(self.weight(*modules), rows)
+            weight = self.with_activations(rows_of(self.weight(*modules), rows), modules[0])
             forms.add((form_of(weight), isinstance(weight, Codes) and weight.zero is not None))
             if len(forms) > 1:
                 raise ConfigError(
@@ -308,9 +336,13 @@ class Reader:
             self.count(weight, is_head=False)
             yield weight
 
-    def read_embedding(self) -> Weight:
-        """Read the embedding table onto the ops' device."""
-        table = self.weight("model.embed_tokens")
+    def read_embedding(self, module: str = "model.embed_tokens", num_rows: int = 0) -> Weight:
+        """Read an embedding table onto the ops' device; `num_rows` adds copies of row 0."""
+        table = self.weight(module)
+        height = self.shapes[f"{module}.weight"][0]
+        if num_rows > height:
+            rows = torch.arange(num_rows)
+            table = rows_of(table, torch.where(rows < height, rows, 0))
         if isinstance(table, Codes):
             table = table.without_table()
         parts = (table,) if isinstance(table, Tensor) else table  # not packed: one byte per code
@@ -350,6 +382,11 @@ class Reader:
         rounds_rows = self.ops.rounds_rows and self.rounding.rounds_rows(modules[0], width)
         return codes._replace(rounds_rows=rounds_rows)
 
+    def with_activations(self, weight: Weight, module: str) -> Weight:
+        """The weight of a map whose activations are as `rounding` asks."""
+        asked = self.rounding.activations if self.ops.rounds_rows else "auto"
+        return with_activations(weight, module, asked)
+
     def bits(self, name: str) -> int | None:
         """The number of bits to which a tensor is quantized; None: it is not quantized."""
         module, _, suffix = name.rpartition(".")
@@ -363,12 +400,15 @@ class Reader:
         num_elements, bits = math.prod(self.shapes[name]), self.bits(name)
         if self.source(name) in self.maps:
             stored = self.maps.num_bytes(self.source(name), self.dtype)
-            return max(stored, num_elements) if name == EMBEDDING else stored
+            is_table = name in (EMBEDDING, f"{per_layer.TABLE}.weight")
+            return max(stored, num_elements) if is_table else stored
         if bits is None:
             is_wide = name.endswith(WIDE)
             dtype = torch.float32 if is_wide else self.dtype
             return num_elements * dtype.itemsize
         group = GROUP if bits == 4 else self.shapes[name][1]
+        if self.rounding.activations == "int8" and name != EMBEDDING:
+            group = rounded_group(group) or group
         return num_elements * bits // 8 + num_elements // group * torch.float32.itemsize
 
     def source(self, name: str) -> str:
@@ -415,6 +455,13 @@ def rows_of(weight: Weight, rows: Tensor | None) -> Weight:
     return weight.take(rows.to(weight.q.device))
 
 
+def is_same(head: Any, embedding: Weight) -> bool:
+    """Whether a head needs no memory of its own."""
+    if isinstance(head, Codes) and isinstance(embedding, Codes):
+        return head.q is embedding.q
+    return head is embedding
+
+
 def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> DecoderWeights:
     # The largest weight is read first: its unpacked form is freed before the others are loaded.
     shard, rows = reader.shard, reader.shard.rows(config.vocab_size)
@@ -426,9 +473,9 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
     if shard.is_first or (shard.is_last and is_tied):
         embedding = reader.read_embedding()
     if shard.is_last and is_tied:
-        table = rows_of(embedding, rows)
+        table = reader.with_activations(rows_of(embedding, rows), "lm_head")
         head = reader.ops.prepack(table)
-        if head is not embedding:
+        if not is_same(head, embedding):
             reader.count(table, is_head=True)
     return DecoderWeights(
         embedding=embedding,
@@ -442,10 +489,62 @@ def read_weights(reader: Reader, config: DecoderConfig, tables: Tables) -> Decod
         norm_bias=reader.read_norm("model.norm.bias", False, config.logit_scale)
         if config.family.norm_bias
         else None,
-        dtype=reader.dtype,
-        forms=reader.forms,
-        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
         score=reader.read_norm(SCORE, False) if config.num_labels else None,
+        per_layer=read_per_layer_table(reader, config) if config.per_layer_size else None,
+        streams=read_streams(reader, config) if config.num_streams > 1 else None,
+        has_head=config.has_head and (config.tied or "lm_head" in reader.checkpoint.suffixes),
+        dtype=reader.dtype,
+        forms=reader.forms,  # of all weights read before
+    )
+
+
+def read_per_layer_table(reader: Reader, config: DecoderConfig) -> PerLayerTable:
+    hidden, size = config.hidden_size, config.per_layer_size
+    return PerLayerTable(
+        embedding=reader.read_embedding(
+            per_layer.TABLE, max(config.vocab_size, config.per_layer_vocab)
+        ),
+        projection=reader.read_weight(per_layer.PROJECTION),
+        norm=reader.read_norm(f"{per_layer.NORM}.weight", config.family.adds_one, MIX),
+        factor=MIX * math.sqrt(size),
+        # The projection is not divided by sqrt(hidden), but its norm removes this factor.
+        eps=config.norm_eps * hidden,
+    )
+
+
+def read_streams(reader: Reader, config: DecoderConfig) -> StreamMaps:
+    spread, merge = (
+        [f"{name}.{i}" for i in range(config.num_streams - 1)] for name in decoder_config.STREAMS
+    )
+    return StreamMaps(reader.read_weight(*spread), tuple(map(reader.read_weight, merge)))
+
+
+def read_altup(reader: Reader, config: DecoderConfig, layer: str) -> AltUp:
+    names = (f"{layer}.{name}" for name in decoder_config.altup_maps(config))
+    router, predict, correct, left, right = map(reader.read_weight, names)
+    scale = reader.read_norm(f"{layer}.{STREAM_SCALE}", False)  # stored in any case
+    norms = decoder_config.ROUTER_NORM, decoder_config.LAUREL_NORM
+    norm, laurel = (f"{layer}.{name}.weight" for name in norms)
+    return AltUp(
+        router_norm=reader.read_norm(norm, config.family.adds_one, 1 / config.hidden_size),
+        router=router,
+        predict=predict,
+        correct=correct,
+        output_scale=scale if config.scales_streams else None,
+        left=left,
+        right=right,
+        laurel_norm=reader.read_norm(laurel, config.family.adds_one),
+    )
+
+
+def read_per_layer_maps(reader: Reader, config: DecoderConfig, index: int) -> PerLayerMaps:
+    layer = f"model.layers.{index}"
+    norm = f"{layer}.{per_layer.OUT_NORM}.weight"
+    return PerLayerMaps(
+        begin=index * config.per_layer_size,
+        gate=reader.read_weight(f"{layer}.{per_layer.GATE}"),
+        out=reader.read_weight(f"{layer}.{per_layer.OUT}"),
+        norm=reader.read_norm(norm, config.family.adds_one),
     )
 
 
@@ -479,25 +578,35 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary 
         after_mlp=norm(norms.after_mlp),
         attention_norm_bias=norm_bias(norms.before_attention),
         mlp_norm_bias=norm_bias(norms.before_mlp),
+        has_kv=config.owns_kv(index),
+        scalar=reader.read_norm(f"{layer}.{SCALAR}", False).item()
+        if config.family.has_layer_scalars
+        else 1.0,
+        per_layer=read_per_layer_maps(reader, config, index) if config.per_layer_size else None,
+        beside=read_beside(reader, config, layer)
+        if config.mixture is not None and config.mixture.style.beside is not None
+        else None,
+        altup=read_altup(reader, config, layer) if config.num_streams > 1 else None,
+        deviations=config.deviations[index] if config.deviations else None,
         **mixer,
-        **(mlp(reader, config, layer) if config.has_mlp(index) else dict.fromkeys(MLP)),
+        **(mlp(reader, config, index) if config.has_mlp(index) else dict.fromkeys(MLP)),
     )
 
 
 def read_attention(
     reader: Reader, config: DecoderConfig, layer: str, index: int, table: Rotary | None
 ) -> dict[str, Any]:
-    qkv = [f"{layer}.{name}" for name in config.qkv_names]
-    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config))
+    qkv = [f"{layer}.{name}" for name in config.qkv_names(index)]
+    shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config, index))
     out, gate = f"{layer}.self_attn.o_proj", dict[str, Any]()
     if config.family.gates_attention:
         of_gate = rows_of_gate(config)
         gate["gate"] = reader.read_weight(qkv[0], rows=of_gate)
         gate["gate_bias"] = reader.read_bias(qkv[0], rows=of_gate)
     return gate | {
-        "window": config.windows[index],
+        "window": windows_of(config)[index],
         "rotary": table,
-        "qk_norm": read_qk_norm(reader, config, layer),
+        "qk_norm": read_qk_norm(reader, config, index),
         "qkv": reader.read_weight(*qkv, rows=rows),
         "qkv_bias": reader.read_bias(*qkv, rows=rows),
         "out": reader.read_weight(out, rows=shard.rows(config.hidden_size)),
@@ -575,9 +684,12 @@ def read_short_conv(reader: Reader, layer: str) -> dict[str, Any]:
     return {"out": reader.read_weight(out), "out_bias": reader.read_bias(out), "conv": conv}
 
 
-def read_mlp(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+def read_mlp(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
+    layer = f"model.layers.{index}"
     gate_up = [f"{layer}.{name}" for name in config.gate_up_names]
-    down, is_gated = f"{layer}.{config.down_name}", config.family.ungated is None
+    is_sparse = bool(config.deviations) and config.deviations[index] is not None
+    is_gated = config.family.ungated is None and not is_sparse
+    down = f"{layer}.{config.down_name}"
     alphas = read_alphas(reader, layer) if config.activation == "xielu" else (0.0, 0.0)
     inner, hidden = reader.shard.gate_up_rows(config), reader.shard.rows(config.hidden_size)
     return {
@@ -601,7 +713,26 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
     return reader.read_norm(f"{layer}.{SINKS}", False)[own.start : own.stop]
 
 
-def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
+def read_mixture(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
+    layer = f"model.layers.{index}"
+    return dict.fromkeys(MLP) | {"experts": read_experts(reader, config, layer)}
+
+
+def read_beside(reader: Reader, config: DecoderConfig, layer: str) -> ExpertsBeside:
+    assert config.mixture is not None, "the layer has no experts"
+    names = config.mixture.style.beside
+    assert names is not None, "experts replace the MLP"
+    adds_one = config.family.adds_one
+    before, after, after_mlp = (
+        reader.read_norm(f"{layer}.{name}.weight", adds_one) for name in names.norms
+    )
+    factors = reader.read_norm(f"{layer}.{names.factors}", False)
+    scale = reader.read_norm(f"{layer}.{names.router_scale}", False, config.hidden_size**-0.5)
+    experts = read_experts(reader, config, layer)._replace(factor=factors)
+    return ExpertsBeside(experts, scale, before, after, after_mlp)
+
+
+def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
     mixture = config.mixture
     assert mixture is not None, "the layer has no experts"
     shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
@@ -611,13 +742,14 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
-    experts = Experts(
+    return Experts(
         router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
         down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=outer),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
         is_sigmoid=mixture.style.is_sigmoid,
+        weighs_input=mixture.style.weighs_input,
         correction=reader.read_norm(f"{layer}.{mixture.correction}", False).flatten()
         if mixture.correction
         else None,
@@ -638,11 +770,15 @@ def read_mixture(reader: Reader, config: DecoderConfig, layer: str) -> dict[str,
         if mixture.shared_width
         else None,
     )
-    return dict.fromkeys(MLP) | {"experts": experts}
 
 
-def rows_of_qkv(config: DecoderConfig) -> Tensor | None:
+def rows_of_qkv(config: DecoderConfig, layer: int = 0) -> Tensor | None:
     """The order of the rows of queries, keys and values in kernels; None: as in the checkpoint."""
+    if config.repeats_keys(layer):
+        heads = config.kv_heads(layer)
+        first = config.num_heads * heads.size
+        repeated = torch.arange(first, first + heads.number * heads.size)
+        return torch.cat([torch.arange(first), repeated, repeated])
     D, order, H = config.head_dim, order_of_head(config), config.num_heads
     is_gated = config.family.gates_attention
     if order is None and not is_gated:
@@ -670,18 +806,24 @@ def order_of_head(config: DecoderConfig) -> Tensor | None:
     return rotary.order(rope, D, has_neighbors)
 
 
-def read_qk_norm(reader: Reader, config: DecoderConfig, layer: str) -> QKNorm | None:
+def read_qk_norm(reader: Reader, config: DecoderConfig, index: int) -> QKNorm | None:
+    family, order = config.family, order_of_head(config)
+    if config.qk_norm == "bare" and config.rope[index]:
+        ones = reader.ops.place(torch.ones(config.head_dim))
+        return QKNorm(ones, ones, config.norm_eps, is_last=family.norms_after_rope)
     if not config.has_qk_norm:
         return None
-    family, order = config.family, order_of_head(config)
-    names = (f"{layer}.self_attn.{name}.weight" for name in family.qk_norm_names)
-    q, k = (reader.read_norm(name, family.adds_one) for name in names)
+    names = [f"model.layers.{index}.self_attn.{name}.weight" for name in family.qk_norm_names]
+    own = names if config.owns_kv(index) else names[:1]
+    q, *others = (reader.read_norm(name, family.adds_one) for name in own)
+    k = others[0] if others else q  # not read without keys
     if order is not None:
         q, k = (in_order(weight, order.to(weight.device)) for weight in (q, k))
     is_each, heads = config.qk_norm == "each", reader.shard.heads(config)
     if is_each:
         q, k = q[heads.query.start : heads.query.stop], k[heads.kv.start : heads.kv.stop]
-    return QKNorm(q, k, config.norm_eps, is_each, family.norms_after_rope)
+    last, has_values = family.norms_after_rope, family.norms_values
+    return QKNorm(q, k, config.norm_eps, is_each, last, has_values)
 
 
 def in_order(weight: Tensor, order: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 ORIGINAL = "original_max_position_embeddings"
 FACTORS = "factors"  # one factor per frequency: only in GGUF files, instead of llama3's parameters
 NTK_ALPHA = "ntk_alpha"  # Hunyuan's type: a larger theta
@@ -19,7 +19,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # one of SUPPORTED, or FACTORS
     theta: float
-    factor: float = 1.0  # linear, llama3, yarn: stretches positions
+    factor: float = 1.0  # linear, llama3, yarn, proportional: stretches positions
     original_length: int = 0  # llama3, yarn, longrope: context length before stretching
     low_freq_factor: float = 0.0  # llama3
     high_freq_factor: float = 0.0  # llama3
@@ -30,11 +30,16 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     factors: tuple[float, ...] = ()  # FACTORS, longrope: divide the frequencies
     long_factors: tuple[float, ...] = ()  # longrope: for contexts beyond original_length
     query_beta: float = 0.0  # growth of queries at positions from original_length on
+    proportion: float = 1.0  # proportional: share of the frequencies that are not 0
     share: float = 1.0  # share of a head's dimensions that rotate, the first ones
 
     def rotating(self, head_dim: int) -> int:
         """The number of dimensions of a head that rotate."""
         return int(head_dim * self.share)
+
+    def turning_pairs(self, head_dim: int) -> int:
+        """The number of pairs with a frequency above 0, the first ones."""
+        return int(self.proportion * head_dim // 2)
 
     def of_context(self, length: int) -> "RopeParameters":
         """The parameters for a context of `length` tokens. All texts use the same factors, because
@@ -43,6 +48,15 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind != "longrope" or length <= self.original_length:
             return self
         return msgspec.structs.replace(self, factors=self.long_factors)
+
+
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Llama 4's factor of queries in layers without RoPE: 1 + scale ln(1 + floor((p + 1) / length))
+    at position p.
+    """
+
+    scale: float
+    length: int  # tokens
 
 
 def parse(
@@ -65,7 +79,7 @@ def parse(
     if rope.get(QUERY_BETA):
         beta, original = number(rope, QUERY_BETA), length(rope)
         found = msgspec.structs.replace(found, query_beta=beta, original_length=original)
-    if may_rotate_a_share:
+    if may_rotate_a_share and kind != "proportional":
         found = msgspec.structs.replace(found, share=number(rope, "partial_rotary_factor", 1.0))
     check_dimensions(found, head_dim)
     return found
@@ -103,6 +117,10 @@ def of_kind(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeParam
         return RopeParameters(kind=kind, theta=theta)
     if kind == "linear":
         return RopeParameters(kind=kind, theta=theta, factor=number(rope, "factor"))
+    if kind == "proportional":
+        factor = number(rope, "factor", 1.0)
+        proportion = number(rope, "partial_rotary_factor", 1.0)
+        return RopeParameters(kind=kind, theta=theta, factor=factor, proportion=proportion)
     if kind == FACTORS:
         return RopeParameters(kind=kind, theta=theta, factors=numbers(rope, "factors"))
     if kind == "longrope":
@@ -118,6 +136,11 @@ def with_alpha(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 
 def check_dimensions(rope: RopeParameters, head_dim: int) -> None:
     """Raise ValueError unless pairs of dimensions rotate, and all factors exist."""
+    if not 1 <= rope.turning_pairs(head_dim) <= head_dim // 2:
+        raise ValueError(
+            f"partial_rotary_factor = {rope.proportion:g} for head size {head_dim} is not "
+            "supported: at least one pair of dimensions, and at most all, must rotate"
+        )
     size = rope.rotating(head_dim)
     if rope.share > 1 or size < 2 or size % 2:
         raise ValueError(
@@ -146,6 +169,7 @@ def refuse_unsupported(kind: str, rope: Mapping[str, Any], may_rotate_a_share: b
             "sliding_attention"
         )
     partial = rope.get("partial_rotary_factor")
+    may_rotate_a_share |= kind == "proportional"
     if partial is not None and partial != 1.0 and not may_rotate_a_share:
         raise ValueError(f"partial_rotary_factor = {partial} is not supported, only 1.0")
 
@@ -155,8 +179,6 @@ def llama3(rope: Mapping[str, Any], theta: float) -> RopeParameters:
     https://github.com/meta-llama/llama-models.
     """
     low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
-    if low == high:
-        raise ValueError(f"rope_parameters: low_freq_factor = high_freq_factor = {low}")
     return RopeParameters(
         kind="llama3",
         theta=theta,

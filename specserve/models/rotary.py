@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve.models.rope import RopeParameters
+from specserve.models.rope import QueryGrowth, RopeParameters
 from specserve_kernels.types import Rotary
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians per position for each rotating pair of dimensions, [<= D/2] float32.
+    """Radians per position for each rotating pair of dimensions, [<= D/2] float32. The other pairs
+    follow.
 
     Computed in float32 in transformers' order of operations, to get the same bits.
     """
+    if rope.kind == "proportional":  # the exponents are of the whole head
+        turning = 1.0 / wavelengths(rope.theta, head_dim)[: rope.turning_pairs(head_dim)]
+        return turning / rope.factor
     head_dim = rope.rotating(head_dim)
     inverse = 1.0 / wavelengths(rope.theta, head_dim)
     match rope.kind:
@@ -42,6 +46,8 @@ def llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_length
     wave = 2 * math.pi / inverse
     stretched = torch.where(wave > original / low, inverse / rope.factor, inverse)
+    if low == high:  # Llama 4: no wave is between them
+        return stretched
     smooth = (original / wave - low) / (high - low)
     between = (1 - smooth) * stretched / rope.factor + smooth * stretched
     is_between = ~(wave < original / high) & ~(wave > original / low)
@@ -83,8 +89,13 @@ def query_scale(rope: RopeParameters, length: int) -> Tensor | None:
     """Llama 4's factor of queries, which makes attention over long texts sharper."""
     if rope.query_beta == 0:
         return None
-    laps = torch.floor(torch.arange(length, dtype=torch.float32) / rope.original_length)
-    return 1 + rope.query_beta * torch.log(1 + laps)
+    positions = torch.arange(length, dtype=torch.float32)
+    return grown(rope.query_beta, positions / rope.original_length)
+
+
+def grown(scale: float, texts: Tensor) -> Tensor:
+    """The factor of queries at positions that are measured in texts of the training length."""
+    return 1 + scale * torch.log(1 + torch.floor(texts))
 
 
 def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
@@ -99,6 +110,10 @@ def order(rope: RopeParameters, head_dim: int, has_neighbors: bool) -> Tensor:
     return torch.cat([first, rest[:left], second, rest[left:]])
 
 
-def still(rotary: Rotary) -> Rotary:
+def still(rotary: Rotary, growth: QueryGrowth | None = None) -> Rotary:
     """A table of the same size without rotation, for a layer without RoPE."""
-    return Rotary(torch.ones_like(rotary.cos), torch.zeros_like(rotary.sin))
+    cos, sin = torch.ones_like(rotary.cos), torch.zeros_like(rotary.sin)
+    if growth is None:
+        return Rotary(cos, sin)
+    counts = torch.arange(1, len(cos) + 1, dtype=torch.float32, device=cos.device)
+    return Rotary(cos, sin, grown(growth.scale, counts / growth.length))

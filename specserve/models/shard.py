@@ -91,9 +91,9 @@ class Shard(NamedTuple):
         begins = self.expert_begins(num_experts)
         return range(begins[self.column], begins[self.column + 1])
 
-    def heads(self, config: DecoderConfig) -> ShardHeads:
-        """The heads of each rank. If there are more ranks than KV heads, several ranks hold one."""
-        T, H, Hk = self.tensor, config.num_heads, config.num_kv_heads
+    def heads(self, config: DecoderConfig, layer: int = 0) -> ShardHeads:
+        """The heads of each rank in a layer. With more ranks than KV heads, some share one."""
+        T, H, Hk = self.tensor, config.num_heads, config.kv_heads(layer).number
         group, sharing = H // Hk, max(1, T // Hk)
         first: list[int] = []
         if Hk < T:
@@ -115,6 +115,7 @@ class Shard(NamedTuple):
         if self.tensor == 1:
             return order
         heads, D, H, Hk = self.heads(config), config.head_dim, config.num_heads, config.num_kv_heads
+        assert not config.family.has_kinds, "tensor ranks need equal layers"
         each = [
             *heads.query,
             *(H + head for head in heads.kv),
@@ -153,6 +154,18 @@ class Shard(NamedTuple):
             raise ConfigError(
                 f"parallel.pipeline = {self.pipeline} exceeds the model's {config.num_layers} "
                 f"layers. Set it to at most {config.num_layers}"
+            )
+        is_whole = config.num_shared_layers > 0 or config.per_layer_size > 0
+        if T > 1 and config.family.has_kinds:
+            remedy = "Run the model in one process" if is_whole else "Use parallel.pipeline instead"
+            raise ConfigError(
+                f"parallel.tensor = {T}: this model's layers have different heads, so ranks cannot "
+                f"share them. {remedy}"
+            )
+        if self.pipeline > 1 and is_whole:
+            raise ConfigError(
+                f"parallel.pipeline = {self.pipeline}: this model's layers read KV or embeddings "
+                "of other stages, so stages cannot share them. Run the model in one process"
             )
         if self.has_whole_experts:
             self.check_experts(config.mixture.num_experts if config.mixture else 0)

@@ -160,7 +160,9 @@ def refuse_attention(written: Mapping[str, Any]) -> None:
     if values is not None and values != keys:
         raise ValueError(f"v_head_dim = {values!r} must equal head_dim = {keys!r}")
     if written.get("attention_chunk_size") is not None:
-        raise ValueError("attention_chunk_size: chunked attention is not supported")
+        raise ValueError(
+            "attention_chunk_size: only native code supports chunked attention, for Llama 4"
+        )
     for name in ("rope_parameters", "rope_scaling"):
         if kind := stepwise_rope(written.get(name)):
             raise ValueError(

@@ -35,7 +35,17 @@ from specserve.models.transformers_model import (
     PackedLinear,
     TransformersModel,
 )
-from specserve.models.weight import AS_STORED, HEAD, Rounding, Weight, form_of, fuse, num_bytes
+from specserve.models.weight import (
+    AS_STORED,
+    HEAD,
+    Rounding,
+    Weight,
+    check_activations,
+    form_of,
+    fuse,
+    num_bytes,
+    with_activations,
+)
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import Ops, Rotary
@@ -122,6 +132,8 @@ def pack(
         weights = [rounded(weight_of(part), rounding, of, ops) for part in parts]
         weight = weights[0] if len(weights) == 1 else fuse(weights, parts[0].weight.dtype)
         del weights
+        if ops.rounds_rows:
+            weight = with_activations(weight, of[0], rounding.activations)
         num_odd += rounding.is_odd(*of)
         forms[form_of(weight, is_head)] += 1
         num_packed += num_bytes(weight)
@@ -255,6 +267,7 @@ def load_transformers(
     refuse_unfit(folder, shape, layers, causal.config)
     groups = together(causal, readings, rounding)
     forms = pack(causal, hook, ops, rounding, groups, progress)
+    check_activations(folder, rounding, ops.rounds_rows, forms)
     causal.to(ops.place(torch.empty(0)).device)
     for module in causal.modules():
         if (norm := norm_of(module, hook, ops)) is not None:

@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specserve.errors import ConfigError
 from specserve.models.experts import is_router
-from specserve.models.weight_forms import MapForm
+from specserve.models.per_layer_names import TABLE
+from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_kernels import Codes
-from specserve_kernels.codes import GROUP, MAX_ROUNDED
+from specserve_kernels.codes import GROUP, MAX_ROUNDED, MAX_ROUNDED_GROUP
 
 WIDTHS = {"w4": 4, "w8": 8, "w8a8": 8}
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # modules outside of layers
+# Modules outside of layers.
+HEAD, EMBEDDING, PER_LAYER = "lm_head", "model.embed_tokens", TABLE
 
 
 class Rounding(NamedTuple):
@@ -23,14 +27,25 @@ class Rounding(NamedTuple):
     head: int | None = None
     with_rows: bool = False  # activations of the layers' maps are quantized to 8 bits, too
     embedding: int | None = None
+    activations: str = "auto"  # model.activations
 
     @classmethod
-    def named(cls, layers: str | None, head: str, embedding: str = "none") -> "Rounding":
-        """The rounding for settings of the config; if `layers` is None, nothing is quantized."""
+    def named(
+        cls,
+        layers: str | None,
+        head: str,
+        embedding: str = "none",
+        activations: str = "auto",
+    ) -> "Rounding":
+        """The rounding for settings of the config; if `layers` is None, no weight is quantized."""
         if layers is None:
-            return cls()
+            return cls(activations=activations)
         is_w8a8, of_embedding = layers == "w8a8", WIDTHS.get(embedding)
-        return cls(WIDTHS[layers], WIDTHS.get(head), is_w8a8, of_embedding)
+        return cls(WIDTHS[layers], WIDTHS.get(head), is_w8a8, of_embedding, activations)
+
+    @property
+    def rounds_weights(self) -> bool:
+        return self.layers is not None
 
     @property
     def words(self) -> str:
@@ -44,7 +59,7 @@ class Rounding(NamedTuple):
         return 8 if self.is_odd(module, width) else self.asked(module)
 
     def rounds_rows(self, module: str, width: int) -> bool:
-        is_of_layers = module not in (HEAD, EMBEDDING) and not is_router(module)
+        is_of_layers = module not in (HEAD, EMBEDDING, PER_LAYER) and not is_router(module)
         return self.with_rows and is_of_layers and width <= MAX_ROUNDED
 
     def is_odd(self, module: str, width: int) -> bool:
@@ -53,10 +68,12 @@ class Rounding(NamedTuple):
     def asked(self, module: str) -> int | None:
         if is_router(module):
             return None
-        return {HEAD: self.head, EMBEDDING: self.embedding}.get(module, self.layers)
+        others = {HEAD: self.head, EMBEDDING: self.embedding, PER_LAYER: self.embedding}
+        return others.get(module, self.layers)
 
 
 AS_STORED = Rounding()
+LEAST_ROUNDED = 32  # minimum columns of a part of a group that rounds rows
 
 
 Weight = Tensor | Codes
@@ -119,6 +136,44 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         rounds_rows=all(c.rounds_rows for c in codes),
         table=codes[0].table,
     )
+
+
+def with_activations(weight: Weight, module: str, asked: str) -> Weight:
+    """The weight of a map whose activations are quantized to 8 bits (`int8`), or not (`float`), if
+    it is codes; `auto`: as the checkpoint asks. Groups of more than MAX_ROUNDED_GROUP columns are
+    divided into parts, so that activations have finer scales.
+    """
+    if isinstance(weight, Tensor) or asked == "auto" or is_router(module):
+        return weight
+    if asked == "float":
+        return weight._replace(rounds_rows=False) if weight.rounds_rows else weight
+    size = rounded_group(weight.group)
+    return weight if size is None else regrouped(weight, size)._replace(rounds_rows=True)
+
+
+def check_activations(
+    folder: Path, rounding: Rounding, rounds_rows: bool, forms: WeightForms
+) -> None:
+    """Raise ConfigError if activations of 8 bits are asked for, but none has them."""
+    if rounding.activations != "int8" or forms.num_rounding:
+        return
+    if not rounds_rows:
+        raise ConfigError(
+            f"{folder}: model.activations = 'int8' is not supported on a GPU. Remove it, or set "
+            "model.device to cpu"
+        )
+    raise ConfigError(
+        f"{folder}: model.activations = 'int8' needs quantized weights. Set model.quantize, or "
+        "remove model.activations"
+    )
+
+
+def rounded_group(group: int) -> int | None:
+    """The largest part of a group that can round rows; None: there is none."""
+    if group <= MAX_ROUNDED_GROUP:
+        return group
+    sizes = range(MAX_ROUNDED_GROUP, LEAST_ROUNDED - 1, -1)
+    return next((size for size in sizes if group % size == 0), None)
 
 
 def values(part: Weight, dtype: torch.dtype) -> Tensor:

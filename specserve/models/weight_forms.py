@@ -50,5 +50,6 @@ class WeightForms(msgspec.Struct, frozen=True, omit_defaults=True):
             return "all activations stay in the model's dtype"
         number = sum(form.number for form in self.maps)
         others = ", others in the model's dtype" * (self.num_rounding < number)
-        how = "8-bit integer activations (dynamic, per token)"
+        has_groups = any(form.group for form in self.maps if form.activation_bits)
+        how = f"8-bit integer activations (dynamic, per token{' and group' * has_groups})"
         return f"{self.num_rounding} of {number} linear layers have {how}{others}"

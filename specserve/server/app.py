@@ -47,10 +47,11 @@ from specserve.server.refusal import (
     cut,
     error_response,
 )
-from specserve.server.routes import LIVENESS, OPEN, OPERATIONS, SCOPES
+from specserve.server.routes import DASHBOARD, LIVENESS, OPEN, OPERATIONS, SCOPES
 from specserve.server.tracing import Tracer
 
 LONGEST_TEXT = 2000  # maximum characters of a prompt or a response in the log
+NO_TENANT = -1  # of clients without a key on open routes: no data of any API key
 # Ollama's routes that change models on the server: an operator chooses the model at start-up.
 OF_OLLAMA = {
     f"/api/{name}"
@@ -87,7 +88,7 @@ def guards(
     observers: list[Callable[[EndedRequest], None]] = [] if tracer is None else [tracer.record]
     if limits.access_log:
         probes = "/health", "/health/ready", LIVENESS, "/ping"
-        state = "/metrics", "/v1/speculation", "/is_sleeping", "/api/ps"
+        state = "/metrics", "/metrics/history", "/v1/speculation", "/is_sleeping", "/api/ps"
         polled = frozenset([*probes, *state, *PAGES, *PARTS])
         observers.append(AccessLog(polled, limits.log_texts, lambda: service.loaded is None))
     if observers:
@@ -105,7 +106,8 @@ def guards(
     if keys is None and file is not None:
         keys = read_keys(Path(file))
     admins = {} if admin_file is None else read_admin_keys(Path(admin_file))
-    yield Middleware(KeyGuard, keys=keys, admins=admins)
+    readable = DASHBOARD if limits.open_dashboard else frozenset[str]()
+    yield Middleware(KeyGuard, keys=keys, admins=admins, readable=readable)
     if limits.max_requests_per_key is not None or limits.max_tokens_per_minute_per_key is not None:
         yield Middleware(KeyLimits, limits=limits, reject=service.reject)
 
@@ -160,6 +162,7 @@ class AccessLog:
                 return
             self.waiting.add(route)
         tenant = ended.scope.get(TENANT)  # unset without keys, and without a valid key
+        tenant = None if tenant == NO_TENANT else tenant
         fields: dict[str, Any] = {} if tenant is None else {"key": tenant + 1}
         for completion in ended.asked:
             fields |= completion.log_fields | (texts(completion) if self.has_texts else {})
@@ -251,9 +254,17 @@ class KeyGuard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str] | None, admins: Mapping[str, Container[str]]
+        self,
+        app: ASGIApp,
+        keys: Iterable[str] | None,
+        admins: Mapping[str, Container[str]],
+        readable: Container[str] = (),
     ) -> None:
-        """If `keys` is None, only routes with a scope need a key."""
+        """If `keys` is None, only routes with a scope need a key.
+
+        Clients without a key can read the paths of `readable`.
+        """
+        self.readable = readable
         self.app, self.is_public = app, keys is None
         self.keys = [digest(key) for key in keys or ()]
         self.admins = [digest(key) for key in admins]
@@ -273,8 +284,12 @@ class KeyGuard:
         needed = SCOPES.get((scope["method"], scope["path"]))
         if admin is not None and needed is not None:
             return None if needed in self.scopes[admin] else lacking(needed)
-        is_reader = admin is not None and scope["method"] in ("GET", "HEAD")
-        if not (tenant is not None or is_reader or self.is_public or scope["path"] in OPEN):
+        is_read = scope["method"] in ("GET", "HEAD")
+        is_open = scope["path"] in OPEN or (is_read and scope["path"] in self.readable)
+        is_known = tenant is not None or self.is_public or (admin is not None and is_read)
+        if is_open and not is_known:
+            scope[TENANT] = NO_TENANT
+        if not (is_known or is_open):
             why = "no valid API key. Send the header Authorization: Bearer KEY, or x-api-key: KEY"
             if admin is not None:
                 why = "this is an admin key, which cannot generate text. Send a key of "

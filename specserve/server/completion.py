@@ -49,6 +49,7 @@ from specserve.models.selection import (
 from specserve.models.source import open_source
 from specserve.models.weight_forms import WeightForms
 from specserve.server.body import BodyReader
+from specserve.server.history import History
 from specserve.server.limits import Account, Deadline
 from specserve.server.metrics import Metrics
 from specserve.server.prompt import PromptProcessor
@@ -324,6 +325,7 @@ class ServedModel(NamedTuple):
     implementation: str = "native"
     row_invariant: bool | None = None  # as in Ready
     has_head: bool = True  # as in Ready
+    is_demo: bool = False  # whether the model is specserve's demo model
     # All sources so far, by their bits in details. The list grows while responses are sent.
     known_sources: list[str] = []  # noqa: RUF012
 
@@ -336,6 +338,7 @@ class Service:
         self.name, self.started_at = served_name(config), int(time.time())
         self.completions: set[LiveCompletion] = set()
         self.metrics = Metrics(self.name, config.max_nodes, config.lora.num_slots, self.adapters_of)
+        self.history = History(self.metrics)
         self.bodies = BodyReader(self.limits, self.reject)
         self.prompts = PromptProcessor(self.limits, config.min_tpot_ms)
         self.poolers = NO_POOLERS  # set by `open`

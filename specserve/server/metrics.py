@@ -1,9 +1,7 @@
 """Prometheus metrics, with vLLM's names if vLLM has the metric, so that its dashboards work."""
 
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from math import inf
 from time import time
 from typing import TypeVar
 
@@ -17,17 +15,16 @@ from prometheus_client import (
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 from specserve.exchange.sleep import AWAKE, STATES, SleepState
 from specserve.memory.disk_tier import TierStats
+from specserve.server.series import Histogram, Window
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -35,34 +32,11 @@ SLOW = (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160
 SECONDS = FAST + SLOW
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 LABELS = ["model_name", "engine", "source"]
+NUM_STEP_ROWS = 256  # latest steps whose rows are kept
 M = TypeVar("M", bound=MetricWrapperBase)
 
 # Would add a second series to every counter, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
-
-
-class Histogram(Collector):
-    """A histogram for a single thread. It is cheap, because each step of each stream updates it.
-
-    The library's histogram takes two locks and walks through its buckets for each value.
-    """
-
-    def __init__(
-        self, name: str, words: str, labels: Mapping[str, str], buckets: Sequence[float]
-    ) -> None:
-        self.name, self.words, self.labels = name, words, labels
-        self.bounds = [*buckets, inf]
-        self.counts, self.sum = [0] * len(self.bounds), 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self.name, self.words, labels=list(self.labels))
-        counts = zip(map(floatToGoString, self.bounds), accumulate(self.counts), strict=True)
-        family.add_metric([*self.labels.values()], [*counts], self.sum)
-        yield family
 
 
 class SourceMetrics(Collector):
@@ -177,6 +151,8 @@ class Metrics:
         self.report: Report | None = None  # the last one
         self.stats = Stats()  # of the last report
         self.seen = Stats()  # already in the counters
+        self.window = Window()  # for the history, which replaces it
+        self.step_rows = deque[int](maxlen=NUM_STEP_ROWS)  # of the latest steps
         self.num_preempted = 0
         self.num_generated = self.num_drafts = 0  # not yet in the counters
         self.num_accepted = list[int]()  # by depth, not yet in the counters
@@ -344,6 +320,7 @@ class Metrics:
         self.report, self.stats = report, stats
         if stats.num_steps > before.num_steps:
             self.step_tokens.observe(stats.num_rows - before.num_rows)
+            self.step_rows.append(stats.num_rows - before.num_rows)
             self.step_seconds.observe(stats.step_seconds - before.step_seconds)
             self.draft_seconds.observe(stats.draft_seconds - before.draft_seconds)
             self.verify_seconds.observe(stats.verify_seconds - before.verify_seconds)
@@ -362,6 +339,7 @@ class Metrics:
     def settle(self) -> None:
         """Update the counters."""
         self.generation_tokens.inc(self.num_generated)
+        self.window.tokens += self.num_generated
         self.drafts.inc(self.num_drafts)
         for position, count in enumerate(self.num_accepted):
             self.accepted_at[position].inc(count)
@@ -373,8 +351,7 @@ class Metrics:
     def settle_report(self, report: Report) -> None:
         self.running.set(report.num_running)
         self.waiting.set(report.num_waiting)
-        held = report.blocks["target"] + report.blocks["draft"]
-        self.usage.set(held / (sum(report.blocks.values()) or 1))
+        self.usage.set(report.kv_usage)
         for holder, count in report.blocks.items():
             self.blocks.labels(self.model, "0", holder).set(count)
         self.preemptions.inc(report.num_preempted - self.num_preempted)
@@ -385,6 +362,7 @@ class Metrics:
         """Prepare for a new engine process, which counts from zero."""
         self.settle()
         self.restarts.inc()
+        self.window.restarts += 1
         self.report, self.stats, self.seen, self.num_preempted = None, Stats(), Stats(), 0
 
     def on_stats(self, stats: Stats) -> None:
@@ -401,8 +379,15 @@ class Metrics:
         for kind, count in zip(self.kinds, (rows - roots - drafted, roots, drafted), strict=True):
             kind.inc(max(0, count))
         self.fallbacks.inc(stats.num_fallbacks - before.num_fallbacks)
-        self.looked_up.inc(stats.num_looked_up - before.num_looked_up)
-        self.cached.inc(stats.num_cached - before.num_cached)
+        looked_up = stats.num_looked_up - before.num_looked_up
+        cached = stats.num_cached - before.num_cached
+        self.looked_up.inc(looked_up)
+        self.cached.inc(cached)
+        window = self.window
+        window.roots += roots
+        window.accepted += accepted
+        window.looked_up += looked_up
+        window.cached += cached
         self.checkpoints.set(stats.num_checkpoints)
         self.checkpoint_hits.inc(stats.num_checkpoint_hits - before.num_checkpoint_hits)
         self.sources.sums, self.tiers.sums = stats.sources, stats.tiers
@@ -416,12 +401,14 @@ class Metrics:
         else:
             first = generation.first_token_at
             self.ttft.observe(first - generation.arrived)
+            self.window.ttft.append(first - generation.arrived)
             self.queue.observe(max(0.0, generation.admitted_at - generation.arrived))
             self.prefill.observe(first - generation.admitted_at)
 
     def on_end(self, generation: Generation, reason: str, is_first: bool) -> None:
         """Count a choice as a request. A prompt only counts with its first choice."""
         self.success.labels(self.model, "0", reason).inc()
+        self.window.errors += reason == "error"
         self.prompt_tokens.inc(len(generation.prompt) if is_first else 0)
         self.num_prompt.observe(len(generation.prompt))
         self.num_output.observe(len(generation.token_ids))
@@ -434,6 +421,7 @@ class Metrics:
         self.inference.observe(last - generation.admitted_at)
         if generation.tpot is not None:
             self.tpot.observe(generation.tpot)
+            self.window.tpot.append(generation.tpot)
 
     def on_rejection(self, reason: str) -> None:
         self.rejections.labels(self.model, "0", reason).inc()

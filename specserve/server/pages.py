@@ -1,6 +1,7 @@
-"""Serves the web pages: the files of the folder `page`, unchanged."""
+"""Serves the web pages: the files of the folders in `page`, without comments and indentation."""
 
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "page"
+UNSENT = re.compile(rb"^[ \t]*(?://.*)?", re.MULTILINE)
 TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -41,21 +43,28 @@ def redirected(request: Request) -> Response | None:
     return RedirectResponse(up + bare.rpartition("/")[2]) if up and bare else None
 
 
+def sent(name: str) -> bytes:
+    """Return a file without indentation and comment lines. The numbers of lines stay the same."""
+    return UNSENT.sub(b"", (FOLDER / name).read_bytes())
+
+
 def serving(name: str) -> Callable[[Request], Awaitable[Response]]:
-    body = (FOLDER / name).read_bytes()  # at start-up, so that all files have the same version
+    body = sent(name)  # at start-up, so that all files have the same version
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
     async def send(request: Request) -> Response:
         if (away := redirected(request)) is not None:
             return away
-        sent = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
+        added = HEADERS | {"ETag": tag, "Cache-Control": "no-cache"}
         if tag in request.headers.get("if-none-match", ""):  # also in W/"..." and in lists
-            return Response(status_code=304, headers=sent)
-        return Response(body, headers=sent, media_type=TYPES[Path(name).suffix])
+            return Response(status_code=304, headers=added)
+        return Response(body, headers=added, media_type=TYPES[Path(name).suffix])
 
     return send
 
 
-PAGES = {"/": "index.html", "/dashboard": "dashboard.html"}
-PARTS = {f"/page/{p.name}": p.name for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES}
+PAGES = {"/": "chat/index.html", "/dashboard": "dashboard/index.html"}
+FILES = sorted(path for path in FOLDER.rglob("*.*") if path.suffix in TYPES)
+NAMES = [path.relative_to(FOLDER).as_posix() for path in FILES]
+PARTS = {f"/page/{name}": name for name in NAMES if name not in PAGES.values()}
 ROUTES = [Route(path, serving(name)) for path, name in (PAGES | PARTS).items()]

@@ -65,6 +65,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
 
     max_model_len   maximum tokens of prompt and output together; null while the model loads
     chat_defaults   parameters for chats of users, if the model's files name none
+    defaults        values of parameters that a request leaves unset
     implementation  code that computes the target model: native or transformers
     row_invariant   whether results are batch-invariant, if the code does not guarantee it; if
                     false, speculation and prefix caching are off
@@ -77,7 +78,8 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     weights         formats of the target model's weights in memory
     draft_weights   formats of the draft model's weights, if there is one
     draft_head      the draft head in use, if there is one
-    scaled          demo models in use, if there are any
+    scaled          demo models in use that are padded to the compute of larger models
+    demo            true if specserve's demo model is the target model
     parent          for an adapter: the model that it changes
     adapter         for an adapter: the SHA-256 of its tensors and scalings, and its rank
     """
@@ -89,6 +91,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     parent: str | None
     max_model_len: int | None
     chat_defaults: dict[str, float | int] | UnsetType = UNSET
+    defaults: dict[str, float | int] | UnsetType = UNSET
     implementation: str | UnsetType = UNSET
     row_invariant: bool | UnsetType = UNSET
     drafter: str | UnsetType = UNSET
@@ -101,6 +104,7 @@ class ModelCard(Struct, tag_field="object", tag="model", kw_only=True):
     draft_weights: WeightForms | UnsetType = UNSET
     draft_head: DraftHeadCard | UnsetType = UNSET
     scaled: list[Scaled] | UnsetType = UNSET
+    demo: bool | UnsetType = UNSET
     adapter: AdapterDetails | UnsetType = UNSET
 
 

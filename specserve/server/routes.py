@@ -30,6 +30,7 @@ from specserve.server.control import (
 )
 from specserve.server.docs_page import HEADERS, page
 from specserve.server.embeddings import EmbeddingsBody, embeddings
+from specserve.server.history import QUERY, MetricsHistory, metrics_history
 from specserve.server.message_input import PARTS as BLOCKS
 from specserve.server.message_input import InputMessage, Tool
 from specserve.server.messages import MessagesBody, count_tokens, messages
@@ -129,6 +130,7 @@ def card(service: Service) -> ModelCard:
         parent=None,
         max_model_len=service.prompts.processor.max_model_len if is_loaded else None,
         chat_defaults=service.prompts.processor.defaults.for_chats if is_loaded else UNSET,
+        defaults=service.prompts.processor.defaults.parameters if is_loaded else UNSET,
         **(details(service.served) if is_loaded else {}),
     )
 
@@ -148,6 +150,7 @@ def details(served: ServedModel) -> dict[str, Any]:
         "draft_weights": served.draft_weights,
         "draft_head": served.draft_head,
         "scaled": served.scaled or None,
+        "demo": served.is_demo or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -551,6 +554,14 @@ OPERATIONS = (
         is_open=True,
     ),
     Operation("GET", "/metrics", metrics, "Return metrics for Prometheus", "text/plain"),
+    Operation(
+        "GET",
+        "/metrics/history",
+        metrics_history,
+        "Return samples of the last 15 minutes, for the dashboard",
+        MetricsHistory,
+        query=QUERY,
+    ),
     Operation("GET", "/version", version, "Show the version of specserve", Version),
     Operation(
         "GET",
@@ -564,4 +575,6 @@ OPERATIONS = (
 )
 SCOPES = {(o.method, o.path): o.scope for o in OPERATIONS if o.scope}
 # Open routes are the same for every server and client, except for liveness.
+# Routes that the dashboard reads. server.open_dashboard opens them to clients without a key.
+DASHBOARD = frozenset(["/metrics", "/metrics/history", "/v1/models", "/v1/speculation"])
 OPEN = frozenset([*(o.path for o in OPERATIONS if o.is_open), *PAGES, *PARTS])

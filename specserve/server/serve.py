@@ -23,7 +23,7 @@ from specserve.api.input_processor import load_text_files, make_input_processor
 from specserve.api.lora import modules_of
 from specserve.api.poolers import poolers_of
 from specserve.api.progress import LoadProgress, show_phases
-from specserve.config import Config
+from specserve.config import DEMO, Config
 from specserve.errors import EngineDied, Overloaded
 from specserve.exchange.client import EngineClient
 from specserve.exchange.messages import AdapterRef, Ready
@@ -101,6 +101,7 @@ async def run(start: Start) -> int:
     serving = asyncio.create_task(server.serve(sockets=[start.listener]))
     living = asyncio.create_task(live(service, start))
     watching = asyncio.create_task(engine.watch(start.config.server.hang_seconds))
+    sampling = asyncio.create_task(service.history.run())
     signalled = asyncio.create_task(server.signals.get())
     renewing = None if start.tls is None else asyncio.create_task(start.tls.renew())
     try:
@@ -111,6 +112,7 @@ async def run(start: Start) -> int:
     finally:
         living.cancel()
         watching.cancel()
+        sampling.cancel()
         if renewing is not None:
             renewing.cancel()
         await server.leave(serving)
@@ -165,6 +167,7 @@ async def load(service: Service, start: Start) -> Ready:
         implementation=ready.implementation,
         row_invariant=ready.row_invariant,
         has_head=ready.has_head,
+        is_demo=folders.target.resolve().is_relative_to(DEMO.parent.resolve()),
         known_sources=[*ready.known_sources],
     )
     limits = ready.vocab_size, ready.max_model_len

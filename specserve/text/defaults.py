@@ -58,6 +58,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         check_temperature(self.temperature)
 
     @property
+    def parameters(self) -> dict[str, float | int]:
+        """The sampling parameters by their names in requests."""
+        names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+        limit = {} if self.max_new_tokens is None else {"max_tokens": self.max_new_tokens}
+        return {name: getattr(self, name) for name in names} | limit
+
+    @property
     def for_chats(self) -> dict[str, float | int]:
         """The parameters that a chat of a user sends; none if the model's files name some.
 

@@ -20,11 +20,11 @@ def test_each_rounding_is_a_line_with_its_ratio_to_the_first(tmp_path, capsys):
     assert ["%)" in line for line in lines] == [False, True, True, True]
 
 
-def test_a_quantized_model_is_measured_as_it_is_stored(tmp_path):
+def test_a_quantized_model_is_measured_with_both_activations(tmp_path):
     source, target = tiny_checkpoint(tmp_path / "source"), tmp_path / "target"
     assert cli.main(["quantize", str(source), str(target), "--to", "w4"]) == 0
-    assert list(perplexity.default_names(str(target))) == ["stored"]
     assert list(perplexity.default_names(str(source))) == ["stored", "w8", "w8a8", "w4"]
+    assert list(perplexity.default_names(str(target))) == ["stored:float", "stored:int8"]
 
 
 def test_unknown_roundings_are_refused_before_anything_is_measured(capsys):
@@ -33,9 +33,19 @@ def test_unknown_roundings_are_refused_before_anything_is_measured(capsys):
     assert "'w2' is not one of stored, w8, w8a8, w4" in capsys.readouterr().err
 
 
-def test_a_rounding_of_the_settings_would_make_stored_a_lie():
-    with pytest.raises(ConfigError, match=r"--set model\.quantize: use --quantize"):
-        perplexity.main(["--set", "model.quantize=w4"])
+@pytest.mark.parametrize("setting", ["quantize=w4", "activations=int8"])
+def test_a_rounding_of_the_settings_would_make_stored_a_lie(setting):
+    key, _, _ = setting.partition("=")
+    with pytest.raises(ConfigError, match=rf"--set model\.{key}: use --quantize"):
+        perplexity.main(["--set", f"model.{setting}"])
+
+
+def test_activations_are_part_of_a_rounding(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("one two three four")
+    assert perplexity.main(["--text", str(text), "--quantize", "w4:float,w4:int8"]) == 0
+    plain, rounded = capsys.readouterr().out.splitlines()
+    assert "activations in 8 bits" in rounded and "activations" not in plain
 
 
 def test_text_without_two_tokens_has_no_perplexity():

@@ -8,7 +8,7 @@ import pytest
 from specserve.cli import command as cli
 
 ASK = """
-source <(specserve completion bash)
+source "$2"
 complete -p specserve >&2
 COMP_LINE=$1 COMP_POINT=${#1} COMP_TYPE=9
 _python_argcomplete specserve
@@ -16,8 +16,18 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The file of what `specserve completion bash` prints."""
+    path = tmp_path_factory.mktemp("script") / "specserve.bash"
+    with path.open("w") as file:
+        command = [sys.executable, "-m", "specserve", "completion", "bash"]
+        subprocess.run(command, stdout=file, check=True)
+    return path
+
+
 @pytest.fixture
-def offered(tmp_path, monkeypatch):
+def offered(script, tmp_path, monkeypatch):
     """The words that bash offers at the end of a line, in a folder with one file and one folder."""
     command, folder = tmp_path / "bin" / "specserve", tmp_path / "here"
     command.parent.mkdir()
@@ -28,7 +38,7 @@ def offered(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(command.parent), prepend=":")
 
     def ask(line):
-        args = ["bash", "--norc", "-c", ASK, "bash", line]
+        args = ["bash", "--norc", "-c", ASK, "bash", line, script]
         done = subprocess.run(args, capture_output=True, text=True, cwd=folder)
         assert "-F _python_argcomplete specserve" in done.stderr, done.stderr
         return {word.strip() for word in done.stdout.splitlines()} - {""}

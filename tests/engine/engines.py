@@ -16,6 +16,7 @@ from specserve.engine.runner import build_step_input
 from specserve.exchange.sampling_params import Sampling, choices_of
 from specserve.memory.blocks import PendingUpdates
 from specserve.models.loader import load_decoder
+from specserve.models.weight import AS_STORED
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
 from specserve.speculation.draft_depth import DraftDepthController
@@ -30,8 +31,8 @@ MAX_LEN = 288
 OPS = load(torch.device("cpu"))
 
 
-def load_small(folder, dtype="fp32", max_len=MAX_LEN):
-    return load_decoder(folder, dtype, OPS, max_len)
+def load_small(folder, dtype="fp32", max_len=MAX_LEN, rounding=AS_STORED):
+    return load_decoder(folder, dtype, OPS, max_len, rounding=rounding)
 
 
 class Case(msgspec.Struct, frozen=True):

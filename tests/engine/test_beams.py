@@ -1,6 +1,7 @@
 """Beam search, against transformers' on the same weights: token for token."""
 
 from collections import Counter
+from functools import cache
 from time import perf_counter
 
 import pytest
@@ -85,10 +86,16 @@ def of_transformers(model, prompt, width, ends=(), max_tokens=24, **search):
 
 def common_tokens(model, prompt, number):
     """Tokens that likely texts have: as ends they end beams at different times."""
-    texts, _ = of_transformers(model, prompt, 6)
-    return [token for token, _ in Counter(t for text in texts for t in text).most_common(number)]
+    return [token for token, _ in tokens_of_beams(model, tuple(prompt)).most_common(number)]
 
 
+@cache
+def tokens_of_beams(model, prompt):
+    texts, _ = of_transformers(model, [*prompt], 6)
+    return Counter(token for text in texts for token in text)
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
 @pytest.mark.parametrize(("width", "num_ends"), [(1, 1), (2, 1), (4, 0), (4, 1), (5, 3)])

@@ -47,10 +47,12 @@ def test_each_model_is_rounded_as_its_own_section_says():
     assert plain.engine.tables.formats["target"] != loaded.engine.tables.formats["target"]
 
 
-def test_kv_is_another_models_where_the_embedding_is_rounded():
+def test_kv_is_another_models_where_the_embedding_or_activations_are_rounded():
     """As it is where the rest of the weights is."""
     model = build.build(load_config(None, {"memory.kv_bytes": 1 << 26, "model.threads": 1}))
     target = model.weights.target.decoder
-    rounded = {"model.quantize": "w4"}, {"model.quantize": "w4", "model.quantize_embedding": "w8"}
+    more: list[dict[str, str]] = [{}, {"quantize_embedding": "w8"}, {"activations": "int8"}]
+    rounded = [{f"model.{key}": x for key, x in ({"quantize": "w4"} | m).items()} for m in more]
     names = [build.kv_names(load_config(None, settings), target, None) for settings in rounded]
-    assert names[0]["target"] != names[1]["target"] and names[0]["draft"] != names[1]["draft"]
+    for model in ("target", "draft"):
+        assert len({name[model] for name in names}) == len(more)

@@ -1,10 +1,13 @@
 """Quantized checkpoints of every format: the text of their values, whatever a drafter does."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from specserve.exchange.sampling_params import Sampling
+from specserve.models.weight import Rounding
 from tests.engine.engines import (
     Case,
     Scripted,
@@ -34,6 +37,9 @@ FORMS = [  # every form of a map that a reader makes
     "fp8-block",
     "gguf",
     "gguf-q4_k_m",
+    "gguf, int8",
+    "gguf-q4_k_m, int8",
+    "compressed-w4a16-asym, int8",
 ]
 MIXED = {  # the types of a file's maps, by the names of those
     "attn_q": "Q4_0",
@@ -66,19 +72,25 @@ def cases():
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def folder(request, tmp_path_factory):
-    models = tmp_path_factory.mktemp("models")
-    if request.param in GGUF:
-        types = GGUF[request.param]
+def load(request, tmp_path_factory):
+    """Loads a checkpoint of this form, with these activations."""
+    name, _, activations = request.param.partition(", ")
+    folder = quantized(name, tmp_path_factory.mktemp("models"))
+    return partial(load_small, folder, rounding=Rounding(activations=activations or "auto"))
+
+
+def quantized(name, models):
+    if name in GGUF:
+        types = GGUF[name]
         return write(
             models, "llama", lambda name: types.get(name.split(".")[-2], "F32"), **WIDE
         ).file
-    return formats.quantized(models / "quantized", request.param)
+    return formats.quantized(models / "quantized", name)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
-def target(request, folder):
-    return load_small(folder, request.param)
+def target(request, load):
+    return load(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +130,8 @@ def test_a_drafter_changes_no_text(target, texts, drafter):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_recorded_forward_has_the_bits_of_the_eager_one(folder, dtype):
+def test_a_recorded_forward_has_the_bits_of_the_eager_one(load, dtype):
     ids = torch.arange(37)
-    program, recorded, eager = recorded_and_eager(load_small(folder, dtype), ids, (23, 24))
+    program, recorded, eager = recorded_and_eager(load(dtype), ids, (23, 24))
     assert all(torch.equal(a, b) for a, b in zip(recorded, eager, strict=True))
     assert program.host_ops == []

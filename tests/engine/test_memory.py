@@ -222,6 +222,7 @@ def test_choices_hold_far_less_than_requests_alone(pair, drafter):
     assert shared <= alone / 3, "and longer prompts share more"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("known", [1, 16, 17, 100])
@@ -575,6 +576,7 @@ def conversation(pair):
     return cases, plain(pair[0], cases)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("event", [None, "preempt", "drop"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "auto"])
 @pytest.mark.parametrize("block_size", [1, 16, 17])

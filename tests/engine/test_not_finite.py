@@ -48,6 +48,7 @@ def texts(target, *cases):
     return [ids[len(case.prompt) :] for ids, case in zip(outputs, cases, strict=True)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("drafter", ["none", "model", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(

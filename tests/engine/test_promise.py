@@ -324,6 +324,7 @@ def test_the_runs_above_met_what_is_hard():
         assert SEEN[what] >= 50, (what, SEEN)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft_block_size", [1, 5, 16, None])
 @pytest.mark.parametrize("max_nodes", [1, 7, 24])

@@ -59,6 +59,12 @@ def sources(*dtypes):
         for gate in ("gelu_tanh", "clamped"):
             fixed = {"GATE": gate, "BLOCK": gated.BLOCK}
             yield source(gated._gated, fixed, gate_up=t, out=t, F="i32", limit="fp32")
+        yield source(
+            gated._gate_columns,
+            {"CURVE": "gelu_tanh", "BLOCK": gated.BLOCK},
+            **dict.fromkeys(("x", "other"), t),
+            **dict.fromkeys(("K", "W", "begin"), "i32"),
+        )
         for curve in gated.CURVES:
             fixed = {"CURVE": curve, "BLOCK": gated.BLOCK}
             yield source(gated._activate, fixed, x=t, K="i32", positive="fp32", negative="fp32")
@@ -79,6 +85,7 @@ def sources(*dtypes):
             fixed = {"HAS_NORM": True, "HALF": 64, "HALF_BLOCK": 64, "HEADS": rope.HEADS}
             is_plain = codes == PLAIN.value  # so that each form is compiled
             fixed |= {"IS_CENTERED": is_plain, "IS_LAST": is_plain, "HAS_SCALE": is_plain}
+            fixed |= {"HAS_VALUES": True}
             yield source(
                 rope._rope_write_kv,
                 {**fixed, "CODES": codes},
@@ -100,7 +107,9 @@ def sources(*dtypes):
             **dict.fromkeys(("num_moves", "token", "layer_stride", "v_offset"), "i32"),
             **dict.fromkeys(("block_size", "block_stride", "slot_stride", "stride"), "i32"),
         )
-        for (codes, kept), (rows, group, D) in product(stored, ((8, 4, 128),)):
+        itemsize = 2 if t == "*bf16" else 4
+        large, usual = ((stored[0], (4, 8, 512)),), product(stored, ((8, 4, 128),))
+        for (codes, kept), (rows, group, D) in (*large, *usual):
             yield source(
                 paged._attend,
                 {
@@ -112,7 +121,7 @@ def sources(*dtypes):
                     "ROWS": rows,
                     "D": D,
                     "D_BLOCK": max(16, 1 << (D - 1).bit_length()),
-                    "SLOTS": paged.SLOTS,
+                    "SLOTS": paged.slots_per_iteration(D, itemsize),
                     "DOT": dot,
                     "CODES": codes,
                 },

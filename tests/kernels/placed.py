@@ -36,10 +36,12 @@ HOST = {  # op -> the arguments that it takes from the host
 # Ops that return objects of the build, which read nothing of the host.
 OPAQUE = {"adapted", "adapter_slots", "plan", "prepack", "prepack_experts"}
 OPS = OPAQUE | HOST.keys() | {
-    *("activate", "add_gated", "allocate", "attention", "copy", "embed", "experts", "layer_norm"),
-    *("linear", "linear_add", "linear_gated", "lm_head", "place", "rms_norm", "rms_norm_add"),
+    *("activate", "add_gated", "allocate", "attention", "copy", "embed", "experts"),
+    *("gate_columns", "layer_norm", "linear", "linear_add", "linear_gated", "lm_head", "place"),
+    *("rms_norm", "rms_norm_add", "add_matched", "correct_streams", "mix_streams"),
+    *("sparse_gated", "spread_streams", "weigh_columns"),
     *("rms_norm_columns", "rope_write_kv", "route", "scale", "soft_cap", "take_rows"),
-    *("all_gather", "receive", "send", "take_columns", "put_columns"),
+    *("all_gather", "receive", "send", "take_columns", "put_columns", "weigh_rows"),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specserve_kernels import KVCache, KVLayer, Rows
+from specserve_kernels import Chunks, KVCache, KVLayer, Rows
 from specserve_kernels.reference.kv import put
 
 
@@ -139,6 +139,13 @@ class RandomStep:
         plan = ops.plan(rows, self.kv, self.num_heads, [window], (), is_plain)
         scale = self.head_dim**-0.5
         return ops.attention(q, self.kv.layers[0], plan, scale, window, soft_cap, sinks)
+
+
+def within(slots, window):
+    """The slots of a row's visible positions, of which it sees those in the window."""
+    if isinstance(window, Chunks):
+        return slots[(len(slots) - 1) // window.size * window.size :]
+    return slots[-window:] if window else slots
 
 
 def only(rows, chosen):

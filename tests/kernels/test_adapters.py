@@ -107,6 +107,7 @@ def test_a_rows_adapter_is_as_if_it_were_merged_into_the_weight(ops, dtype, kind
     assert changed == [s not in (-1, EMPTY) for s in MIXED]
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @KINDS
@@ -140,6 +141,7 @@ def assert_equal_bits(ops, kind, dtype, form, numbers):
         assert torch.equal(got, want[order]), f"{R} rows have other bits than {most}"
 
 
+@pytest.mark.pairs
 @EVERY_LEVEL
 @DTYPES
 @KINDS

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specserve_kernels import KVCache, QKNorm, Rotary, cpu, reference
+from specserve_kernels import Chunks, KVCache, QKNorm, Rotary, cpu, reference
 from tests.kernels.builds import BUILDS
 from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import (
@@ -19,6 +19,7 @@ from tests.kernels.random_steps import (
     random_tree,
     row_errors,
     tokens,
+    within,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}  # of a row, relative to its norm
@@ -46,6 +47,18 @@ VISIBLE = {  # a request's rows, the window -> the slots that each row sees
         Req(2, parents=[0, 0, 2]),
         3,
         [{0, 1, 2}, {1, 2, 3}, {1, 2, 4}, {2, 4, 5}],
+    ),
+    "a chunk begins at its multiples": (
+        Req(1, 5),
+        Chunks(3),
+        [{0, 1}, {0, 1, 2}, {3}, {3, 4}, {3, 4, 5}],
+    ),
+    "chunks of one token": (Req(2, 2), Chunks(1), [{2}, {3}]),
+    "a chunk longer than the text hides nothing": (Req(2, 1), Chunks(3), [{0, 1, 2}]),
+    "in a tree a chunk counts positions, not slots": (
+        Req(2, parents=[0, 0, 2, 3]),
+        Chunks(4),
+        [{0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 4}, {5}, {5, 6}],
     ),
 }
 
@@ -124,7 +137,7 @@ def test_what_a_row_does_see_is_not_hidden_even_if_it_is_no_number(ops, which, p
     assert step.attend(ops, queries(step, 1)).isnan().all()
 
 
-WINDOWS = itertools.cycle([None, 1000, 40, None, 31, 5, 1])
+WINDOWS = itertools.cycle([None, 1000, 40, Chunks(31), None, 31, 5, Chunks(100), 1])
 BLOCK_SIZES = itertools.cycle([16, 1, 17, 20, 64])
 SHAPES = [  # every ratio of heads with every size of a head, windows and block sizes in turn
     (*heads, D, next(BLOCK_SIZES), next(WINDOWS))
@@ -174,7 +187,7 @@ def exact(step, q, window):
     k, v = (x.double().repeat_interleave(group, 1) for x in tokens(step, 0, req.end))
     want, mean = [], []
     for row, seen in zip(q.double(), req.visible(), strict=True):
-        seen = seen[-window:] if window else seen
+        seen = within(seen, window)
         weight = (torch.einsum("hd,shd->hs", row, k[seen]) * step.head_dim**-0.5).softmax(-1)
         want.append(torch.einsum("hs,shd->hd", weight, v[seen]))
         mean.append(torch.einsum("hs,shd->hd", weight, v[seen].abs()))
@@ -191,6 +204,7 @@ BRANCHES = [0, 1, 1, 2, 0, 5]
     ("req", "window"),
     [
         *itertools.product([Req(700, 1), Req(500, 40), Req(250, parents=BRANCHES)], [None, 300]),
+        (Req(700, 150), Chunks(300)),
         (Req(16_383, 2), None),
         (Req(32_760, parents=[0, 0]), None),
     ],
@@ -227,7 +241,7 @@ def test_a_broken_token_breaks_no_row_that_does_not_see_it(dtype, broken, which,
         step.put(0, [place], one)
         got = step.attend(cpu, q, window)
         for r, seen in enumerate(req.visible()):
-            if place in (seen[-window:] if window else seen):
+            if place in within(seen, window):
                 assert which == 0 or not got[r].isfinite().all()
             else:
                 assert torch.equal(got[r], want[r])
@@ -292,6 +306,47 @@ def test_a_factor_by_position_is_of_queries_only(ops):
     (slot,) = step.rows().slots.tolist()
     assert q.flatten().tolist() == [3, 6, 9, 12]
     assert step.kv.layers[0].k[slot // 16, slot % 16, 0].tolist() == [1, 2]
+
+
+@BUILDS
+def test_values_may_be_normalized_without_a_weight(ops):
+    step = RandomStep([Req(0, 1)], num_heads=1, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.ones(1, 1), torch.zeros(1, 1))
+    norm = QKNorm(torch.tensor([1.0, 2]), torch.tensor([3.0, 4]), 100 - 12.5, has_values=True)
+    plan = ops.plan(step.rows(), step.kv, 1)
+    q = ops.rope_write_kv(torch.tensor([[3.0, 4] * 3]), rotary, norm, step.kv.layers[0], plan)
+    (slot,) = step.rows().slots.tolist()
+    k, v = (x[slot // 16, slot % 16, 0] for x in step.kv.layers[0].parts)
+    torch.testing.assert_close(
+        torch.stack([q.flatten(), k, v]) * 10, torch.tensor([[3.0, 8], [9, 16], [3, 4]])
+    )
+
+
+@BUILDS
+def test_rows_may_have_only_queries(ops):
+    step = RandomStep([Req(0, 2)], num_heads=2, num_kv_heads=1, head_dim=2)
+    rotary = Rotary(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
+    norm = QKNorm(*[torch.ones(2)] * 2, 100 - 12.5, has_values=True)
+    before, plan = step.arena.clone(), ops.plan(step.rows(), step.kv, 2)
+    q = ops.rope_write_kv(torch.tensor([[3.0, 4, -3, -4]] * 2), rotary, norm, None, plan)
+    want = torch.tensor([[[-0.4, 0.3], [0.4, -0.3]], [[-0.8, 0.6], [0.8, -0.6]]])
+    torch.testing.assert_close(q, want)
+    assert torch.equal(step.arena.isnan(), before.isnan())
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layers_of_different_heads_share_a_plan(ops, dtype):
+    reqs = [Req(300, 3), Req(5, 2), Req(40, parents=[0, 0, 1])]
+    shapes = [(4, 16), (1, 40), (4, 24)]
+    steps = [RandomStep(reqs, 16, 4, Hk, D, dtype).filled() for Hk, D in shapes]
+    kv = KVCache(tuple(layer for step in steps for layer in step.kv.layers))
+    plan = ops.plan(steps[0].rows(), kv, 4, [None, 7])
+    for window in (7, None):
+        for step, layer in zip(steps, kv.layers, strict=True):
+            q = queries(step, len(step.rows().positions))
+            got = ops.attention(q, layer, plan, step.head_dim**-0.5, window)
+            assert row_errors(got, step.attend(reference, q, window)).max() < TOLERANCE[dtype]
 
 
 @BUILDS

@@ -15,6 +15,7 @@ from tests.kernels import (
     test_quantize,
     test_ranks,
     test_sampling,
+    test_streams,
 )
 from tests.kernels.builds import DEVICE, ON_GPU, cuda, placed
 from tests.kernels.placed import OPS, Placed
@@ -36,6 +37,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "copy_blocks": (test_layers.test_blocks_are_copied_whole_and_in_order,),
     "embed": COPIES,
     "experts": (test_experts.test_experts_may_have_all_rows_or_none, 16, None),
+    "gate_columns": (test_layers.test_columns_of_another_tensor_are_gated_in_place, "silu", FP32),
     "layer_norm": (test_layers.test_layer_norm,
         *test_layers.LAYER_NORMS["the mean is taken off"]),
     "linear": (test_layers.test_linear_is_torchs, 17, 4096, True, FP32),
@@ -57,12 +59,20 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
         *test_experts.ROUTES["the largest first"]),
     "sample": (test_sampling.test_the_choice_is, *test_sampling.CHOICES["T = 0 is argmax"]),
     "scale": CURVES,
+    "add_matched": (test_streams.test_a_stream_of_the_size_of_the_first_is_added,),
+    "correct_streams": (test_streams.test_streams_are_corrected_by_the_difference_to_the_first,),
+    "mix_streams": (test_streams.test_streams_are_mixed,),
+    "sparse_gated": (test_streams.test_only_gates_above_the_cutoff_are_active,
+        "silu", torch.nn.functional.silu),
+    "spread_streams": (test_streams.test_streams_get_the_size_of_the_first_one,),
+    "weigh_columns": (test_streams.test_columns_are_weighed,),
     "send": PASSED,
     "soft_cap": CURVES,
     "take_columns": GATHERED,
     "take_rows": COPIES,
     "top_children": (test_sampling.test_the_likeliest_children_are,
         *next(iter(test_sampling.CHILDREN.values()))),
+    "weigh_rows": (test_experts.test_rows_are_weighed_by_their_largest_logit, FP32),
 }  # fmt: skip
 UNCHECKED = {"adapter_slots", "allocate", "copy", "place", "plan", "prepack", "prepack_experts"}
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specserve.memory.arena import Arena, KVLayout
-from specserve_kernels import DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
+from specserve_kernels import Chunks, DeviceError, QKNorm, Rotary, cpu, cuda, load, reference
 from specserve_kernels.cuda import attention, gated, paged
 from specserve_kernels.cuda import ops as cuda_ops
 from specserve_kernels.cuda.lock import DeviceLock
@@ -110,7 +110,8 @@ def test_sight_is_what_a_row_sees(window):
 def test_flashinfer_is_asked_for_what_rows_see(H, Hk, D, block_size, window):
     step = RandomStep(random_reqs(random.Random(D)), block_size, H, Hk, D, torch.bfloat16).filled()
     assert placed.flashinfer is not None, "FlashInfer is missing, or could not be compiled"
-    assert placed.flashinfer.fits(step.kv)
+    assert placed.flashinfer.fits(step.kv, [None, 7])
+    assert not placed.flashinfer.fits(step.kv, [None, Chunks(8)])
     q = queries(step, len(step.rows().positions))
     got, want = (step.attend(ops, q, window) for ops in (placed, reference))
     assert row_errors(got, want).max() < OFF_BY
@@ -159,7 +160,7 @@ SHAPES = [  # heads, KV heads, head size, block size, window, dtype: what FlashI
 @pytest.mark.parametrize(("H", "Hk", "D", "block_size", "window", "dtype"), SHAPES)
 def test_triton_attends_as_the_reference(H, Hk, D, block_size, window, dtype):
     step = RandomStep(random_reqs(random.Random(D), 100), block_size, H, Hk, D, dtype).filled()
-    assert placed.flashinfer is None or not placed.flashinfer.fits(step.kv)
+    assert placed.flashinfer is None or not placed.flashinfer.fits(step.kv, [None])
     q = queries(step, len(step.rows().positions))
     got, want = (step.attend(ops, q, window) for ops in (placed, reference))
     assert row_errors(got, want).max() < TOLERANCE[dtype]

@@ -83,6 +83,18 @@ def test_a_correction_is_added_to_probabilities(ops):
     torch.testing.assert_close(routing.weights[0], 3 * probabilities / probabilities.sum())
 
 
+@BUILDS
+def test_each_expert_may_have_a_factor(ops):
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 1.0, 0.0]])
+    factors = torch.tensor([0.5, 2.0, 3.0])
+    routing = ops.route(logits, 2, True, False, None, factors)
+    plain = reference.route(logits, 2, True)
+    assert routing.experts.tolist() == [[2, 1], [0, 1]]
+    own = torch.tensor([[3.0, 2.0], [0.5, 2.0]])
+    torch.testing.assert_close(routing.weights, plain.weights * own)
+
+
+@pytest.mark.pairs
 @EVERY_LEVEL_AND_ARM
 @DTYPES
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (64, 8), (131, 5)])
@@ -228,6 +240,24 @@ def test_every_build_adds_what_the_reference_adds(ops, form, dtype, limit):
     compare(ops, form, dtype, limit, roundings=2)
 
 
+@BUILDS
+@DTYPES
+@pytest.mark.parametrize("form", [None, (4, False)], ids=["plain", "4 bits"])
+def test_a_sum_of_gelu_experts_may_stand_alone(ops, form, dtype):
+    mixture = Mixture(ops, dtype=dtype, form=form)
+    x, logits, residual = mixture.rows(9)
+    routing, packed = ops.route(logits, 3, True), (mixture.gate_up, mixture.down)
+    got = ops.experts(x, routing, *packed, None, gate="gelu_tanh")
+    want = torch.zeros(residual.shape)
+    for r in range(9):
+        for weight, e in zip(routing.weights[r], routing.experts[r].tolist(), strict=True):
+            gate_up, down = mixture.each[e]
+            inner = ops.linear_gated(x[r : r + 1].clone(), gate_up, None, "gelu_tanh")
+            want[r] += weight * ops.linear(inner, down)[0].float()
+    assert got.dtype == dtype
+    assert (row_errors(got, want.to(dtype)) < 3 * TOLERANCE[dtype]).all()
+
+
 def compare(ops, form, dtype, limit, R=45, roundings=1):
     """A GPU rounds what each map makes."""
     mixtures = [Mixture(each, dtype=dtype, form=form, limit=limit) for each in (ops, reference)]
@@ -244,6 +274,7 @@ def test_a_rows_bits_are_those_of_linear_maps(gemm, form):
     assert torch.equal(mixture.run(*given), mixture.one_by_one(*given))
 
 
+@pytest.mark.pairs
 @DTYPES
 @FORM
 @LIMIT
@@ -314,6 +345,18 @@ def test_rows_are_added_with_a_gate_for_each(ops, dtype):
         assert torch.equal(ops.add_gated(x[rows], gate[rows], residual[rows]), got[rows])
 
 
+@BUILDS
+@DTYPES
+def test_rows_are_weighed_by_their_largest_logit(ops, dtype):
+    R, K = 45, 600
+    x, logits = (random_tensor(R, n, dtype=dtype, seed=n) for n in (K, 7))
+    want = x.double() * logits.double().amax(1, keepdim=True).sigmoid()
+    got = ops.weigh_rows(x, logits)
+    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=1e-5)
+    for rows in ([3], [44, 0, 7]):
+        assert torch.equal(ops.weigh_rows(x[rows], logits[rows]), got[rows])
+
+
 def test_experts_of_different_forms_are_refused():
     weights = [random_tensor(8, 8), random_tensor(8, 8, dtype=torch.bfloat16)]
     with pytest.raises(AssertionError, match="experts of different forms"):
@@ -346,8 +389,9 @@ class Sparse:
     def forward(self, x, kv, plan, aux_layer_ids=()):
         for layer in self.layers:
             h = self.ops.rms_norm(x, self.table[0].float(), 1e-6)
-            routing = self.ops.route(self.ops.linear(h, self.router), 2, True)
-            x = self.ops.experts(h, routing, layer.gate_up, layer.down, x, self.limit)
+            logits = self.ops.linear(h, self.router)
+            routing, weighed = self.ops.route(logits, 2, True), self.ops.weigh_rows(h, logits)
+            x = self.ops.experts(weighed, routing, layer.gate_up, layer.down, x, self.limit)
             x = self.ops.add_gated(h, self.ops.linear(h, self.gate), x)
         return x, {}
 

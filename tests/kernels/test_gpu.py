@@ -9,14 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from specserve_kernels import KVCache, KVLayer, QKNorm, Rotary, SampleParams, load, reference
+from specserve_kernels import (
+    Chunks,
+    KVCache,
+    KVLayer,
+    QKNorm,
+    Rotary,
+    SampleParams,
+    load,
+    reference,
+)
 from specserve_kernels.cuda import gated
 from specserve_kernels.cuda.graphs import ChildGraphs
 from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
 from tests.kernels.edits import random_edits, random_masks
-from tests.kernels.random_steps import RandomStep, Req, random_tree, row_errors
+from tests.kernels.random_steps import RandomStep, Req, random_tree, row_errors, within
 from tests.kernels.test_codes import FORM, random_codes
 from tests.kernels.test_kv import KV_DTYPES, WRITTEN, check_written
 from tests.kernels.test_sampling import MIXES, mixed
@@ -158,7 +167,7 @@ def seen(req, window):
     each = req.visible()
     mask = np.zeros((len(each), req.end), dtype=bool)
     for row, slots in enumerate(each):
-        mask[row, slots if window is None else slots[-window:]] = True
+        mask[row, within(slots, window)] = True
     return torch.from_numpy(mask).to(DEVICE)
 
 
@@ -240,7 +249,7 @@ PATHS = pytest.mark.parametrize(
 
 
 @PATHS
-@pytest.mark.parametrize("window", [1, 5, 40, 1000])
+@pytest.mark.parametrize("window", [1, 5, 40, 1000, Chunks(40)])
 def test_rows_attend_within_a_window(ops, draw, measured, window, D, dtype):
     check_attention(ops, draw, measured, draw.batch(), window, head_dim=D, dtype=dtype)
 

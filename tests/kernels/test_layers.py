@@ -121,6 +121,26 @@ def test_a_norm_is_added_to_the_residual_stream_in_place(ops):
 
 
 @BUILDS
+def test_groups_of_columns_have_norms_of_their_own(ops):
+    residual = torch.tensor([[10.0, 20, 10, 20], [1, 2, 3, 4]])
+    x = torch.tensor([[3.0, 4, -4, 3], [0, 0, 3, 4]])
+    ops.rms_norm_add(x, torch.tensor([1.0, 2]), 100 - 12.5, residual)
+    torch.testing.assert_close(residual, torch.tensor([[10.3, 20.8, 9.6, 20.6], [1, 2, 3.3, 4.8]]))
+
+
+@BUILDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("curve", ["silu", "gelu_tanh"])
+def test_columns_of_another_tensor_are_gated_in_place(ops, curve, dtype):
+    x, other = torch.linspace(-9, 9, 70).view(2, 35).to(dtype), torch.randn(2, 50).to(dtype)
+    want = ACTIVATIONS[curve][1](x.double()) * other[:, 7:42].double()
+    got = ops.gate_columns(x, curve, other, 7)
+    assert got.data_ptr() == x.data_ptr()
+    error = 2e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
+
+
+@BUILDS
 def test_a_norm_of_columns_leaves_the_others_as_they_are(ops):
     x = torch.tensor([[7.0, 3, 4, 8], [7, 0, 0, 8]])
     out = ops.rms_norm_columns(x, 1, torch.tensor([1.0, 2]), 100 - 12.5)

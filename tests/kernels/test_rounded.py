@@ -112,18 +112,6 @@ def test_a_code_takes_a_byte_and_a_row_a_float():
     assert cpu.prepack(rounding(64, 4096)).words.nbytes == 64 * (4096 + 4)
 
 
-def test_codes_that_cannot_round_rows_are_refused():
-    codes = rounding(4, 32)
-    for other in (
-        codes._replace(group=8, scale=codes.scale.repeat(1, 4)),
-        codes._replace(zero=torch.zeros(4, 1, dtype=torch.uint8)),
-        codes._replace(bits=4),
-        rounding(1, MAX_ROUNDED + 1),
-    ):
-        with pytest.raises(AssertionError, match="8 bits, one scale per row and at most 65536"):
-            cpu.prepack(other)
-
-
 @DTYPES
 def test_a_recorded_forward_has_the_bits_of_its_ops(dtype):
     weights = cpu.prepack(rounding(64, 64)), cpu.prepack(rounding(128, 64), True)

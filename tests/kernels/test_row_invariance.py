@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from specserve_kernels import QKNorm, Rotary, SampleParams, cpu, reference
+from specserve_kernels import Chunks, QKNorm, Rotary, SampleParams, cpu, reference
 from tests.kernels.edits import random_edits, random_masks
 from tests.kernels.levels import EVERY_LEVEL
 from tests.kernels.random_steps import (
@@ -18,6 +18,7 @@ from tests.kernels.random_steps import (
     random_tree,
     row_errors,
     tokens,
+    within,
 )
 
 SIZES = {cpu: (1, 2, 3, 7, 8, 31, 64, 130, 513), reference: (1, 2, 3, 8, 31)}
@@ -171,7 +172,7 @@ def test_rope_and_the_kv_write(ops, kind, has_norm, D):
 @pytest.mark.pairs
 @BUILDS
 @EVERY_KIND
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("window", [None, 37, Chunks(37)])
 @pytest.mark.parametrize(("H", "D"), [(2, 16), (14, 20), (8, 64)])
 def test_attention_next_to_any_other_rows(ops, kind, window, H, D):
     step = RandomStep(crowd(ops, H), 16, H, 2, D, **kind).filled()
@@ -242,7 +243,7 @@ def test_attention_from_any_blocks_and_slots(ops, kind, window):
 
 @BUILDS
 @EVERY_KIND
-@pytest.mark.parametrize("window", [None, 5, 37])
+@pytest.mark.parametrize("window", [None, 5, 37, Chunks(37)])
 def test_what_a_row_may_not_see_may_be_anything(ops, kind, window):
     req = Req(75, parents=random_tree(random.Random(5), 40))
     step = RandomStep([req], **kind).filled()
@@ -250,7 +251,7 @@ def test_what_a_row_may_not_see_may_be_anything(ops, kind, window):
     want = step.attend(ops, q, window)
     for r, seen in enumerate(req.visible()):
         bare = RandomStep([req], fill=float("nan"), **kind)
-        slots = seen[-window:] if window else seen
+        slots = within(seen, window)
         bare.put(0, slots, tokens(step, 0, req.end)[:, slots])
         assert torch.equal(bare.attend(ops, q[[r]], window, only(bare.rows(), [r]))[0], want[r])
 
@@ -286,6 +287,7 @@ def test_a_tree_row_attends_as_its_path_would_as_plain_text(start, kind):
         assert torch.equal(step.attend(cpu, q, window), plain.attend(cpu, q, window))
 
 
+@pytest.mark.pairs
 @EVERY_KIND
 @pytest.mark.parametrize(("H", "Hk", "D"), [(7, 1, 20), (16, 2, 128), (2, 2, 80)])
 @pytest.mark.parametrize("start", [0, 1, 31, 33])

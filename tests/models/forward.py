@@ -34,7 +34,7 @@ def logits(decoder, ids, *, block_size=16, chunks=(23,), kv_dtype=None):
     with torch.inference_mode():
         for start, end in itertools.pairwise(borders):
             rows = causal_rows(table, start, end, block_size, kv)
-            plan = decoder.plan(rows, kv)
+            plan = decoder.plan(rows, kv, [ids[start:end]])
             residual, _ = decoder.forward(decoder.embed(ids[start:end]), kv, plan)
             out.append(decoder.logits(residual, torch.arange(end - start)))
     return torch.cat(out).float()
@@ -48,7 +48,7 @@ def recorded_and_eager(decoder, ids, chunks, kv_dtype=None):
     """
     table = list(range(len(ids) // 16 + 3))
     programs, out = [], []
-    layers = range(decoder.config.num_layers)
+    layers, reads_ids = range(decoder.config.num_layers), decoder.weights.per_layer is not None
     eager = lambda model, kv, *_, aux_layer_ids: EagerProgram(model, kv, aux_layer_ids)  # noqa: E731
     for make in (decoder.ops.program, eager):
         with torch.inference_mode():
@@ -62,7 +62,8 @@ def recorded_and_eager(decoder, ids, chunks, kv_dtype=None):
                 out += tensors(program.run(rows, ids[start:end], read))
                 if memory is not None:  # the second run begins with the same state
                     kv.states[0].memory.copy_(memory)
-                out += tensors(program.run(rows, None, read, residual=out[-len(layers)]))
+                again = ids[start:end] if reads_ids else None
+                out += tensors(program.run(rows, again, read, residual=out[-len(layers)]))
     half = len(out) // 2
     return programs[0], out[:half], out[half:]
 

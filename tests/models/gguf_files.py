@@ -22,8 +22,10 @@ from tests.checkpoints import tiny_checkpoint
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "arcee": "arcee",
+    "apertus": "apertus",
     "cohere": "command-r",
     "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
     "granitemoe": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
@@ -37,12 +39,15 @@ ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "llama": "llama",
     "nemotron_h": "nemotron_h",
+    "llama4_text": "llama4",
+    "minimax_m2": "minimax-m2",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo2": "olmo2",
@@ -114,12 +119,14 @@ def write(
     files=None,
     edit=None,
     parts=0,
+    arch=None,
     **overrides,
 ):
     """A model of which every linear map has the type, and the embedding, too.
 
     `type` may be a function of llama.cpp's name; `files` are texts of the checkpoint's other files;
-    `edit` changes the writer before it writes; `parts` is the number of tensors in a part.
+    `edit` changes the writer before it writes; `parts` is the number of tensors in a part; `arch`
+    replaces the architecture.
     """
     plain = tiny_checkpoint(folder / "plain", family, **overrides)
     add_generation_config(plain)
@@ -127,7 +134,7 @@ def write(
         (plain / name).write_text(text, encoding="utf-8")
     config = AutoConfig.from_pretrained(plain)
     file = folder / "model.gguf"
-    writer = GGUFWriter(file, ARCHITECTURES[config.model_type], split_max_tensors=parts)
+    writer = GGUFWriter(file, arch or ARCHITECTURES[config.model_type], split_max_tensors=parts)
     add_shape(writer, config, load_config(plain).intermediate_size)
     add_tokenizer(writer, plain, pre)
     add_tensors(writer, plain, config, type)
@@ -193,6 +200,8 @@ def add_shape(writer, config, width):
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     add_rope(writer, config, rope)
+    if config.model_type in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     for add, field in FIELDS.get(config.model_type, {}).items():
         if (value := getattr(config, field)) is not None:
             getattr(writer, add)(value)
@@ -236,7 +245,35 @@ FIELDS = {  # model_type -> further metadata: the writer's method -> field of th
     "olmo3": WINDOW,
     "starcoder2": WINDOW,
     "cohere2": WINDOW | {"add_logit_scale": "logit_scale"},
+    "ernie4_5_moe": {
+        "add_expert_count": "moe_num_experts",
+        "add_expert_feed_forward_length": "moe_intermediate_size",
+        "add_expert_shared_count": "moe_num_shared_experts",
+        "add_expert_used_count": "moe_k",
+        "add_interleave_moe_layer_step": "moe_layer_interval",
+        "add_leading_dense_block_count": "moe_layer_start_index",
+    },
     "exaone4": WINDOW,
+    "glm4_moe": MIXTURE
+    | {
+        "add_expert_count": "n_routed_experts",
+        "add_expert_feed_forward_length": "moe_intermediate_size",
+        "add_expert_shared_count": "n_shared_experts",
+        "add_expert_weights_norm": "norm_topk_prob",
+        "add_expert_weights_scale": "routed_scaling_factor",
+        "add_leading_dense_block_count": "first_k_dense_replace",
+    },
+    "llama4_text": MIXTURE
+    | {
+        "add_expert_count": "num_local_experts",
+        "add_expert_feed_forward_length": "intermediate_size",
+        "add_interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+    "minimax_m2": MIXTURE
+    | {
+        "add_expert_count": "num_local_experts",
+        "add_expert_feed_forward_length": "intermediate_size",
+    },
     "gemma2": WINDOW | SOFT_CAPS,
     "gemma3_text": WINDOW | SOFT_CAPS,
     "gpt_oss": WINDOW
@@ -330,7 +367,8 @@ def add_tensors(writer, plain, config, type):
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = load_file(plain / WEIGHTS)
     meant = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, views in stacks(meant).items():
+    add_alphas(writer, tensors)
+    for name, views in stacks(meant, config).items():
         array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
         shift = (
             1
@@ -340,7 +378,7 @@ def add_tensors(writer, plain, config, type):
         )
         named = name + ".bias" if name.endswith("expert_bias") else name
         named = named.replace(".dt_bias", ".dt_proj.bias")
-        if ".feed_forward.experts." in named:  # the converter's name for the stacks of LFM2
+        if ".feed_forward.experts.w" in named:  # the converter's name for the stacks of LFM2
             named = named.removeprefix("model.")
         theirs = names.get_name(named, (".weight", ".bias"))
         theirs += ".weight" if theirs.endswith("sinks") else ""
@@ -354,8 +392,8 @@ def add_tensors(writer, plain, config, type):
             heads = len(stored) // config.head_dim
             halves = stored.reshape(heads, 2, -1, *stored.shape[1:])
             stored = halves.swapaxes(1, 2).reshape(stored.shape)
-        if theirs.endswith("ffn_gate_inp_shexp.weight"):
-            stored = stored[0]
+        if theirs.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")):
+            stored = stored.reshape(-1)
         if theirs.endswith(("shortconv.conv.weight", "ssm_conv1d.weight")):
             stored = stored[:, 0]
         if theirs.endswith(".ssm_a"):
@@ -372,9 +410,21 @@ EXPERT = re.compile(r"(.*\.experts\.)\d+\.(.*)")
 INTERLEAVED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias)")
 
 
-def stacks(tensors):
+def add_alphas(writer, tensors):
+    """The parameters of xIELU, which are metadata."""
+    count = sum(name.endswith(".act_fn.alpha_p") for name in tensors)
+    if not count:
+        return
+    names = [f"model.layers.{i}.mlp.act_fn" for i in range(count)]
+    writer.add_xielu_alpha_p([tensors[f"{name}.alpha_p"].item() for name in names])
+    writer.add_xielu_alpha_n([tensors[f"{name}.alpha_n"].item() for name in names])
+    writer.add_xielu_beta([0.5] * count)
+    writer.add_xielu_eps([-1e-6] * count)
+
+
+def stacks(tensors, config):
     """Views of the tensors, by the names that llama.cpp's converter gives them: experts become
-    stacks, and gates that alternate with ups are parted.
+    stacks, and gates that are in one tensor with ups are parted.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -386,7 +436,13 @@ def stacks(tensors):
             parts = {"down": wide}
             if all[2] == "gate_up":
                 parts = {"gate": wide[:, 0::2], "up": wide[:, 1::2]}
+                if config.model_type == "llama4_text":
+                    parts = dict(zip(parts, wide.chunk(2, dim=1), strict=True))
             found |= {f"{all[1]}{part}_proj{kind}": [views] for part, views in parts.items()}
+        elif ".act_fn." in name:
+            continue
+        elif name.endswith("e_score_correction_bias"):
+            found[name.removesuffix("_bias") + ".bias"] = [tensor]
         elif name.endswith(".input_linear.weight"):
             gate, up = tensor.chunk(2, dim=1)
             experts = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")

@@ -23,6 +23,8 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3nForCausalLM": "gemma3n_text",
+    "Gemma4ForCausalLM": "gemma4_text",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
@@ -48,6 +50,7 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Llama4ForCausalLM": "llama4_text",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
@@ -192,10 +195,59 @@ OWN = {
             "swiglu_limit": 7.0,
         },
     },
+    "Llama4ForCausalLM": {
+        "as it is published": {
+            "attn_temperature_tuning": True,
+            "no_rope_layers": [],
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        "no chunks": SMALL | {"layer_types": ["full_attention"] * 4},
+        "a layer in two without rope": SMALL
+        | {"no_rope_layer_interval": 2, "attention_chunk_size": 16},
+    },
     "Exaone4ForCausalLM": {
         "no window at all": SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
         "one window in two": SMALL | {"sliding_window": 8, "sliding_window_pattern": 2},
     },
+}
+HEADS_BY_KIND = SMALL | {"head_dim": 32, "global_head_dim": 64}
+OWN["Gemma3nForCausalLM"] = {
+    "shared layers": SMALL | {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
+    "more sparse layers": SMALL
+    | {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3], "num_kv_shared_layers": 0},
+    "widths by layer": SMALL | {"intermediate_size": [8, 16, 24, 32], "num_kv_shared_layers": 0},
+    "other streams": {"altup_num_inputs": 2, "laurel_rank": 8, "altup_correct_scale": False},
+    "a local theta": {"rope_local_base_freq": 2e4, "rope_theta": 3e6},
+}
+OWN["Gemma4ForCausalLM"] = {
+    "shared layers": HEADS_BY_KIND | {"num_hidden_layers": 12, "num_kv_shared_layers": 6},
+    "layer types, of which the last is wrong": HEADS_BY_KIND
+    | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "values that are keys": HEADS_BY_KIND
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_hidden_layers": 6},
+    "other heads, but values of their own": HEADS_BY_KIND | {"num_global_key_value_heads": 2},
+    "heads by layer": SMALL
+    | {"per_layer_config": {"3": {"head_dim": 64}}, "head_dim": 32}
+    | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "one head size": SMALL | {"per_layer_config": {}, "head_dim": 32},
+    "a rope for each kind of layer": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e5,
+                "factor": 4.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+    },
+    "attention to later parts of an image": {"use_bidirectional_attention": "vision"},
 }
 # It wants rope_parameters by layer type.
 BY_LAYER_TYPE = ", new|oldest|spellings|longrope|theta, in both|llama3, without|yarn, ([wabi]|of)"
@@ -209,6 +261,8 @@ OWN |= {
     },
     "glm4v_text": {"a share of the head rotates": {"partial_rotary_factor": 0.5}},
 }
+GEMMA4 = re.compile("as many KV heads|no window|scaling|linear|two|llama3|yarn|longrope")
+GEMMA3N = re.compile("as many KV heads|no window|yarn, old|" + BY_LAYER_TYPE)
 REFUSED = {  # by transformers
     "Phi3ForCausalLM": re.compile("linear|yarn|llama3|two"),
     "MistralForCausalLM": re.compile("as many KV heads"),
@@ -216,6 +270,11 @@ REFUSED = {  # by transformers
     "Gemma2ForCausalLM": re.compile("as many KV heads"),
     "Gemma3ForCausalLM": re.compile("as many KV heads|" + BY_LAYER_TYPE),
     "gemma3_text": re.compile("as many KV heads|" + BY_LAYER_TYPE),
+    # It wants rope_parameters by layer type, and does not read rope_scaling.
+    "Gemma3nForCausalLM": GEMMA3N,
+    "gemma3n_text": GEMMA3N,
+    "Gemma4ForCausalLM": GEMMA4,
+    "gemma4_text": GEMMA4,
     # It takes rope_theta only for layers without a window.
     "Olmo3ForCausalLM": re.compile("no scaling|yarn, old|" + BY_LAYER_TYPE),
     "Glm4ForCausalLM": re.compile("as many KV heads|longrope"),
@@ -232,6 +291,8 @@ REFUSED = {  # by transformers
     "NemotronForCausalLM": re.compile("longrope"),
     "MiniMaxM2ForCausalLM": re.compile("as many KV heads"),
     "Ernie4_5_MoeForCausalLM": re.compile("as many KV heads"),
+    "Llama4ForCausalLM": re.compile("as many KV heads|layer types|windows by layer"),
+    "llama4_text": re.compile("as many KV heads|layer types|windows by layer"),
     # The heads of their defaults have no whole size.
     "Glm4MoeForCausalLM": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
@@ -246,8 +307,10 @@ REFUSED = {  # by transformers
         re.compile("as many KV heads|longrope"),
     ),
 }
+# Few layers are fewer than those that share KV by default.
+FIRST = {family: {"num_kv_shared_layers": 0} for family in ("Gemma3nForCausalLM", "gemma3n_text")}
 TABLE = {
-    f"{family}: {name}": {"architectures": [family], **fields}
+    f"{family}: {name}": {"architectures": [family], **FIRST.get(family, {}), **fields}
     for family in FAMILIES
     for name, fields in (COMMON | OWN.get(family, {})).items()
     if family not in REFUSED or not REFUSED[family].search(name)
@@ -255,7 +318,7 @@ TABLE = {
 TABLE |= {
     f"{family}, {kind}: {name}": {
         "architectures": [family],
-        "text_config": {"model_type": kind, **fields},
+        "text_config": {"model_type": kind, **FIRST.get(kind, {}), **fields},
     }
     for family, multimodal in MULTIMODAL.items()
     for kind in multimodal.texts
@@ -278,10 +341,43 @@ def rope_of(config, layer_type):
         rope, asked = rope[layer_type], {"layer_type": layer_type}
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **asked)
+    if has_kinds(config) and layer_type in config.layer_types:
+        config = config.per_layer_config[layer_type]
+    elif has_kinds(config):  # no layer has this rope
+        return 1.0 / 1e4 ** (torch.arange(0, 256, 2) / 256), 1.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+
+
+def check_streams(got, want):
+    normal, shares = torch.distributions.Normal(0, 1), want.activation_sparsity_pattern
+    wanted = [normal.icdf(torch.tensor(x)).item() if x > 0 else None for x in shares]
+    assert list(got.deviations) == [x and pytest.approx(x, rel=1e-5) for x in wanted]
+    assert got.num_streams == want.altup_num_inputs and got.laurel_rank == want.laurel_rank
+    assert got.scales_streams == want.altup_correct_scale
+
+
+def check_heads(got, want, num_heads):
+    assert got.num_kv_heads == (want.num_key_value_heads or num_heads)
+    assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // num_heads)
+
+
+def has_kinds(config):
+    """Whether layers may differ in their heads."""
+    is_gemma4 = config.model_type == "gemma4_text"
+    return is_gemma4 and config.per_layer_config is not None
+
+
+def kinds_of(config):
+    """By layer: KV heads, head size, and the layer that has its KV."""
+    layers = range(config.num_hidden_layers)
+    own = [config.per_layer_config[i] if has_kinds(config) else config for i in layers]
+    modes, types = config.kv_sharing_modes, config.layer_types
+    last = {t: i for i, t in enumerate(types) if modes[i] != "reuse"}
+    sources = [last[t] if modes[i] == "reuse" else i for i, t in enumerate(types)]
+    return [(c.num_key_value_heads, c.head_dim, s) for c, s in zip(own, sources, strict=True)]
 
 
 def windows_of(config):
@@ -291,7 +387,9 @@ def windows_of(config):
         has_any = config.model_type in windowed and config.sliding_window is not None
         kind = "sliding_attention" if has_any else "full_attention"
         types = [kind] * config.num_hidden_layers
-    return tuple(config.sliding_window if t == "sliding_attention" else None for t in types)
+    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
+    windows["chunked_attention"] = getattr(config, "attention_chunk_size", None)
+    return tuple(windows.get(kind) for kind in types)
 
 
 def longest_text(fields, want):
@@ -309,27 +407,43 @@ def test_a_config_means_what_transformers_takes_it_to_mean(fields):
     want, got = theirs(fields), decoder_config.parse(fields)
     assert got.num_layers == want.num_hidden_layers
     assert got.num_heads == want.num_attention_heads
-    assert got.num_kv_heads == (want.num_key_value_heads or want.num_attention_heads)
-    assert got.head_dim == (
-        getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads
-    )
-    for name in ("hidden_size", "intermediate_size", "vocab_size"):
-        # LFM2's MLP derives its width. A model with experts in all layers has no width.
-        if name != "intermediate_size" or want.model_type not in ("lfm2", "qwen3_5_moe_text"):
-            assert getattr(got, name) == getattr(want, name), name
+    is_mixed = has_kinds(want) and "sliding_attention" in want.layer_types
+    local = want.per_layer_config["sliding_attention"] if is_mixed else want
+    if not has_kinds(want) or is_mixed:
+        check_heads(got, local, want.num_attention_heads)
+    for name in ("hidden_size", "vocab_size"):
+        assert getattr(got, name) == getattr(want, name), name
+    inner = getattr(want, "intermediate_size", None)
+    each = inner if isinstance(inner, list) else [inner] * got.num_layers
+    # LFM2's MLP derives its width. A model with experts in all layers has no width.
+    has_own = got.family.has_kinds or want.model_type in ("lfm2", "qwen3_5_moe_text")
+    assert has_own or got.intermediate_size == getattr(want, got.family.keys.inner)
+    if got.family.has_streams:
+        assert [got.inner_size(i) for i in range(got.num_layers)] == each
+        check_streams(got, want)
     assert got.max_positions == longest_text(fields.get("text_config", fields), want)
     assert got.norm_eps == getattr(want, got.family.keys.norm_eps)
     assert got.tied == getattr(want, "tie_word_embeddings", False)
     assert got.windows == windows_of(want)
     assert list(got.rope) == rotating(want)
+    if got.family.has_kinds:
+        each = [(got.kv_heads(i), got.kv_layer(i)) for i in range(got.num_layers)]
+        assert [(heads.number, heads.size, source) for heads, source in each] == kinds_of(want)
     ropes = {
         "full_attention": got.rope_parameters,
         "sliding_attention": got.local_rope_parameters,
     }
     for layer_type, rope in ropes.items():
         inverse, factor = rope_of(want, layer_type)
-        assert torch.equal(frequencies(rope, got.head_dim), inverse)
+        is_global = layer_type == "full_attention" and got.global_heads is not None
+        size = got.global_heads.size if is_global else got.head_dim
+        assert torch.equal(padded(frequencies(rope, size), size), padded(inverse, size))
         assert math.isclose(rope.attention_factor, factor, rel_tol=1e-15)
+
+
+def padded(frequencies, head_dim):
+    """With the pairs that do not rotate."""
+    return torch.cat([frequencies, torch.zeros(head_dim // 2 - len(frequencies))])
 
 
 def rotating(config):
@@ -345,7 +459,7 @@ def rotating(config):
 def test_the_table_reports_the_kinds_of_rope_apart():
     """So that a kind that is read as another one fails."""
     ropes = {name: decoder_config.parse(fields).rope_parameters for name, fields in TABLE.items()}
-    llama = {name: rope for name, rope in ropes.items() if name.startswith("Llama")}
+    llama = {name: rope for name, rope in ropes.items() if name.startswith("LlamaForCausalLM")}
     assert {rope.kind for rope in llama.values()} == {
         "default",
         "linear",

@@ -60,6 +60,7 @@ def test_which_layers_have_experts_and_how_many(parse, changes, want):
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3, SMOLLM3 = {"architectures": ["Qwen3ForCausalLM"]}, {"architectures": ["SmolLM3ForCausalLM"]}
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"]}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 SWA = {"use_sliding_window": True, "sliding_window": 8}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -84,6 +85,10 @@ REFUSED = {  # what is wrong -> the change, the complaint
     "an unknown architecture": (
         {"architectures": ["GemmaForCausalLM"]},
         f"'GemmaForCausalLM'.*{', '.join(FAMILIES)}",
+    ),
+    "Phi-3-small": (
+        {"architectures": ["Phi3SmallForCausalLM"], "auto_map": {}},
+        "Phi3SmallForCausalLM is not supported: its attention is block-sparse",
     ),
     "no architecture": ({"architectures": None}, "architectures is missing.*LlamaForCausalLM"),
     "an empty list of architectures": ({"architectures": []}, "architectures is missing or empty"),
@@ -143,17 +148,20 @@ REFUSED = {  # what is wrong -> the change, the complaint
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": "50"},
         "attn_logit_softcapping = '50'",
     ),
-    "bands that do not differ": (
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "factor": 8,
-                "low_freq_factor": 4,
-                "high_freq_factor": 4,
-            }
-        },
-        "low_freq_factor = high_freq_factor",
+    "two experts a row of Llama 4": (
+        LLAMA4 | {"num_experts_per_tok": 2},
+        "num_experts_per_tok = 2 is not supported for this family, only 1",
     ),
+    "chunks of no size": (LLAMA4 | {"attention_chunk_size": None}, "attention_chunk_size = None"),
+    "windows for chunks": (
+        LLAMA4 | {"layer_types": ["full_attention", "sliding_attention"]},
+        "'sliding_attention' is not supported, only full_attention and chunked_attention",
+    ),
+    "a word for growing queries": (
+        LLAMA4 | {"attn_temperature_tuning": "yes"},
+        "attn_temperature_tuning = 'yes' must be true or false",
+    ),
+    "a number for layers with experts": (LLAMA4 | {"moe_layers": 1}, "moe_layers = 1 is not"),
     "a word for a number": ({"hidden_size": "64"}, "hidden_size"),
     "another layer type": (
         QWEN3 | {"layer_types": ["full_attention", "chunked_attention"]},

@@ -30,6 +30,7 @@ from specserve.models.quantized.stored import NotFinite
 from specserve.models.rotary import frequencies
 from specserve.models.selection import served_name
 from specserve.models.source import open_source
+from specserve.models.weight import Rounding
 from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes, cpu, reference
 from tests.models import gguf_files
@@ -124,6 +125,13 @@ LONG = {
     },
     "original_max_position_embeddings": 128,
 }
+LLAMA4 = {  # what files have without saying so
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "floor_scale": 8192,
+    "no_rope_layers": [1, 1, 1, 0, 1],
+    "num_hidden_layers": 5,
+}
 MODELS = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
     "llama, tied": ("smollm", {}),
@@ -149,11 +157,21 @@ MODELS = {  # family, what departs from its tiny checkpoint
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone4, windows": ("exaone4", {"num_hidden_layers": 5, "sliding_window_pattern": 4}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "command-r": ("cohere", TIED),
     "command-r plus": ("command_r_plus", TIED),
     "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {"num_hidden_layers": 3}),
+    "glm4moe": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4moe, normalized queries": ("glm4_moe", {}),
     "granitemoe": ("granite_moe", {}),
+    "llama4": ("llama4", LLAMA4),
+    "llama4, every second layer with experts": (
+        "llama4",
+        LLAMA4 | {"interleave_moe_layer_step": 2},
+    ),
+    "minimax-m2": ("minimax_m2", {}),
     "hunyuan-dense": ("hunyuan", {}),
     "lfm2": ("lfm2", {}),
     "lfm2moe": ("lfm2_moe", TIED | {"routed_scaling_factor": 1.0}),
@@ -187,6 +205,52 @@ def test_the_config_and_the_logits_are_those_of_the_checkpoint(tmp_path, family,
     ids = prompt(320, 61)
     models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, ids) for m in models), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe"), ("glm4", "glm4")],
+)
+def test_mrope_is_plain_rope(tmp_path, arch, family):
+    """But a file of GLM-4 with M-RoPE has the even dimensions of what rotates before the odd."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 16)]
+
+    def edit(writer):
+        writer.add_rope_dimension_sections([4, 2, 2, 0])
+        for name, tensor in writer.tensors[0].items():
+            if arch == "glm4" and name.split(".")[-2] in ("attn_q", "attn_k"):
+                heads = tensor.tensor.reshape(-1, 16, *tensor.tensor.shape[1:])
+                tensor.tensor = heads[:, order].reshape(tensor.tensor.shape)
+
+    file, plain = write(tmp_path, family, arch=arch, edit=edit)
+    open_source(file).check()
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 37)) for m in models), rtol=1e-3, atol=1e-3)
+
+
+def test_llama_4_may_have_full_attention_everywhere(tmp_path):
+    edit = lambda writer: writer.add_sliding_window(0)  # noqa: E731
+    config = open_source(write(tmp_path, "llama4", edit=edit, **LLAMA4).file).config()
+    assert config.windows == (None,) * 5 and config.rope == (True,) * 5
+
+
+def test_llama_4_of_128_experts_does_not_normalize_queries(tmp_path):
+    sizes = {"num_local_experts": 128, "intermediate_size": 32}
+    assert open_source(write(tmp_path, "llama4", **LLAMA4 | sizes).file).config().qk_norm == "none"
+
+
+def test_mtp_layers_of_a_file_are_left_out(tmp_path, caplog):
+    def edit(writer):
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+    file, plain = write(tmp_path, "glm4_moe", edit=edit)
+    open_source(file).check()
+    assert "the file's MTP layers are not loaded" in caplog.text
+    assert open_source(file).config().num_layers == 2
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
 def test_a_sliding_window_is_all_layers(tmp_path):
@@ -320,6 +384,34 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrid
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
         with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
             assert [out.token_ids for out in llm.generate(PROMPTS, params)] == want
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_activations_have_8_bits_if_a_setting_says_so(tmp_path, type):
+    """As in llama.cpp; logits then differ a little."""
+    file, ids = write(tmp_path, "llama", type, **WIDE).file, prompt(320, 37)
+    models = {
+        asked: load_decoder(file, "fp32", cpu, rounding=Rounding.named(None, "w8", "none", asked))
+        for asked in ("auto", "int8", "float")
+    }
+    forms = {asked: model.weights.forms for asked, model in models.items()}
+    assert forms["auto"] == forms["float"]
+    assert {form.activation_bits for form in forms["int8"].maps} == {8}
+    assert {form.activation_bits for form in forms["float"].maps} == {None}
+    rounded, exact = (logits(models[asked], ids) for asked in ("int8", "float"))
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()  # weights are random
+
+
+def test_no_drafter_changes_the_text_with_8_bit_activations(tmp_path):
+    target = write(tmp_path / "a", "qwen3", "Q4_K", seed=1, **WIDE)
+    draft = write(tmp_path / "b", "qwen3", "Q6_K", seed=1, **WIDE | {"num_hidden_layers": 1})
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.activations": "int8"}
+    params, texts = SamplingParams(temperature=0, max_tokens=NEW), []
+    for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
+        with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
+            texts.append([out.token_ids for out in llm.generate(PROMPTS, params)])
+            assert llm.weights.target.decoder.forms.num_rounding
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_parts_make_one_model(tmp_path):

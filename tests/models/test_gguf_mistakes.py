@@ -13,7 +13,9 @@ from gguf import GGUFEndian, GGUFValueType, GGUFWriter, TokenType
 
 from specserve.api.input_processor import load_text_files
 from specserve.errors import ConfigError
+from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
+from specserve_kernels import reference
 from tests.models.gguf_files import put_tokenizer, write
 from tests.models.test_preflight import refusal
 
@@ -88,6 +90,10 @@ EDITS = {  # what is wrong when it is written -> words of the complaint
         put(expert_gating_func=2),
         "llama.expert_gating_func = 2 is not supported",
     ),
+    "as many MTP layers as layers": (
+        put(nextn_predict_layers=2),
+        "nextn_predict_layers = 2 must be less than block_count = 2",
+    ),
     "no layers": (put(block_count=None), "the key llama.block_count is missing"),
     "a number in words": (put(block_count="2"), "num_hidden_layers = '2' must be a whole number"),
     "a number a layer": (put(attention__head_count=[4, 4]), "= an array of 2 must be"),
@@ -147,6 +153,11 @@ TOKENIZERS = {  # as EDITS, of what is seen when the tokenizer is loaded
         put_tokenizer(token_type=([TokenType.NORMAL] * 3, 9)),
         "tokenizer.ggml.token_type has 3 entries, not 320",
     ),
+}
+APERTUS = {  # as EDITS, of the activation
+    "no number for a layer": ({"alpha_p": [0.5]}, "xielu.alpha_p must have a number for each of 2"),
+    "a word for a number": ({"alpha_n": ["a", "b"]}, "xielu.alpha_n must have a number for each"),
+    "another slope": ({"beta": [0.5, 0.25]}, "xielu.beta must be 0.5"),
 }
 DAMAGE = {  # what is wrong with the bytes -> words of the complaint
     "nothing": (lambda data: b"", "the file is empty"),
@@ -209,6 +220,17 @@ def test_what_a_file_says_wrong_is_reported(tmp_path, edit, complaint):
     assert told.startswith("error: model.gguf") and complaint in told
 
 
+@pytest.mark.parametrize(("values", "complaint"), APERTUS.values(), ids=APERTUS)
+def test_what_is_wrong_with_an_activation_is_reported(tmp_path, values, complaint):
+    def edit(writer):
+        for key, value in values.items():
+            writer.kv_data[0].pop(f"xielu.{key}")
+            writer.add_array(f"xielu.{key}", value)
+
+    with pytest.raises(ConfigError, match=complaint):
+        open_source(write(tmp_path, "apertus", edit=edit).file).check()
+
+
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
     return write(tmp_path_factory.mktemp("model"), "llama").file.read_bytes()
@@ -228,10 +250,14 @@ def test_what_is_wrong_with_a_tokenizer_is_reported(tmp_path, edit, complaint):
         load_text_files(file)
 
 
-@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer"])
+def not_a_number(writer):
+    writer.tensors[0]["blk.1.attn_norm.weight"].tensor[0] = np.nan
+
+
+@pytest.mark.parametrize("wrong", ["header", "metadata", "tensors", "tokenizer", "weights"])
 def test_a_refused_file_is_not_mapped(tmp_path, wrong):
     edits = {"metadata": put(expert_gating_func=2), "tensors": without("blk.1.ffn_up.weight")}
-    edits["tokenizer"] = put_tokenizer(tokens=None)
+    edits |= {"tokenizer": put_tokenizer(tokens=None), "weights": not_a_number}
     file = write(tmp_path, "llama", edit=edits.get(wrong)).file
     if wrong == "header":
         file.write_bytes(file.read_bytes()[:-40])
@@ -239,9 +265,17 @@ def test_a_refused_file_is_not_mapped(tmp_path, wrong):
         source = open_source(file)
         source.check()
         source.tokenizer()
+        load_decoder(file, "fp32", reference)
     del source
     gc.collect()
     assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_billions_of_mtp_layers_take_no_memory(tmp_path):
+    edit = put(nextn_predict_layers=2**32 - 3, block_count=2**32 - 1)
+    source = open_source(write(tmp_path, "llama", edit=edit).file)
+    source.check()
+    assert (source.config().num_layers, source.mtp_tensors()) == (2, set())
 
 
 def test_unknown_keys_change_nothing(tmp_path):

@@ -4,6 +4,7 @@ import json
 from random import Random
 
 import pytest
+import regex
 from gguf import GGUFValueType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,6 +230,44 @@ def test_every_split_keeps_all_of_a_text(name):
     for text in TRICKY:
         parts = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
         assert "".join(part for part, _ in parts) == text
+
+
+@pytest.mark.parametrize("name", ["glm4", "glm5", "chatglm-bpe", "kimi-k2"])
+def test_words_of_tiktoken_need_no_merges(name):
+    pre = find_pre_tokenizer(name)
+    assert pre.takes_whole_words and not pre.is_nfc
+
+
+SPLITS = {  # tokenizer.ggml.pre, a text -> its parts
+    "kimi-k2": (
+        "the漢字Kanji'S 12345 a,\n",
+        ["the", "漢字", "Kanji'S", " ", "123", "45", " a", ",\n"],
+    ),
+    "superbpe": ("by 1234567 and 12", ["by ", "1", "234", "567", " and ", "12"]),
+    "deepseek-llm": (
+        "Ab cd,e 漢字12\né ",
+        ["Ab", " cd", ",", "e", " ", "漢字", "12", "\n", "é", " "],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_text_is_split_into(name):
+    text, want = SPLITS[name]
+    splits = [
+        pre_tokenizers.Split(Regex(split), "isolated") for split in find_pre_tokenizer(name).splits
+    ]
+    got = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
+    assert [part for part, _ in got] == want
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("abAB 漢字々한カé\u0301ʰ19٣'sRE/,.\r\n\t🙂"), max_size=25))
+def test_kimis_words_are_those_of_another_engine(text):
+    """Its expression intersects sets of letters."""
+    [split] = find_pre_tokenizer("kimi-k2").splits
+    ours = pre_tokenizers.Split(Regex(split), "isolated").pre_tokenize_str(text)
+    assert [part for part, _ in ours] == regex.findall(split, text, regex.V1)
 
 
 def with_runs_of_spaces():

@@ -68,6 +68,17 @@ def test_fields_of_the_text_model_next_to_those_of_vision(tmp_path):
     assert open_source(folder).config() == want
 
 
+def test_maps_and_norms_that_shared_layers_do_not_use_are_not_read(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "gemma4_vision")
+    want, file = logits(load_decoder(folder, "fp32", cpu), IDS), folder / "model.safetensors"
+    tensors = load_file(file)
+    for i in (4, 5):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.language_model.layers.{i}.self_attn.{name}.weight"] = torch.ones(3, 3)
+    save_file(tensors, file, {"format": "pt"})
+    assert torch.equal(logits(load_decoder(folder, "fp32", cpu), IDS), want)
+
+
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_a_head_of_its_own_wins_over_a_config_that_ties(tmp_path, family):
     folder = tiny_checkpoint(tmp_path, family)
@@ -92,15 +103,25 @@ REFUSED = {  # what is wrong -> family, changes of config.json, the complaint
         "text_config.model_type = 'gpt2' is not supported, only mistral, ministral3",
     ),
     "a text model that is none": ("mistral3", {"text_config": [1]}, r"text_config = \[1\] is not"),
-    "Llama 4": (
-        "qwen3_vl",
-        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
-        "'Llama4ForConditionalGeneration'.*Gemma3ForConditionalGeneration.*only text models run",
+    "fewer inputs of layers than tokens": (
+        "gemma4_vision",
+        {"text_config": {"vocab_size_per_layer_input": 319, "vocab_size": 320}},
+        "vocab_size_per_layer_input = 319 must be at least vocab_size = 320",
     ),
-    "Gemma 4": (
-        "qwen3_vl",
-        {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
-        "only text models run",
+    "shared layers without KV to read": (
+        "gemma4_vision",
+        {"text_config": {"num_hidden_layers": 6, "num_kv_shared_layers": 5}},
+        "num_kv_shared_layers = 5 leaves no layer",
+    ),
+    "heads by layer": (
+        "gemma4_vision",
+        {"text_config": {"per_layer_config": {"0": {"head_dim": 32}}}},
+        "per_layer_config has layers 0, but only layers with full_attention may have other heads",
+    ),
+    "KV heads that do not divide": (
+        "gemma4_vision",
+        {"text_config": {"attention_k_eq_v": True, "num_global_key_value_heads": 3}},
+        "3 KV heads of size 512 in layers with full_attention do not fit",
     ),
     "groups of experts": (
         "glm4v_moe",

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specserve.models.loader import load_decoder
@@ -101,6 +102,42 @@ CASES = {  # family, what departs from its tiny checkpoint
             }
         },
     ),
+    "llama4": ("llama4", {}),
+    "llama4, a layer without experts, neither norms nor growing queries": (
+        "llama4",
+        {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
+    "llama4, its own lists of layers": (
+        "llama4",
+        {"moe_layers": [0], "layer_types": [FULL, "chunked_attention"], "no_rope_layers": [0, 1]},
+    ),
+    "gemma3n": ("gemma3n", {}),
+    "gemma3n, widths by layer, no scale, every token has inputs": (
+        "gemma3n",
+        {
+            "activation_sparsity_pattern": None,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+            "intermediate_size": [96, 128, 128, 96, 160],
+            "layer_types": None,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
+    "gemma4": ("gemma4", {}),
+    "gemma4, one window, a bias, no inputs": (
+        "gemma4",
+        {
+            "attention_bias": True,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL, FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_moe": ("gemma4_moe", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"layer_types": [SLIDING, FULL]}),
     "seed_oss": ("seed_oss", {}),
@@ -187,7 +224,9 @@ def case(request, tmp_path_factory):
     ids = prompt(model.config.get_text_config().vocab_size, 37)
     with torch.inference_mode():
         found = model(ids[None], output_hidden_states=True)
-        return folder, ids, found.logits[0], [h[0] for h in found.hidden_states]
+        # Of several residual streams, the first one.
+        states = [h[0] if h.dim() == 3 else h[0, 0] for h in found.hidden_states]
+        return folder, ids, found.logits[0], states
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 17])
@@ -233,6 +272,12 @@ def test_a_recorded_forward_has_the_bits_of_the_eager_one(case, dtype):
     assert program.host_ops == []
 
 
+def change_tensors(folder, change):
+    file = folder / "model.safetensors"
+    tensors = {name: change(name, x) for name, x in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+
+
 def ops_of(config):
     """The C++ ops of a forward that returns the inputs of all layers."""
     norms, style = config.family.norms, config.mixture and config.mixture.style
@@ -256,8 +301,23 @@ def ops_of(config):
             "linear",
             *when(norms.after_mlp, "norm"),
         ),
-        True: ("linear", "route", "expert_maps", "expert_maps", "add_experts", *shared),
+        True: (
+            *("linear", "route", *when(has_shared and style.weighs_input, "weigh_rows")),
+            *("expert_maps", "expert_maps", "add_experts", *shared),
+        ),
     }
+    if config.num_streams > 1:
+        return ops_of_streams(config)
+    is_beside = style is not None and style.beside is not None
+    experts = "norm", "norm", "linear", "route", "norm", "expert_maps", "expert_maps", "add_experts"
+    has_inputs = config.per_layer_size > 0
+    ends = [
+        *when(is_beside, *experts, "norm", "norm"),
+        *when(has_inputs, "linear", "gate_columns", "linear", "norm"),
+        *when(config.family.has_layer_scalars, "elementwise"),
+    ]
+    if is_beside:
+        maps[False] = maps[False][:-1]
     attention = [
         *attention[: attention.index("attention") + 1],
         *when(config.family.gates_attention, "linear", "gate"),
@@ -273,14 +333,32 @@ def ops_of(config):
         before = when(norms.before_attention and mixers, "norm")
         behind = when(norms.before_mlp and config.has_mlp(i), "norm")
         mlp = when(config.has_mlp(i), *maps[config.has_experts(i)])
-        return ["copy", *before, *mixers, *behind, *mlp]
+        return ["copy", *before, *mixers, *behind, *mlp, *ends]
 
     layers = map(layer, range(config.num_layers))
     return [
         *("gather", *when(config.embedding_scale != 1, "elementwise"), "plan_attention"),
+        *when(has_inputs, "gather", "elementwise", "linear", "norm"),
         *itertools.chain(*layers),
         *("gather", "norm", "linear", *when(config.logit_cap is not None, "elementwise")),
     ]
+
+
+def ops_of_streams(config):
+    """The same for Gemma 3n."""
+    others, ops = config.num_streams - 1, ["gather", "elementwise", "plan_attention"]
+    ops += ["gather", "elementwise", "linear", "norm", "linear", "spread_streams"]
+    for deviations in config.deviations:
+        routed = "norm", "linear", "elementwise", "linear"
+        ops += ["columns", "columns", *routed, "mix_streams", "columns", "columns", "norm"]
+        ops += ["linear", "linear", "linear", "rope_write_kv", "attention", "linear", "norm"]
+        ops += ["norm", "norm", "elementwise", "norm", "linear"]
+        ops += ["sparse_gated"] * (deviations is not None) + ["linear", "norm"]
+        scaled = "weigh_columns" if config.scales_streams else "columns"
+        ops += [*routed, "correct_streams", scaled, "linear", "gate_columns", "linear"]
+        ops += ["norm"] * others
+    ops += ["gather", "columns", "copy", *["columns", "linear", "add_matched"] * others]
+    return [*ops, "elementwise", "norm", "linear", "elementwise"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -299,9 +377,15 @@ def test_bf16_stays_close_to_fp32(family, ops, tmp_path):
     fields = FAMILIES[family] if family in FAMILIES else MULTIMODAL[family][2]
     experts = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
     num_experts = next((fields[name] for name in experts if name in fields), None)
-    active = "moe_k" if "moe_k" in fields else "num_experts_per_tok"
+    active = next((k for k in ("moe_k", "top_k_experts") if k in fields), "num_experts_per_tok")
     sizes = {active: num_experts} if num_experts else {}  # nor which they are
-    folder = tiny_checkpoint(tmp_path, family, initializer_range=0.05, **sizes)
+    if family.startswith("llama4"):  # whose rows have one expert
+        sizes = {"num_local_experts": 1}
+    has_sharp_scores = family.startswith(("gemma3n", "gemma4"))
+    spread = 0.15 if has_sharp_scores else 0.05
+    folder = tiny_checkpoint(tmp_path, family, initializer_range=spread, **sizes)
+    if has_sharp_scores:  # no factor makes their scores small
+        change_tensors(folder, lambda name, x: x / 16 if name.endswith("q_norm.weight") else x)
     ids = prompt(320, 37)
     exact, rounded = (logits(load_decoder(folder, dtype, ops), ids) for dtype in ("fp32", "bf16"))
     assert torch.cosine_similarity(rounded, exact).min() > 0.999

@@ -19,9 +19,10 @@ from tests.models.gguf_files import write
 
 EXCHANGE = Path(__file__).parents[2] / "specserve" / "exchange"
 HEAVY = "torch", "transformers"
-# The command, in a process that cannot import torch and start no other.
-COMMAND = f"""
-import sys
+# The command, in a process that cannot import torch and start no other. It is forked for each line
+# of JSON: arguments, and files for stdout and stderr. The modules are then imported only once.
+COMMANDS_IN_FORKS = f"""
+import json, os, sys
 
 class Spared:
     def find_spec(self, name, path=None, target=None):
@@ -34,7 +35,15 @@ sys.meta_path.insert(0, Spared())
 from specserve.exchange import spawn
 spawn.ForkServer.start = spawned
 from specserve.cli.command import main
-sys.exit(main())
+
+for line in sys.stdin:
+    args, *files = json.loads(line)
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.exit(main(args))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 SECONDS = 30  # far more than it takes on a busy machine
 
@@ -271,45 +280,52 @@ def test_a_head_is_resolved_to_the_same_by_either_key(models):
 PLACES = ("model.path", "deep"), ("drafter.head", "head"), ("drafter.model", "whole")
 
 
-def refusal(cwd, command, *args):
-    """The one line on stderr; in time, without torch."""
-    args = [a.removeprefix("--model=") if command == "serve" else a for a in args]
-    start = perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, command, *COMMANDS[command], *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-    assert perf_counter() - start < SECONDS
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+@pytest.fixture(scope="module")
+def refusal(models, tmp_path_factory):
+    """A function that runs a command and returns the one line on stderr; in time, without torch."""
+    files = [tmp_path_factory.mktemp("said") / name for name in ("stdout", "stderr")]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    call = [sys.executable, "-c", COMMANDS_IN_FORKS]
+
+    def run(command, *args):
+        args = [a.removeprefix("--model=") if command == "serve" else a for a in args]
+        start = perf_counter()
+        asked = [[command, *COMMANDS[command], *args], *map(str, files)]
+        print(json.dumps(asked), file=process.stdin, flush=True)
+        exit_code = process.stdout.readline()
+        assert perf_counter() - start < SECONDS
+        stdout, stderr = (file.read_text() for file in files)
+        assert (exit_code, stdout) == ("1\n", ""), stderr
+        assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+        return stderr
+
+    with subprocess.Popen(call, cwd=models, **streams) as process:
+        yield run
 
 
 @pytest.mark.parametrize(("command", "args", "complaint"), TABLE)
-def test_a_mistake_is_reported_before_torch_is_imported(models, command, args, complaint):
-    assert complaint in refusal(models, command, *args)
+def test_a_mistake_is_reported_before_torch_is_imported(refusal, command, args, complaint):
+    assert complaint in refusal(command, *args)
 
 
-def test_a_port_that_is_taken_is_reported_before_torch_is_imported(models):
+def test_a_port_that_is_taken_is_reported_before_torch_is_imported(refusal):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "cannot listen" in refusal(models, "serve", "./whole", f"--port={port}")
+        assert "cannot listen" in refusal("serve", "./whole", f"--port={port}")
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("# none", "no API key")])
 def test_a_key_file_that_is_without_effect_is_reported_before_torch_is_imported(
-    models, tmp_path, text, words
+    refusal, tmp_path, text, words
 ):
     if text is not None:
         (tmp_path / "keys").write_text(text)
-    assert words in refusal(models, "serve", "./whole", f"--api-key-file={tmp_path / 'keys'}")
+    assert words in refusal("serve", "./whole", f"--api-key-file={tmp_path / 'keys'}")
 
 
 def test_a_command_that_would_import_torch_is_seen():
     """So the tests above do fail if torch is imported."""
-    code = COMMAND.replace("from specserve.cli.command import main", "import torch")
+    code = COMMANDS_IN_FORKS.replace("from specserve.cli.command import main", "import torch")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "torch is imported" in done.stderr
 
@@ -323,8 +339,15 @@ LIGHT = [
 ]
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_what_the_http_process_imports_is_light(module):
-    code = f"import sys, {module}; print(*({{*{HEAVY}, 'numpy'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("\n", "")
+IMPORTS = f"""
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(name, *({{*{HEAVY}, 'numpy'}} & set(sys.modules)))
+"""
+
+
+def test_what_the_http_process_imports_is_light():
+    command = [sys.executable, "-c", IMPORTS, *LIGHT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.stderr) == (LIGHT, "")

@@ -201,3 +201,70 @@ def test_progress_ends_at_all(tmp_path):
     report = lambda done, total: seen.append(done / total)  # noqa: E731
     load_decoder(folder, "bf16", reference, None, report, W4)
     assert seen == sorted(seen) and seen[-1] == 1
+
+
+def asked(activations, layers=None, head="w8"):
+    return Rounding.named(layers, head, activations=activations)
+
+
+ACTIVATIONS = {  # -> maps as (bits, group, how many, bits of activations); the head's
+    "w4": (asked("int8", "w4"), [(4, None, 6, 8), (4, 64, 2, 8)], (8, 8)),
+    "w8": (asked("int8", "w8"), [(8, None, 8, 8)], (8, 8)),
+    "w8a8": (asked("int8", "w8a8"), [(8, None, 8, 8)], (8, 8)),
+    "a head of numbers": (asked("int8", "w8", "none"), [(8, None, 8, 8)], (32, None)),
+    "auto": (asked("auto", "w4"), [(4, None, 6), (4, 64, 2)], (8, None)),
+    "auto, w8a8": (asked("auto", "w8a8"), [(8, None, 8, 8)], (8, None)),
+    "float": (asked("float", "w4"), [(4, None, 6), (4, 64, 2)], (8, None)),
+}
+
+
+@pytest.mark.parametrize(("rounding", "maps", "head"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_activations_are_as_asked(tmp_path, rounding, maps, head):
+    folder = tiny_checkpoint(tmp_path)
+    forms = load(folder, rounding).weights.forms
+    of_head = MapForm(head[0], None, 1, activation_bits=head[1], is_head=True)
+    assert forms.maps == (*(MapForm(*form) for form in maps), of_head)
+    assert forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)
+
+
+@pytest.mark.parametrize("name", ["compressed-w8a8", "compressed-w8a16"])
+@pytest.mark.parametrize("given", ["auto", "int8", "float"])
+def test_a_checkpoint_decides_only_if_no_setting_does(tmp_path, name, given):
+    forms = load(quantized(tmp_path, name), asked(given)).weights.forms
+    stored = name == "compressed-w8a8"
+    assert (forms.num_rounding > 0) == {"int8": True, "float": False}.get(given, stored)
+
+
+def test_8_bit_activations_need_codes(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"needs quantized weights\. Set model\.quantize"):
+        load(folder, asked("int8"))
+
+
+def test_8_bit_activations_are_refused_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "rounds_rows", False)
+    folder = tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="not supported on a GPU"):
+        load(folder, asked("int8", "w4"))
+    assert not load(folder, asked("auto", "w4")).weights.forms.num_rounding
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+def test_8_bit_activations_in_groups_change_logits_less_than_4_bit_weights(tmp_path, ops):
+    folder, ids = tiny_checkpoint(tmp_path, seed=3), prompt(320, 37)
+    plain, floats, integers = (
+        logits(load(folder, rounding, ops), ids)
+        for rounding in (AS_STORED, W4, asked("int8", "w4"))
+    )
+    of_weights, of_rows = (floats - plain).norm(), (integers - floats).norm()
+    assert 0 < of_rows < 0.2 * of_weights
+
+
+@pytest.mark.parametrize("embedding", ["none", "w8"])
+def test_a_tied_heads_activations_are_as_asked(tmp_path, embedding):
+    folder = tiny_checkpoint(tmp_path, tie_word_embeddings=True)
+    rounding = Rounding.named("w4", "w8", embedding, "int8")
+    weights = load(folder, rounding).weights
+    assert weights.forms.maps[-1].activation_bits == 8
+    assert embedding == "none" or not weights.embedding.rounds_rows
+    assert weights.forms.num_bytes == weight_bytes(folder, "fp32", reference, rounding)

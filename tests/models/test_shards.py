@@ -1,5 +1,6 @@
 """The parts of a model, in several ranks, compute the bits that one process computes."""
 
+import json
 from functools import partial
 
 import pytest
@@ -59,6 +60,7 @@ def assert_same(folder, tensor, pipeline, dtype="bf16", rounding=AS_STORED, adap
 CASES = {name: (name, {}) for name in (*FAMILIES, *MULTIMODAL)} | {
     "smollm3": ("llama", {"model_type": "smollm3", "no_rope_layers": [1, 0]}),
     "mimo": ("qwen2", {}),  # its own code derives from that
+    "gemma3n_vision": ("gemma3n", {}),  # transformers needs another package for its vision
     "every linear map with a bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "arcee with biases": ("arcee", {"mlp_bias": True}),
     "apertus, odd widths": ("apertus", {"hidden_size": 76, "intermediate_size": 150}),
@@ -75,17 +77,32 @@ def checkpoint_of(case, folder):
     tiny_checkpoint(folder, family, **fields)
     if case == "mimo":
         change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    if case == "gemma3n_vision":
+        text = json.loads((folder / "config.json").read_text())
+        whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+        (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
-    folder = checkpoint_of(case, tmp_path)
+    """Or refuse a family that they cannot share."""
+    folder, tensor = checkpoint_of(case, tmp_path), 2
     if case in RECURRENT:
         with pytest.raises(ConfigError, match="ranks do not support models with recurrent layers"):
             load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
         return
-    assert_same(folder, tensor=2, pipeline=2)
+    config = load_config(folder)
+    if config.num_shared_layers:
+        for shard in (Shard(0, 2), Shard(0, 1, 2)):
+            with pytest.raises(ConfigError, match="Run the model in one process"):
+                load_decoder(folder, "fp32", OPS, 288, shard=shard)
+        return
+    if config.family.has_kinds:
+        with pytest.raises(ConfigError, match=r"Use parallel\.pipeline instead"):
+            load_decoder(folder, "fp32", OPS, 288, shard=Shard(0, 2))
+        tensor = 1
+    assert_same(folder, tensor, pipeline=2)
 
 
 def test_every_family_is_compared(tmp_path):

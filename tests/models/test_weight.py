@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve.models.weight import form_of, fuse, num_bytes
+from specserve.models.weight import form_of, fuse, num_bytes, with_activations
 from specserve.models.weight_forms import MapForm
 from specserve_kernels import Codes
 from tests.kernels.test_codes import random_codes
@@ -100,3 +100,24 @@ def test_the_values_that_fuse_keeps_are_those_of_the_definition():
     codes = Codes(4, 8, q, torch.tensor([[0.5]]))
     fused = fuse([codes, codes._replace(bits=8)], torch.float32)
     assert fused.widen(torch.float32).tolist() == [[-4.0, 3.5] * 4, [-64.0, -56.5] * 4]
+
+
+@pytest.mark.parametrize(("K", "group", "size"), [(1024, 1024, 256), (896, 896, 224), (96, 32, 32)])
+def test_wide_groups_are_divided_to_round_rows(K, group, size):
+    codes = random_codes(3, K, 8, group, has_offset=True)
+    got = with_activations(codes, "model.layers.0.mlp.down_proj", "int8")
+    assert (got.group, got.rounds_rows) == (size, True)
+    assert torch.equal(got.widen(torch.float32), codes.widen(torch.float32))
+    assert with_activations(got, "model.layers.0.mlp.down_proj", "float").rounds_rows is False
+
+
+@pytest.mark.parametrize(
+    ("weight", "module"),
+    [
+        (random_codes(3, 331, 4, 331), "model.layers.0.mlp.down_proj"),  # a prime number
+        (random_codes(3, 64, 4, 32), "model.layers.0.mlp.gate"),  # a router
+        (PLAIN, "lm_head"),
+    ],
+)
+def test_other_weights_keep_the_models_dtype(weight, module):
+    assert with_activations(weight, module, "int8") is weight

@@ -17,6 +17,7 @@ from specserve_bench.real_models import FOLDER, REMEDY, real_models
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SETTINGS = {"memory.kv_bytes": 1 << 28, "scheduler.max_model_len": 2048}
+INT8 = {"model.activations": "int8"}
 
 
 def pytest_collection_modifyitems(items):
@@ -71,6 +72,12 @@ def plain(load):
 
 
 @pytest.fixture(scope="session")
+def plain_int8(load):
+    """SmolLM2 without draft tokens, with activations in 8 bits."""
+    return load(settings=INT8)
+
+
+@pytest.fixture(scope="session")
 def exact(load):
     """SmolLM2 without draft tokens, computed in fp32."""
     return load(dtype="float32")
@@ -80,6 +87,13 @@ def exact(load):
 def gemma(models):
     """Gemma without draft tokens."""
     with LLM(models.gemma, drafter="none", set=SETTINGS, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def gemma_int8(models):
+    """Gemma without draft tokens, with activations in 8 bits."""
+    with LLM(models.gemma, drafter="none", set=SETTINGS | INT8, progress=False) as llm:
         yield llm
 
 

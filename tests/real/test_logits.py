@@ -26,6 +26,12 @@ def llm(name, request):
 
 
 @pytest.fixture(scope="module")
+def in_int8(name, request):
+    """With activations in 8 bits."""
+    return request.getfixturevalue({"smollm2": "plain_int8", "gemma": "gemma_int8"}[name])
+
+
+@pytest.fixture(scope="module")
 def model(name, request):
     return request.getfixturevalue(f"{name}_of_transformers")
 
@@ -86,6 +92,26 @@ def test_perplexity_is_within_half_a_percent_of_transformers(llm, windows, wante
     ours = torch.stack([loss(window_logits(llm, ids), ids) for ids in windows]).mean()
     theirs = torch.stack([loss(w, ids) for w, ids in zip(wanted, windows, strict=True)]).mean()
     assert abs((ours - theirs).exp().item() - 1) < 0.005
+
+
+def test_8_bit_activations_cost_at_most_half_a_percent_of_perplexity(in_int8, llm, windows):
+    models = {8: in_int8, None: llm}
+    for bits, model in models.items():
+        maps = model.weights.target.decoder.forms.maps
+        assert {form.activation_bits for form in maps} == {bits}
+    rounded, floats = (
+        torch.stack([loss(window_logits(model, ids), ids) for ids in windows]).mean()
+        for model in models.values()
+    )
+    assert (rounded - floats).exp().item() - 1 < 0.005
+
+
+def test_greedy_text_with_8_bit_activations_takes_probable_tokens(name, in_int8, model):
+    prompts = prompts_of(name, in_int8)
+    outputs = in_int8.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+    found = [margins(model, p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
+    below = torch.cat(found)
+    assert below.max() < 1.0 and (below > 1e-3).float().mean() < 0.1
 
 
 def loss(logits, ids):

@@ -23,6 +23,23 @@ SCHEMA = {
 HOT = 0.8
 
 
+@pytest.fixture(scope="module", params=["float", "int8"])
+def load(load, request):
+    """An LLM of SmolLM2 with these activations."""
+
+    def load_with(drafter="none", settings=None, **arguments):
+        given = {"model.activations": request.param} | (settings or {})
+        return load(drafter, given, **arguments)
+
+    return load_with
+
+
+@pytest.fixture(scope="module")
+def plain(load):
+    """SmolLM2 without draft tokens."""
+    return load()
+
+
 @pytest.fixture(scope="module")
 def head(models, tmp_path_factory):
     """A random EAGLE-3 head of SmolLM2."""

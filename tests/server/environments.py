@@ -32,3 +32,7 @@ def python_with(name: str, borrows_torch: bool = False) -> str:
             (Path(packages) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
         done.write_text(pinned.read_text())
     return str(python)
+
+
+if __name__ == "__main__":
+    print(python_with(sys.argv[1]))

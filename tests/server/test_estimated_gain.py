@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 
 SCRIPT = """
-import { Answer, plainSeconds } from "./answer.js";
+import { Answer, plainSeconds } from "./chat/answer.js";
 const { measured, context } = JSON.parse(process.argv[1]);
 const answer = new Answer();
 answer.last = {
@@ -18,13 +18,14 @@ answer.last = {
   usage: { prompt_tokens: context - 50.5 },
   metrics: {},
 };
-const figures = answer.figures((at) => plainSeconds(measured, at));
-console.log(figures["Estimated gain"] ?? "none");
+answer.first = 1;
+const { gain } = answer.figures((at) => plainSeconds(measured, at));
+console.log(gain?.toFixed(2) ?? "none");
 """
 SHORT, LONG = {"context": 300, "seconds": 0.004}, {"context": 5000, "seconds": 0.01}
 SHOWN = {
-    "about the same context": ([SHORT, LONG], 250, "0.80 times"),
-    "the nearest is longer": ([SHORT, LONG], 3000, "2.00 times"),
+    "about the same context": ([SHORT, LONG], 250, "0.80"),
+    "the nearest is longer": ([SHORT, LONG], 3000, "2.00"),
     "only far shorter ones": ([SHORT], 3000, "none"),
     "only far longer ones": ([LONG], 300, "none"),
     "none was measured": ([], 300, "none"),
@@ -36,8 +37,9 @@ SHOWN = {
 def page(tmp_path_factory):
     """The page's parts, as modules of node."""
     folder = tmp_path_factory.mktemp("page")
-    for name in ("answer.js", "api.js"):
-        (folder / name).write_text((files("specserve.server.page") / name).read_text())
+    for name in ("chat/answer.js", "shared/api.js"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text((files("specserve.server") / "page" / name).read_text())
     (folder / "package.json").write_text('{"type": "module"}')
     return folder
 

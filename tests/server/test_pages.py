@@ -8,10 +8,11 @@ from starlette.testclient import TestClient
 
 from specserve.config import ServerConfig
 from specserve.server.app import make_app
-from specserve.server.pages import FOLDER, PAGES, PARTS
+from specserve.server.pages import FOLDER, PAGES, PARTS, sent
 
 FILES = PAGES | PARTS
-MOST = 60_000  # bytes of all of them
+MOST = 120_000  # bytes of all of them
+MOST_LINES = 400  # of one of them
 CSP = "content-security-policy"
 NAMESPACE = "http://www.w3.org/2000/svg"
 
@@ -26,7 +27,7 @@ def client(base="http://127.0.0.1:8000", **limits):
 @pytest.mark.parametrize("path", FILES)
 def test_a_page_may_load_and_run_what_is_of_this_server_alone(path):
     answer = client().get(path)
-    assert answer.status_code == 200 and answer.content == (FOLDER / FILES[path]).read_bytes()
+    assert answer.status_code == 200 and answer.content == sent(FILES[path])
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg"}
     assert answer.headers["content-type"].startswith(kinds[FILES[path].rpartition(".")[2]])
     policy = dict(d.strip().split(" ", 1) for d in answer.headers[CSP].split(";"))
@@ -55,8 +56,18 @@ def test_a_file_that_has_not_changed_is_not_sent_again():
 
 
 def test_all_files_are_served_and_small():
-    assert {*FILES.values()} == {p.name for p in FOLDER.iterdir()}
-    assert sum((FOLDER / name).stat().st_size for name in {*FILES.values()}) < MOST
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert {*FILES.values()} == {path.relative_to(FOLDER).as_posix() for path in files}
+    assert {path.parent.parent for path in files} == {FOLDER}
+    assert sum(len(sent(name)) for name in {*FILES.values()}) < MOST
+    assert all(len(path.read_text().splitlines()) < MOST_LINES for path in files)
+
+
+@pytest.mark.parametrize("name", sorted({*FILES.values()}))
+def test_files_are_sent_without_comments_and_indentation(name):
+    text = (FOLDER / name).read_text()
+    lines = [line.strip(" ") for line in text.split("\n")]
+    assert sent(name).decode().split("\n") == ["" if ln[:2] == "//" else ln for ln in lines]
 
 
 @pytest.mark.parametrize("name", sorted({*FILES.values()}))
@@ -64,8 +75,11 @@ def test_a_file_names_no_other_server_and_no_file_that_is_missing(name):
     text = (FOLDER / name).read_text()
     assert not re.search(r"(https?:)?//[\w.]+\.\w", text.replace(NAMESPACE, ""))
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=\"|javascript:", text)
-    named = re.findall(r'(?:from|import) "\./([^"]+)"|"page/([^"]+)"', text)
-    assert {one or other for one, other in named} <= {*PARTS.values()}
+    folder = (FOLDER / name).parent
+    imported = [(folder / path).resolve() for path in re.findall(r'from "(\.[^"]+)"', text)]
+    linked = [FOLDER / path for path in re.findall(r'"page/([^"]+)"', text)]
+    assert all(path.is_file() for path in imported + linked)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
 @pytest.mark.parametrize("own", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "box.lan:8000"])

@@ -31,7 +31,9 @@ def test_the_model_is_listed_by_its_served_name(server):
     [card] = server.get("/v1/models").body["data"]
     assert card["id"] == "tiny" and card["object"] == "model" and card["max_model_len"] == 512
     assert (card["drafter"], card["max_nodes"]) == ("auto", 63) and "scaled" not in card
-    assert card["kv_dtype"] == "fp32" and "draft_weights" not in card
+    assert card["kv_dtype"] == "fp32" and "draft_weights" not in card and "demo" not in card
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert card["defaults"] == neutral | {"repetition_penalty": 1.0}
     form = {"bits": 32, "group": None}
     maps = [form | {"number": 8}, form | {"number": 1, "is_head": True}]
     assert card["weights"] == {"maps": maps, "num_bytes": 4 * 115_072}

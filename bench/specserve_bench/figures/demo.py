@@ -32,5 +32,5 @@ def measure() -> list[Result]:
         content = msgspec.json.encode(result) + b"\n"
         Path("bench/results", f"{file}.json").write_bytes(content)
         measured.append(result)
-    draw(measured, Path("docs/pictures"), ["tpot-ratios", "acceptance-by-depth"])
+    draw(measured, Path("docs/pictures"), ["tpot-ratios"])
     return measured

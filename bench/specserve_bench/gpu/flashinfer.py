@@ -32,9 +32,16 @@ def compile_for(head_dim: int, device: torch.device) -> None:
     """Plan and run one step of four causal rows."""
     k, v = torch.randn(2, 4, 16, 2, head_dim, device=device).bfloat16().unbind(0)
     kv = KVCache((KVLayer(k, v),))
-    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 4], [0, 1], [0], [4], [0, 1, 2, 3])]
-    slots, prefix = torch.arange(4), torch.arange(1, 5, dtype=torch.int32)
-    rows = Rows._make((*ints, slots, prefix, torch.zeros(4, dtype=torch.int64), None))
+    rows = Rows(
+        qo_indptr=torch.tensor([0, 4], dtype=torch.int32),
+        indptr=torch.tensor([0, 1], dtype=torch.int32),
+        indices=torch.tensor([0], dtype=torch.int32),
+        last_page_len=torch.tensor([4], dtype=torch.int32),
+        positions=torch.arange(4, dtype=torch.int32),
+        slots=torch.arange(4),
+        prefix=torch.arange(1, 5, dtype=torch.int32),
+        mask=torch.zeros(4, dtype=torch.int64),
+    )
     flashinfer = FlashInfer(device, load_flashinfer(), "fa2")
     flashinfer.build(kv, [None])
     parts = flashinfer.plan(rows, rows.indices.to(device), kv, 4, [None], {})

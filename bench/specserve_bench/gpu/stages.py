@@ -41,7 +41,7 @@ class GpuStage(NamedTuple):
 STAGES = {  # in this order
     "ceilings": GpuStage(60, [f"{MODULE}ceilings"]),
     "tests": GpuStage(
-        140,
+        180,
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),

@@ -4,24 +4,34 @@ from contextlib import nullcontext
 
 from specserve_kernels.cpu.build import level, library
 from specserve_kernels.cpu.compiler import BuildError
-from specserve_kernels.cpu.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.cpu.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.cpu.ops import CpuMapAdapters as adapter_slots
 from specserve_kernels.cpu.ops import (
     activate,
     adapted,
+    add_matched,
     all_gather,
     attention,
     causal_conv,
     copy,
+    correct_streams,
     delta_rule,
     embed,
     gate,
+    gate_columns,
     layer_norm,
     linear,
     linear_add,
     linear_gated,
     lm_head,
     logprobs,
+    mix_streams,
     move_kv,
     plan,
     prepack,
@@ -37,9 +47,12 @@ from specserve_kernels.cpu.ops import (
     selective_state_update,
     send,
     soft_cap,
+    sparse_gated,
+    spread_streams,
     take_columns,
     take_rows,
     top_children,
+    weigh_columns,
 )
 from specserve_kernels.cpu.program import NativeProgram as program
 from specserve_kernels.cpu.threads import tune
@@ -61,6 +74,7 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "add_matched",
     "all_gather",
     "allocate",
     "arithmetic",
@@ -68,11 +82,13 @@ __all__ = [
     "causal_conv",
     "copy",
     "copy_blocks",
+    "correct_streams",
     "delta_rule",
     "embed",
     "experts",
     "free_memory",
     "gate",
+    "gate_columns",
     "has_bf16",
     "has_recurrent",
     "host_blocks",
@@ -85,6 +101,7 @@ __all__ = [
     "lm_head",
     "lock",
     "logprobs",
+    "mix_streams",
     "move_kv",
     "offload",
     "place",
@@ -111,10 +128,14 @@ __all__ = [
     "selective_state_update",
     "send",
     "soft_cap",
+    "sparse_gated",
+    "spread_streams",
     "take_columns",
     "take_rows",
     "top_children",
     "tune",
+    "weigh_columns",
+    "weigh_rows",
 ]
 
 samples_ahead = False

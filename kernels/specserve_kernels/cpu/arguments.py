@@ -14,11 +14,13 @@ from specserve_kernels.ranks import HEADER, Gathering, Ranks
 from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.types import (
     AdapterSums,
+    Chunks,
     KVCache,
     KVLayer,
     PackedExperts,
     QKNorm,
     Rotary,
+    Window,
 )
 
 MAX_HEAD_DIM, MAX_TOKEN = 512, 1 << 15  # as in rows.h and layouts.h
@@ -27,6 +29,7 @@ GATES = {"silu": SILU_MUL, "gelu_tanh": GELU_MUL}
 SCALE, SOFT_CAP, SILU, GELU, RELU2, XIELU = range(6)  # Curve in layers.cpp
 CURVES = {"silu": SILU, "gelu_tanh": GELU, "relu2": RELU2, "xielu": XIELU}
 MAX_EXPERTS = 1024  # as in experts.cpp
+MAX_STREAMS = 8  # as in streams.cpp
 MAX_TAPS, MAX_STATE_DIM = 8, 256  # as in recurrent.cpp
 CONV, DELTA, MAMBA = range(3)  # StateKind in recurrent.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
@@ -101,17 +104,18 @@ def route(
     normalizes: bool,
     is_sigmoid: bool = False,
     correction: Tensor | None = None,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> Structure:
     num_experts, k = logits.shape[1], routing.weights.shape[1]
     assert 1 <= k <= num_experts <= MAX_EXPERTS, f"k={k} of {num_experts} experts is out of range"
-    is_whole = correction is None or correction.shape == (num_experts,)
-    assert is_whole and (correction is None or correction.dtype == torch.float32), (
-        "the correction is not [E] float32"
-    )
-    pointers = logits.data_ptr(), None if correction is None else correction.data_ptr()
+    factors = factor if isinstance(factor, Tensor) else None
+    for each in (correction, factors):
+        assert each is None or (each.shape == (num_experts,) and each.dtype == torch.float32), (
+            "the correction or the factors are not [E] float32"
+        )
+    pointers = (None if x is None else x.data_ptr() for x in (logits, correction, factors))
     return native.filled(
-        "i64 is_bf16 domain ptr logits correction weights experts places rows begins "
+        "i64 is_bf16 domain ptr logits correction factors weights experts places rows begins "
         "i64 num_experts k normalizes is_sigmoid f32 factor",
         native.is_bf16(logits),
         domain,
@@ -121,7 +125,7 @@ def route(
         k,
         normalizes,
         is_sigmoid,
-        factor,
+        1.0 if isinstance(factor, Tensor) else factor,
     )
 
 
@@ -132,6 +136,7 @@ def expert_maps(
     begins: Tensor,
     out: Tensor,
     limit: float | None = None,
+    curve: str = "silu",
 ) -> Structure:
     """Return the arguments of one of the two maps of all experts.
 
@@ -141,7 +146,7 @@ def expert_maps(
     assert len(begins) == len(experts.each) + 1, "the routing has another number of experts"
     first, bias = experts.each[0], experts.bias
     assert bias is None or bias.dtype == x.dtype, "rows and biases have different dtypes"
-    gate = SILU_MUL if limit is None else CLAMPED_MUL
+    gate = GATES[curve] if limit is None else CLAMPED_MUL
     args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
@@ -166,12 +171,12 @@ def adapter_maps(
 
 
 def add_experts(
-    domain: int, sums: Tensor, weights: Tensor, places: Tensor, residual: Tensor
+    domain: int, sums: Tensor, weights: Tensor, places: Tensor, residual: Tensor, adds: bool = True
 ) -> Structure:
     pointers = sums.data_ptr(), weights.data_ptr(), places.data_ptr(), residual.data_ptr()
     shape = residual.shape[1], weights.shape[1]
-    fields = "i64 is_bf16 domain ptr sums weights places residual i64 N k"
-    return native.filled(fields, native.is_bf16(residual), domain, *pointers, *shape)
+    fields = "i64 is_bf16 domain ptr sums weights places residual i64 N k adds"
+    return native.filled(fields, native.is_bf16(residual), domain, *pointers, *shape, adds)
 
 
 def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structure:
@@ -180,6 +185,14 @@ def add_gated(domain: int, x: Tensor, gate: Tensor, residual: Tensor) -> Structu
     pointers = x.data_ptr(), gate.data_ptr(), residual.data_ptr()
     fields = "i64 is_bf16 domain ptr x gate residual i64 N"
     return native.filled(fields, native.is_bf16(residual), domain, *pointers, x.shape[1])
+
+
+def weigh_rows(domain: int, x: Tensor, logits: Tensor, out: Tensor) -> Structure:
+    assert len(x) == len(logits) and x.dtype == logits.dtype == out.dtype, "rows differ"
+    pointers = x.data_ptr(), logits.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x logits out i64 N num_experts"
+    shape = x.shape[1], logits.shape[1]
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *shape)
 
 
 def gather_codes(table: Codes, out: Tensor) -> Structure:
@@ -203,20 +216,24 @@ def norm(
     is_centered: bool = False,
     adds: bool = False,
 ) -> Structure:
-    """Return the arguments of a norm of whole rows, or of the same columns of `x` and `out`."""
+    """Return the arguments of a norm of whole rows, or of the same columns of `x` and `out`. If the
+    weight is shorter, groups of columns are normalized.
+    """
     assert weight.dtype == torch.float32 and weight.is_contiguous(), "a norm's weight is float32"
-    assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] == weight.shape, "a norm's shapes"
+    num_groups, rest = divmod(x.shape[1], len(weight))
+    assert x.dtype == out.dtype and x.shape[1:] == out.shape[1:] and not rest, "a norm's shapes"
+    assert num_groups == 1 or not is_centered, "only an RMSNorm may have groups"
     assert x.dtype in (torch.float32, torch.bfloat16), f"no kernel computes in {x.dtype}"
     assert bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape), (
         "a norm's bias is as its weight"
     )
     own = weight.data_ptr(), None if bias is None else bias.data_ptr()
     pointers = x.data_ptr(), *own, out.data_ptr()
-    sizes = len(weight), x.stride(0), out.stride(0)
+    sizes = len(weight), x.stride(0), out.stride(0), num_groups
     is_bf16 = x.dtype == torch.bfloat16
     fields = (
         "i64 is_bf16 domain ptr x weight bias out "
-        "i64 width x_stride out_stride is_centered adds f32 eps"
+        "i64 width x_stride out_stride num_groups is_centered adds f32 eps"
     )
     return native.filled(fields, is_bf16, domain, *pointers, *sizes, is_centered, adds, eps)
 
@@ -229,6 +246,44 @@ def elementwise(
     return native.filled(
         fields, native.is_bf16(x), domain, x.data_ptr(), width, curve, first, second
     )
+
+
+def gate_columns(domain: int, x: Tensor, curve: str, other: Tensor, begin: int) -> Structure:
+    assert curve in GATES, f"no kernel implements the gate {curve}"
+    assert other.dtype == x.dtype and begin + x.shape[1] <= other.shape[1], "columns beyond a row"
+    native.is_bf16(other)  # checks that it is contiguous
+    fields = "i64 is_bf16 domain ptr x other i64 width other_width begin curve"
+    pointers = x.data_ptr(), other.data_ptr()
+    sizes = x.shape[1], other.shape[1], begin, CURVES[curve]
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes)
+
+
+def streams(domain: int, x: Tensor, coefficients: Tensor, out: Tensor, width: int) -> Structure:
+    """Return the arguments of the ops on streams of `width` columns."""
+    number = out.shape[1] // width
+    assert number <= MAX_STREAMS and out.shape[1] == number * width, "the number of streams"
+    assert x.dtype == coefficients.dtype == out.dtype, "streams of different dtypes"
+    for each in (coefficients, out):
+        native.is_bf16(each)  # checks that it is contiguous
+    pointers = x.data_ptr(), coefficients.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x coefficients out i64 width num"
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, width, number)
+
+
+def sparse_gated(domain: int, x: Tensor, curve: str, deviations: float, out: Tensor) -> Structure:
+    assert curve in GATES, f"no kernel implements the gate {curve}"
+    sizes = out.shape[1], curve == "gelu_tanh"
+    fields = "i64 is_bf16 domain ptr x out i64 width is_gelu f32 deviations"
+    pointers = x.data_ptr(), out.data_ptr()
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes, deviations)
+
+
+def weigh_columns(domain: int, x: Tensor, begin: int, weight: Tensor, out: Tensor) -> Structure:
+    assert weight.dtype == torch.float32 and begin + len(weight) <= x.shape[1], "the weight"
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    fields = "i64 is_bf16 domain ptr x weight out i64 width x_width begin"
+    sizes = len(weight), x.shape[1], begin
+    return native.filled(fields, native.is_bf16(x), domain, *pointers, *sizes)
 
 
 def connections(ranks: Ranks) -> Any:
@@ -310,18 +365,22 @@ def message(domain: int, x: Tensor, ranks: Ranks, other: int) -> Structure:
     return native.filled(fields, domain, *pointers, x.itemsize * x.shape[1], other)
 
 
-def plan_attention(
-    kv: KVCache, num_heads: int, windows: Sequence[int | None]
-) -> tuple[Structure, Any]:
+def encoded(window: Window) -> int:
+    """Return a window as in attention_plan.h."""
+    return -window.size if isinstance(window, Chunks) else window or 0
+
+
+def plan_attention(kv: KVCache, num_heads: int, windows: Sequence[Window]) -> tuple[Structure, Any]:
     """Return the op's arguments, and the object whose address they contain."""
-    _, _, num_kv_heads, D = kv.layers[0].k.shape
-    assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, (
-        "the heads exceed MAX_HEAD_DIM or MAX_TOKEN"
-    )
-    lengths = (c_int64 * len(windows))(*(window or 0 for window in windows))
-    heads = num_heads, num_kv_heads, D
-    fields = "ptr windows i64 num_windows num_heads num_kv_heads head_dim"
-    return native.filled(fields, addressof(lengths), len(windows), *heads), lengths
+    kinds = kv.kinds(windows)
+    for _, num_kv_heads, D in kinds:
+        assert D <= MAX_HEAD_DIM and num_kv_heads * D <= MAX_TOKEN, (
+            "the heads exceed MAX_HEAD_DIM or MAX_TOKEN"
+        )
+    numbers = [n for window, *sizes in kinds for n in (encoded(window), *sizes)]
+    placed = (c_int64 * len(numbers))(*numbers)
+    fields = "ptr kinds i64 num_kinds num_heads"
+    return native.filled(fields, addressof(placed), len(kinds), num_heads), placed
 
 
 def layer(kv: KVLayer) -> Any:
@@ -342,38 +401,50 @@ def layer(kv: KVLayer) -> Any:
     return kv.native
 
 
-def is_bf16(x: Tensor, kv: KVLayer) -> bool:
+def is_bf16(x: Tensor, kv: KVLayer | None) -> bool:
     """Whether queries are bf16. KV has the dtype of the queries, or is codes."""
+    if kv is None:
+        return native.is_bf16(x)
     has_codes = kv.k_scale is not None
     assert has_codes or kv.k.dtype == x.dtype, f"{x.dtype} queries over {kv.k.dtype} KV"
     return native.is_bf16(x)
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, q: Tensor
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, q: Tensor
 ) -> Structure:
     D, is_each = q.shape[2], norm is not None and norm.q.dim() == 2
-    for weight, heads in ((norm.q, q.shape[1]), (norm.k, kv.k.shape[2])) if norm else ():
+    num_kv_heads = 0 if kv is None else kv.k.shape[2]
+    assert kv is None or kv.k.shape[3] == D, "the KV has another head size"
+    for weight, heads in ((norm.q, q.shape[1]), (norm.k, num_kv_heads)) if norm else ():
         assert weight.dtype == torch.float32 and weight.is_contiguous(), "a norm's weight"
         assert weight.shape == ((heads, D) if is_each else (D,)), "a norm's shape"
     norms = (norm.q.data_ptr(), norm.k.data_ptr()) if norm else (None, None)
     scale = None if rotary.query_scale is None else rotary.query_scale.data_ptr()
     tables = rotary.cos.data_ptr(), rotary.sin.data_ptr(), scale
     return native.filled(
-        "ptr kv qkv q_norm k_norm q cos sin query_scale i64 num_heads f32 eps "
-        "i64 is_bf16 norm_stride is_centered is_last",
-        addressof(layer(kv)),
+        "ptr kv qkv q_norm k_norm q cos sin query_scale i64 num_heads head_dim f32 eps "
+        "i64 is_bf16 norm_stride is_centered is_last norms_values",
+        None if kv is None else addressof(layer(kv)),
         qkv.data_ptr(),
         *norms,
         q.data_ptr(),
         *tables,
         q.shape[1],
+        D,
         norm.eps if norm else 0.0,
         is_bf16(qkv, kv),
         D if is_each else 0,
         norm is not None and norm.is_centered,
         norm is not None and norm.is_last,
+        norm is not None and norm.has_values,
     )
+
+
+def num_query_heads(qkv: Tensor, rotary: Rotary, kv: KVLayer | None) -> tuple[int, int]:
+    """Return the number of query heads, and the head size."""
+    D = 2 * rotary.cos.shape[1]
+    return qkv.shape[1] // D - (0 if kv is None else 2 * kv.k.shape[2]), D
 
 
 def attention(
@@ -381,7 +452,7 @@ def attention(
     kv: KVLayer,
     out: Tensor,
     scale: float,
-    window: int | None,
+    window: Window,
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Structure:
@@ -392,7 +463,7 @@ def attention(
         )
     scores = scale, soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
     fields = "ptr kv q out i64 num_heads f32 scale soft_cap ptr sinks i64 window is_bf16"
-    return native.filled(fields, *pointers, q.shape[1], *scores, window or 0, is_bf16(q, kv))
+    return native.filled(fields, *pointers, q.shape[1], *scores, encoded(window), is_bf16(q, kv))
 
 
 def gate(domain: int, x: Tensor, gate: Tensor) -> Structure:

@@ -36,7 +36,7 @@ struct Attention {
   float scale;
   float soft_cap;  // 0: none
   const float* sinks;  // one score per query head, without a value; may be null
-  int64_t window;  // 0: none
+  int64_t window;  // as for `first_seen`
   int64_t is_bf16;
 
   // Factor f so that the weight of a score is 2^(f * score).
@@ -541,7 +541,7 @@ static void merge_cut(const Attention& a, const Rows& rows, const Cut& cut, cons
 
 template <class T> static void attention(const Attention& a, const Step& step, Team& team) {
   AttentionPlan& plan = *step.attention;
-  const Work& work = plan.with_window(a.window);
+  const Work& work = plan.of(a.window, a.kv->num_heads);
   int64_t num = work.items.size();
   static thread_local Scratch* scratch = new Scratch;
   scratch->fit(a.kv->head_dim, IS_CODE<T>);

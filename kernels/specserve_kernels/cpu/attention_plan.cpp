@@ -18,8 +18,7 @@ void Work::view_rows(const Rows& rows) {
   for (int64_t r = 0; r < rows.num_rows; r++) {
     uint64_t mask = rows.mask[r];
     int prefix = rows.prefix[r], length = prefix + __builtin_popcountll(mask);
-    int low = window && length > window ? length - window : 0;
-    views.push_back({prefix, length, low, int(paths.size())});
+    views.push_back({prefix, length, first_seen(window, length), int(paths.size())});
     for (; mask; mask &= mask - 1) paths.push_back(prefix + __builtin_ctzll(mask));
   }
 }
@@ -84,9 +83,9 @@ void Work::divide(const Item& item, int num_heads, int64_t most) {
     }
 }
 
-void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
+void Work::build(const Rows& rows, int num_heads, int threads) {
   view_rows(rows);
-  int size = MAX_ITEM;
+  int size = MAX_ITEM, group = num_heads / num_kv_heads;
   while (true) {
     whole.clear();
     for (int b = 0; b < rows.num_requests; b++) add_request(rows, b, group, size);
@@ -116,15 +115,20 @@ void Work::build(const Rows& rows, int group, int num_kv_heads, int threads) {
   });
 }
 
-const Work& AttentionPlan::with_window(int64_t window) const {
+const Work& AttentionPlan::of(int64_t window, int64_t num_kv_heads) const {
   for (const Work& work : works)
-    if (work.window == window) return work;
+    if (work.window == window && work.num_kv_heads == num_kv_heads) return work;
   __builtin_trap();  // Python only requests planned windows
 }
 
+// Layers with one window and one number of KV heads; `head_dim` is their largest head size.
+struct Kind {
+  int64_t window, num_kv_heads, head_dim;  // window as for `first_seen`
+};
+
 struct PlanAttention {
-  const int64_t* windows;  // 0: none
-  int64_t num_windows, num_heads, num_kv_heads, head_dim;
+  const Kind* kinds;
+  int64_t num_kinds, num_heads;
 };
 
 extern "C" {
@@ -136,15 +140,16 @@ void specserve_plan_attention(const void* args, const Step& step, Team& team) {
   if (team.id) return;
   const PlanAttention& a = *(const PlanAttention*)args;
   AttentionPlan& plan = *step.attention;
-  plan.works.resize(a.num_windows);
-  int64_t most = 0;
-  for (int64_t w = 0; w < a.num_windows; w++) {
-    Work& work = plan.works[w];
-    work.window = a.windows[w];
-    work.build(*step.rows, a.num_heads / a.num_kv_heads, a.num_kv_heads, team.size);
-    most = std::max(most, work.num_partials);
+  plan.works.resize(a.num_kinds);
+  int64_t most = plan.partials.size();
+  for (int64_t i = 0; i < a.num_kinds; i++) {
+    const Kind& kind = a.kinds[i];
+    Work& work = plan.works[i];
+    work.window = kind.window;
+    work.num_kv_heads = kind.num_kv_heads;
+    work.build(*step.rows, a.num_heads, team.size);
+    most = std::max(most, work.num_partials * kind.num_kv_heads * partial_size(kind.head_dim));
   }
-  plan.partials.resize(std::max<int64_t>(plan.partials.size(),
-                                         most * a.num_kv_heads * partial_size(a.head_dim)));
+  plan.partials.resize(most);
 }
 }

@@ -36,9 +36,16 @@ struct Cut {
   int64_t partial;
 };
 
-// The work list of one window.
+// The first position that the last of `length` visible positions sees. A window is a number of
+// positions, 0 for all, or -n for the chunks of n positions that begin at multiples of n.
+static inline int first_seen(int64_t window, int length) {
+  if (window < 0) return (length - 1) / -window * -window;
+  return window && length > window ? length - window : 0;
+}
+
+// The work list of all layers with one window and one number of KV heads.
 struct Work {
-  int64_t window;
+  int64_t window, num_kv_heads;
   std::vector<View> views;     // of rows
   std::vector<int> paths;      // slots
   std::vector<Item> whole;     // before division: all heads and parts
@@ -46,7 +53,7 @@ struct Work {
   std::vector<Cut> cuts;
   int64_t num_partials;        // per KV head
 
-  void build(const Rows& rows, int group, int num_kv_heads, int threads);
+  void build(const Rows& rows, int num_heads, int threads);
 
  private:
   void view_rows(const Rows& rows);
@@ -60,8 +67,8 @@ static inline int64_t partial_size(int64_t head_dim) { return (head_dim + 15) / 
 
 // Reused in every step, so that steps of known sizes do not allocate.
 struct AttentionPlan {
-  std::vector<Work> works;  // by window
+  std::vector<Work> works;
   std::vector<float> partials;
 
-  const Work& with_window(int64_t window) const;
+  const Work& of(int64_t window, int64_t num_kv_heads) const;
 };

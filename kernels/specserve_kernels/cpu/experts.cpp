@@ -12,7 +12,7 @@ constexpr int64_t ROUTED_ALONE = 16;   // maximum rows that one thread routes
 struct Route {
   int64_t is_bf16, domain;
   const void* logits;                // [R, E]
-  const float* correction;           // [E], may be null
+  const float *correction, *factors;  // [E], may be null
   float* weights;                    // [R, k]
   int32_t *experts, *places, *rows;  // [R, k]; places by pair, rows by place
   int32_t* begins;                   // [E + 1]  first place of each expert, and the end
@@ -55,7 +55,7 @@ template <class T> static void route_row(const Route& a, int64_t r) {
   }
   for (int64_t j = 0; j < k; j++) some += weights[j] = numbers[chosen[j]] / all;
   for (int64_t j = 0; j < k && a.normalizes; j++) weights[j] /= some;
-  for (int64_t j = 0; j < k; j++) weights[j] *= a.factor;
+  for (int64_t j = 0; j < k; j++) weights[j] *= a.factors ? a.factors[chosen[j]] : a.factor;
 }
 
 static void give_places(const Route& a, int64_t R) {
@@ -95,7 +95,7 @@ struct AddExperts {
   const float *sums, *weights;  // [R k, N] by place; [R, k]
   const int32_t* places;        // [R, k]
   void* residual;               // [R, N]
-  int64_t N, k;
+  int64_t N, k, adds;           // adds to `residual`, or replaces it
 };
 
 struct AddGated {
@@ -105,10 +105,17 @@ struct AddGated {
   int64_t N;
 };
 
+struct WeighRows {
+  int64_t is_bf16, domain;
+  const void *x, *logits;  // [R, N], [R, E]
+  void* out;               // [R, N]
+  int64_t N, num_experts;
+};
+
 constexpr int64_t COLUMNS_AT_ONCE = 256;
 
 template <class T>
-static void add_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t end) {
+static void do_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t end) {
   const float* weights = a.weights + r * a.k;
   const int32_t* places = a.places + r * a.k;
   for (int64_t i = begin; i < end; i += LANES) {
@@ -117,12 +124,12 @@ static void add_columns(const AddExperts& a, int64_t r, int64_t begin, int64_t e
     for (int64_t j = 0; j < a.k; j++)
       total += load_up_to(a.sums + places[j] * a.N + i, n) * weights[j];
     T* to = (T*)a.residual + r * a.N + i;
-    store_up_to(to, load_up_to(to, n) + total, n);
+    store_up_to(to, a.adds ? load_up_to(to, n) + total : total, n);
   }
 }
 
 template <class T>
-static void add_columns(const AddGated& a, int64_t r, int64_t begin, int64_t end) {
+static void do_columns(const AddGated& a, int64_t r, int64_t begin, int64_t end) {
   vf share = 1.0f / (1.0f + exp(-splat(to_float(((const T*)a.gate)[r]))));
   for (int64_t i = begin; i < end; i += LANES) {
     int n = std::min<int64_t>(end - i, LANES);
@@ -131,19 +138,31 @@ static void add_columns(const AddGated& a, int64_t r, int64_t begin, int64_t end
   }
 }
 
-template <class T, class Args> static void add_pieces(const Args& a, int64_t R, Team& team) {
+template <class T>
+static void do_columns(const WeighRows& a, int64_t r, int64_t begin, int64_t end) {
+  const T* logits = (const T*)a.logits + r * a.num_experts;
+  float largest = to_float(logits[0]);
+  for (int64_t e = 1; e < a.num_experts; e++) largest = std::max(largest, to_float(logits[e]));
+  vf share = 1.0f / (1.0f + exp(-splat(largest)));
+  for (int64_t i = begin; i < end; i += LANES) {
+    int n = std::min<int64_t>(end - i, LANES);
+    store_up_to((T*)a.out + r * a.N + i, load_up_to((const T*)a.x + r * a.N + i, n) * share, n);
+  }
+}
+
+template <class T, class Args> static void do_pieces(const Args& a, int64_t R, Team& team) {
   int64_t pieces = divide_up(a.N, COLUMNS_AT_ONCE);
   Range part = team.part(R * pieces);
   for (int64_t i = part.begin; i < part.end; i++) {
     int64_t begin = i % pieces * COLUMNS_AT_ONCE;
-    add_columns<T>(a, i / pieces, begin, std::min(begin + COLUMNS_AT_ONCE, a.N));
+    do_columns<T>(a, i / pieces, begin, std::min(begin + COLUMNS_AT_ONCE, a.N));
   }
 }
 
-template <class Args> static void add_pieces(const void* args, const Step& step, Team& team) {
+template <class Args> static void do_pieces(const void* args, const Step& step, Team& team) {
   const Args& a = *(const Args*)args;
   int64_t R = step.num_rows[a.domain];
-  a.is_bf16 ? add_pieces<bf16>(a, R, team) : add_pieces<float>(a, R, team);
+  a.is_bf16 ? do_pieces<bf16>(a, R, team) : do_pieces<float>(a, R, team);
 }
 
 extern "C" {
@@ -159,10 +178,14 @@ void specserve_expert_maps(const void* args, const Step&, Team& team) {
 }
 
 void specserve_add_experts(const void* args, const Step& step, Team& team) {
-  add_pieces<AddExperts>(args, step, team);
+  do_pieces<AddExperts>(args, step, team);
 }
 
 void specserve_add_gated(const void* args, const Step& step, Team& team) {
-  add_pieces<AddGated>(args, step, team);
+  do_pieces<AddGated>(args, step, team);
+}
+
+void specserve_weigh_rows(const void* args, const Step& step, Team& team) {
+  do_pieces<WeighRows>(args, step, team);
 }
 }

@@ -52,7 +52,7 @@ def route(
     normalizes: bool,
     is_sigmoid: bool = False,
     correction: Tensor | None = None,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> RoutedPairs:
     R, E = logits.shape
     chosen, places, rows = torch.empty(3, R, k, dtype=torch.int32)
@@ -76,17 +76,20 @@ def experts(
     routing: RoutedPairs,
     gate_up: PackedExperts,
     down: PackedExperts,
-    residual: Tensor,
+    residual: Tensor | None,
     limit: float | None = None,
     gathering: Gathering | None = None,
     holders: Gathering | None = None,
+    gate: str = "silu",
 ) -> Tensor:
-    R, k = routing.weights.shape
-    assert len(x) == len(residual) == R, "x, routing and residual differ in their number of rows"
-    inner, sums = (x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, residual.shape[1]))
+    (R, k), N = routing.weights.shape, down.each[0].N
+    out = x.new_empty(R, N) if residual is None else residual
+    assert len(x) == len(out) == R, "x, routing and residual differ in their number of rows"
+    inner, sums = x.new_empty(R * k, gate_up.each[0].N), torch.empty(R * k, N)
     rows, begins = routing.rows, held(routing.begins, holders)
     size = x.numel() * inner.shape[1]
-    run("expert_maps", arguments.expert_maps(x, rows, gate_up, begins, inner, limit), R, size)
+    first = arguments.expert_maps(x, rows, gate_up, begins, inner, limit, gate)
+    run("expert_maps", first, R, size)
     if gathering is not None:
         inner = all_gather(inner, gathering)
     run("expert_maps", arguments.expert_maps(inner, None, down, begins, sums), R, size)
@@ -94,12 +97,18 @@ def experts(
         args, _ = arguments.gather_pairs(0, sums, routing.begins, holders)
         run("gather_pairs", args, R, 0)
         holders.ranks.check()
-    added = arguments.add_experts(0, sums, routing.weights, routing.places, residual)
-    run("add_experts", added, R, size)
-    return residual
+    kept = routing.weights, routing.places, out, residual is not None
+    run("add_experts", arguments.add_experts(0, sums, *kept), R, size)
+    return out
 
 
 def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
     args = arguments.add_gated(0, x, gate, residual)
     run("add_gated", args, len(x), x.numel())
     return residual
+
+
+def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    run("weigh_rows", arguments.weigh_rows(0, x, logits, out), len(x), x.numel())
+    return out

@@ -49,7 +49,8 @@ template <class Path> static void multiply_on(const Maps& maps, Team& team) {
 
 void multiply(const Maps& maps, Team& team) {
   const Linear& a = maps.each;
-  if (a.rounds_rows) return multiply_rounded(maps, team);
+  if (a.rounds_whole_rows()) return multiply_rounded(maps, team);
+  if (a.rounds_rows) return multiply_integers(maps, team);
   if (a.bits) return multiply_codes(maps, team);
   if (!a.is_bf16) return multiply_on<Vectors<Floats>>(maps, team);
 #if HAS_TILES

@@ -29,6 +29,15 @@ struct Shape {
   int64_t panel_words() const { return words() * COLUMNS; }
 };
 
+// Arguments of packing coded weights.
+struct PackCodes {
+  const uint8_t *q, *zero;  // [N, K], and [N, K / group] or null; twice as many rows if gated
+  const float *scale, *offset;  // [N, K / group]; null without offsets, which exclude zeros
+  const int8_t* table;          // [16] or null; a table excludes zeros and offsets
+  char* packed;
+  int64_t N, K, bits, group, is_gated;
+};
+
 // Addresses from which a multiplication reads and prefetches the words of a panel.
 struct Loader {
   const uint32_t* panel;  // first word to multiply

@@ -8,14 +8,6 @@
 #include "gemm_tiles.h"
 #include "linear.h"
 
-struct PackCodes {
-  const uint8_t *q, *zero;  // [N, K], and [N, K / group] or null; twice as many rows if gated
-  const float *scale, *offset;  // [N, K / group]; null without offsets, which exclude zeros
-  const int8_t* table;          // [16] or null; a table excludes zeros and offsets
-  char* packed;
-  int64_t N, K, bits, group, is_gated;
-};
-
 // A row of the weight, which becomes a column of a panel.
 struct Column {
   const uint8_t *q, *zero;

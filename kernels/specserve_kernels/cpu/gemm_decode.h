@@ -4,21 +4,6 @@
 #include "gemm_codes.h"
 #include "registers.h"
 
-typedef int32_t ri __attribute__((vector_size(REGISTER)));
-
-// Load WORDS 16-bit integers. GCC's conversion takes twice the instructions.
-static INLINE ri load_shorts(const char* p) {
-#if defined(__AVX512F__)
-  return (ri)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-  return (ri)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-  int16_t shorts __attribute__((vector_size(REGISTER / 2)));
-  memcpy(&shorts, p, sizeof shorts);
-  return __builtin_convertvector(shorts, ri);
-#endif
-}
-
 // Inlined, because GCC drops calls of a function that only prefetches.
 template <int BITS> static INLINE void prefetch_quad(const char* codes) {
 #pragma GCC unroll 4

@@ -63,6 +63,18 @@ static inline vb lowest_bytes(vi x) {
 #endif
 }
 
+// Return the largest of 16 integers, in every lane.
+static inline vi largest_lanes(vi x) {
+  vi other = (vi)rotate<8>((vf)x);
+  x = other > x ? other : x;
+  other = (vi)rotate<4>((vf)x);
+  x = other > x ? other : x;
+  other = (vi)rotate<2>((vf)x);
+  x = other > x ? other : x;
+  other = (vi)rotate<1>((vf)x);
+  return other > x ? other : x;
+}
+
 // Write the codes of a head's D numbers; return their scale.
 template <class T, class S> static float quantize(const S* x, int64_t D, T* out) {
   vi most{};  // as bits, which order like magnitudes; NaN is largest
@@ -70,9 +82,7 @@ template <class T, class S> static float quantize(const S* x, int64_t D, T* out)
     vi size = (vi)load_up_to(x + i, std::min<int64_t>(LANES, D - i)) & 0x7fffffff;
     most = size > most ? size : most;
   }
-  int32_t bits = 0;
-  for (int i = 0; i < LANES; i++) bits = std::max(bits, most[i]);
-  float largest = ((vf)vi{bits})[0];
+  float largest = ((vf)largest_lanes(most))[0];
   bool is_broken = !(largest < INF), is_zero = largest < SMALLEST_HEAD;
   float inverse = is_broken || is_zero ? 0.0f : LARGEST<T> / largest;
   for (int64_t i = 0; i < D; i += LANES) {

@@ -46,8 +46,9 @@ struct Norm {
   const void* x;
   const float *weight, *bias;  // bias may be null
   void* out;
-  int64_t width, x_stride, out_stride;  // elements: width of a row, distances of rows
-  int64_t is_centered, adds;            // LayerNorm; adds to `out`
+  // Elements: width of a group of columns, and distances of rows; number of groups per row.
+  int64_t width, x_stride, out_stride, num_groups;
+  int64_t is_centered, adds;  // LayerNorm; adds to `out`
   float eps;
 };
 
@@ -65,10 +66,11 @@ static void scale_row(const T* x, const float* weight, const float* bias, float 
 }
 
 template <class T> static void norm(const Norm& a, const Step& step, Team& team) {
-  Range part = team.part(step.num_rows[a.domain]);
-  for (int64_t r = part.begin; r < part.end; r++) {
-    const T* x = (const T*)a.x + r * a.x_stride;
-    T* out = (T*)a.out + r * a.out_stride;
+  Range part = team.part(step.num_rows[a.domain] * a.num_groups);
+  for (int64_t i = part.begin; i < part.end; i++) {
+    int64_t r = i / a.num_groups, column = i % a.num_groups * a.width;
+    const T* x = (const T*)a.x + r * a.x_stride + column;
+    T* out = (T*)a.out + r * a.out_stride + column;
     float mean = a.is_centered ? mean_of(x, a.width) : 0.0f;
     float scale = a.is_centered ? inverse_deviation(x, mean, a.width, a.eps)
                                 : inverse_rms(x, a.width, a.eps);
@@ -108,15 +110,40 @@ template <class T> static void elementwise(const Elementwise& a, const Step& ste
   }
 }
 
+struct GateColumns {
+  int64_t is_bf16, domain;
+  void* x;
+  const void* other;  // [R, other_width]
+  int64_t width, other_width, begin, curve;
+};
+
+// x = f(x) * other, for `width` columns of `other` from `begin` on.
+template <class T> static void gate_columns(const GateColumns& a, const Step& step, Team& team) {
+  Elementwise bent{};
+  bent.curve = a.curve;
+  Range part = team.part(step.num_rows[a.domain]);
+  for (int64_t r = part.begin; r < part.end; r++) {
+    T* x = (T*)a.x + r * a.width;
+    const T* other = (const T*)a.other + r * a.other_width + a.begin;
+    for (int64_t i = 0; i < a.width; i += LANES) {
+      int n = a.width - i < LANES ? a.width - i : LANES;
+      store_up_to(x + i, bend(bent, load_up_to(x + i, n)) * load_up_to(other + i, n), n);
+    }
+  }
+}
+
 struct Rope {
-  const KV* kv;
+  const KV* kv;  // null: rows have only query heads
   const void* qkv;
   const float *q_norm, *k_norm;  // may be null
   void* q;
   const float *cos, *sin, *query_scale;  // the last may be null
-  int64_t num_heads;
+  int64_t num_heads, head_dim;
   float eps;
   int64_t is_bf16, norm_stride, is_centered, is_last;  // stride 0: one weight for all heads
+  int64_t norms_values;
+
+  int64_t num_kv_heads() const { return kv ? kv->num_heads : 0; }
 };
 
 // How to normalize and rotate one head.
@@ -166,12 +193,20 @@ template <class T> static void widen(const T* x, int64_t D, float* out) {
   for (int64_t i = 0; i < D; i++) out[i] = to_float(x[i]);
 }
 
+// Divide a value head by its root mean square.
+template <class T, class O> static void norm_values(const T* x, int64_t D, float eps, O* out) {
+  float scale = inverse_rms(x, D, eps);
+  for (int64_t i = 0; i < D; i += LANES) {
+    int n = D - i < LANES ? D - i : LANES;
+    store_up_to(out + i, load_up_to(x + i, n) * scale, n);
+  }
+}
+
 // Process one query head, or one key head and its value head, which are stored as type S. Threads
 // divide heads, not rows, so that all threads work on a step of one row.
 template <class T, class S>
 static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) {
-  const KV& kv = *rope.kv;
-  int64_t H = rope.num_heads, Hk = kv.num_heads, D = kv.head_dim, half = D / 2;
+  int64_t H = rope.num_heads, Hk = rope.num_kv_heads(), D = rope.head_dim, half = D / 2;
   const T* x = (const T*)rope.qkv + (r * (H + 2 * Hk) + h) * D;
   int64_t position = rows.positions[r], head = h < H ? h : h - H;
   const float* norm = h < H ? rope.q_norm : rope.k_norm;
@@ -182,27 +217,31 @@ static void rope_head(const Rope& rope, const Rows& rows, int64_t r, int64_t h) 
     if (rope.query_scale) turn.factor = rope.query_scale[position];
     return rotate(x, turn, D, (T*)rope.q + (r * H + h) * D);
   }
+  const KV& kv = *rope.kv;
+  const T* values = x + Hk * D;
   int64_t slot = rows.slots[r];
   S *k = kv.at<S>(kv.k, slot) + head * D, *v = kv.at<S>(kv.v, slot) + head * D;
   if constexpr (IS_CODE<S>) {
     float numbers[MAX_HEAD_DIM];
     rotate(x, turn, D, numbers);
     *kv.scale_at(kv.k_scale, slot, head) = quantize(numbers, D, k);
-    widen(x + Hk * D, D, numbers);
+    rope.norms_values ? norm_values(values, D, rope.eps, numbers) : widen(values, D, numbers);
     *kv.scale_at(kv.v_scale, slot, head) = quantize(numbers, D, v);
   } else {
     rotate(x, turn, D, k);
-    memcpy(v, x + Hk * D, D * sizeof(T));
+    if (rope.norms_values) norm_values(values, D, rope.eps, v);
+    else memcpy(v, values, D * sizeof(T));
   }
 }
 
 template <class T, class S> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
-  int64_t heads = rope.num_heads + rope.kv->num_heads;
+  int64_t heads = rope.num_heads + rope.num_kv_heads();
   Range part = team.part(step.rows->num_rows * heads);
   for (int64_t n = part.begin; n < part.end; n++)
     rope_head<T, S>(rope, *step.rows, n / heads, n % heads);
 }
 template <class T> static void rope_write_kv(const Rope& rope, const Step& step, Team& team) {
+  if (!rope.kv) return rope_write_kv<T, T>(rope, step, team);
   switch (rope.kv->stored) {
     case AS_INT8: return rope_write_kv<T, Int8<T>>(rope, step, team);
     case AS_FP8: return rope_write_kv<T, Fp8<T>>(rope, step, team);
@@ -281,6 +320,11 @@ void specserve_norm(const void* args, const Step& step, Team& team) {
 void specserve_elementwise(const void* args, const Step& step, Team& team) {
   const Elementwise& a = *(const Elementwise*)args;
   a.is_bf16 ? elementwise<bf16>(a, step, team) : elementwise<float>(a, step, team);
+}
+
+void specserve_gate_columns(const void* args, const Step& step, Team& team) {
+  const GateColumns& a = *(const GateColumns*)args;
+  a.is_bf16 ? gate_columns<bf16>(a, step, team) : gate_columns<float>(a, step, team);
 }
 
 void specserve_rope_write_kv(const void* args, const Step& step, Team& team) {

@@ -26,6 +26,9 @@ struct Linear {
   float limit;            // of CLAMPED_MUL
 
   bool is_gated() const { return epilogue >= SILU_MUL; }
+  bool rounds_whole_rows() const {
+    return rounds_rows && bits == 8 && group == K && !has_zeros && !has_offsets;
+  }
   int64_t num_columns() const { return is_gated() ? 2 * N : N; }
   const float* added_to(int64_t r) const {
     return added && places[r] >= 0 ? added + places[r] * num_columns() : nullptr;
@@ -74,8 +77,10 @@ struct Maps {
 void multiply(const Maps& maps, Team& team);
 // Multiply by coded weights: see gemm_codes.h.
 void multiply_codes(const Maps& maps, Team& team);
-// Multiply quantized rows by coded weights: see gemm_rounded.cpp.
+// Multiply quantized rows by coded weights: see gemm_rounded.cpp for rows that have one scale, else
+// gemm_integers.cpp.
 void multiply_rounded(const Maps& maps, Team& team);
+void multiply_integers(const Maps& maps, Team& team);
 
 // Compute SiLU, x sigmoid(x), or GELU, 0.5 x (1 + tanh(u)) = x sigmoid(2 u). Here u = sqrt(2 / pi)
 // (x + 0.044715 x^3) (Hendrycks, Gimpel 1606.08415).

@@ -144,12 +144,15 @@ def run(ops: Any, step: StepStruct, threads: int) -> None:
     _run_list(build.kernels().library)(byref(ops), len(ops), byref(step), threads)
 
 
-def code_bytes(N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool) -> int:
+def code_bytes(
+    N: int, K: int, form: tuple[int, int, bool, bool, bool], is_gated: bool, rounds_rows: bool
+) -> int:
     """Size of a packed weight of codes.
 
     form  bits, group, whether the codes have zeros, offsets, a table
     """
-    count = build.kernels().library.specserve_code_bytes
+    library = build.kernels().library
+    count = library.specserve_integer_bytes if rounds_rows else library.specserve_code_bytes
     count.argtypes, count.restype = [c_int64] * 8, c_int64
     return int(count(N, K, *form, is_gated))
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.codes import GROUP, MAX_ROUNDED, Codes
+from specserve_kernels.codes import GROUP, MAX_ROUNDED, MAX_ROUNDED_GROUP, Codes
 from specserve_kernels.cpu import arguments, native
 from specserve_kernels.cpu.arguments import (
     ADD,
@@ -34,6 +35,7 @@ from specserve_kernels.types import (
     Rotary,
     Rows,
     SampleParams,
+    Window,
 )
 
 SHORT = 1 << 16  # elements; smaller ops run on one thread, as waking threads takes longer
@@ -47,9 +49,6 @@ class CpuPlan(NamedTuple):
     native: Any
     attention: AttentionPlan
     num_rows: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def run(
@@ -72,7 +71,8 @@ def run(
 def prepack(weight: Tensor | Codes, is_gated: bool = False) -> Packed:
     if isinstance(weight, Codes):
         _check(weight)
-        return (_prepack_rounding if weight.rounds_rows else _prepack_codes)(weight, is_gated)
+        rounds_whole_rows = weight.rounds_rows and weight.are_whole_rows
+        return (_prepack_rounding if rounds_whole_rows else _prepack_codes)(weight, is_gated)
     words, N = _pack(weight, is_gated)
     return Packed(words, N, weight.shape[1], is_gated, weight.dtype)
 
@@ -98,21 +98,21 @@ def _prepack_rounding(codes: Codes, is_gated: bool) -> Packed:
 
 
 def _prepack_codes(codes: Codes, is_gated: bool) -> Packed:
-    bits, group, q, scale, zero, offset, _, table = codes.centered()
+    bits, group, q, scale, zero, offset, rounds_rows, table = codes.centered()
     q, scale = q.contiguous(), scale.contiguous()
     zero, offset = (None if x is None else x.contiguous() for x in (zero, offset))
     rows, K = q.shape
     N = rows // 2 if is_gated else rows
     form = bits, group, zero is not None, offset is not None
     values = None if table is None else torch.tensor(table, dtype=torch.int8)
-    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated))
+    words = allocate(native.code_bytes(N, K, (*form, table is not None), is_gated, rounds_rows))
     pointers = (
         None if x is None else x.data_ptr() for x in (q, zero, scale, offset, values, words)
     )
     fields = "ptr q zero scale offset table packed i64 N K bits group is_gated"
     args = native.filled(fields, *pointers, N, K, bits, group, is_gated)
-    run("pack_codes", args, 1, codes.q.numel())
-    return Packed(words, N, K, is_gated, Coding(*form, has_table=table is not None))
+    run("pack_integers" if rounds_rows else "pack_codes", args, 1, codes.q.numel())
+    return Packed(words, N, K, is_gated, Coding(*form, rounds_rows, table is not None))
 
 
 def _check(codes: Codes) -> None:
@@ -133,7 +133,10 @@ def _check(codes: Codes) -> None:
     assert table is None or (is_plain and len(table) == 16), (
         "a table needs 16 values, 4 bits, no zeros and no offsets"
     )
-    may_round = f"rounding rows needs 8 bits, one scale per row and at most {MAX_ROUNDED} columns"
+    may_round = (
+        f"rounding rows needs groups of at most {MAX_ROUNDED_GROUP} columns; or 8 bits, one scale "
+        f"per row and at most {MAX_ROUNDED} columns"
+    )
     assert codes.may_round_rows or not rounds_rows, may_round
 
 
@@ -227,9 +230,10 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return _norm(arguments.norm(0, x, weight, out, eps, bias=bias, is_centered=True), out)
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     assert len(residual) == len(x), "residual and x differ in their number of rows"
-    return _norm(arguments.norm(0, x, weight, residual, eps, adds=True), residual)
+    columns = residual[:, begin : begin + x.shape[1]]
+    return _norm(arguments.norm(0, x, weight, columns, eps, adds=True), residual)
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
@@ -254,6 +258,46 @@ def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) ->
     return _curve(x, CURVES[curve], *alphas)
 
 
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    run("gate_columns", arguments.gate_columns(0, x, curve, other, begin), len(x), x.numel())
+    return x
+
+
+def spread_streams(x: Tensor, first: Tensor) -> Tensor:
+    out = x.new_empty(len(x), x.shape[1] + first.shape[1])
+    return _streams("spread_streams", x, first, out, first.shape[1])
+
+
+def add_matched(x: Tensor, first: Tensor, total: Tensor) -> Tensor:
+    return _streams("add_matched", x, first, total, x.shape[1])
+
+
+def mix_streams(streams: Tensor, coefficients: Tensor) -> Tensor:
+    width = streams.shape[1] // isqrt(coefficients.shape[1])
+    return _streams("mix_streams", streams, coefficients, torch.empty_like(streams), width)
+
+
+def correct_streams(streams: Tensor, x: Tensor, coefficients: Tensor) -> Tensor:
+    return _streams("correct_streams", x, coefficients, streams, x.shape[1])
+
+
+def _streams(name: str, x: Tensor, coefficients: Tensor, out: Tensor, width: int) -> Tensor:
+    run(name, arguments.streams(0, x, coefficients, out, width), len(x), out.numel())
+    return out
+
+
+def sparse_gated(x: Tensor, curve: str, deviations: float) -> Tensor:
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    run("sparse_gated", arguments.sparse_gated(0, x, curve, deviations, out), len(x), x.numel())
+    return out
+
+
+def weigh_columns(x: Tensor, begin: int, weight: Tensor) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    run("weigh_columns", arguments.weigh_columns(0, x, begin, weight, out), len(x), out.numel())
+    return out
+
+
 def _curve(x: Tensor, curve: int, *numbers: float) -> Tensor:
     run("elementwise", arguments.elementwise(0, x, curve, *numbers), len(x), x.numel())
     return x
@@ -263,22 +307,20 @@ def plan(
     rows: Rows,
     kv: KVCache,
     num_heads: int,
-    windows: Sequence[int | None] = NO_WINDOW,
+    windows: Sequence[Window] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> CpuPlan:
-    _, _, num_kv_heads, D = kv.layers[0].k.shape
-    heads = num_heads, num_kv_heads, D
-    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions), *heads)
+    made = CpuPlan(rows, also, native.rows_of(rows), AttentionPlan(), len(rows.positions))
     args, _ = arguments.plan_attention(kv, num_heads, windows)
     run("plan_attention", args, made.num_rows, SHORT, made)
     return made
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CpuPlan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: CpuPlan
 ) -> Tensor:
-    q = qkv.new_empty(plan.num_rows, plan.num_heads, plan.head_dim)
+    q = qkv.new_empty(plan.num_rows, *arguments.num_query_heads(qkv, rotary, kv))
     args = arguments.rope_write_kv(qkv, rotary, norm, kv, q)
     run("rope_write_kv", args, len(q), qkv.numel(), plan)
     return q
@@ -289,7 +331,7 @@ def attention(
     kv: KVLayer,
     plan: CpuPlan,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -443,7 +485,7 @@ def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Te
 
 
 def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
-    return x[:, begin:end].contiguous()
+    return x[:, begin:end].clone(memory_format=torch.contiguous_format)
 
 
 def send(x: Tensor, ranks: Ranks, other: int) -> Tensor:

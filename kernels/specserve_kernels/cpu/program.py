@@ -47,6 +47,9 @@ class Recording:
         self.from_ids = pieces(self.calls)
         self.from_residual, self.head = pieces(self.calls[layers:]), pieces(self.calls[head:])
         self.memory, self.kept = recorder.memory, recorder.kept
+        of_layers = {(call.name, call.domain) for call in self.calls[layers:]}
+        # Whether the forward reads token ids even if it begins with a residual.
+        self.reads_ids = not of_layers.isdisjoint({("gather", STEP), ("gather_codes", STEP)})
         self.adapter_rows: AdapterRows | None = recorder.adapter_rows
 
     def take_adapters(self, rows: AdapterRows | None) -> int:
@@ -129,6 +132,7 @@ class NativeProgram:
         if residual is None:
             self.run_pieces(found.from_ids)
         else:
+            assert token_ids is not None or not found.reads_ids, "this model needs token ids, too"
             found.entry.tensor[:R].copy_(residual)
             self.run_pieces(found.from_residual)
         aux_hidden_states = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass, field
-from math import prod
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from specserve_kernels.types import (
     PackedExperts,
     QKNorm,
     Rotary,
+    Window,
 )
 
 STEP, READ, ADAPTED = range(3)  # domains of rows, as in op.h
@@ -107,8 +108,6 @@ class Hosted(NamedTuple):
 class RecordedPlan(NamedTuple):
     """The part of a plan that is equal in all steps."""
 
-    num_heads: int
-    head_dim: int
     also: "tuple[Index, Index]"  # token ids, and the rows that are read
 
 
@@ -147,7 +146,7 @@ class Recorder:
     ) -> RecordedPlan:
         args, lengths = arguments.plan_attention(kv, num_heads, windows)
         self.note("plan_attention", args, STEP, lengths)
-        return RecordedPlan(num_heads, kv.layers[0].k.shape[3], (Index(STEP), Index(READ)))
+        return RecordedPlan((Index(STEP), Index(READ)))
 
     def embed(self, table: Tensor | Codes, token_ids: Any, dtype: torch.dtype) -> Any:
         if isinstance(table, Tensor):
@@ -218,8 +217,11 @@ class Recorder:
         self.note("norm", args, x.domain, weight, bias)
         return out
 
-    def rms_norm_add(self, x: Any, weight: Tensor, eps: float, residual: Any) -> Any:
-        args = arguments.norm(x.domain, x.tensor, weight, residual.tensor, eps, adds=True)
+    def rms_norm_add(
+        self, x: Any, weight: Tensor, eps: float, residual: Any, begin: int = 0
+    ) -> Any:
+        columns = residual.tensor[:, begin : begin + x.tensor.shape[1]]
+        args = arguments.norm(x.domain, x.tensor, weight, columns, eps, adds=True)
         self.note("norm", args, x.domain, weight)
         return residual
 
@@ -236,6 +238,45 @@ class Recorder:
 
     def activate(self, x: Any, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Any:
         return self.curve(x, arguments.CURVES[curve], *alphas)
+
+    def gate_columns(self, x: Any, curve: str, other: Any, begin: int) -> Any:
+        args = arguments.gate_columns(x.domain, x.tensor, curve, other.tensor, begin)
+        self.note("gate_columns", args, x.domain)
+        return x
+
+    def spread_streams(self, x: Any, first: Any) -> Any:
+        width = first.tensor.shape[1]
+        out = self.new(x.domain, (x.tensor.shape[1] + width,), x.tensor.dtype)
+        return self.streams("spread_streams", x, first, out, width)
+
+    def add_matched(self, x: Any, first: Any, total: Any) -> Any:
+        return self.streams("add_matched", x, first, total, x.tensor.shape[1])
+
+    def mix_streams(self, streams: Any, coefficients: Any) -> Any:
+        columns = streams.tensor.shape[1]
+        out = self.new(streams.domain, (columns,), streams.tensor.dtype)
+        width = columns // isqrt(coefficients.tensor.shape[1])
+        return self.streams("mix_streams", streams, coefficients, out, width)
+
+    def correct_streams(self, streams: Any, x: Any, coefficients: Any) -> Any:
+        return self.streams("correct_streams", x, coefficients, streams, x.tensor.shape[1])
+
+    def streams(self, name: str, x: Any, coefficients: Any, out: Any, width: int) -> Any:
+        tensors = x.tensor, coefficients.tensor, out.tensor
+        self.note(name, arguments.streams(x.domain, *tensors, width), x.domain)
+        return out
+
+    def sparse_gated(self, x: Any, curve: str, deviations: float) -> Any:
+        out = self.new(x.domain, (x.tensor.shape[1] // 2,), x.tensor.dtype)
+        args = arguments.sparse_gated(x.domain, x.tensor, curve, deviations, out.tensor)
+        self.note("sparse_gated", args, x.domain)
+        return out
+
+    def weigh_columns(self, x: Any, begin: int, weight: Tensor) -> Any:
+        out = self.new(x.domain, (len(weight),), x.tensor.dtype)
+        args = arguments.weigh_columns(x.domain, x.tensor, begin, weight, out.tensor)
+        self.note("weigh_columns", args, x.domain, weight)
+        return out
 
     def curve(self, x: Any, curve: int, *numbers: float) -> Any:
         args = arguments.elementwise(x.domain, x.tensor, curve, *numbers)
@@ -313,7 +354,7 @@ class Recorder:
         normalizes: bool,
         is_sigmoid: bool = False,
         correction: Tensor | None = None,
-        factor: float = 1.0,
+        factor: float | Tensor = 1.0,
     ) -> RoutedPairs:
         # Pairs are [row, k], so that no buffer needs a domain of pairs.
         domain, begins = logits.domain, torch.zeros(logits.tensor.shape[1] + 1, dtype=torch.int32)
@@ -322,7 +363,7 @@ class Recorder:
         tensors = RoutedPairs(weights.tensor, chosen.tensor, places.tensor, rows.tensor, begins)
         rule = normalizes, is_sigmoid, correction, factor
         args = arguments.route(domain, logits.tensor, tensors, *rule)
-        self.note("route", args, domain, begins, correction)
+        self.note("route", args, domain, begins, correction, factor)
         return RoutedPairs(weights, chosen, places, rows, begins)
 
     def experts(
@@ -335,12 +376,13 @@ class Recorder:
         limit: float | None = None,
         gathering: Gathering | None = None,
         holders: Gathering | None = None,
+        gate: str = "silu",
     ) -> Any:
         begins = held(routing.begins, holders)
         weights, k = routing.weights.tensor, routing.weights.tensor.shape[1]
         inner = self.new(x.domain, (k, gate_up.each[0].N), x.tensor.dtype)
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
-        args = arguments.expert_maps(x.tensor, rows, gate_up, begins, pairs, limit)
+        args = arguments.expert_maps(x.tensor, rows, gate_up, begins, pairs, limit, gate)
         self.note("expert_maps", args, x.domain, gate_up)
         if gathering is not None:
             inner = self.all_gather(inner, gathering)
@@ -352,20 +394,29 @@ class Recorder:
         if holders is not None:
             args, kept = arguments.gather_pairs(x.domain, found, routing.begins, holders)
             self.note("gather_pairs", args, x.domain, kept, holders)
+        adds = residual is not None
+        out = residual if adds else self.new(x.domain, (down.each[0].N,), x.tensor.dtype)
         places = routing.places.tensor
-        args = arguments.add_experts(x.domain, found, weights, places, residual.tensor)
+        args = arguments.add_experts(x.domain, found, weights, places, out.tensor, adds)
         self.note("add_experts", args, x.domain)
-        return residual
+        return out
 
     def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
         args = arguments.add_gated(x.domain, x.tensor, gate.tensor, residual.tensor)
         self.note("add_gated", args, x.domain)
         return residual
 
+    def weigh_rows(self, x: Any, logits: Any) -> Any:
+        out = self.new(x.domain, x.tensor.shape[1:], x.tensor.dtype)
+        args = arguments.weigh_rows(x.domain, x.tensor, logits.tensor, out.tensor)
+        self.note("weigh_rows", args, x.domain)
+        return out
+
     def rope_write_kv(
-        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RecordedPlan
+        self, qkv: Any, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: RecordedPlan
     ) -> Any:
-        q = self.new(qkv.domain, (plan.num_heads, plan.head_dim), qkv.tensor.dtype)
+        heads = arguments.num_query_heads(qkv.tensor, rotary, kv)
+        q = self.new(qkv.domain, heads, qkv.tensor.dtype)
         args = arguments.rope_write_kv(qkv.tensor, rotary, norm, kv, q.tensor)
         self.note("rope_write_kv", args, qkv.domain, rotary, norm, kv)
         return q
@@ -376,11 +427,11 @@ class Recorder:
         kv: KVLayer,
         plan: RecordedPlan,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Any:
-        out = self.new(q.domain, (plan.num_heads * plan.head_dim,), q.tensor.dtype)
+        out = self.new(q.domain, (q.tensor[0].numel(),), q.tensor.dtype)
         args = arguments.attention(q.tensor, kv, out.tensor, scale, window, soft_cap, sinks)
         self.note("attention", args, q.domain, kv, sinks)
         return out

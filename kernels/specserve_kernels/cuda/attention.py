@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specserve_kernels.cuda.masks import kv_lengths, pack, sight
 from specserve_kernels.errors import DeviceError
-from specserve_kernels.types import KVCache, KVLayer, Rows
+from specserve_kernels.types import Chunks, KVCache, KVLayer, Rows, Window
 
 FROM, BELOW = "0.6.4", "0.7"  # supported versions; pyproject.toml has the same bounds
 HEAD_SIZES = (64, 128, 256)
@@ -50,7 +50,7 @@ class PlannedRows(NamedTuple):
 
     begin: int
     end: int
-    wrappers: dict[int | None, Any]
+    wrappers: dict[Window, Any]
 
 
 class FlashInfer:
@@ -59,15 +59,17 @@ class FlashInfer:
     def __init__(self, device: torch.device, module: Any, backend: str = BACKEND) -> None:
         self.module, self.backend = module, backend
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self.wrappers: dict[tuple[str, int | None], Any] = {}
+        self.wrappers: dict[tuple[str, Window], Any] = {}
         self.built: set[tuple[int, bool]] = set()  # head size, has a window
         self.planned = torch.cuda.Event() if device.type == "cuda" else None
 
-    def fits(self, kv: KVCache) -> bool:
-        k = kv.layers[0].k
-        return k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
+    def fits(self, kv: KVCache, windows: Sequence[Window]) -> bool:
+        k, has_chunks = kv.layers[0].k, any(isinstance(window, Chunks) for window in windows)
+        is_uniform = len({layer.k.shape[2:] for layer in kv.layers}) == 1
+        is_served = k.shape[-1] in HEAD_SIZES and k.dtype == torch.bfloat16
+        return is_uniform and is_served and not has_chunks
 
-    def build(self, kv: KVCache, windows: Sequence[int | None]) -> None:
+    def build(self, kv: KVCache, windows: Sequence[Window]) -> None:
         """Compile and load the kernels of later plans. DeviceError if that fails.
 
         FlashInfer's `plan` would also build them, but its build errors look like other errors.
@@ -120,8 +122,8 @@ class FlashInfer:
         )
 
     def masks(
-        self, rows: Rows, kv: KVCache, windows: Sequence[int | None]
-    ) -> dict[int | None, tuple[Tensor, Tensor]]:
+        self, rows: Rows, kv: KVCache, windows: Sequence[Window]
+    ) -> dict[Window, tuple[Tensor, Tensor]]:
         """Return, by window, the trees' packed masks and each request's offset, as host tensors."""
         b, r = num_causal(rows)
         if b == len(rows.last_page_len):
@@ -140,8 +142,8 @@ class FlashInfer:
         indices: Tensor,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None],
-        masks: dict[int | None, tuple[Tensor, Tensor]],
+        windows: Sequence[Window],
+        masks: dict[Window, tuple[Tensor, Tensor]],
     ) -> list[PlannedRows]:
         """Plan the parts of a step: its causal requests, and its draft trees.
 
@@ -172,7 +174,7 @@ class FlashInfer:
     def planned_wrapper(
         self,
         kind: str,
-        window: int | None,
+        window: Window,
         requests: slice,
         rows: Rows,
         indices: Tensor,
@@ -186,6 +188,7 @@ class FlashInfer:
         own = indices[int(indptr[0]) : int(indptr[-1])]
         ints = [qo - qo[0], indptr - indptr[0], own, rows.last_page_len[requests]]
         _, block_size, num_kv_heads, D = kv.layers[0].k.shape
+        assert not isinstance(window, Chunks), "FlashInfer has no windows that start at multiples"
         # FlashInfer's window counts slots. For causal rows, slots equal positions.
         window_left = -1 if mask is not None or window is None else window - 1
         heads = num_heads, num_kv_heads, D, block_size
@@ -228,7 +231,7 @@ class FlashInfer:
             ) from e
 
     @torch.inference_mode(False)  # the wrapper also writes its buffers outside that mode
-    def wrapper(self, kind: str, window: int | None) -> Any:
+    def wrapper(self, kind: str, window: Window) -> Any:
         if (kind, window) not in self.wrappers:
             make = self.module.BatchPrefillWithPagedKVCacheWrapper
             self.wrappers[kind, window] = make(self.workspace, "NHD", backend=self.backend)
@@ -236,7 +239,7 @@ class FlashInfer:
 
 
 def run_parts(
-    q: Tensor, kv: KVLayer, parts: list[PlannedRows], scale: float, window: int | None
+    q: Tensor, kv: KVLayer, parts: list[PlannedRows], scale: float, window: Window
 ) -> Tensor:
     """Run attention of the last planned step, part by part; q and result are [R, H, D]."""
     out = torch.empty_like(q)

@@ -29,7 +29,7 @@ def route(
     normalizes: bool,
     is_sigmoid: bool = False,
     correction: Tensor | None = None,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> Routing:
     """Same as the reference op."""
     wide = logits.float()
@@ -39,7 +39,8 @@ def route(
     weights = scores.gather(1, experts)
     if normalizes:
         weights = weights / weights.sum(dim=1, keepdim=True)
-    return Routing(weights * factor, experts.int())
+    own = factor[experts] if isinstance(factor, Tensor) else factor
+    return Routing(weights * own, experts.int())
 
 
 def packed(maps: Iterable[LinearMap], bias: Tensor | None) -> PackedExperts:
@@ -155,16 +156,19 @@ def add_experts(
     routing: Routing,
     gate_up: PackedExperts,
     down: PackedExperts,
-    residual: Tensor,
+    residual: Tensor | None,
     gated: Callable[[Tensor], Tensor],
     gathering: Gathering | None = None,
     holders: Gathering | None = None,
 ) -> Tensor:
     """Same as the reference op, but the first map's outputs are also rounded before `gated`."""
     if not len(x):
-        return residual
+        return (
+            x.new_empty(0, down.each[0].linear(x, None).shape[1]) if residual is None else residual
+        )
     if gate_up.joined is None or down.joined is None:
         if holders is not None:
+            assert residual is not None, "ranks that hold whole experts add to a residual"
             return add_held(x, routing, gate_up, down, residual, gated, holders)
         return add_each(x, routing, gate_up, down, residual, gated, gathering)
     flat, k = routing.experts.flatten().long(), routing.experts.shape[1]
@@ -185,7 +189,7 @@ def add_experts(
     if holders is not None:
         sums = of_holders(sums.masked_fill_((own == E)[:, None], 0.0), flat, holders)
     shares = routing.weights[:, :, None] * sums.view(*routing.weights.shape, -1)
-    return residual.copy_(residual.float() + shares.sum(dim=1))
+    return added(shares.sum(dim=1), residual, x.dtype)
 
 
 def add_each(
@@ -193,14 +197,14 @@ def add_each(
     routing: Routing,
     gate_up: PackedExperts,
     down: PackedExperts,
-    residual: Tensor,
+    residual: Tensor | None,
     gated: Callable[[Tensor], Tensor],
     gathering: Gathering | None = None,
 ) -> Tensor:
     """Add the outputs of experts with coded weights. This is slow: every expert multiplies all
     rows.
     """
-    total = torch.zeros(residual.shape, device=x.device)
+    total = torch.zeros(1, 1, device=x.device)
     for e, (first, second) in enumerate(zip(gate_up.each, down.each, strict=True)):
         biases = [None if maps.bias is None else maps.bias[e] for maps in (gate_up, down)]
         is_chosen = routing.experts == e
@@ -209,8 +213,12 @@ def add_each(
         if gathering is not None:
             inner = all_gather(inner, gathering)
         found = second.linear(inner, biases[1]).float()
-        total += torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
-    return residual.copy_(residual.float() + total)
+        total = total + torch.where(is_chosen.any(dim=1, keepdim=True), weight * found, 0.0)
+    return added(total, residual, x.dtype)
+
+
+def added(total: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return total.to(dtype) if residual is None else residual.copy_(residual.float() + total)
 
 
 def add_held(

@@ -74,6 +74,32 @@ def _activate(x, K, positive, negative, CURVE: tl.constexpr, BLOCK: tl.constexpr
     tl.store(at, y.to(x.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _gate_columns(x, other, K, W, begin, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < K
+    at = x + K * row + i
+    v = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    by = tl.load(other + W * row + begin + i, mask=inside, other=0.0).to(tl.float32)
+    inner = v
+    if CURVE == "gelu_tanh":
+        inner = v * (1.59576912 + 0.0713548163 * v * v)
+    tl.store(at, (v * _sigmoid(inner) * by).to(x.dtype.element_ty), mask=inside)
+
+
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    """Same as the reference op."""
+    assert x.is_contiguous() and other.is_contiguous(), "rows with gaps"
+    assert curve in GATES[:2], f"No kernel implements the gate {curve}."
+    (R, K), W = x.shape, other.shape[1]
+    assert begin + K <= W, "columns beyond a row"
+    if R:
+        grid = (R, triton.cdiv(K, BLOCK))
+        _gate_columns[grid](x, other, K, W, begin, CURVE=curve, BLOCK=BLOCK, num_warps=4)
+    return x
+
+
 def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
     """Same as the reference op."""
     assert x.is_contiguous(), "rows with gaps"

@@ -14,7 +14,7 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import AdapterRows, Rows
+from specserve_kernels.types import AdapterRows, AttentionKind, Rows, Window
 
 
 class PlacedRows(NamedTuple):
@@ -32,14 +32,15 @@ class CudaPlan(NamedTuple):
     also: list[Tensor]
     shared: PlacedRows
     parts: list[PlannedRows]
-    work: dict[int | None, tuple[paged.Work, paged.Inputs]]  # by window
+    # By window and number of KV heads.
+    work: dict[tuple[Window, int], tuple[paged.Work, paged.Inputs]]
     adapters: AdapterWork | None = None
 
 
 NOWHERE = -1  # slot of an unused row
 ALSO_BYTES = 64  # bytes per row for other tensors of a step
 MAX_ALSO = 16  # maximum number of other tensors, for their alignment
-PER_WINDOW = 5  # fields per window
+PER_KIND = 5  # fields per kind of attention
 
 
 class InputArray(NamedTuple):
@@ -60,11 +61,6 @@ def adapter_arrays(size: int, num_slots: int) -> list[InputArray]:
     return [InputArray(tuple(x.shape), str(x.numpy().dtype)) for x in work]
 
 
-class Heads(NamedTuple):
-    queries: int
-    kv: int
-
-
 class GraphInputs:
     """The inputs of steps of up to `size` rows. With `num_slots` > 0, rows may have adapters. The
     block numbers are last: their number varies.
@@ -77,21 +73,20 @@ class GraphInputs:
         self,
         staging: Staging,
         size: int,
-        heads: Heads,
-        windows: Sequence[int | None],
+        num_heads: int,
+        kinds: Sequence[AttentionKind],
         num_slots: int = 0,
     ) -> None:
-        self.staging, self.size, self.heads, self.windows = staging, size, heads, windows
+        self.staging, self.size, self.num_heads, self.kinds = staging, size, num_heads, kinds
         of_rows = InputArray((size,), "int64")
-        tables = [
-            InputArray((size + paged.num_programs(heads.kv), 5), "int32"),
-            InputArray((size, 3), "int32"),
-            *[of_rows] * 3,
+        merges = InputArray((size, 3), "int32")
+        pieces = [
+            InputArray((size + paged.num_programs(kind.num_kv_heads), 5), "int32") for kind in kinds
         ]
         self.fields = [
             *(of_rows, of_rows, InputArray((size,), "int32"), of_rows._replace(unused=NOWHERE)),
             InputArray((size + 1,), "int32"),
-            *tables * len(windows),
+            *(field for own in pieces for field in (own, merges, *[of_rows] * 3)),
             *(adapter_arrays(size, num_slots) if num_slots else []),
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
@@ -117,8 +112,12 @@ class GraphInputs:
         """Same as `CudaOps.plan` for Triton's attention. `plan.also` begins with the token ids and
         `read`, both of length `size`.
         """
-        seen = [sight(rows, window) for window in self.windows]
-        work = [paged.deal(rows, s, *self.heads, self.size) for s in seen]
+        sights = {window: sight(rows, window) for window in {kind.window for kind in self.kinds}}
+        seen = [sights[kind.window] for kind in self.kinds]
+        work = [
+            paged.deal(rows, s, self.num_heads, kind.num_kv_heads, self.size)
+            for s, kind in zip(seen, self.kinds, strict=True)
+        ]
         values = [x.numpy() for x in (token_ids, read, rows.positions, rows.slots, rows.indptr)]
         for s, w in zip(seen, work, strict=True):
             values += [w.pieces, w.merges, s.first, s.prefix, s.mask.view(np.int64)]
@@ -136,13 +135,13 @@ class GraphInputs:
         self.staging.send(total)
         token_ids, read, positions, slots, indptr, *tables = self.on_device
         shared = PlacedRows(positions, slots, self.indices, indptr)
-        by_window = {}
-        for i, (window, w) in enumerate(zip(self.windows, work, strict=True)):
-            mine = tables[PER_WINDOW * i : PER_WINDOW * (i + 1)]
-            by_window[window] = w, paged.Inputs._make((*mine, self.indices, indptr))
-        rest = tables[PER_WINDOW * len(self.windows) :]
+        by_kind = {}
+        for i, (kind, w) in enumerate(zip(self.kinds, work, strict=True)):
+            mine = tables[PER_KIND * i : PER_KIND * (i + 1)]
+            by_kind[kind[:2]] = w, paged.Inputs._make((*mine, self.indices, indptr))
+        rest = tables[PER_KIND * len(self.kinds) :]
         adapters = AdapterWork(*rest) if rest else None
-        return CudaPlan([token_ids, read, *placed], shared, [], by_window, adapters)
+        return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters)
 
     def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of the fields in a pinned buffer."""

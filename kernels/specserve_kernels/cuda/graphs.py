@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve_kernels.cuda.graph_inputs import CudaPlan, GraphInputs, Heads
+from specserve_kernels.cuda.graph_inputs import CudaPlan, GraphInputs
 from specserve_kernels.cuda.staging import Staging
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.ops import EagerProgram, ModelForward, Outputs
@@ -238,12 +238,9 @@ class GraphProgram:
 
     def inputs_of(self, size: int, num_slots: int) -> GraphInputs:
         if (size, num_slots) not in self.inputs:
-            heads, windows = (
-                Heads(self.model.num_heads, self.kv.layers[0].k.shape[2]),
-                self.model.windows,
-            )
+            kinds = self.kv.kinds(self.model.windows)
             self.inputs[size, num_slots] = GraphInputs(
-                self.staging, size, heads, windows, num_slots
+                self.staging, size, self.model.num_heads, kinds, num_slots
             )
         return self.inputs[size, num_slots]
 

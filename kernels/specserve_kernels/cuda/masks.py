@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve_kernels.types import Rows
+from specserve_kernels.types import Chunks, Rows, Window
 
 Ints = NDArray[np.int64]
 WORD = np.arange(64, dtype=np.uint64)
@@ -33,7 +33,7 @@ class Sight(NamedTuple):
         return first, prefix, torch.from_numpy(self.mask.view(np.int64))
 
 
-def sight(rows: Rows, window: int | None) -> Sight:
+def sight(rows: Rows, window: Window) -> Sight:
     """Compute the visible slots of every row within a window.
 
     A window counts positions, and the slots of a draft tree are not in order of position. The nodes
@@ -44,7 +44,11 @@ def sight(rows: Rows, window: int | None) -> Sight:
     mask = rows.mask.numpy().view(np.uint64)
     if window is None:
         return Sight(np.zeros_like(prefix), prefix, mask)
-    first = rows.positions.numpy().astype(np.int64) + 1 - window
+    position = rows.positions.numpy().astype(np.int64)
+    if isinstance(window, Chunks):
+        first = position // window.size * window.size
+    else:
+        first = position + 1 - window
     num_left_behind = first - prefix
     for i in range(min(64, num_left_behind.max(initial=0))):
         mask = np.where(num_left_behind > i, mask & (mask - np.uint64(1)), mask)

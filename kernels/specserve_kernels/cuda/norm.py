@@ -81,9 +81,12 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return out
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     assert x.is_contiguous() and residual.is_contiguous(), "rows with gaps"
-    _launch(x, weight, residual, eps, is_centered=False, adds=True)
+    columns = residual[:, begin : begin + x.shape[1]]
+    if len(weight) < x.shape[1]:
+        x, columns = x.view(-1, len(weight)), columns.view(-1, len(weight))
+    _launch(x, weight, columns, eps, is_centered=False, adds=True)
     return residual
 
 

@@ -22,6 +22,7 @@ from specserve_kernels.cuda import (
     ranks,
     rope,
     sample,
+    streams,
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
@@ -42,6 +43,7 @@ from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
+    Chunks,
     Edits,
     FixedThreads,
     KVCache,
@@ -55,6 +57,7 @@ from specserve_kernels.types import (
     Rows,
     SampleParams,
     Threads,
+    Window,
 )
 
 log = logging.getLogger("specserve")
@@ -76,6 +79,13 @@ class CudaOps:
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
     activate = staticmethod(gated.activate)
+    gate_columns = staticmethod(gated.gate_columns)
+    add_matched = staticmethod(streams.add_matched)
+    correct_streams = staticmethod(streams.correct_streams)
+    mix_streams = staticmethod(streams.mix_streams)
+    sparse_gated = staticmethod(streams.sparse_gated)
+    spread_streams = staticmethod(streams.spread_streams)
+    weigh_columns = staticmethod(streams.weigh_columns)
     route = staticmethod(experts.route)
     rms_norm_add = staticmethod(norm.rms_norm_add)
     rms_norm_columns = staticmethod(norm.rms_norm_columns)
@@ -205,13 +215,20 @@ class CudaOps:
         routing: Routing,
         gate_up: PackedExperts,
         down: PackedExperts,
-        residual: Tensor,
+        residual: Tensor | None,
         limit: float | None = None,
         gathering: Gathering | None = None,
         holders: Gathering | None = None,
+        gate: str = "silu",
     ) -> Tensor:
-        gate = gated.gated if limit is None else partial(gated.gated, gate="clamped", limit=limit)
-        return experts.add_experts(x, routing, gate_up, down, residual, gate, gathering, holders)
+        curve = partial(gated.gated, gate=gate)
+        if limit is not None:
+            curve = partial(gated.gated, gate="clamped", limit=limit)
+        return experts.add_experts(x, routing, gate_up, down, residual, curve, gathering, holders)
+
+    def weigh_rows(self, x: Tensor, logits: Tensor) -> Tensor:
+        largest = logits.float().amax(dim=1, keepdim=True)
+        return (x.float() * largest.sigmoid()).to(x.dtype)
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return residual.copy_(residual.float() + gate.float().sigmoid() * x.float())
@@ -232,7 +249,7 @@ class CudaOps:
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None] = NO_WINDOW,
+        windows: Sequence[Window] = NO_WINDOW,
         also: Sequence[Tensor] = (),
         has_plain_scores: bool = True,
     ) -> CudaPlan:
@@ -241,8 +258,12 @@ class CudaOps:
         self.num_planned["FlashInfer" if flashinfer else "Triton"] += 1
         if flashinfer:
             return self.plan_flashinfer(flashinfer, rows, kv, num_heads, windows, also)
-        seen = [sight(rows, window) for window in windows]
-        dealt = [paged.deal(rows, s, num_heads, kv.layers[0].k.shape[2]) for s in seen]
+        kinds = kv.kinds(windows)
+        sights = {window: sight(rows, window) for window in windows}
+        seen = [sights[kind.window] for kind in kinds]
+        dealt = [
+            paged.deal(rows, sights[kind.window], num_heads, kind.num_kv_heads) for kind in kinds
+        ]
         host = (
             (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
             for s, w in zip(seen, dealt, strict=True)
@@ -250,13 +271,13 @@ class CudaOps:
         told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
         shared, placed_also, rest = self.upload(rows, also, chain(told, *host))
         work = {
-            window: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
-            for window, d, inputs in zip(windows, dealt, batched(rest[len(told) :], 5), strict=True)
+            kind[:2]: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
+            for kind, d, inputs in zip(kinds, dealt, batched(rest[len(told) :], 5), strict=True)
         }
         return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
 
     def flashinfer_for(
-        self, kv: KVCache, windows: Sequence[int | None], has_plain_scores: bool
+        self, kv: KVCache, windows: Sequence[Window], has_plain_scores: bool
     ) -> FlashInfer | None:
         """Return FlashInfer with built kernels if it supports this model; None: use Triton.
 
@@ -264,12 +285,17 @@ class CudaOps:
         fallback would hide them.
         """
         try:
-            if self.flashinfer is not None and self.flashinfer.fits(kv) and has_plain_scores:
+            if (
+                self.flashinfer is not None
+                and self.flashinfer.fits(kv, windows)
+                and has_plain_scores
+            ):
                 self.flashinfer.build(kv, windows)
                 return self.flashinfer
             if self.choice == "flashinfer":
                 k = kv.layers[0].k
                 scores = "" if has_plain_scores else " with capped scores or sinks"
+                scores += " in chunks" if any(isinstance(w, Chunks) for w in windows) else ""
                 raise DeviceError(
                     f"FlashInfer has no kernels for {k.dtype} heads of size {k.shape[-1]}{scores}. "
                     "Use attention 'auto'."
@@ -287,7 +313,7 @@ class CudaOps:
         rows: Rows,
         kv: KVCache,
         num_heads: int,
-        windows: Sequence[int | None],
+        windows: Sequence[Window],
         also: Sequence[Tensor],
     ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
@@ -318,7 +344,7 @@ class CudaOps:
         return GraphProgram(self.child_graphs, self.num_planned, model, kv, aux_layer_ids)
 
     def rope_write_kv(
-        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: CudaPlan
+        self, qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: CudaPlan
     ) -> Tensor:
         return rope.rope_write_kv(qkv, rotary, norm, kv, plan.shared.positions, plan.shared.slots)
 
@@ -328,13 +354,13 @@ class CudaOps:
         kv: KVLayer,
         plan: CudaPlan,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if plan.work:
             scores = paged.Scores(scale, soft_cap, sinks)
-            return paged.attention(q, kv, scores, *plan.work[window]).flatten(1)
+            return paged.attention(q, kv, scores, *plan.work[window, kv.k.shape[2]]).flatten(1)
         assert soft_cap is None and sinks is None, "the plan supports only plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 

@@ -26,7 +26,8 @@ Table = NDArray[np.int32]
 
 MIN_DOT = 16  # minimum rows of a tl.dot
 MAX_FOLDED = 32  # maximum rows times query heads per program
-SLOTS = 64  # slots per iteration of a program's loop
+SLOTS = 64  # maximum slots per iteration of a program's loop
+MAX_TILES = 128 << 10  # bytes of shared memory for the tiles of K and V of two iterations
 MIN_PIECE = 128  # minimum slots of a piece; a smaller piece does not repay another program
 PROGRAMS = 264  # programs that fill a GPU: two per SM of an H200
 FEW = 32  # maximum rows for which Python loops are faster than NumPy
@@ -305,6 +306,14 @@ def bit_lengths(words: NDArray[np.uint64]) -> Ints:
     return np.frexp(highest.astype(np.float64))[1].astype(np.int64)
 
 
+def slots_per_iteration(D: int, itemsize: int) -> int:
+    """Return the number of slots whose tiles of K and V fit into shared memory."""
+    slots = SLOTS
+    while slots > MIN_DOT and 4 * slots * D * itemsize > MAX_TILES:
+        slots //= 2
+    return slots
+
+
 class Scores(NamedTuple):
     """Score parameters, as in the reference's `attention`."""
 
@@ -358,7 +367,7 @@ def attention(q: Tensor, kv: KVLayer, scores: Scores, work: Work, inputs: Inputs
         ROWS=work.rows,
         D=D,
         D_BLOCK=max(MIN_DOT, triton.next_power_of_2(D)),
-        SLOTS=SLOTS,
+        SLOTS=slots_per_iteration(triton.next_power_of_2(D), q.itemsize),
         DOT=tl.bfloat16 if q.dtype == torch.bfloat16 and IS_COMPILED else tl.float32,
         CODES=codes,
         num_warps=4,

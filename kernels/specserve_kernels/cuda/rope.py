@@ -48,6 +48,7 @@ def _rope_write_kv(
     IS_CENTERED: tl.constexpr,
     IS_LAST: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_VALUES: tl.constexpr,  # value heads are normalized without a weight
     HALF: tl.constexpr,  # D / 2
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -95,6 +96,8 @@ def _rope_write_kv(
     k_at = k_cache + place + (head - num_heads) * D
     v_at = v_cache + place + (head - num_heads - num_kv_heads) * D
     is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
+    if HAS_VALUES:
+        a, b = _normed(a, b, 1.0, 1.0, i < HALF, eps, D, False)
     if CODES == PLAIN:
         tl.store(k_at, ra.to(k_cache.dtype.element_ty), mask=inside & is_k)
         tl.store(k_at + HALF, rb.to(k_cache.dtype.element_ty), mask=inside & is_k)
@@ -118,16 +121,21 @@ def rope_write_kv(
     qkv: Tensor,
     rotary: Rotary,
     norm: QKNorm | None,
-    kv: KVLayer,
+    kv: KVLayer | None,
     positions: Tensor,
     slots: Tensor,
 ) -> Tensor:
     """Same as the reference op, with the rows' positions and slots on the device."""
-    _, block_size, num_kv_heads, D = kv.k.shape
-    stride, *inner = kv.k.stride()
     assert qkv.is_contiguous(), "rows with gaps"
-    assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
-    assert inner == [num_kv_heads * D, D, 1], "KV with gaps in a block"
+    D = 2 * rotary.cos.shape[1]
+    if kv is None:  # no head is a key head or a value head, so this tensor is not written
+        nothing = qkv.view(1, 1, 1, -1)
+        kv, num_kv_heads, block_size, stride = KVLayer(nothing, nothing), 0, 1, 0
+    else:
+        _, block_size, num_kv_heads, _ = kv.k.shape
+        stride, *inner = kv.k.stride()
+        assert kv.v.stride() == kv.k.stride(), "K and V have different strides"
+        assert inner == [num_kv_heads * D, D, 1], "KV with gaps in a block"
     R, heads = len(positions), qkv.shape[1] // D
     num_heads = heads - 2 * num_kv_heads
     q = qkv.new_empty(R, num_heads, D)
@@ -144,6 +152,7 @@ def rope_write_kv(
             IS_CENTERED=norm is not None and norm.is_centered,
             IS_LAST=norm is not None and norm.is_last,
             HAS_SCALE=rotary.query_scale is not None,
+            HAS_VALUES=norm is not None and norm.has_values,
             HALF=D // 2,
             HALF_BLOCK=triton.next_power_of_2(D // 2),
             HEADS=HEADS,

@@ -19,11 +19,18 @@ from specserve_kernels.host import (
 from specserve_kernels.ops import EagerProgram, ModelForward
 from specserve_kernels.reference.adapters import adapted, adapter_slots
 from specserve_kernels.reference.attention import attention, move_kv, plan, rope_write_kv
-from specserve_kernels.reference.experts import add_gated, experts, prepack_experts, route
+from specserve_kernels.reference.experts import (
+    add_gated,
+    experts,
+    prepack_experts,
+    route,
+    weigh_rows,
+)
 from specserve_kernels.reference.layers import (
     activate,
     copy,
     embed,
+    gate_columns,
     layer_norm,
     linear,
     linear_add,
@@ -54,6 +61,14 @@ from specserve_kernels.reference.recurrent import (
     selective_state_update,
 )
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
+from specserve_kernels.reference.streams import (
+    add_matched,
+    correct_streams,
+    mix_streams,
+    sparse_gated,
+    spread_streams,
+    weigh_columns,
+)
 from specserve_kernels.types import KVCache
 
 __all__ = [
@@ -61,6 +76,7 @@ __all__ = [
     "adapted",
     "adapter_slots",
     "add_gated",
+    "add_matched",
     "all_gather",
     "allocate",
     "arithmetic",
@@ -68,11 +84,13 @@ __all__ = [
     "causal_conv",
     "copy",
     "copy_blocks",
+    "correct_streams",
     "delta_rule",
     "embed",
     "experts",
     "free_memory",
     "gate",
+    "gate_columns",
     "has_bf16",
     "has_recurrent",
     "host_blocks",
@@ -84,6 +102,7 @@ __all__ = [
     "lm_head",
     "lock",
     "logprobs",
+    "mix_streams",
     "move_kv",
     "offload",
     "place",
@@ -110,10 +129,14 @@ __all__ = [
     "selective_state_update",
     "send",
     "soft_cap",
+    "sparse_gated",
+    "spread_streams",
     "take_columns",
     "take_rows",
     "top_children",
     "tune",
+    "weigh_columns",
+    "weigh_rows",
 ]
 
 samples_ahead = False

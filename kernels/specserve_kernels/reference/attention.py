@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.reference.kv import put, take
-from specserve_kernels.types import NO_WINDOW, KVCache, KVLayer, QKNorm, Rotary, Rows
+from specserve_kernels.types import (
+    NO_WINDOW,
+    Chunks,
+    KVCache,
+    KVLayer,
+    QKNorm,
+    Rotary,
+    Rows,
+    Window,
+)
 
 
 class RowsPlan(NamedTuple):
@@ -19,13 +28,14 @@ def plan(
     rows: Rows,
     kv: KVCache,
     num_heads: int,
-    windows: Sequence[int | None] = NO_WINDOW,
+    windows: Sequence[Window] = NO_WINDOW,
     also: Sequence[Tensor] = (),
     has_plain_scores: bool = True,
 ) -> RowsPlan:
     """Prepare the inputs that all layers of a step share.
 
-    windows           every window that the step passes to `attention`
+    windows           every window that the step passes to `attention`; layers may differ in their
+                      KV heads
     also              host tensors that other ops of the step take; `plan.also` has them on the
                       ops' device
     has_plain_scores  the step calls `attention` without `soft_cap` and `sinks`
@@ -34,18 +44,19 @@ def plan(
 
 
 def rope_write_kv(
-    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer, plan: RowsPlan
+    qkv: Tensor, rotary: Rotary, norm: QKNorm | None, kv: KVLayer | None, plan: RowsPlan
 ) -> Tensor:
     """Normalize and rotate the heads. Write K and V of every row into its slot, in the KV's dtype.
     `kv.py` defines 8-bit KV.
 
     qkv  [R, (H + 2 Hk) D]  bfloat16 | float32  query heads, then key heads, then value heads
+    kv                                          None: qkv has only query heads, and no KV is written
     ->   [R, H, D]          as qkv              the rotated queries
 
     The rotation pairs dimension i with i + D/2 (Su et al. 2104.09864, in the order of Hugging
     Face).
     """
-    block_size, num_kv_heads, D = kv.k.shape[1:]
+    D, num_kv_heads = 2 * rotary.cos.shape[1], 0 if kv is None else kv.k.shape[2]
     R = len(plan.rows.positions)
     heads = qkv[:R].view(R, -1, D).float()
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -59,8 +70,11 @@ def rope_write_kv(
         q, k = _norm(q, norm.q, norm), _norm(k, norm.k, norm)
     if rotary.query_scale is not None:
         q = q * rotary.query_scale[position][:, None, None]
-    slots = plan.rows.slots
-    put(kv, (slots // block_size, slots % block_size), k, v)
+    if norm is not None and norm.has_values:
+        v = _norm(v, v.new_ones(D), norm)
+    if kv is not None:
+        slots, block_size = plan.rows.slots, kv.k.shape[1]
+        put(kv, (slots // block_size, slots % block_size), k, v)
     return q.to(qkv.dtype)
 
 
@@ -80,7 +94,7 @@ def attention(
     kv: KVLayer,
     plan: RowsPlan,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -90,7 +104,7 @@ def attention(
     do not depend on which step wrote the KV.
 
     q         [R, H, D]  as the KV; query head h reads KV head h // (H / Hk)
-    window    a row at position p sees only the positions (p - window, p]; None: all
+    window    the visible positions; None: all
     soft_cap  a score s becomes soft_cap * tanh(s / soft_cap); None: unchanged
     sinks     [H]        float32; one more score per head, without a value; None: no sinks
     ->        [R, H D]   as q
@@ -115,10 +129,14 @@ def attention(
     return out.flatten(1)
 
 
-def _visible(prefix: int, mask: int, window: int | None) -> Tensor:
+def _visible(prefix: int, mask: int, window: Window) -> Tensor:
     """Return the request's slots that a row sees, in the order of their positions."""
     slots = [*range(prefix), *(prefix + j for j in range(64) if mask >> j & 1)]
-    return torch.tensor(slots if window is None else slots[-window:], dtype=torch.int64)
+    if isinstance(window, Chunks):
+        slots = slots[(len(slots) - 1) // window.size * window.size :]
+    elif window is not None:
+        slots = slots[-window:]
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def move_kv(kv: KVCache, source: Tensor, target: Tensor) -> None:

@@ -32,7 +32,7 @@ def route(
     normalizes: bool,
     is_sigmoid: bool = False,
     correction: Tensor | None = None,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> Routing:
     """Choose each row's k experts with the largest logits (Shazeer et al. 1701.06538).
 
@@ -43,7 +43,8 @@ def route(
     is_sigmoid  a weight is the sigmoid of the logit (DeepSeek-AI 2412.19437)
     correction  [E]     float32  added to the weights before the choice only: the largest sums are
                         chosen; None: no correction
-    factor      of the weights, after their normalization
+    factor      of the weights, after their normalization: one number, or one per expert, [E]
+                float32
     """
     weights = torch.empty(len(logits), k, device=logits.device)
     experts = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
@@ -52,7 +53,8 @@ def route(
         ranked = row if correction is None else scores + correction
         chosen = ranked.sort(descending=True, stable=True).indices[:k]
         found = scores[chosen]
-        weights[r] = factor * (found / found.sum() if normalizes else found)
+        own = factor[chosen] if isinstance(factor, Tensor) else factor
+        weights[r] = own * (found / found.sum() if normalizes else found)
         experts[r] = chosen
     return Routing(weights, experts)
 
@@ -62,14 +64,15 @@ def experts(
     routing: Routing,
     gate_up: PackedExperts,
     down: PackedExperts,
-    residual: Tensor,
+    residual: Tensor | None,
     limit: float | None = None,
     gathering: Gathering | None = None,
     holders: Gathering | None = None,
+    gate: str = "silu",
 ) -> Tensor:
     """Add the weighted outputs of each row's experts to the residual stream, in place; return it.
 
-    Without a limit, an expert's inner row is silu(gate) * up, rounded as `linear_gated` rounds.
+    Without a limit, an expert's inner row is f(gate) * up, rounded as `linear_gated` rounds.
     Given a limit, it is (up + 1) * gate * sigmoid(ALPHA * gate), with gate clamped to at most
     `limit`, and up to [-limit, limit]. The outputs of the second map and its bias are not rounded.
     They are multiplied by the expert's weight and summed over the row's experts, the most probable
@@ -78,15 +81,19 @@ def experts(
     x         [R, K]  bfloat16 | float32
     gate_up   of weights [2F, K], by expert
     down      of weights [N, F], by expert
-    residual  [R, N]  as x; becomes residual + the sum, rounded once
+    residual  [R, N]  as x; becomes residual + the sum, rounded once; None: return the sum
     gathering         of the columns of inner rows, if ranks share the columns of both maps
     holders           of the experts, if each rank holds some: `gate_up` and `down` have only these
+    gate              the function f, as in `linear_gated`
     """
     R = len(x)
+    if residual is None:
+        packed = down.each[0]
+        residual = x.new_zeros(R, len(packed.q if isinstance(packed, Codes) else packed))
     every = [(r, j, e) for r in range(R) for j, e in enumerate(routing.experts[r].tolist())]
     first, end = (0, len(down.each)) if holders is None else holders.own
     held = [(i, r, e - first) for i, (r, _, e) in enumerate(every) if first <= e < end]
-    inner = [_inner(x[r : r + 1], gate_up, e, limit) for _, r, e in held]
+    inner = [_inner(x[r : r + 1], gate_up, e, limit, gate) for _, r, e in held]
     if gathering is not None and R:
         inner = [*torch.split(all_gather(torch.cat(inner), gathering), 1)]
     outputs = torch.zeros(len(every), residual.shape[1], device=x.device)
@@ -113,10 +120,10 @@ def of_holders(outputs: Tensor, experts: Tensor, holders: Gathering) -> Tensor:
     return gathered[torch.arange(len(outputs)), holder]
 
 
-def _inner(x: Tensor, gate_up: PackedExperts, e: int, limit: float | None) -> Tensor:
+def _inner(x: Tensor, gate_up: PackedExperts, e: int, limit: float | None, curve: str) -> Tensor:
     weight, bias = gate_up.each[e], _bias(gate_up, e)
     if limit is None:
-        return linear_gated(x, weight, bias)
+        return linear_gated(x, weight, bias, curve)
     gate, up = products(x, weight, bias).chunk(2, dim=1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate / (1 + torch.exp(-ALPHA * gate))).to(x.dtype)
@@ -134,3 +141,15 @@ def add_gated(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
     residual  [R, K]  as x
     """
     return residual.copy_(residual.float() + x.float() / (1 + torch.exp(-gate.float())))
+
+
+def weigh_rows(x: Tensor, logits: Tensor) -> Tensor:
+    """Return each row times the sigmoid of its largest logit, rounded once: the input of the only
+    expert of a row in Llama 4.
+
+    x       [R, K]  bfloat16 | float32
+    logits  [R, E]  as x
+    ->      [R, K]  as x
+    """
+    largest = logits.float().amax(dim=1, keepdim=True)
+    return (x.float() / (1 + torch.exp(-largest))).to(x.dtype)

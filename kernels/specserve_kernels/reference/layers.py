@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.codes import Codes
-from specserve_kernels.reference.kv import quantize
+from specserve_kernels.reference.rounded import rounded_products
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import AdapterSums, FixedThreads, Threads
 
@@ -102,7 +102,7 @@ def products(
     x: Tensor, packed: Tensor | Codes, bias: Tensor | None = None, added: AdapterSums | None = None
 ) -> Tensor:
     """Return x W^T + bias + added, not rounded."""
-    out = _rounded(x, packed) if _rounds_rows(packed) else _plain(x, packed)
+    out = rounded_products(x, packed) if _rounds_rows(packed) else _plain(x, packed)
     if bias is not None:
         out = out + bias.float()
     if added is not None:
@@ -113,18 +113,6 @@ def products(
 
 def _rounds_rows(packed: Tensor | Codes) -> TypeGuard[Codes]:
     return isinstance(packed, Codes) and packed.rounds_rows
-
-
-def _rounded(x: Tensor, codes: Codes) -> Tensor:
-    """Return x W^T with each row quantized to int8 codes c and one scale, as heads of 8-bit KV are.
-
-    The sum of c * (q - 128) is an exact integer. As a float it is multiplied by (row scale * weight
-    scale).
-    """
-    rows, scale = quantize(x.float(), torch.int8)
-    # Exact in float64, in any summation order.
-    sums = rows.double() @ (codes.q.double() - 128).T
-    return sums.float() * (scale[:, None] * codes.scale[:, 0])
 
 
 def _plain(x: Tensor, packed: Tensor | Codes) -> Tensor:
@@ -190,13 +178,19 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     return (normed if bias is None else normed + bias).to(x.dtype)
 
 
-def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, begin: int = 0) -> Tensor:
     """Add rms_norm(x) to the residual stream, in place, rounded once; return it.
 
-    x, weight  as for `rms_norm`
-    residual   [R, K]  as x
+    If the weight is shorter than a row, every group of that many columns has its own norm.
+
+    x         [R, G K]  bfloat16 | float32
+    weight    [K]       float32
+    residual  [R, W]    as x; its columns [begin, begin + G K) change
     """
-    return residual.copy_(residual.float() + _normed(x, weight, eps))
+    normed = _normed(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
+    columns = residual[:, begin : begin + x.shape[1]]
+    columns.copy_(columns.float() + normed)
+    return residual
 
 
 def rms_norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> Tensor:
@@ -237,6 +231,18 @@ def activate(x: Tensor, curve: str, alphas: tuple[float, float] = (0.0, 0.0)) ->
         return x.copy_(torch.where(wide > 0, right, left))
     rows = [GATES[curve](row) for row in wide.clone()]
     return x.copy_(torch.stack(rows)) if rows else x
+
+
+def gate_columns(x: Tensor, curve: str, other: Tensor, begin: int) -> Tensor:
+    """Replace x by f(x) * the columns [begin, begin + K) of `other`, in place, rounded once; return
+    x.
+
+    x      [R, K]  bfloat16 | float32
+    curve  the function f, `silu` or `gelu_tanh`
+    other  [R, W]  as x
+    """
+    bent = activate(x.float(), curve)
+    return x.copy_(bent * other[:, begin : begin + x.shape[1]].float())
 
 
 def tune(

@@ -41,7 +41,7 @@ def all_gather(x: Tensor, gathering: Gathering, reader: int | None = None) -> Te
 
 def take_columns(x: Tensor, begin: int, end: int) -> Tensor:
     """Return a copy of the columns [begin, end) of x [R, K] bfloat16 | float32."""
-    return x[:, begin:end].contiguous()
+    return x[:, begin:end].clone(memory_format=torch.contiguous_format)
 
 
 def put_columns(x: Tensor, begin: int, columns: Tensor) -> Tensor:

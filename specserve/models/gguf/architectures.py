@@ -24,11 +24,13 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     # Every n-th layer has full attention, the others have the sliding window; 0: all have it.
     full_every: int = 0
     window: int | None = None  # sliding window, if the file has none
-    needs: Mapping[str, Any] = {}  # metadata that must have these values
     merges_by_id: bool = False  # of SentencePiece: the first tokens come first, not the best scores
     # Queries are scaled by the head size, or by hidden_size / heads in the model with this number
     # of layers.
     wide_queries: int | None = None
+    # Bare norms of queries and keys are absent in the model with this number of experts.
+    bare_except: int | None = None
+    has_sections: bool = False  # may have M-RoPE, which is plain RoPE for text
 
 
 SOFT_CAPS = {
@@ -42,9 +44,18 @@ GRANITE = {
     "residual_scale": "residual_multiplier",
 }
 ARCHITECTURES = {
+    "apertus": Architecture(family="ApertusForCausalLM"),
     "arcee": Architecture(family="ArceeForCausalLM", is_turned=True),
     "command-r": Architecture(family="CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
     "ernie4_5": Architecture(family="Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture(
+        family="Ernie4_5_MoeForCausalLM",
+        keys={
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+    ),
     "cohere2": Architecture(
         family="Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, full_every=4
     ),
@@ -64,7 +75,17 @@ ARCHITECTURES = {
         wide_queries=62,
         merges_by_id=True,
     ),
-    "glm4": Architecture(family="Glm4ForCausalLM"),
+    "glm4": Architecture(family="Glm4ForCausalLM", has_sections=True),
+    "glm4moe": Architecture(
+        family="Glm4MoeForCausalLM",
+        keys={
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        names={"ffn_norm": "post_attention_norm"},
+        has_sections=True,
+    ),
     "gpt-oss": Architecture(
         family="GptOssForCausalLM",
         rope={"truncate": False},
@@ -89,11 +110,18 @@ ARCHITECTURES = {
         },
         fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
         final_norm="token_embd_norm",
-        needs={"expert_gating_func": 2},  # sigmoid
     ),
     "llama": Architecture(  # includes Mistral
         family="LlamaForCausalLM", mixture="MixtralForCausalLM", is_turned=True
     ),
+    "llama4": Architecture(
+        family="Llama4ForCausalLM",
+        keys={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        full_every=4,
+        window=8192,
+        bare_except=128,
+    ),
+    "minimax-m2": Architecture(family="MiniMaxM2ForCausalLM"),
     "mistral3": Architecture(
         family="Ministral3ForCausalLM",
         rope={"mscale": 1.0},
@@ -119,8 +147,13 @@ ARCHITECTURES = {
     "phi3": Architecture(family="Phi3ForCausalLM"),
     "qwen2": Architecture(family="Qwen2ForCausalLM"),
     "qwen2moe": Architecture(family="Qwen2MoeForCausalLM"),
+    "qwen2vl": Architecture(family="Qwen2ForCausalLM", has_sections=True),
     "qwen3": Architecture(family="Qwen3ForCausalLM"),
     "qwen3moe": Architecture(family="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
+    "qwen3vl": Architecture(family="Qwen3ForCausalLM", has_sections=True),
+    "qwen3vlmoe": Architecture(
+        family="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, has_sections=True
+    ),
     "seed_oss": Architecture(
         family="SeedOssForCausalLM", names={"ffn_norm": "post_attention_norm"}
     ),

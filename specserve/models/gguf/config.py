@@ -23,17 +23,19 @@ NAMES = {  # required key, without the architecture's prefix -> field of config.
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
 }
+INNER = "feed_forward_length"  # required, too
 NORM_EPS = {  # by Family.is_centered
     False: "attention.layer_norm_rms_epsilon",
     True: "attention.layer_norm_epsilon",
 }
+MTP = "nextn_predict_layers"
 YARN = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+SECTIONS = "rope.dimension_sections"  # of M-RoPE
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values without effect
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -52,9 +54,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values wit
     "interleave_moe_layer_step": (0, 1),
     "leading_dense_block_count": (0,),
     "logit_scale": (0.0,),
-    "nextn_predict_layers": (0,),
     "residual_scale": (0.0,),
-    "rope.dimension_sections": (),
+    SECTIONS: (),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
@@ -84,7 +85,7 @@ def read_config(header: Header) -> dict[str, Any]:
         named = architecture.windowed
     family, keys = FAMILIES[named], FAMILIES[named].keys
     refuse_unsupported(name, architecture, family, values)
-    names = NAMES | {NORM_EPS[family.is_centered]: family.keys.norm_eps}
+    names = NAMES | {NORM_EPS[family.is_centered]: keys.norm_eps, INNER: keys.inner}
     for key in names:
         if key not in values:
             raise ValueError(f"the key {prefix}{key} is missing")
@@ -101,11 +102,15 @@ def read_config(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in header.tensors,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
     }
+    fields["num_hidden_layers"] = num_layers(values)
     if keys.qk_norm is not None:
-        fields[keys.qk_norm] = "blk.0.attn_q_norm.weight" in header.tensors
+        is_bare, count = family.qk_norm == "bare", values.get("expert_count")
+        has_weight = "blk.0.attn_q_norm.weight" in header.tensors
+        fields[keys.qk_norm] = count != architecture.bare_except if is_bare else has_weight
     fields |= architecture.fields
     fields |= {field: values[k] for k, field in architecture.keys.items() if k in values}
-    fields |= head_size(name, family, values) | windows(architecture, values)
+    seen = chunks(architecture, values) if family.has_chunks else windows(architecture, values)
+    fields |= head_size(name, family, values) | seen
     fields |= experts(family, values) | rope(header, architecture, values)
     if architecture.wide_queries is not None:
         fields["query_pre_attn_scalar"] = query_scalar(architecture, fields)
@@ -138,6 +143,16 @@ def mamba(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def num_layers(values: Mapping[str, Any]) -> Any:
+    """The number of layers, without the MTP layers, which are last."""
+    layers, drafting = values["block_count"], values.get(MTP, 0)
+    if not drafting or not isinstance(layers, int):
+        return layers
+    if not isinstance(drafting, int) or not 0 < drafting < layers:
+        raise ValueError(f"{MTP} = {drafting!r} must be less than block_count = {layers}")
+    return layers - drafting
+
+
 def kv_heads(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """The number of KV heads. With recurrent layers, it is a list with 0 for each of them."""
     count = values.get("attention.head_count_kv")
@@ -164,18 +179,23 @@ def find_architecture(header: Header) -> str:
 def refuse_unsupported(
     name: str, architecture: Architecture, family: Family, values: Mapping[str, Any]
 ) -> None:
-    for key, needed in architecture.needs.items():
-        if values.get(key) != needed:
-            raise ValueError(f"{name}.{key} = {values.get(key)!r} is not supported, only {needed}")
     allowed = WITHOUT_EFFECT | {"rope.freq_base_swa": (values.get("rope.freq_base", 10_000.0),)}
-    read = {*architecture.keys, *architecture.rope_keys, *architecture.needs}
+    read = {*architecture.keys, *architecture.rope_keys}
+    if architecture.has_sections:
+        read.add(SECTIONS)
     if family.experts is not None:
         read.add("expert_count")
+        if family.experts.is_sigmoid or family.experts.weighs_input:
+            allowed |= {"expert_gating_func": (0, 2)}
     if family.rope_names:  # LongRoPE
         read.add("rope.scaling.attn_factor")
     for key, neutral in allowed.items():
-        if key in values and key not in read and values[key] not in neutral:
-            raise ValueError(f"{name}.{key} = {values[key]!r} is not supported")
+        if key not in values or key in read:
+            continue
+        value = values[key]
+        each = value.numbers() if isinstance(value, Array) and value.is_numeric else [value]
+        if any(x not in neutral for x in each):
+            raise ValueError(f"{name}.{key} = {value!r} is not supported")
 
 
 def head_size(name: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +224,7 @@ def head_size(name: str, family: Family, values: Mapping[str, Any]) -> dict[str,
 def windows(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields for a sliding window, and the layers that have it."""
     window = values.get("attention.sliding_window", architecture.window)
-    layers = values["block_count"]
+    layers = num_layers(values)
     if not window or not isinstance(layers, int) or layers > MAX_LAYERS:
         return {"sliding_window": None, "use_sliding_window": False}
     pattern = values.get("attention.sliding_window_pattern", architecture.full_every)
@@ -216,9 +236,26 @@ def windows(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, 
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
 
+def chunks(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for attention in chunks. A window of 0 means full attention in all layers, which
+    all have RoPE. Files have no other windows.
+    """
+    size = values.get("attention.sliding_window", architecture.window)
+    every = values.get("attention.sliding_window_pattern", architecture.full_every)
+    layers = num_layers(values)
+    if size == 0 and isinstance(layers, int) and layers <= MAX_LAYERS:
+        return {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+    if (size, every) != (architecture.window, architecture.full_every):
+        raise ValueError(
+            f"attention.sliding_window = {size!r} with a pattern of {every!r} is not supported, "
+            f"only {architecture.window} with {architecture.full_every}, or 0"
+        )
+    return {"attention_chunk_size": size, "no_rope_layer_interval": every}
+
+
 def experts(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields for experts. Old files of Qwen lack the widths."""
-    style, inner = family.experts, values["feed_forward_length"]
+    style, inner = family.experts, values[INNER]
     if style is None:
         return {}
     number, active = values.get("expert_count", 0), values.get("expert_used_count")
@@ -227,9 +264,9 @@ def experts(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
         fields["norm_topk_prob"] = values["expert_weights_norm"]
     has_sizes = isinstance(inner, int) and isinstance(active, int) and active
     share = inner // active if has_sizes else inner
-    width = inner if style.width == "intermediate_size" else share
+    width = inner if style.width == family.keys.inner else share
     fields[style.width] = values.get("expert_feed_forward_length", width)
-    if style.shared_width:
+    if style.shared_width and style.shared_width != style.width:
         fields[style.shared_width] = values.get("expert_shared_feed_forward_length", inner)
     return fields
 

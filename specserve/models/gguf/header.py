@@ -155,6 +155,10 @@ class Array:
     def __repr__(self) -> str:
         return f"an array of {self.count}"
 
+    @property
+    def is_numeric(self) -> bool:
+        return self.kind != STRING
+
     def strings(self) -> list[str]:
         if self.kind != STRING:
             raise ValueError("an array of strings is expected")
@@ -269,9 +273,14 @@ def damaged(path: Path, reason: str) -> ConfigError:
 
 
 def refused(message: str) -> ConfigError:
-    """An error for a file that is not used. Headers are dropped, because they map their files."""
-    read_version.cache_clear()
+    """An error for a file that is not used."""
+    drop_headers()
     return ConfigError(message)
+
+
+def drop_headers() -> None:
+    """Drop cached headers, because they map their files."""
+    read_version.cache_clear()
 
 
 def parse(path: Path, data: mmap.mmap) -> Header:

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from specserve.models.decoder_config import SINKS, DecoderConfig, tensor_shapes
+from specserve.models.decoder_config import ALPHAS, SINKS, DecoderConfig, tensor_shapes
 from specserve.models.gguf.architectures import Architecture
 from specserve.models.recurrent import Mamba2
 
@@ -26,10 +26,12 @@ IN_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+}
+IN_MLP = {
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "gate_up_proj": "ffn_up",
+    "down_proj": "ffn_down",
 }
 # Tensors of Mamba-2 without a suffix: the checkpoint's names -> llama.cpp's
 OF_HEADS = {"mamba.A_log": "ssm_a", "mamba.D": "ssm_d"}
@@ -60,7 +62,7 @@ class TensorPlace(NamedTuple):
 def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, str]:
     """The names of a layer's modules, without experts: the checkpoint's -> llama.cpp's."""
     norms, mixture = config.family.norms, config.mixture
-    names = dict(IN_LAYER)
+    names = IN_LAYER | {f"{config.family.mlp}.{name}": its for name, its in IN_MLP.items()}
     for name, theirs in (
         (norms.before_attention, "attn_norm"),
         (norms.after_attention, "post_attention_norm"),
@@ -87,8 +89,11 @@ def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, 
 def places(
     config: DecoderConfig, architecture: Architecture, stored: Container[str] = ()
 ) -> dict[str, TensorPlace]:
-    """The places of all tensors of a checkpoint; `stored` are the file's tensors."""
+    """The places of all tensors of a checkpoint, except those in the metadata; `stored` are the
+    file's tensors.
+    """
     shapes, inner = tensor_shapes(config), layer_names(config, architecture)
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(ALPHAS)}
     outer = OUTER | {"model.norm": architecture.final_norm}
     found = {}
     for name, shape in shapes.items():
@@ -109,6 +114,8 @@ def places(
             groups = config.recurrent.num_groups
             parts = groups, shape[0] // groups
             found[name] = TensorPlace(f"{block}ssm_norm.weight", parts)
+        elif config.mixture is not None and rest == config.mixture.correction:
+            found[name] = TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
         elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
             turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
             # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions
@@ -130,8 +137,6 @@ def expert_place(
     """The place of an expert's tensor; `rest` is its name within the layer."""
     mixture = config.mixture
     assert mixture is not None, rest
-    if rest == mixture.correction:
-        return TensorPlace(f"{block}exp_probs_b.bias", shape)
     module, _, kind = rest.rpartition(".")
     _, expert, part = module.rsplit(".", 2)
     which = dict(zip(mixture.style.maps, ("gate", "up", "down"), strict=True))[part]

@@ -26,15 +26,15 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 WITH_PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES
 
 
-def cased(suffix: str, digits: str) -> str:
+def cased(suffix: str, digits: str, rest: str, kinds: tuple[str, str] = (UPPER, LOWER)) -> str:
     """Words that begin anew at an upper-case letter after a lower-case letter."""
-    before = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{before}{UPPER}*{LOWER}+{suffix}|{before}{UPPER}+{LOWER}*{suffix}"
-    return f"{words}|{digits}{WITH_PATHS}"
+    before, (upper, lower) = r"[^\r\n\p{L}\p{N}]?", kinds
+    words = f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}"
+    return f"{words}|{digits}{rest}"
 
 
-TEKKEN = cased("", r"\p{N}")
-GPT_4O = cased(SUFFIX + "?", r"\p{N}{1,3}")
+TEKKEN = cased("", r"\p{N}", WITH_PATHS)
+GPT_4O = cased(SUFFIX + "?", r"\p{N}{1,3}", WITH_PATHS)
 CJK = "[一-龥぀-ゟ゠-ヿ]+"
 DEEPSEEK_3 = (
     r"\p{N}{1,3}",
@@ -42,6 +42,24 @@ DEEPSEEK_3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*" + SPACES,
 )
+HAN = r"\p{Han}"
+NOT_HAN = tuple(f"[{kind[1:-1]}&&[^{HAN}]]" for kind in (UPPER, LOWER))
+KIMI_2 = f"[{HAN}]+|" + cased(SUFFIX + "?", r"\p{N}{1,3}", REST, (NOT_HAN[0], NOT_HAN[1]))
+DEEPSEEK_LETTERS = (  # with upper and lower case, except Armenian's and some of Georgian's
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫ"
+    "ᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟"
+    "𞤀-𞥃"
+)
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
+SUPER_BPE = (r"\p{N}+", r"(?=(\d{3})+(?!\d))")  # digits by threes, from the right
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + CJK
@@ -68,6 +86,7 @@ LLAMA_BPE = PreTokenizer((LLAMA_3,), takes_whole_words=True, adds_bos=True)
 QWEN = PreTokenizer((QWEN_2,))
 OF_GPT_4O = PreTokenizer((GPT_4O,))
 BY_THREES = PreTokenizer((LLAMA_3,))
+OF_GLM = PreTokenizer((LLAMA_3,), takes_whole_words=True)
 DEEPSEEK = PreTokenizer(DEEPSEEK_3)
 PRE_TOKENIZERS = {
     # llama.cpp's default, for models without a specific one.
@@ -79,7 +98,8 @@ PRE_TOKENIZERS = {
     "command-r": PreTokenizer((r"\p{N}", GPT2), is_nfc=True),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), LLAMA_BPE),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), LLAMA_BPE),
-    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), BY_THREES),
+    "dbrx": BY_THREES,
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), OF_GLM),
     "smaug-bpe": PreTokenizer((LLAMA_3,), takes_whole_words=True),  # SmolLM3, too
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", LETTERS + r"|\p{N}+" + REST), takes_whole_words=True),
     "jais-2": PreTokenizer((JAIS_2,)),
@@ -92,8 +112,13 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer((TEKKEN,), takes_whole_words=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), OF_GPT_4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT_4O))),
-    "youtu": PreTokenizer((YOUTU, cased(SUFFIX + "?", r"\p{N}")), takes_whole_words=True),
+    "youtu": PreTokenizer(
+        (YOUTU, cased(SUFFIX + "?", r"\p{N}", WITH_PATHS)), takes_whole_words=True
+    ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), DEEPSEEK),
+    "deepseek-llm": PreTokenizer(DEEPSEEK_LLM),
+    "kimi-k2": PreTokenizer((KIMI_2,), takes_whole_words=True),
+    "superbpe": PreTokenizer(SUPER_BPE),
     "deepseek-coder": PreTokenizer(DEEPSEEK_CODER),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), PreTokenizer((BLOOM,))),

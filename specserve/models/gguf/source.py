@@ -1,19 +1,21 @@
 """The model source for a GGUF file, or for the parts of a split model. Does not import torch."""
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from specserve.errors import ConfigError
 from specserve.models import decoder_config
-from specserve.models.decoder_config import DecoderConfig
+from specserve.models.decoder_config import ALPHAS, DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
 from specserve.models.gguf.architectures import ARCHITECTURES
-from specserve.models.gguf.config import find_architecture, read_config
-from specserve.models.gguf.header import QUANTIZED, Header, read_header, refused
+from specserve.models.gguf.config import MTP, SECTIONS, find_architecture, read_config
+from specserve.models.gguf.header import QUANTIZED, Array, Header, Value, read_header, refused
 from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
 from specserve.models.gguf.tokenizer import (
@@ -37,6 +39,9 @@ SAMPLING = {  # general.sampling.* -> generation_config.json
     "top_p": "top_p",
 }
 TEMPLATE = "tokenizer.chat_template"
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # of a layer's tensors
+XIELU = "xielu.alpha_p", "xielu.alpha_n"  # the keys of ALPHAS
+BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 
 log = logging.getLogger("specserve")
 
@@ -63,10 +68,43 @@ class GgufFile:
             raise refused(f"{self.path}: {e}. Use another model, or another file of it") from e
         # Norms of a file include the 1 that some families add.
         family = msgspec.structs.replace(config.family, adds_one=False)
+        if self.value(SECTIONS) is not None:  # the dimensions of a head are reordered for M-RoPE
+            family = msgspec.structs.replace(family, rotates_neighbors=False)
         config = msgspec.structs.replace(config, family=family)
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
+
+    def value(self, key: str) -> Value | Array | None:
+        """The value of a key of the architecture."""
+        return self.header.metadata.get(f"{find_architecture(self.header)}.{key}")
+
+    def numbers(self) -> dict[str, float]:
+        """The tensors of one number that the metadata contain, by Hugging Face name."""
+        config = self.config()
+        if config.activation != "xielu":
+            return {}
+        if any(beta != BETA for beta in self.by_layer("xielu.beta")):
+            raise refused(f"{self.path}: xielu.beta must be {BETA}. Use another file of the model")
+        layers = range(config.num_layers)
+        return {
+            f"model.layers.{i}.{name}": x
+            for name, key in zip(ALPHAS, XIELU, strict=True)
+            for i, x in zip(layers, self.by_layer(key), strict=True)
+        }
+
+    def by_layer(self, key: str) -> list[float]:
+        """The numbers of a key, one per layer. Raises ConfigError if there are others."""
+        count, value = self.config().num_layers, self.header.metadata.get(key)
+        numbers: list[Any] = [value] * count
+        if isinstance(value, Array) and value.is_numeric:
+            numbers = value.numbers()
+        if len(numbers) != count or not all(isinstance(x, float) for x in numbers):
+            raise refused(
+                f"{self.path}: {key} must have a number for each of {count} layers. Download the "
+                "file again"
+            )
+        return numbers
 
     def places(self) -> dict[str, TensorPlace]:
         """Where the file has the tensors of a checkpoint, by Hugging Face name."""
@@ -128,11 +166,14 @@ class GgufFile:
         the tokenizer is not supported.
         """
         config, metadata = self.config(), self.header.metadata
-        expected = files_shapes(self.places())
+        self.numbers()
+        expected, left_out = files_shapes(self.places()), self.mtp_tensors()
+        if left_out:
+            log.warning("%s: the file's MTP layers are not loaded", self.path)
         for name, shape in expected.items():
             self.check_tensor(name, shape)
         for name in self.header.tensors:
-            if name not in expected and name not in OF_CONFIG:
+            if name not in expected and name not in OF_CONFIG and name not in left_out:
                 raise refused(
                     f"{self.path}: the tensor {name!r:.80} is not part of a "
                     f"{config.architecture}. Use a file of a supported architecture"
@@ -152,6 +193,14 @@ class GgufFile:
                 "the output is poor, convert the model again",
                 *(self.path, PREFIX),
             )
+
+    def mtp_tensors(self) -> set[str]:
+        """The tensors of MTP layers, which follow the other layers."""
+        first, drafting = self.config().num_layers, self.value(MTP)
+        if not isinstance(drafting, int):
+            return set()
+        numbers, places = range(first, first + drafting), map(BLOCK.match, self.header.tensors)
+        return {place.string for place in places if place and int(place[1]) in numbers}
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)

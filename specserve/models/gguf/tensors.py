@@ -71,6 +71,7 @@ class GgufTensors:
                 name = name.removesuffix("weight") + entry.type.name
                 shape = *shape[:-1], row_bytes(entry)
             self.parts[name] = Part(place, entry, shape)
+        self.numbers = source.numbers()
         files = {part.entry.file for part in self.parts.values()}
         self.bytes = {
             file: torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
@@ -78,14 +79,18 @@ class GgufTensors:
         }
 
     def keys(self) -> list[str]:
-        return list(self.parts)
+        return [*self.parts, *self.numbers]
 
     def get_slice(self, name: str) -> Slice:
+        if name in self.numbers:
+            return Slice((1,), "F32")
         _, entry, shape = self.parts[name]
         return Slice(shape, entry.type.name if entry.type.is_plain else "U8")
 
     def get_tensor(self, name: str) -> Tensor:
         """A tensor: mapped, not copied, unless its rows must be reordered."""
+        if name in self.numbers:
+            return torch.tensor([self.numbers[name]])
         place, entry, shape = self.parts[name]
         stored = self.bytes[entry.file][entry.offset : entry.offset + entry.size]
         if entry.type.is_plain:

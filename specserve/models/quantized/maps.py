@@ -94,7 +94,7 @@ class QuantizedMaps:
             raise self.refusal(module, str(e)) from e
         for tensor in tensors.values():
             drop_tensor(tensor)
-        if isinstance(weight, Codes) and weight.may_round_rows:
+        if isinstance(weight, Codes) and weight.are_whole_rows:
             return weight._replace(rounds_rows=self.told.activations.rounds(module, weight.group))
         return weight
 
