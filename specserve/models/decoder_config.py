@@ -22,6 +22,7 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.recurrent import (
     MAX_STATE_DIM,
     MAX_TAPS,
+    RECURRENT_KINDS,
     GatedDelta,
     Mamba2,
     ShortConv,
@@ -336,7 +337,8 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
     if is_recurrent:
-        if all(is_recurrent) and "hybrid" not in mixers:
+        others = {*fields["layer_types"]} - {"mlp"}
+        if all(kind in RECURRENT_KINDS for kind in others) and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
             "full_attention" if x or k == "mlp" else k
