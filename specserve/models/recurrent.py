@@ -229,6 +229,8 @@ def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     found["num_hidden_layers"] = len(kinds)
     if "position_embedding_type" in found and found["position_embedding_type"] != "rope":
         found["no_rope_layers"] = [0] * len(kinds)
+    if "attn_layer_indices" in found and "mamba_d_ssm" not in found:
+        found["partial_rotary_factor"] = 0.5  # Bamba's, whatever the config says
     if found.get("num_local_experts") == 0:  # Granite's dense models
         found["intermediate_size"] = found["shared_intermediate_size"]
     width = found.get("mamba_d_ssm")

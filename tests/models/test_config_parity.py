@@ -302,7 +302,7 @@ REFUSED = {  # by transformers
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
     # Their kinds of layers come from other fields, or none of their default layers has attention.
-    "BambaForCausalLM": re.compile("layer types|windows by layer"),
+    "BambaForCausalLM": re.compile("layer types|windows by layer|longrope"),
     "FalconH1ForCausalLM": re.compile("biases|layer types|windows by layer"),
     "GraniteMoeHybridForCausalLM": re.compile(""),
     "NemotronHForCausalLM": re.compile(""),
