@@ -28,6 +28,25 @@ GATED_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_d_head": 12,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+GRANITE_HYBRID: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.7,
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 8,
+    **MAMBA,
+    "mamba_d_head": 16,
+}
 FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the family apart
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -174,6 +193,50 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "shared_expert_intermediate_size": 48,
         **GATED_DELTA,
     },
+    "bamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        **MAMBA,
+        "mamba_d_head": 16,
+        "mamba_proj_bias": True,
+    },
+    "granite_hybrid": GRANITE_HYBRID | {"num_local_experts": 0},
+    "granite_hybrid_moe": GRANITE_HYBRID
+    | {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        **MAMBA,
+        "num_hidden_layers": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_ssm": 48,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+        "mlp_multipliers": [0.8, 1.3],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": [
+            *("linear_attention", "mlp", "full_attention", "mlp", "linear_attention"),
+        ],
+        "num_hidden_layers": 5,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.3,
@@ -306,6 +369,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 # Families with layers that have a state
 RECURRENT = {
+    "bamba",
+    "falcon_h1",
+    "granite_hybrid",
+    "granite_hybrid_moe",
+    "nemotron_h",
     "lfm2",
     "lfm2_moe",
     "qwen3_5",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.models.decoder_config import Shape
+from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve_kernels.cpu.compiler import BuildError, compiler
 
 SOURCE = Path(__file__).parent / "native" / "bound.cpp"
@@ -51,8 +51,10 @@ def cost(c: Shape, size: StepSize, quantize: str | None = None) -> Cost:
 
 
 def kv_token_bytes(c: Shape) -> int:
-    """Bytes of a token's KV in bfloat16, in all layers."""
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
+    """Bytes of a token's KV in bfloat16, in all layers with attention."""
+    layers = range(c.num_layers)
+    number = sum(map(c.attends, layers)) if isinstance(c, DecoderConfig) else len(layers)
+    return 2 * number * c.num_kv_heads * c.head_dim * 2
 
 
 class Rates(NamedTuple):

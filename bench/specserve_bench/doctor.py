@@ -109,6 +109,8 @@ def report(llm: LLM, rounds: int) -> Iterator[tuple[str, str]]:
     else:
         yield "memory", "not measured on a GPU" if is_gpu else NO_COMPILER
     yield "KV", kv_words(shape, None if llm.engine.head is None else llm.engine.head.runner)
+    if target.arena.state_size:
+        yield "state", state_words(config, target.arena.state_size, llm.engine.pool)
     rows = ChainSteps(target, llm.engine.pool)
     steps = [timed(rows, n, rates, config, rounds) for n in ROWS]
     for step in steps:
@@ -129,6 +131,14 @@ def kv_words(target: Shape, head: Runner | None) -> str:
     of_head = 0 if head is None else kv_token_bytes(head.decoder.config)
     words = f"{(kv_token_bytes(target) + of_head) / 1024:.1f} KiB per token of context"
     return f"{words}, {of_head / 1024:.1f} of them the head's" if of_head else words
+
+
+def state_words(config: Config, size: int, pool: BlockPool) -> str:
+    """Words about the recurrent state of a request, which takes `size` blocks."""
+    every, number = config.memory.state_interval, pool.num_blocks // size
+    mib = size * pool.block_bytes / 2**20
+    words = f"{mib:.2f} MiB per request and per checkpoint, of which the pool has room for {number}"
+    return f"{words}; a checkpoint every {every} tokens of a prompt" if every else words
 
 
 def units(flags: frozenset[str]) -> str:

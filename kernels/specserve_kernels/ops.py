@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.ranks import Gathering, Ranks
-from specserve_kernels.states import DeltaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.types import (
     NO_WINDOW,
     KVCache,
@@ -315,6 +315,10 @@ class Ops(Protocol):
 
     def delta_rule(
         self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: Any
+    ) -> Tensor: ...
+
+    def selective_state_update(
+        self, xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: Any
     ) -> Tensor: ...
 
     def replay(self, states: tuple[StateLayer, ...], replays: Replays) -> None: ...

@@ -54,6 +54,7 @@ class StateLayer:
     shape           of a piece: (inputs, channels) of a convolution, or (Dk, Dv) of a head
     dtype           of a piece: that of the rows for a convolution, or float32
     kept    [K, W]  inputs of draft tokens of the last step: in the dtype of the pieces
+    num_groups      of the heads of Mamba-2, which share keys and queries; 0: another op
     native          the same in a form of the build, created at first use
     """
 
@@ -62,6 +63,7 @@ class StateLayer:
     shape: tuple[int, int]
     dtype: torch.dtype
     kept: Tensor
+    num_groups: int = 0
     native: Any = None
 
     @property
@@ -96,3 +98,26 @@ class DeltaParams(NamedTuple):
     norm: Tensor
     eps: float
     num_k_heads: int
+
+
+class MambaParams(NamedTuple):
+    """Parameters of `Ops.selective_state_update`.
+
+    rate         [H]    float32  factor of a head's time step; its exponential is the decay
+    dt_bias      [H]    float32  added to a head's time step
+    D            [H]    float32  factor of a head's input that is added to its output
+    norm         [H P]  float32  weight of the norm of each group's output; None: no norm
+    gates_first  the gate multiplies the outputs before their norm, not after it
+    z_factor     factor of the gate
+    dt_factor    factor of the time steps
+    """
+
+    rate: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm: Tensor | None
+    eps: float
+    num_groups: int
+    gates_first: bool = True
+    z_factor: float = 1.0
+    dt_factor: float = 1.0

@@ -45,6 +45,7 @@ class StateLayout(msgspec.Struct, frozen=True):
     shape: tuple[int, int]
     dtype: torch.dtype
     kept_width: int  # elements of the inputs that the op keeps per draft token
+    num_groups: int = 0  # as in `StateLayer`
 
     @property
     def piece_bytes(self) -> int:
@@ -135,6 +136,7 @@ class Arena:
                 layout.shape,
                 layout.dtype,
                 torch.zeros(max(1, num_kept), layout.kept_width, dtype=layout.dtype),
+                layout.num_groups,
             )
             for layout, place in zip(layouts, places, strict=True)
         )

@@ -11,7 +11,7 @@ from specserve.memory.arena import KVLayout, StateLayout
 from specserve.models.altup import HALF, AltUp, StreamMaps
 from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.per_layer import PerLayerMaps, PerLayerTable
-from specserve.models.recurrent import ShortConv
+from specserve.models.recurrent import Mamba2, ShortConv
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.weight import Weight
 from specserve.models.weight_forms import WeightForms
@@ -21,6 +21,7 @@ from specserve_kernels import (
     Gathering,
     KVCache,
     KVLayer,
+    MambaParams,
     ModelForward,
     Ops,
     Program,
@@ -140,6 +141,19 @@ class DeltaWeights(NamedTuple):
     params: DeltaParams
 
 
+class MambaWeights(NamedTuple):
+    """Mamba-2, which replaces attention or runs in parallel to it."""
+
+    inputs: Any  # packed [inner + H P + H, hidden]: x, B, C, z, dt
+    inputs_bias: Tensor | None
+    weight: Tensor  # of the convolution, [inner, taps] float32
+    bias: Tensor | None  # [inner] float32
+    params: MambaParams
+    out: Any  # packed [hidden, H P]
+    out_bias: Tensor | None
+    factor: float = 1.0  # of the output
+
+
 class LayerAdapters(NamedTuple):
     """The adapter slots of a layer's maps; None: adapters do not change this map."""
 
@@ -150,12 +164,12 @@ class LayerAdapters(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer's weights and settings. Linear maps are packed, absent parts are None. Norms are
-    float32, at the places that `Norms` describes.
+    """One layer's weights and settings. Linear maps are packed, absent parts are None: a layer may
+    lack attention, or its MLP. Norms are float32, at the places that `Norms` describes.
     """
 
     window: Window
-    rotary: Rotary
+    rotary: Rotary | None
     qk_norm: QKNorm | None
     attention_norm: Tensor | None
     qkv: Any
@@ -184,13 +198,18 @@ class Layer(NamedTuple):
     # If one of these is set, the parts of attention but `out` are None.
     conv: ShortConvWeights | None = None
     delta: DeltaWeights | None = None
+    mamba: MambaWeights | None = None  # has its own last map; `out` maps attention's results
+    out_factor: float = 1.0  # of `out`
+    down_factor: float = 1.0  # of `down`
     gate: Any = None  # packed [H D, hidden]: a gate of attention's results; None: no gate
     gate_bias: Tensor | None = None
 
     @property
     def num_states(self) -> int:
         """Number of its recurrent ops."""
-        return 1 if self.conv is not None else 2 if self.delta is not None else 0
+        if self.conv is not None:
+            return 1
+        return 2 if self.delta is not None or self.mamba is not None else 0
 
 
 class DecoderWeights(NamedTuple):
@@ -270,9 +289,9 @@ class Decoder:
         self.gatherings = gatherings(config, shard, connections)
         self.windows = tuple(dict.fromkeys(windows_of(config)))
         own = [i for i in shard.layers(config.num_layers) if config.has_kv(i)]
-        # By layer of this shard: the index of its KV in the cache; 0 for recurrent layers.
+        # By layer of this shard: the index of its KV in the cache; 0 without attention.
         self.kv_places = [
-            0 if config.is_recurrent(i) else own.index(config.kv_layer(i))
+            own.index(config.kv_layer(i)) if config.attends(i) else 0
             for i in shard.layers(config.num_layers)
         ]
         # Rounded to the model's dtype, as in transformers.
@@ -309,6 +328,10 @@ class Decoder:
         conv = StateLayout(1, (own.taps - 1, width), self.dtype, width)
         if isinstance(own, ShortConv):
             return (conv,) * number
+        if isinstance(own, Mamba2):
+            H, G = own.num_heads, own.num_groups
+            size, kept = (own.state_dim, own.head_dim), G * own.state_dim + H * (own.head_dim + 1)
+            return (conv, StateLayout(H, size, torch.float32, kept, G)) * number
         Hv, shape = own.num_v_heads, (own.k_dim, own.v_dim)
         kept = Hv * (own.k_dim + own.v_dim + 2)
         return (conv, StateLayout(Hv, shape, torch.float32, kept)) * number
@@ -371,9 +394,9 @@ class Decoder:
                     if streams is None
                     else self.ops.take_columns(residual, 0, width)
                 )
-            num_states = layer.num_states
-            cache = tuple(islice(states, num_states)) if num_states else kv.layers[place]
-            residual = self.layer(layer, residual, cache, plan, inputs=inputs)
+            cache = None if layer.qkv is None else kv.layers[place]
+            own = tuple(islice(states, layer.num_states))
+            residual = self.layer(layer, residual, cache, plan, inputs=inputs, states=own)
         if self.shard.pipeline > 1:
             self.pass_on(residual, aux_hidden_states)
             if self.shard.rank == 0:
@@ -409,25 +432,32 @@ class Decoder:
         self,
         layer: Layer,
         residual: Tensor,
-        cache: KVLayer | tuple[StateLayer, ...],
+        cache: KVLayer | None,
         plan: Any,
         qkv: Tensor | None = None,
         inputs: Tensor | None = None,
+        states: tuple[StateLayer, ...] = (),
     ) -> Tensor:
         """The residual after a layer. `qkv` is added to queries, keys and values. `PerLayerTable`
         makes `inputs`.
         """
         ops, c = self.ops, self.config
         if layer.altup is not None and inputs is not None:
-            assert not isinstance(cache, tuple), "no layer with streams is recurrent"
+            assert cache is not None, "no layer with streams is recurrent"
             return self.altup_layer(layer, layer.altup, residual, cache, plan, inputs)
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
-        if isinstance(cache, tuple):
-            h = self.recur(layer, read, cache, plan)
-        else:
-            h = self.attend(layer, read, cache, plan, qkv)
-        added = self.added(h, layer.adapters.out, plan)
-        residual = self.add(h, layer.out, layer.out_bias, layer.after_attention, residual, added)
+        if layer.mamba is not None:
+            residual = self.add_mamba(layer.mamba, read, states, plan, residual)
+        if layer.out is not None:
+            if cache is None:
+                h = self.recur(layer, read, states, plan)
+            else:
+                h = self.attend(layer, read, cache, plan, qkv)
+            added, norm = self.added(h, layer.adapters.out, plan), layer.after_attention
+            parts = layer.out, layer.out_bias, norm, residual, added, layer.out_factor
+            residual = self.add(h, *parts)
+        if layer.down is None and layer.experts is None:
+            return residual
         if not c.family.is_parallel:
             read = self.norm(residual, layer.mlp_norm, layer.mlp_norm_bias)
         if layer.experts is not None:
@@ -437,7 +467,8 @@ class Decoder:
         if layer.beside is not None:
             residual = self.add_both(ops.linear(h, layer.down, None, added), layer, residual)
         else:
-            residual = self.add(h, layer.down, layer.down_bias, layer.after_mlp, residual, added)
+            norm, factor = layer.after_mlp, layer.down_factor
+            residual = self.add(h, layer.down, layer.down_bias, norm, residual, added, factor)
         if layer.per_layer is not None and inputs is not None:
             residual = self.add_inputs(inputs, layer.per_layer, residual)
         return residual if layer.scalar == 1 else ops.scale(residual, layer.scalar)
@@ -521,6 +552,21 @@ class Decoder:
         qkv = ops.causal_conv(x, delta.weight, None, states[0], plan, "silu")
         return ops.delta_rule(qkv, x, delta.params, states[1], plan)
 
+    def add_mamba(
+        self,
+        mamba: MambaWeights,
+        h: Tensor,
+        states: tuple[StateLayer, ...],
+        plan: Any,
+        residual: Tensor,
+    ) -> Tensor:
+        """Add the output of Mamba-2 to the residual."""
+        ops = self.ops
+        x = ops.linear(h, mamba.inputs, mamba.inputs_bias)
+        xbc = ops.causal_conv(x, mamba.weight, mamba.bias, states[0], plan, "silu")
+        y = ops.selective_state_update(xbc, x, mamba.params, states[1], plan)
+        return self.add(y, mamba.out, mamba.out_bias, None, residual, None, mamba.factor)
+
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
         """The input of the MLP's last map: this rank's columns."""
         ops, activation = self.ops, self.config.activation
@@ -545,6 +591,7 @@ class Decoder:
             qkv = ops.linear_add(h, layer.qkv, layer.qkv_bias, qkv, added=added)
         if qk_norm is not None and c.qk_norm == "width":
             qkv, qk_norm = self.norm_widths(qkv, qk_norm), None
+        assert layer.rotary is not None, "a layer with attention has a rotary table"
         own = cache if layer.has_kv else None
         return ops.rope_write_kv(qkv, layer.rotary, qk_norm, own, plan)
 
@@ -582,12 +629,15 @@ class Decoder:
         norm: Tensor | None,
         residual: Tensor,
         added: Any,
+        factor: float = 1.0,
     ) -> Tensor:
-        """Add a linear map's result, normalized if there is a norm, to the residual stream."""
+        """Add a linear map's result to the residual stream: normalized if there is a norm,
+        otherwise multiplied by a factor.
+        """
         ops, c = self.ops, self.config
         if norm is None:
             own = self.own_columns(residual)
-            own = ops.linear_add(h, packed, bias, own, c.residual_scale, added)
+            own = ops.linear_add(h, packed, bias, own, c.residual_scale * factor, added)
             return self.gather(own, self.gatherings.hidden)
         found = self.gather(ops.linear(h, packed, bias, added), self.gatherings.hidden)
         return ops.rms_norm_add(found, norm, c.norm_eps, residual)
@@ -621,7 +671,7 @@ class Decoder:
         ops = self.ops
         inner = self.gather(ops.linear_gated(h, shared.gate_up), self.gatherings.shared)
         if shared.gate is None:
-            return ops.linear_add(inner, shared.down, None, own)
+            return ops.linear_add(inner, shared.down, None, own, self.config.residual_scale)
         return ops.add_gated(ops.linear(inner, shared.down), ops.linear(h, shared.gate), own)
 
     def own_columns(self, residual: Tensor) -> Tensor:

@@ -22,9 +22,12 @@ from specserve.models.quantized.config import Quantization
 from specserve.models.recurrent import (
     MAX_STATE_DIM,
     MAX_TAPS,
+    RECURRENT_KINDS,
     GatedDelta,
+    Mamba2,
     ShortConv,
     gated_delta_kinds,
+    mamba_fields,
     recurrent_layers,
     short_conv_fields,
 )
@@ -54,6 +57,7 @@ HEADLESS = re.compile(r"(\w+?)(ForSequenceClassification|Model)")
 SCORE = "score.weight"  # tensor of a sequence classifier's head
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # -> names of ops
 UNGATED = ACTIVATIONS | {"relu2": "relu2", "xielu": "xielu"}  # in MLPs without a gate
+NO_LIMIT = (math.inf, {"__float__": "Infinity"})  # of time steps, in time_step_limit
 ALPHAS = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")  # xIELU's tensors within a layer
 
 
@@ -118,10 +122,13 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     query_growth: QueryGrowth | None = None  # of layers without rotary embedding
     mixture: Mixture | None = None
     num_mtp_layers: int = 0  # see mtp_config.py
-    recurrent: ShortConv | GatedDelta | None = (
-        None  # of the recurrent layers; None: no layer is recurrent
-    )
+    # Of the recurrent layers; None: no layer is recurrent
+    recurrent: ShortConv | GatedDelta | Mamba2 | None = None
     recurrent_layers: tuple[bool, ...] = ()  # by layer; () if none is recurrent
+    attention_layers: tuple[bool, ...] = ()  # by layer; (): all that are not recurrent
+    mlp_layers: tuple[bool, ...] = ()  # by layer: whether it has an MLP or experts; (): all have
+    attention_factor: float = 1.0  # of attention's output
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # of the gate and of the output
     has_head: bool = True  # for text; without it, the embedding table stands for the head
     num_labels: int = 0  # outputs of a sequence classifier's head; 0: the model has none
     global_heads: KVHeads | None = None  # of layers without a window; None: as in other layers
@@ -143,9 +150,19 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent_layers[layer]
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        if self.attention_layers:
+            return self.attention_layers[layer]
+        return not self.is_recurrent(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
+
     def has_kv(self, layer: int) -> bool:
         """Whether a layer stores KV."""
-        return self.owns_kv(layer) and not self.is_recurrent(layer)
+        return self.owns_kv(layer) and self.attends(layer)
 
     def kv_heads(self, layer: int) -> KVHeads:
         if self.global_heads is not None and self.windows[layer] is None:
@@ -221,17 +238,22 @@ class DecoderConfig(Shape, frozen=True, kw_only=True):
         """Weights of a layer's attention or recurrence that multiply a row, divided by
         hidden_size.
         """
+        own = 0
         if self.recurrent is not None and self.recurrent_layers[layer]:
-            return self.recurrent.row_width
+            own = self.recurrent.row_width
+        if not self.attends(layer):
+            return own
         heads = self.kv_heads(layer)
         num_kv_maps = 0 if not self.owns_kv(layer) else 1 if self.repeats_keys(layer) else 2
         num_heads = 3 * self.num_heads if self.family.gates_attention else 2 * self.num_heads
-        return (num_heads + num_kv_maps * heads.number) * heads.size
+        return own + (num_heads + num_kv_maps * heads.number) * heads.size
 
     def row_width(self, layer: int) -> int:
         """Weights of a layer's maps that multiply a row, divided by hidden_size."""
         mlp = (3 if self.family.ungated is None else 2) * self.inner_size(layer)
-        width = 2 * self.per_layer_size + mlp * (not self.has_experts(layer))
+        width = 2 * self.per_layer_size + mlp * (
+            self.has_mlp(layer) and not self.has_experts(layer)
+        )
         if self.mixture is not None and self.mixture.layers[layer]:
             width += self.mixture.row_width
         return width
@@ -293,6 +315,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     if family.recurrent == "gated_delta" and fields["layer_types"] is None:
         positive(fields, "full_attention_interval")
         fields["layer_types"] = gated_delta_kinds(fields)
+    if family.recurrent == "mamba":
+        fields = mamba_fields(fields)
+    mixers = fields["layer_types"] if family.recurrent == "mamba" else []
     has_head = architecture in written["architectures"]
     # "vision": only tokens of images attend to later ones.
     if (seen_later := fields.get("use_bidirectional_attention")) not in (None, False, "vision"):
@@ -314,10 +339,11 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
     if is_recurrent:
-        if all(is_recurrent):
+        others = {*fields["layer_types"]} - {"mlp"}
+        if all(kind in RECURRENT_KINDS for kind in others) and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
-            "full_attention" if x else k
+            "full_attention" if x or k == "mlp" else k
             for x, k in zip(is_recurrent, fields["layer_types"], strict=True)
         ]
         fields["layer_types"] = attends
@@ -345,7 +371,8 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         max_positions=rope.longest_text(global_rope(fields), max_positions, family.rope_names),
         norm_eps=norm_eps(fields, keys.norm_eps),
         activation=activation(fields, keys.activation, family),
-        score_scale=family.score_scale or score_scale(fields, keys, head_dim),
+        score_scale=(family.score_scale or score_scale(fields, keys, head_dim))
+        * query_factor(fields, keys),
         score_cap=optional_number(fields, keys.score_cap),
         embedding_scale=embedding_scale(fields, family),
         residual_scale=optional_number(fields, keys.residual_scale) or 1.0,
@@ -369,6 +396,10 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         num_labels=num_labels(written),
         recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
         recurrent_layers=is_recurrent if any(is_recurrent) else (),
+        attention_layers=tuple(kind in ("full_attention", "hybrid") for kind in mixers),
+        mlp_layers=tuple(kind == "mlp" for kind in mixers) if family.is_split else (),
+        attention_factor=attention_factor(fields, keys),
+        mlp_factors=factors(fields, keys.mlp_scales, 2) or (1.0, 1.0),
         inner_sizes=inner_sizes,
         **(per_layer_sizes(fields, family) if family.has_per_layer_inputs else {}),
         **(streams(fields, len(rotates)) if family.has_streams else {}),
@@ -376,7 +407,9 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | GatedDelta:
+def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | GatedDelta | Mamba2:
+    if family.recurrent == "mamba":
+        return parse_mamba(fields, family)
     is_conv = family.recurrent == "short_conv"
     name = "conv_L_cache" if is_conv else "linear_conv_kernel_dim"
     taps = positive(fields, name)
@@ -401,6 +434,61 @@ def parse_recurrent(fields: Mapping[str, Any], family: Family) -> ShortConv | Ga
         taps=taps,
         is_interleaved=family.has_joined_inputs,
     )
+
+
+def parse_mamba(fields: Mapping[str, Any], family: Family) -> Mamba2:
+    taps, heads = positive(fields, "mamba_d_conv"), positive(fields, "mamba_n_heads")
+    if not 2 <= taps <= MAX_TAPS:
+        raise ValueError(f"mamba_d_conv = {taps} is not supported, only 2 to {MAX_TAPS}")
+    groups = positive(fields, "mamba_n_groups")
+    if heads % groups:
+        raise ValueError(f"mamba_n_heads = {heads} is not a multiple of mamba_n_groups = {groups}")
+    if fields.get("mamba_hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"mamba_hidden_act = {fields['mamba_hidden_act']!r} is not supported, only 'silu'"
+        )
+    limit = fields.get("time_step_limit")
+    if limit is not None and (len(limit) != 2 or limit[0] or limit[1] not in NO_LIMIT):
+        raise ValueError(f"time_step_limit = {limit!r} is not supported, only [0, Infinity]")
+    of_inputs = factors(fields, "ssm_multipliers", 5) or (1.0,) * 5
+    scale = optional_number(fields, "ssm_in_multiplier") if "ssm_in_multiplier" in fields else None
+    z, x, b, c, dt = (factor * (scale or 1.0) for factor in of_inputs)
+    has_out = "ssm_out_multiplier" in fields
+    return Mamba2(
+        num_heads=heads,
+        head_dim=positive(fields, "mamba_d_head", MAX_STATE_DIM),
+        state_dim=positive(fields, "mamba_d_state", MAX_STATE_DIM),
+        num_groups=groups,
+        taps=taps,
+        conv_bias=flag(fields, "mamba_conv_bias"),
+        has_bias=flag(fields, "mamba_proj_bias"),
+        has_norm=flag(fields, "mamba_rms_norm"),
+        gates_first=not flag(fields, "mamba_norm_before_gate"),
+        factors=(z, x, b, c, dt),
+        out_factor=(optional_number(fields, "ssm_out_multiplier") if has_out else None) or 1.0,
+    )
+
+
+def factors(fields: Mapping[str, Any], key: str | None, count: int) -> Any:
+    """A list of `count` numbers as a tuple; None: the config has none."""
+    values = fields.get(key) if key is not None else None
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"{key} = {values!r} is not a list of {count} numbers")
+    return tuple(number({f"{key}[{i}]": x}, f"{key}[{i}]") for i, x in enumerate(values))
+
+
+def query_factor(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
+    """The factor of scores that comes from factors of attention's input and of keys."""
+    scale = optional_number(fields, keys.attention_in_scale) or 1.0
+    return scale * scale * (optional_number(fields, keys.key_scale) or 1.0)
+
+
+def attention_factor(fields: Mapping[str, Any], keys: ConfigKeys) -> float:
+    """The factor of attention's output. The factor of its input also multiplies the values."""
+    names = keys.attention_in_scale, keys.attention_out_scale
+    return math.prod(optional_number(fields, name) or 1.0 for name in names)
 
 
 def layer_kinds(
@@ -851,14 +939,13 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
     gate_up = [sum(gate_up)] if config.family.fuses_gate_up else gate_up
     gate_up = [inner] if config.family.ungated is not None else gate_up
     linears = dict[str, tuple[int, int, bool]]()  # name -> output width, input width, has a bias
-    is_recurrent = config.is_recurrent(layer)
-    if not is_recurrent:
+    if config.attends(layer):
         for name, out in zip(config.qkv_names(layer), qkv, strict=False):
             linears[name] = out, hidden, config.qkv_bias
         linears["self_attn.o_proj"] = hidden, q, config.out_bias
     if config.mixture is not None and config.mixture.layers[layer]:
         linears |= config.mixture.shapes(hidden)
-    if not config.has_experts(layer):
+    if config.has_mlp(layer) and not config.has_experts(layer):
         for name, out in zip(config.gate_up_names, gate_up, strict=True):
             linears[name] = out, hidden, config.mlp_bias
         linears[config.down_name] = hidden, inner, config.mlp_bias
@@ -869,9 +956,9 @@ def layer_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes[SINKS] = (config.num_heads,)
     if config.family.norm_bias:
         shapes |= {f"{name}.bias": (hidden,) for name in places if name}
-    if is_recurrent and config.recurrent is not None:
+    if config.is_recurrent(layer) and config.recurrent is not None:
         shapes |= config.recurrent.shapes(hidden)
-    if config.has_qk_norm and not is_recurrent:
+    if config.has_qk_norm and config.attends(layer):
         names, each = config.family.qk_norm_names, config.qk_norm_shapes(layer)
         for name, shape in [*zip(names, each, strict=True)][: 2 if config.owns_kv(layer) else 1]:
             shapes[f"self_attn.{name}.weight"] = shape

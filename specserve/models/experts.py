@@ -41,6 +41,8 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     shared_width: str | None = None  # field with the shared expert's width; None: no such expert
     shared_count: str | None = None  # field with a factor of this width
     shared_name: str = "shared_expert"
+    shared_path: str | None = None  # its module in a layer; None: shared_name in `module`
+    fuses_shared: bool = False  # the shared expert has gate and up in one map
     has_shared_gate: bool = True  # the shared expert's output is weighted
     stacked: StackedNames | None = None  # None: each expert has its own tensors
     enabled: str | None = None  # field that must be true; None: layers have experts in any case
@@ -103,7 +105,12 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shared(self) -> str:
         """The module of the shared expert, which all rows use."""
-        return f"{self.style.module}.{self.style.shared_name}"
+        return self.style.shared_path or f"{self.style.module}.{self.style.shared_name}"
+
+    @property
+    def shared_gate_up_names(self) -> list[str]:
+        parts = ["gate_up"] if self.style.fuses_shared else ["gate", "up"]
+        return [f"{self.shared}.{part}_proj" for part in parts]
 
     @property
     def shared_gate(self) -> str:
@@ -132,8 +139,9 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
                 yield name, (self.width, hidden, has_bias)
             yield self.down_name(expert), (hidden, self.width, has_bias)
         if self.shared_width:
-            for name in ("gate_proj", "up_proj"):
-                yield f"{self.shared}.{name}", (self.shared_width, hidden, False)
+            names = self.shared_gate_up_names
+            for name in names:
+                yield name, (2 * self.shared_width // len(names), hidden, False)
             yield f"{self.shared}.down_proj", (hidden, self.shared_width, False)
         if self.shared_width and self.style.has_shared_gate:
             yield self.shared_gate, (1, hidden, False)

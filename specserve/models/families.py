@@ -1021,6 +1021,143 @@ FAMILIES |= {
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5MoeForCausalLM": QWEN35_MOE,
 }
+MAMBA: dict[str, Any] = {
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": True,
+}
+FEED_FORWARD = {
+    ".pre_ff_layernorm.": ".post_attention_layernorm.",
+    ".feed_forward.": ".mlp.",
+    "model.final_layernorm.": "model.norm.",
+}
+BAMBA = Family(
+    models="Bamba 9B",
+    defaults=LLAMA
+    | MAMBA
+    | {
+        "attn_layer_indices": None,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128000,
+    },
+    rotates_a_share=True,
+    recurrent="mamba",
+    renamed=FEED_FORWARD,
+)
+FAMILIES |= {
+    "BambaForCausalLM": BAMBA,
+    "FalconH1ForCausalLM": Family(
+        models="Falcon H1: 0.5B, 1.5B, 3B, 7B, 34B",
+        defaults={
+            **BAMBA.defaults,
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "key_multiplier": 1.0,
+            "lm_head_multiplier": 1.0,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "max_position_embeddings": 8192,
+            "mlp_multipliers": None,
+            "partial_rotary_factor": 1.0,
+            "projectors_bias": False,
+        },
+        keys=ConfigKeys(
+            embedding_scale="embedding_multiplier",
+            logit_scale="lm_head_multiplier",
+            key_scale="key_multiplier",
+            attention_in_scale="attention_in_multiplier",
+            attention_out_scale="attention_out_multiplier",
+            mlp_scales="mlp_multipliers",
+        ),
+        recurrent="mamba",
+        renamed=FEED_FORWARD,
+        refused=("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"),
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        models="Granite 4 H and Granite 4, dense and with experts",
+        defaults=GRANITE
+        | MAMBA
+        | {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+            "shared_intermediate_size": 1024,
+        },
+        keys=GRANITE_KEYS,
+        mlp_bias=False,
+        fuses_gate_up=True,
+        recurrent="mamba",
+        renamed={
+            ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
+            ".shared_mlp.output_linear.": ".mlp.down_proj.",
+        },
+        experts=ExpertStyle(
+            module="block_sparse_moe",
+            router="router.layer",
+            width="intermediate_size",
+            number=8,
+            normalizes=True,  # the softmax covers only the chosen experts
+            shared_width="shared_intermediate_size",
+            shared_path="mlp",
+            fuses_shared=True,
+            has_shared_gate=False,
+            stacked=StackedNames(
+                gate_up="input_linear.weight", down="output_linear.weight", is_transposed=False
+            ),
+        ),
+    ),
+    "NemotronHForCausalLM": Family(
+        models="Nemotron H and Nemotron Nano 2, without experts: 4B, 8B, 9B, 12B, 47B, 56B",
+        defaults=LLAMA
+        | {
+            "conv_kernel": 4,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_head_dim": 64,
+            "mamba_norm_before_gate": False,
+            "mamba_num_heads": 128,
+            "mamba_rms_norm": True,
+            "max_position_embeddings": 4096,
+            "mlp_hidden_act": "relu2",
+            "n_groups": 8,
+            "num_key_value_heads": 8,
+            "position_embedding_type": None,
+            "ssm_state_size": 128,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 131072,
+        },
+        keys=ConfigKeys(activation="mlp_hidden_act", norm_eps="layer_norm_epsilon"),
+        qkv_bias=False,
+        out_bias=False,
+        norms=Norms(before_attention="norm", before_mlp="norm"),
+        ungated=UNGATED,
+        recurrent="mamba",
+        is_split=True,
+        renamed={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
+            "backbone.": "model.",
+            **{f".mixer.{x}_proj.": f".self_attn.{x}_proj." for x in ("q", "k", "v", "o")},
+            **{f".mixer.{x}_proj.": f".mlp.{x}_proj." for x in ("up", "down")},
+            ".mixer.": ".mamba.",
+        },
+    ),
+}
 GEMMA3, QWEN3_MOE = FAMILIES["Gemma3ForCausalLM"], FAMILIES["Qwen3MoeForCausalLM"]
 MROPE = {"mrope": "default"}  # for text only, M-RoPE is plain RoPE
 QWEN25_VL = replace(

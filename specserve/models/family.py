@@ -34,6 +34,10 @@ class ConfigKeys(msgspec.Struct, frozen=True, kw_only=True):
     query_scalar: str | None = None  # scores are divided by its square root
     score_scale: str | None = None  # factor of scores; both None: 1 / sqrt(head_dim)
     embedding_scale: str | None = None
+    key_scale: str | None = None  # factor of keys
+    attention_in_scale: str | None = None  # factor of the input of attention
+    attention_out_scale: str | None = None  # factor of attention's output
+    mlp_scales: str | None = None  # factors of an MLP's gate and of its output
     residual_scale: str | None = None  # factor of additions to the residual stream
     logit_scale: str | None = None
     logit_divisor: str | None = None
@@ -95,7 +99,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_per_layer_inputs: bool = False  # see per_layer.py
     has_streams: bool = False  # several residual streams, see altup.py, and sparse gates
     experts: ExpertStyle | None = None
-    recurrent: Literal["none", "short_conv", "gated_delta"] = "none"  # see recurrent.py
+    recurrent: Literal["none", "short_conv", "gated_delta", "mamba"] = "none"  # see recurrent.py
+    is_split: bool = False  # a layer is either a mixer or an MLP, each with its own norm
     has_joined_inputs: bool = False  # maps of a gated DeltaNet's inputs are grouped by key head
     gates_attention: bool = False  # a gate per query dimension, in the map of queries
     renamed: Mapping[

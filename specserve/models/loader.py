@@ -26,6 +26,7 @@ from specserve.models.decoder import (
     Experts,
     ExpertsBeside,
     Layer,
+    MambaWeights,
     SharedExpert,
     ShortConvWeights,
     windows_of,
@@ -42,7 +43,7 @@ from specserve.models.gguf.header import drop_headers
 from specserve.models.mtp_config import without_mtp
 from specserve.models.per_layer import MIX, PerLayerMaps, PerLayerTable
 from specserve.models.quantized.maps import QuantizedMaps
-from specserve.models.recurrent import GatedDelta
+from specserve.models.recurrent import GatedDelta, Mamba2
 from specserve.models.rope import RopeParameters
 from specserve.models.shard import WHOLE, Shard
 from specserve.models.source import open_source
@@ -65,7 +66,7 @@ from specserve.models.weight import (
 )
 from specserve.models.weight_forms import MapForm, WeightForms
 from specserve_drafters.candidates import TREE_SLOTS
-from specserve_kernels import Codes, DeltaParams, Ops, QKNorm, Rotary
+from specserve_kernels import Codes, DeltaParams, MambaParams, Ops, QKNorm, Rotary
 from specserve_kernels.codes import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -75,11 +76,15 @@ LONGEST = 1 << 21  # default maximum of positions: RoPE tables of 1 GB for a hea
 # Endings of the names of tensors that are kept in float32.
 CONV = "conv.conv.weight", "conv.conv.bias"  # of a recurrent layer
 DELTA = "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"
+MAMBA = "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.weight", "mamba.conv1d.bias"
 WIDE = (
     *("norm.weight", "norm.bias", "layernorm_1.weight", "layernorm_2.weight", SCALAR, *ALPHAS),
     *(SINKS, SCORE, "e_score_correction_bias", "router.scale", "per_expert_scale", STREAM_SCALE),
-    *("expert_bias", *CONV, *DELTA),
+    *("expert_bias", *CONV, *DELTA, *MAMBA),
 )
+# Parts of `Layer` that a layer without attention or without an MLP lacks.
+MIXER = "window", "rotary", "qk_norm", "qkv", "qkv_bias", "out", "out_bias", "sinks"
+MLP = "gate_up", "gate_up_bias", "down", "down_bias"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of an expert's tensor
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -543,28 +548,33 @@ def read_per_layer_maps(reader: Reader, config: DecoderConfig, index: int) -> Pe
     )
 
 
-def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary) -> Layer:
+def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary | None) -> Layer:
     layer = f"model.layers.{index}"
+    mixer: dict[str, Any] = dict.fromkeys(MIXER)
     if config.is_recurrent(index):
-        mixer = read_recurrent(reader, config, layer)
-    else:
-        mixer = read_attention(reader, config, layer, index, table)
+        mixer |= read_recurrent(reader, config, layer)
+    if config.attends(index):
+        mixer |= read_attention(reader, config, layer, index, table)
     norms = config.family.norms
     mlp = read_mixture if config.has_experts(index) else read_mlp
+    has_mixer = config.is_recurrent(index) or config.attends(index)
 
-    def norm(name: str | None) -> Tensor | None:
+    def norm(name: str | None, factor: float = 1.0) -> Tensor | None:
         if name is None:
             return None
-        return reader.read_norm(f"{layer}.{name}.weight", config.family.adds_one)
+        return reader.read_norm(f"{layer}.{name}.weight", config.family.adds_one, factor)
 
     def norm_bias(name: str | None) -> Tensor | None:
         has_bias = name is not None and config.family.norm_bias
         return reader.read_norm(f"{layer}.{name}.bias", False) if has_bias else None
 
     return Layer(
-        attention_norm=norm(norms.before_attention),
+        attention_norm=norm(norms.before_attention) if has_mixer else None,
         after_attention=norm(norms.after_attention),
-        mlp_norm=norm(norms.before_mlp),
+        # A factor of the gate multiplies the input of gate and up, and `down_factor` divides by it.
+        mlp_norm=norm(norms.before_mlp, config.mlp_factors[0]) if config.has_mlp(index) else None,
+        down_factor=config.mlp_factors[1] / config.mlp_factors[0],
+        out_factor=config.attention_factor,
         after_mlp=norm(norms.after_mlp),
         attention_norm_bias=norm_bias(norms.before_attention),
         mlp_norm_bias=norm_bias(norms.before_mlp),
@@ -579,12 +589,12 @@ def read_layer(reader: Reader, config: DecoderConfig, index: int, table: Rotary)
         altup=read_altup(reader, config, layer) if config.num_streams > 1 else None,
         deviations=config.deviations[index] if config.deviations else None,
         **mixer,
-        **mlp(reader, config, index),
+        **(mlp(reader, config, index) if config.has_mlp(index) else dict.fromkeys(MLP)),
     )
 
 
 def read_attention(
-    reader: Reader, config: DecoderConfig, layer: str, index: int, table: Rotary
+    reader: Reader, config: DecoderConfig, layer: str, index: int, table: Rotary | None
 ) -> dict[str, Any]:
     qkv = [f"{layer}.{name}" for name in config.qkv_names(index)]
     shard, rows = reader.shard, reader.shard.qkv_rows(config, rows_of_qkv(config, index))
@@ -606,10 +616,42 @@ def read_attention(
 
 
 def read_recurrent(reader: Reader, config: DecoderConfig, layer: str) -> dict[str, Any]:
-    none = dict.fromkeys(("window", "rotary", "qk_norm", "qkv", "qkv_bias", "sinks"))
+    if isinstance(config.recurrent, Mamba2):
+        return {"mamba": read_mamba(reader, config.recurrent, layer, config.norm_eps)}
     if isinstance(config.recurrent, GatedDelta):
-        return none | read_delta(reader, config.recurrent, layer, config.norm_eps)
-    return none | read_short_conv(reader, layer)
+        return read_delta(reader, config.recurrent, layer, config.norm_eps)
+    return read_short_conv(reader, layer)
+
+
+def read_mamba(reader: Reader, mamba: Mamba2, layer: str, eps: float) -> MambaWeights:
+    rate, dt_bias, D, weight, bias = (f"{layer}.{name}" for name in MAMBA)
+    inputs, out, norm = (f"{layer}.mamba.{name}" for name in ("in_proj", "out_proj", "norm.weight"))
+    z, *of_conv, dt = mamba.factors
+    group = mamba.num_groups * mamba.state_dim
+    # The convolution is linear in its inputs, so that scaling its weight scales them.
+    widths = torch.tensor([mamba.width, group, group])
+    channels = reader.ops.place(torch.tensor(of_conv).repeat_interleave(widths))
+    rows = torch.tensor(mamba.input_rows())
+    return MambaWeights(
+        inputs=reader.read_weight(inputs, rows=rows),
+        inputs_bias=reader.read_bias(inputs, rows=rows),
+        weight=reader.read_norm(weight, False).squeeze(1) * channels[:, None],
+        bias=reader.read_norm(bias, False) if mamba.conv_bias else None,
+        params=MambaParams(
+            rate=-reader.read_norm(rate, False).exp(),
+            dt_bias=reader.read_norm(dt_bias, False),
+            D=reader.read_norm(D, False),
+            norm=reader.read_norm(norm, False) if mamba.has_norm else None,
+            eps=eps,
+            num_groups=mamba.num_groups,
+            gates_first=mamba.gates_first,
+            z_factor=z,
+            dt_factor=dt,
+        ),
+        out=reader.read_weight(out),
+        out_bias=reader.read_bias(out),
+        factor=mamba.out_factor,
+    )
 
 
 def read_delta(reader: Reader, delta: GatedDelta, layer: str, eps: float) -> dict[str, Any]:
@@ -673,8 +715,7 @@ def read_sinks(reader: Reader, config: DecoderConfig, layer: str) -> Tensor:
 
 def read_mixture(reader: Reader, config: DecoderConfig, index: int) -> dict[str, Any]:
     layer = f"model.layers.{index}"
-    none = dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias"))
-    return none | {"experts": read_experts(reader, config, layer)}
+    return dict.fromkeys(MLP) | {"experts": read_experts(reader, config, layer)}
 
 
 def read_beside(reader: Reader, config: DecoderConfig, layer: str) -> ExpertsBeside:
@@ -701,7 +742,6 @@ def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
         inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
-    gate, up = f"{shared}.gate_proj", f"{shared}.up_proj"
     return Experts(
         router=reader.read_weight(router),
         gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
@@ -721,7 +761,9 @@ def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
             if mixture.style.has_shared_gate
             else None,
             gate_up=reader.read_weight(
-                gate, up, is_gated=True, rows=shard.rows(mixture.shared_width, 2)
+                *(f"{layer}.{name}" for name in mixture.shared_gate_up_names),
+                is_gated=True,
+                rows=shard.rows(mixture.shared_width, 2),
             ),
             down=reader.read_weight(f"{shared}.down_proj", rows=hidden),
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-RECURRENT_KINDS = ("conv", "linear_attention")  # layer types with a state instead of KV
+# Layer types with a state. `hybrid` layers have KV, too.
+RECURRENT_KINDS = ("conv", "linear_attention", "hybrid")
 MAX_TAPS, MAX_STATE_DIM = 8, 256  # limits of the kernels, in recurrent.cpp
 
 
@@ -137,6 +138,124 @@ def short_conv_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             width = -(-int(factor * width) // multiple) * multiple
         found["intermediate_size"] = width
     return found
+
+
+class Mamba2(msgspec.Struct, frozen=True, kw_only=True):
+    """Mamba-2: a convolution, and a matrix per head that the selective update changes."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int  # of heads, which share keys and queries
+    taps: int  # inputs per output of the convolution
+    conv_bias: bool
+    has_bias: bool  # of the maps of inputs and outputs
+    has_norm: bool
+    gates_first: bool  # as in `MambaParams`
+    # Factors of z, x, B, C and dt in the results of the map of inputs
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    out_factor: float = 1.0  # of the layer's output
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def inner(self) -> int:
+        """Channels of the convolution: inputs, keys and queries."""
+        return self.width + 2 * self.num_groups * self.state_dim
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's tensors."""
+        rows = self.width + self.inner + self.num_heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "mamba.in_proj.weight": (rows, hidden),
+            "mamba.conv1d.weight": (self.inner, 1, self.taps),
+            "mamba.out_proj.weight": (hidden, self.width),
+        }
+        shapes |= {f"mamba.{name}": (self.num_heads,) for name in ("A_log", "dt_bias", "D")}
+        if self.has_norm:
+            shapes["mamba.norm.weight"] = (self.width,)
+        if self.conv_bias:
+            shapes["mamba.conv1d.bias"] = (self.inner,)
+        if self.has_bias:
+            shapes |= {"mamba.in_proj.bias": (rows,), "mamba.out_proj.bias": (hidden,)}
+        return shapes
+
+    @property
+    def row_width(self) -> int:
+        """Weights of linear maps that multiply a row, divided by hidden_size."""
+        return 2 * self.width + self.inner + self.num_heads
+
+    def input_rows(self) -> list[int]:
+        """The order of the rows of the map of inputs in kernels: x, B, C, z, dt."""
+        begin, end = self.width, self.width + self.inner
+        return [*range(begin, end), *range(begin), *range(end, end + self.num_heads)]
+
+
+LAYER_KINDS = {  # names of layer types in configs -> ours
+    "attention": "full_attention",
+    "full_attention": "full_attention",
+    "hybrid": "hybrid",
+    "linear_attention": "linear_attention",
+    "mamba": "linear_attention",
+    "mlp": "mlp",
+    **{"M": "linear_attention", "*": "full_attention", "-": "mlp"},
+}
+NEMOTRON_FIELDS = {  # names of fields in Nemotron H -> in other families
+    "conv_kernel": "mamba_d_conv",
+    "mamba_head_dim": "mamba_d_head",
+    "mamba_num_heads": "mamba_n_heads",
+    "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state",
+    "use_bias": "mamba_proj_bias",
+    "use_conv_bias": "mamba_conv_bias",
+}
+
+
+def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model with Mamba-2 under the names of other families. Each entry of
+    layer_types is linear_attention, full_attention, hybrid or mlp.
+    """
+    found = {**fields}
+    for name, other in NEMOTRON_FIELDS.items():
+        if name in found:
+            found.setdefault(other, found[name])
+    kinds = mamba_kinds(found)
+    if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
+        hint = ": Nemotron H runs only without experts" if unknown[0] in ("moe", "E") else ""
+        raise ValueError(f"layer type {unknown[0]!r} is not supported{hint}")
+    found["layer_types"] = [LAYER_KINDS[kind] for kind in kinds]
+    found["num_hidden_layers"] = len(kinds)
+    if "position_embedding_type" in found and found["position_embedding_type"] != "rope":
+        found["no_rope_layers"] = [0] * len(kinds)
+    if "attn_layer_indices" in found and "mamba_d_ssm" not in found:
+        found["partial_rotary_factor"] = 0.5  # Bamba's, whatever the config says
+    if found.get("num_local_experts") == 0:  # Granite's dense models
+        found["intermediate_size"] = found["shared_intermediate_size"]
+    width = found.get("mamba_d_ssm")
+    if width is None and "mamba_expand" in found:
+        width = found["mamba_expand"] * found["hidden_size"]
+    if found["mamba_d_head"] in (None, "auto"):
+        found["mamba_d_head"] = width // found["mamba_n_heads"]
+    elif width is not None and found["mamba_n_heads"] * found["mamba_d_head"] != width:
+        raise ValueError(
+            f"mamba_n_heads = {found['mamba_n_heads']} times mamba_d_head = "
+            f"{found['mamba_d_head']} must be the width of the layer, {width}"
+        )
+    return found
+
+
+def mamba_kinds(fields: Mapping[str, Any]) -> list[str]:
+    """The names of the layer types in a config."""
+    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        if fields.get(name):
+            return [*fields[name]]
+    number = fields["num_hidden_layers"]
+    if "mamba_d_ssm" in fields:
+        return ["hybrid"] * number
+    attention = fields.get("attn_layer_indices") or ()
+    return ["full_attention" if i in attention else "linear_attention" for i in range(number)]
 
 
 def recurrent_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:

@@ -41,6 +41,24 @@ def test_it_reports_of_a_head(tmp_path, capsys):
     assert "layers 1, 2, 3" in told["head"]
 
 
+def test_it_reports_of_recurrent_states(tmp_path, capsys):
+    folder = tiny_checkpoint(tmp_path / "target", "falcon_h1", max_position_embeddings=1024)
+    given = tmp_path / "given.toml"
+    given.write_text("[memory]\nkv_bytes = 4194304\nstate_interval = 64\n")
+    main([str(folder), "--rounds", "1", "--config", str(given)])
+    told = {line[:10].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
+    assert told["state"] == (
+        "0.02 MiB per request and per checkpoint, of which the pool has room for 256; "
+        "a checkpoint every 64 tokens of a prompt"
+    )
+    assert told["batch"].endswith("yes")
+
+
+def test_kv_is_of_the_layers_with_attention(tmp_path):
+    config = load_decoder(tiny_checkpoint(tmp_path, "bamba"), "fp32", cpu).config
+    assert kv_token_bytes(config) == 2 * 1 * 2 * 16 * 2  # one of three layers
+
+
 def test_without_a_compiler_it_says_so(folder, capsys, monkeypatch):
     def fail():
         raise doctor.BuildError("none")

@@ -50,14 +50,20 @@ LAYERS = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
     },
+    "falcon_h1": {},  # attention and Mamba-2 in each layer
 }
+SHARP = {"logits_scaling": 0.5, "residual_multiplier": 1.0}  # small changes of a state show up
+MORE = {"bamba": {}, "granite_hybrid": SHARP, "granite_hybrid_moe": SHARP, "nemotron_h": {}}
 SEEN = {"hits": 0, "replays": 0}
 
 
-@pytest.fixture(scope="module", params=[*LAYERS])
+slow = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+
+
+@pytest.fixture(scope="module", params=[*LAYERS, *slow])
 def target(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / request.param
-    return load_small(tiny_checkpoint(folder, request.param, seed=1, **LAYERS[request.param]))
+    folder, fields = tmp_path_factory.mktemp("models") / request.param, (LAYERS | MORE)
+    return load_small(tiny_checkpoint(folder, request.param, seed=1, **fields[request.param]))
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +225,22 @@ def test_nothing_leaks_over_many_requests(target):
     assert len(engine.pool.free) == engine.pool.num_blocks
 
 
+def test_nothing_leaks_over_a_thousand_requests(tmp_path):
+    target = load_small(tiny_checkpoint(tmp_path, "lfm2", seed=1))
+    engine = engine_for(target, drafter="ngram", kv_bytes=1 << 18, max_running=4)
+    rng, free = Random(3), engine.pool.num_blocks
+    for _ in range(1000):
+        engine.add(prompt(rng.randrange(1, 40), rng.randrange(9)), greedy(rng.randrange(1, 5)))
+        while len(engine.requests) > 5:
+            engine.step()
+    while not engine.is_idle:
+        engine.step()
+    engine.check()
+    assert engine.pool.is_whole and engine.pool.num_checkpoint_hits >= 100
+    engine.reset_cache()
+    assert len(engine.pool.free) == free
+
+
 def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
@@ -268,7 +290,11 @@ def test_a_wrong_replay_changes_the_text(target, mutant, monkeypatch):
     right_form = runner.replays_of
 
     def replays_of(replays, size):
-        return right_form([r._replace(places=mutant(r.places)) for r in replays], size)
+        changed = [r._replace(places=mutant(r.places)) for r in replays]
+        # A copy is due after a replayed token.
+        ends = [min(r.snapshot_at, len(r.places)) for r in changed]
+        changed = [r._replace(snapshot_at=end) for r, end in zip(changed, ends, strict=True)]
+        return right_form(changed, size)
 
     assert texts_of(engine, scenario) == want, "without a mutant"
     engine.reset_cache()

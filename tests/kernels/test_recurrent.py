@@ -5,13 +5,23 @@ import random
 import pytest
 import torch
 
-from specserve_kernels import DeltaParams, Replays, StateLayer, StateRows, cpu, reference
+from specserve_kernels import (
+    DeltaParams,
+    MambaParams,
+    Replays,
+    StateLayer,
+    StateRows,
+    cpu,
+    reference,
+)
 from tests.kernels.builds import CPU_BUILDS
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, random_tree
 
 BLOCK_BYTES, NUM_BLOCKS, OWN = 4096, 40, [7, 3, 9, 30]
 DK, DV, HV, HK = 24, 40, 4, 2
 INNER = 2 * HK * DK + HV * DV
+GROUPS = 2
+XBC = HV * DV + 2 * GROUPS * DK
 
 
 def conv_state(C=100, taps=4, dtype=torch.float32, num_kept=64):
@@ -20,11 +30,11 @@ def conv_state(C=100, taps=4, dtype=torch.float32, num_kept=64):
     return StateLayer(memory, torch.tensor([[1, 64]]), (taps - 1, C), dtype, kept)
 
 
-def delta_state(num_kept=64):
+def delta_state(num_kept=64, kept_width=HV * (DK + DV + 2), num_groups=0):
     memory = torch.full((NUM_BLOCKS, BLOCK_BYTES), 255, dtype=torch.uint8)
-    kept = torch.full((num_kept, HV * (DK + DV + 2)), float("nan"))
+    kept = torch.full((num_kept, kept_width), float("nan"))
     places = torch.tensor([[3, 0], [1, 128], [0, 64], [2, 0]])
-    return StateLayer(memory, places, (DK, DV), torch.float32, kept)
+    return StateLayer(memory, places, (DK, DV), torch.float32, kept, num_groups)
 
 
 def states(committed, kept=None, snapshot_at=None, blocks=(OWN,), snapshots=None):
@@ -80,10 +90,35 @@ class Delta(Conv):
         return self.ops.delta_rule(qkv, rest, self.params, state, plan)
 
 
+class Mamba(Conv):
+    """Runs Mamba-2's selective update on given rows of one text."""
+
+    def __init__(self, ops, dtype=torch.float32, norm="after gates"):
+        self.ops, self.dtype = ops, dtype
+        rate, dt_bias, D = (random_tensor(HV, seed=HV + i) for i in range(3))
+        weight = None if norm == "none" else random_tensor(HV * DV, seed=9)
+        parts = -rate.exp(), dt_bias, D, weight, 1e-5, GROUPS, norm == "after gates"
+        self.params = MambaParams(*parts, z_factor=0.8, dt_factor=1.3)
+
+    def state(self, num_kept=64):
+        return delta_state(num_kept, GROUPS * DK + HV * (DV + 1), GROUPS)
+
+    def inputs(self, n, seed=5):
+        return random_tensor(n, 2 * XBC + HV * (DV + 1), dtype=self.dtype, seed=seed)
+
+    def run(self, x, state, rows):
+        plan = self.ops.plan(rows, RandomStep([Req(0)]).kv, 4)
+        xbc, rest = x[:, :XBC].contiguous(), x[:, XBC:].contiguous()
+        return self.ops.selective_state_update(xbc, rest, self.params, state, plan)
+
+
 KINDS = {
     "gated": lambda ops, dtype=torch.float32: Conv(ops, "gated", dtype),
     "silu": lambda ops, dtype=torch.float32: Conv(ops, "silu", dtype, bias=False),
     "delta": Delta,
+    "mamba": Mamba,
+    "mamba, gates last": lambda ops, dtype=torch.float32: Mamba(ops, dtype, "before gates"),
+    "mamba without a norm": lambda ops, dtype=torch.float32: Mamba(ops, dtype, "none"),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -43,7 +43,9 @@ ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "llama": "llama",
+    "nemotron_h": "nemotron_h",
     "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
     "mistral": "llama",
@@ -171,23 +173,28 @@ def add_shape(writer, config, width):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(width)
+    if config.model_type != "nemotron_h":
+        writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
     kv_heads = config.num_key_value_heads
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "nemotron_h":
+        kv_heads = add_mamba(writer, config, width)
     writer.add_head_count_kv(kv_heads)
     centered = {"cohere2": "layer_norm_eps", "cohere": "layer_norm_eps"}
     centered |= {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps"}
     if config.model_type in centered:
         writer.add_layer_norm_eps(getattr(config, centered[config.model_type]))
     else:
-        eps = config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps
+        eps = config.norm_eps if config.model_type.startswith("lfm2") else None
+        eps = eps or getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps
         writer.add_layer_norm_rms_eps(eps)
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4, "rope_type": "default"}
+    rope = rope.get("full_attention", rope)
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -198,9 +205,23 @@ def add_shape(writer, config, width):
     for add, field in FIELDS.get(config.model_type, {}).items():
         if (value := getattr(config, field)) is not None:
             getattr(writer, add)(value)
+    if config.model_type == "lfm2_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_sampling_temp(0.5)
     writer.add_sampling_top_k(20)
     writer.add_sampling_top_p(0.75)
+
+
+def add_mamba(writer, config, width):
+    """Return the numbers of KV heads by layer."""
+    kinds = config.layers_block_type
+    writer.add_feed_forward_length([width * (kind == "mlp") for kind in kinds])
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    return [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
 
 
 MIXTURE = {"add_expert_used_count": "num_experts_per_tok"}
@@ -263,6 +284,7 @@ FIELDS = {  # model_type -> further metadata: the writer's method -> field of th
     },
     "granite": GRANITE,
     "granitemoe": GRANITE | MIXTURE | {"add_expert_count": "num_local_experts"},
+    "lfm2_moe": QWEN | {"add_leading_dense_block_count": "num_dense_layers"},
     "mistral": WINDOW,
     "mixtral": WINDOW | MIXTURE | {"add_expert_count": "num_local_experts"},
     "olmoe": MIXTURE | {"add_expert_count": "num_experts"},
@@ -350,10 +372,15 @@ def add_tensors(writer, plain, config, type):
         array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
         shift = (
             1
-            if writer.arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight")
+            if name.endswith("norm.weight")
+            and (writer.arch.startswith("gemma") or writer.arch == "nemotron")
             else 0
         )
-        theirs = names.get_name(name, (".weight", ".bias"))
+        named = name + ".bias" if name.endswith("expert_bias") else name
+        named = named.replace(".dt_bias", ".dt_proj.bias")
+        if ".feed_forward.experts.w" in named:  # the converter's name for the stacks of LFM2
+            named = named.removeprefix("model.")
+        theirs = names.get_name(named, (".weight", ".bias"))
         theirs += ".weight" if theirs.endswith("sinks") else ""
         kind = kind_of(array, theirs, type(theirs) if callable(type) else type)
         stored = quantized((array + shift).reshape(-1, array.shape[-1]), kind)
@@ -367,8 +394,14 @@ def add_tensors(writer, plain, config, type):
             stored = halves.swapaxes(1, 2).reshape(stored.shape)
         if theirs.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")):
             stored = stored.reshape(-1)
-        if theirs.endswith("shortconv.conv.weight"):
+        if theirs.endswith(("shortconv.conv.weight", "ssm_conv1d.weight")):
             stored = stored[:, 0]
+        if theirs.endswith(".ssm_a"):
+            stored = -np.exp(stored)
+        if theirs.endswith((".ssm_a", ".ssm_d")):
+            stored = stored.reshape(-1, 1)
+        if theirs.endswith("ssm_norm.weight"):
+            stored = stored.reshape(config.n_groups, -1)
         writer.add_tensor(theirs, stored, raw_dtype=kind)
     save_file(meant, plain / WEIGHTS, metadata={"format": "pt"})
 
@@ -421,7 +454,7 @@ def stacks(tensors, config):
 
 def kind_of(values, name, type):
     """Rows that the type's blocks do not divide get another, as llama.cpp gives them."""
-    plain = ("ffn_gate_inp", "shortconv.conv")
+    plain = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
     is_map = values.ndim > 1 and name.endswith(".weight") and not any(p in name for p in plain)
     kind = GGMLQuantizationType[type if is_map else "F32"]
     others = GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16

@@ -51,6 +51,10 @@ MODEL_TYPES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Llama4ForCausalLM": "llama4_text",
+    "BambaForCausalLM": "bamba",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
@@ -297,6 +301,11 @@ REFUSED = {  # by transformers
     "Glm4MoeForCausalLM": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "glm4v_moe_text": re.compile("^(?!sizes|KV heads|a head size|a window|no window)"),
     "MixtralForCausalLM": re.compile("as many KV heads|yarn"),  # the head size must be there
+    # Their kinds of layers come from other fields, or none of their default layers has attention.
+    "BambaForCausalLM": re.compile("layer types|windows by layer|longrope"),
+    "FalconH1ForCausalLM": re.compile("biases|layer types|windows by layer"),
+    "GraniteMoeHybridForCausalLM": re.compile(""),
+    "NemotronHForCausalLM": re.compile(""),
     "Lfm2ForCausalLM": re.compile("as many KV heads"),
     "Lfm2MoeForCausalLM": re.compile("as many KV heads"),
     **dict.fromkeys(
@@ -309,6 +318,7 @@ REFUSED = {  # by transformers
 }
 # Few layers are fewer than those that share KV by default.
 FIRST = {family: {"num_kv_shared_layers": 0} for family in ("Gemma3nForCausalLM", "gemma3n_text")}
+FIRST["BambaForCausalLM"] = {"attn_layer_indices": [0]}
 TABLE = {
     f"{family}: {name}": {"architectures": [family], **FIRST.get(family, {}), **fields}
     for family in FAMILIES

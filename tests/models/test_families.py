@@ -4,6 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specserve.errors import ConfigError
+from specserve.models import decoder_config
 from specserve.models.decoder_config import load_config
 from specserve.models.families import FAMILIES
 from tests.checkpoints import tiny_checkpoint
@@ -226,3 +227,18 @@ def test_rope_in_the_old_style_means_the_same(parse):
 
 def test_remote_code_is_not_asked_for_the_config(parse):
     assert parse(auto_map={"AutoConfig": "evil.Config"}, model_type="evil") == parse()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hybrid_override_pattern": "ME*-"}, "'E' is not supported: Nemotron H runs only without"),
+        ({"layers_block_type": ["mamba", "moe"]}, "'moe' is not supported"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "at least one layer with attention"),
+        ({"hybrid_override_pattern": "M*", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        ({"hybrid_override_pattern": "M*", "n_groups": 3}, "not a multiple of mamba_n_groups"),
+    ],
+)
+def test_unsupported_forms_of_mamba_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        decoder_config.parse({"architectures": ["NemotronHForCausalLM"], **fields})

@@ -286,10 +286,9 @@ def ops_of(config):
         return names if condition else ()
 
     attention = [
-        *("copy", *when(norms.before_attention, "norm"), "linear"),
+        "linear",
         *when(config.qk_norm == "width", "norm", "norm"),
         *("rope_write_kv", "attention", "linear", *when(norms.after_attention, "norm")),
-        *when(norms.before_mlp, "norm"),
     ]
     has_shared = config.mixture is not None and config.mixture.shared_width
     shared = when(has_shared, "linear", "linear")
@@ -324,16 +323,19 @@ def ops_of(config):
         *when(config.family.gates_attention, "linear", "gate"),
         *attention[attention.index("attention") + 1 :],
     ]
-    recurrent = ["copy", "norm", "linear", "causal_conv"]
-    recurrent += [*when(config.family.recurrent == "gated_delta", "delta_rule"), "linear", "norm"]
-    layers = (
-        (
-            *(recurrent if config.is_recurrent(i) else attention),
-            *maps[config.has_experts(i)],
-            *ends,
-        )
-        for i in range(config.num_layers)
-    )
+    updates = {"gated_delta": "delta_rule", "mamba": "selective_state_update"}
+    update = updates.get(config.family.recurrent)
+    recurrent = ["linear", "causal_conv", *when(update, update), "linear"]
+
+    def layer(i):
+        mixers = [*when(config.is_recurrent(i), *recurrent)]
+        mixers += when(config.attends(i), *attention)
+        before = when(norms.before_attention and mixers, "norm")
+        behind = when(norms.before_mlp and config.has_mlp(i), "norm")
+        mlp = when(config.has_mlp(i), *maps[config.has_experts(i)])
+        return ["copy", *before, *mixers, *behind, *mlp, *ends]
+
+    layers = map(layer, range(config.num_layers))
     return [
         *("gather", *when(config.embedding_scale != 1, "elementwise"), "plan_attention"),
         *when(has_inputs, "gather", "elementwise", "linear", "norm"),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.checkpoints import tiny_checkpoint
 from tests.server.asking import (
     CHAT,
     COMPLETIONS,
@@ -119,6 +120,19 @@ def test_every_stream_has_the_text_that_it_would_have_had(mortal, undisturbed, h
     eventually(lambda: restarts(mortal) == before + 1)
     mortal.wait_until_idle()
     assert whole(mortal, *ASKED["drawn"])[0] == undisturbed["drawn"][0]
+
+
+def test_a_recurrent_state_is_computed_again_in_another_engine(tmp_path):
+    names = ["greedy", "two choices"]
+    with ServerProcess(tiny_checkpoint(tmp_path, "falcon_h1")) as server:
+        undisturbed = [streamed(server, *ASKED[name]) for name in names]
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(streamed, server, *ASKED[name]) for name in names]
+            eventually(lambda: server.metric("vllm:num_requests_running") > 0)
+            time.sleep(0.1)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == undisturbed
+        eventually(lambda: restarts(server) == 1)
 
 
 def test_beams_are_searched_again_in_another_engine(mortal):

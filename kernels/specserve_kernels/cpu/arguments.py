@@ -11,7 +11,7 @@ from torch import Tensor
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import native
 from specserve_kernels.ranks import HEADER, Gathering, Ranks
-from specserve_kernels.states import DeltaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.types import (
     AdapterSums,
     Chunks,
@@ -31,6 +31,7 @@ CURVES = {"silu": SILU, "gelu_tanh": GELU, "relu2": RELU2, "xielu": XIELU}
 MAX_EXPERTS = 1024  # as in experts.cpp
 MAX_STREAMS = 8  # as in streams.cpp
 MAX_TAPS, MAX_STATE_DIM = 8, 256  # as in recurrent.cpp
+CONV, DELTA, MAMBA = range(3)  # StateKind in recurrent.cpp
 STORED = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn  # in rows.h's order
 
 
@@ -488,10 +489,11 @@ def state(layer: StateLayer) -> Any:
             len(layer.places),
             layer.kept.data_ptr(),
             layer.kept.shape[1],
-            0 if layer.is_conv else 1,
+            CONV if layer.is_conv else MAMBA if layer.num_groups else DELTA,
             native.is_bf16(layer.kept),
             height,
             width,
+            layer.num_groups,
         )
     return layer.native
 
@@ -524,6 +526,28 @@ def delta_rule(
     fields = "ptr state qkv x rate dt_bias norm out i64 is_bf16 num_k_heads x_stride f32 eps"
     sizes = native.is_bf16(qkv), Hk, x.shape[1], params.eps
     return native.filled(fields, addressof(state(layer)), *pointers, *sizes)
+
+
+def selective_state_update(
+    xbc: Tensor, x: Tensor, params: MambaParams, layer: StateLayer, out: Tensor
+) -> Structure:
+    (N, P), H, G = layer.shape, len(layer.places), params.num_groups
+    assert layer.num_groups == G and H % G == 0, "the groups of the heads"
+    assert xbc.shape[1] == H * P + 2 * G * N, "the columns of xbc"
+    assert x.shape[1] == xbc.shape[1] + H * (P + 1) and x.dtype == xbc.dtype, "the columns of x"
+    tensors, norm = (params.rate, params.dt_bias, params.D), params.norm
+    given = tensors if norm is None else (*tensors, norm)
+    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in given), "the parameters"
+    pointers = xbc.data_ptr(), x.data_ptr(), *(t.data_ptr() for t in tensors)
+    fields = (
+        "ptr state xbc x rate dt_bias D norm out i64 is_bf16 x_stride gates_first "
+        "f32 eps z_factor dt_factor"
+    )
+    sizes = native.is_bf16(xbc), x.shape[1], params.gates_first
+    factors = params.eps, params.z_factor, params.dt_factor
+    weight = None if norm is None else norm.data_ptr()
+    parts = *pointers, weight, out.data_ptr(), *sizes, *factors
+    return native.filled(fields, addressof(state(layer)), *parts)
 
 
 def replay(layers: Sequence[StateLayer], replays: Replays) -> tuple[Structure, Any]:

@@ -38,7 +38,7 @@ class RowsStruct(Structure):
 class StateStruct(Structure):
     _fields_ = declared(
         "ptr memory i64 block_bytes ptr places i64 num_pieces ptr kept "
-        "i64 kept_width kind is_bf16 height width"
+        "i64 kept_width kind is_bf16 height width num_groups"
     )
 
 

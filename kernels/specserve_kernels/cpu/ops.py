@@ -24,7 +24,7 @@ from specserve_kernels.cpu.arguments import (
 )
 from specserve_kernels.host import allocate
 from specserve_kernels.ranks import Gathering, Ranks
-from specserve_kernels.states import DeltaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.types import (
     NO_WINDOW,
     AdapterSums,
@@ -361,6 +361,15 @@ def delta_rule(
     out = qkv.new_empty(plan.num_rows, len(state.places) * state.shape[1])
     args = arguments.delta_rule(qkv, x, params, state, out)
     run("delta_rule", args, plan.num_rows, SHORT, plan)
+    return out
+
+
+def selective_state_update(
+    xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: CpuPlan
+) -> Tensor:
+    out = xbc.new_empty(plan.num_rows, len(state.places) * state.shape[1])
+    args = arguments.selective_state_update(xbc, x, params, state, out)
+    run("selective_state_update", args, plan.num_rows, SHORT, plan)
     return out
 
 

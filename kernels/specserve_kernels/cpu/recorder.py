@@ -15,7 +15,7 @@ from specserve_kernels.cpu.arguments import Packed
 from specserve_kernels.cpu.experts import RoutedPairs, held
 from specserve_kernels.cpu.ops import CpuMapAdapters
 from specserve_kernels.ranks import Gathering, Ranks
-from specserve_kernels.states import DeltaParams, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, StateLayer
 from specserve_kernels.types import (
     AdapterRows,
     AdapterSums,
@@ -461,6 +461,15 @@ class Recorder:
         out = self.new(qkv.domain, (width,), qkv.tensor.dtype)
         args = arguments.delta_rule(qkv.tensor, x.tensor, params, state, out.tensor)
         self.note("delta_rule", args, qkv.domain, params, state)
+        return out
+
+    def selective_state_update(
+        self, xbc: Any, x: Any, params: MambaParams, state: StateLayer, plan: RecordedPlan
+    ) -> Any:
+        width = len(state.places) * state.shape[1]
+        out = self.new(xbc.domain, (width,), xbc.tensor.dtype)
+        args = arguments.selective_state_update(xbc.tensor, x.tensor, params, state, out.tensor)
+        self.note("selective_state_update", args, xbc.domain, params, state)
         return out
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.reference.ranks import put_columns, take_columns
-from specserve_kernels.states import DeltaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -380,6 +380,11 @@ class CudaOps:
 
     def delta_rule(
         self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CudaPlan
+    ) -> Tensor:
+        raise DeviceError(NO_RECURRENT)
+
+    def selective_state_update(
+        self, xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: CudaPlan
     ) -> Tensor:
         raise DeviceError(NO_RECURRENT)
 

@@ -53,7 +53,13 @@ from specserve_kernels.reference.ranks import (
     send,
     take_columns,
 )
-from specserve_kernels.reference.recurrent import causal_conv, delta_rule, gate, replay
+from specserve_kernels.reference.recurrent import (
+    causal_conv,
+    delta_rule,
+    gate,
+    replay,
+    selective_state_update,
+)
 from specserve_kernels.reference.sampling import logprobs, sample, top_children
 from specserve_kernels.reference.streams import (
     add_matched,
@@ -120,6 +126,7 @@ __all__ = [
     "sample",
     "samples_ahead",
     "scale",
+    "selective_state_update",
     "send",
     "soft_cap",
     "sparse_gated",

@@ -1,4 +1,4 @@
-"""Recurrent ops, token by token: a causal convolution, the gated delta rule, and replays.
+"""Recurrent ops, token by token: a causal convolution, the gated delta rule, Mamba-2, and replays.
 
 Draft tokens read the state of their parent and do not change the committed state. A replay applies
 the accepted ones later, with the same operations in the same order.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from specserve_kernels.reference.attention import RowsPlan
-from specserve_kernels.states import DeltaParams, Replays, StateLayer
+from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
 
 
 class RequestRows(NamedTuple):
@@ -123,6 +123,73 @@ def _head_inputs(qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer)
     return HeadInputs(q, torch.cat([k.flatten(), v, decay, b.sigmoid()]), z)
 
 
+def selective_state_update(
+    xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: RowsPlan
+) -> Tensor:
+    """Update a matrix per head by Mamba-2's selective update (Dao, Gu 2405.21060), and read it.
+
+    xbc  [R, H P + 2 G N]  inputs, keys B and queries C; head h reads group h // (H / G)
+    x    [R, ..]           after as many columns as xbc has: z [R, H P], dt [R, H]
+    ->   [R, H P]          the outputs of the heads, gated by silu(z), and normalized per group
+
+    A time step is softplus(dt + dt_bias). A head's matrix S [N, P] decays by exp(rate * step). Then
+    S += B (step * input)^T, and the output is C S + D * input. Outputs are rounded to the dtype of
+    x before they are gated and normalized.
+    """
+    (_, P), H, G = state.shape, len(state.places), params.num_groups
+    inputs = [_mamba_inputs(xbc[row], x[row], params, state) for row in range(len(xbc))]
+    out = torch.empty(len(xbc), H * P, dtype=xbc.dtype)
+    for request in _requests(plan):
+        rows = range(request.first, request.first + len(request.parents))
+        for h in range(H):
+            states = [_before(state, plan, request, h)]
+            for i, parent in enumerate(request.parents):
+                own = inputs[rows[i]]
+                states.append(_selected(states[parent + 1], own.kept, h, H, G))
+                found = own.q[h // (H // G)] @ states[-1] + params.D[h] * own.x[h]
+                out[rows[i], h * P : (h + 1) * P] = found.to(out.dtype)
+            _store(state, plan, request, h, states[: request.committed + 1])
+        _keep(state, plan, request, torch.stack([inputs[row].kept for row in rows]))
+        for row in rows:
+            out[row] = _gated_norm(out[row].float(), silu(inputs[row].z), params)
+    return out
+
+
+class MambaInputs(NamedTuple):
+    """The inputs of all heads for one row, float32.
+
+    x     [H, P]
+    q     [G, N]
+    kept  [G N + H P + H]  everything that an update of the state needs: keys, inputs multiplied by
+                           their time steps, and decays
+    z     [H P]
+    """
+
+    x: Tensor
+    q: Tensor
+    kept: Tensor
+    z: Tensor
+
+
+def _mamba_inputs(xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer) -> MambaInputs:
+    (N, P), H, G = state.shape, len(state.places), params.num_groups
+    v, k, q = torch.split(xbc.float(), [H * P, G * N, G * N])
+    z, dt = torch.split(x[len(xbc) :].float(), [H * P, H])
+    step = softplus(dt * params.dt_factor + params.dt_bias)
+    scaled = v.view(H, P) * step[:, None]
+    kept = torch.cat([k, scaled.flatten(), (params.rate * step).exp()])
+    return MambaInputs(v.view(H, P), q.view(G, N), kept, z * params.z_factor)
+
+
+def _gated_norm(y: Tensor, gate: Tensor, params: MambaParams) -> Tensor:
+    if params.norm is None:
+        return y * gate
+    y = (y * gate if params.gates_first else y).view(params.num_groups, -1)
+    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + params.eps)
+    y = (y * scale).flatten() * params.norm
+    return y if params.gates_first else y * gate
+
+
 def replay(states: tuple[StateLayer, ...], replays: Replays) -> None:
     """Advance committed states by the kept inputs of accepted draft tokens, one replay after the
     other. Copy the states to their snapshots on the way.
@@ -144,6 +211,8 @@ def replay(states: tuple[StateLayer, ...], replays: Replays) -> None:
 def _advanced(state: StateLayer, piece: Tensor, number: int, kept: Tensor) -> Tensor:
     if state.is_conv:
         return torch.cat([piece[1:], kept[None]])
+    if state.num_groups:
+        return _selected(piece, kept, number, len(state.places), state.num_groups)
     return _updated(piece, kept, number, len(state.places))
 
 
@@ -154,6 +223,12 @@ def _updated(S: Tensor, kept: Tensor, h: int, Hv: int) -> Tensor:
     S = S * decay
     change: Tensor = k[:, None] * ((v - k @ S) * beta)
     return S + change
+
+
+def _selected(S: Tensor, kept: Tensor, h: int, H: int, G: int) -> Tensor:
+    N, P = S.shape
+    k, v = kept[h // (H // G) * N :][:N], kept[G * N + h * P :][:P]
+    return S * kept[G * N + H * P + h] + k[:, None] * v
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -102,6 +102,15 @@ ARCHITECTURES = {
         fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
         final_norm="token_embd_norm",
     ),
+    "lfm2moe": Architecture(
+        family="Lfm2MoeForCausalLM",
+        keys={
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fields={"block_auto_adjust_ff_dim": False, "conv_bias": False},
+        final_norm="token_embd_norm",
+    ),
     "llama": Architecture(  # includes Mistral
         family="LlamaForCausalLM", mixture="MixtralForCausalLM", is_turned=True
     ),
@@ -123,6 +132,16 @@ ARCHITECTURES = {
         is_turned=True,
     ),
     "nemotron": Architecture(family="NemotronForCausalLM"),
+    "nemotron_h": Architecture(
+        family="NemotronHForCausalLM",
+        keys={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.group_count": "n_groups",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        names={"ffn_norm": "attn_norm"},  # each layer has one norm
+    ),
     "olmo2": Architecture(family="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", full_every=4),
     "olmoe": Architecture(family="OlmoeForCausalLM"),
     "phi3": Architecture(family="Phi3ForCausalLM"),

@@ -114,7 +114,33 @@ def read_config(header: Header) -> dict[str, Any]:
     fields |= experts(family, values) | rope(header, architecture, values)
     if architecture.wide_queries is not None:
         fields["query_pre_attn_scalar"] = query_scalar(architecture, fields)
+    if family.recurrent == "mamba":
+        fields |= mamba(values)
     return fields
+
+
+def mamba(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Mamba-2, and the kinds of layers. The metadata have 0 as the width of the MLP
+    and as the number of KV heads of layers without them.
+    """
+    counts, widths = values.get("attention.head_count_kv"), values["feed_forward_length"]
+    heads, width = values.get("ssm.time_step_rank"), values.get("ssm.inner_size")
+    if not isinstance(counts, Array) or not isinstance(widths, Array):
+        raise ValueError("attention.head_count_kv and feed_forward_length must be lists")
+    if not isinstance(heads, int) or not isinstance(width, int) or not heads or width % heads:
+        raise ValueError(f"ssm.inner_size = {width!r} is not a multiple of the {heads!r} heads")
+    each = [int(number) for number in widths.numbers()]
+    if len(different := set(each) - {0}) != 1:
+        raise ValueError(f"feed_forward_length = {each} is not supported")
+    kinds = [
+        "full_attention" if kv else "mlp" if inner else "linear_attention"
+        for kv, inner in zip(counts.numbers(), each, strict=True)
+    ]
+    return {
+        "intermediate_size": different.pop(),
+        "layer_types": kinds,
+        "mamba_head_dim": width // heads,
+    }
 
 
 def num_layers(values: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from specserve.models.decoder_config import ALPHAS, SINKS, DecoderConfig, tensor_shapes
 from specserve.models.gguf.architectures import Architecture
+from specserve.models.recurrent import Mamba2
 
 OUTER = {
     "model.embed_tokens": "token_embd",
@@ -14,6 +15,10 @@ IN_LAYER = {
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.in_proj": "ssm_in",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -28,6 +33,9 @@ IN_MLP = {
     "gate_up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+# Tensors of Mamba-2 without a suffix: the checkpoint's names -> llama.cpp's
+OF_HEADS = {"mamba.A_log": "ssm_a", "mamba.D": "ssm_d"}
+DT_BIAS = "mamba.dt_bias"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_freqs.weight",
@@ -48,6 +56,7 @@ class TensorPlace(NamedTuple):
     expert: int | None = None
     rows: slice = slice(None)
     is_turned: bool = False  # see Architecture
+    is_rate: bool = False  # the file has -exp(A_log)
 
 
 def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, str]:
@@ -96,13 +105,25 @@ def places(
         block = f"blk.{number}."
         if rest == SINKS:
             found[name] = TensorPlace(f"{block}attn_sinks.weight", shape)
+        elif rest in OF_HEADS:
+            stored_as, is_rate = f"{block}{OF_HEADS[rest]}", rest == "mamba.A_log"
+            found[name] = TensorPlace(stored_as, (*shape, 1), is_rate=is_rate)
+        elif rest == DT_BIAS:
+            found[name] = TensorPlace(f"{block}ssm_dt.bias", shape)
+        elif rest == "mamba.norm.weight" and isinstance(config.recurrent, Mamba2):
+            groups = config.recurrent.num_groups
+            parts = groups, shape[0] // groups
+            found[name] = TensorPlace(f"{block}ssm_norm.weight", parts)
         elif config.mixture is not None and rest == config.mixture.correction:
             found[name] = TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
         elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
             turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
             # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions
             # have no dimension of size 1.
-            is_flat = theirs in ("ffn_gate_inp_shexp", "shortconv.conv")
+            convolutions = "shortconv.conv", "ssm_conv1d"
+            is_flat = theirs == "ffn_gate_inp_shexp" or (
+                theirs in convolutions and kind == "weight"
+            )
             flat = tuple(n for n in shape if n > 1) if is_flat else shape
             found[name] = TensorPlace(f"{block}{theirs}.{kind}", flat, is_turned=turns)
         else:

@@ -102,6 +102,8 @@ class GgufTensors:
         if place.is_turned:
             neighbours = stored.view(-1, self.head_dim // 2, 2, *stored.shape[1:])
             stored = neighbours.transpose(1, 2)
+        if place.is_rate:
+            stored = (-stored.float()).log()
         return stored.reshape(shape)
 
 
