@@ -82,8 +82,11 @@ def parse(written: Mapping[str, Any]) -> TransformersShape:
     heads, kv_heads, head_dim = head_shape(fields)
     max_positions = positive(fields, "max_position_embeddings")
     hidden = positive(fields, "hidden_size")
-    if fields["intermediate_size"] is None:
+    inner = fields["intermediate_size"]
+    if inner is None:
         fields["intermediate_size"] = 4 * hidden
+    elif isinstance(inner, list) and inner:  # by layer
+        fields["intermediate_size"] = inner[0]
     return TransformersShape(
         architecture=architecture,
         num_layers=positive(fields, "num_hidden_layers", MAX_LAYERS),
