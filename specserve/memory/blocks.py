@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.memory.states import RequestState, StateReplay
+from specserve.memory.states import NO_STATE, RequestState, StateReplay
 
 Keys = dict[str, list[bytes]]  # keys of a prompt's full blocks, by name of the KV format
 
@@ -345,7 +345,7 @@ class BlockTable:
         self.pool, self.block_size, self.owner = pool, block_size, owner
         self.hasher = hasher  # None: no prefix cache
         self.blocks = array("i")
-        self.state = state or RequestState()
+        self.state = NO_STATE if state is None else state
         self.num_computed = 0
         self.num_published = 0  # blocks
         self.epoch = pool.num_resets  # number of cache resets when the first block was added
@@ -536,7 +536,8 @@ class BlockTable:
         """Release all blocks; the KV must be found or computed again."""
         self.num_computed = self.num_published = 0
         self.trim()
-        self.pool.release(self.state.take())
+        if self.state.size:
+            self.pool.release(self.state.take())
 
 
 class KVTables:

@@ -31,7 +31,7 @@ class RequestState:
     """
 
     def __init__(self, size: int = 0, interval: int = 0) -> None:
-        """`size`: blocks of a state; 0: the model has no state. `interval`: tokens; 0: none."""
+        """`size`: blocks of a state; 0 only in NO_STATE. `interval`: tokens; 0: none."""
         self.size, self.interval = size, interval
         self.blocks: list[int] = []
         self.snapshot: list[int] = []  # blocks to which the planned step copies the state
@@ -44,3 +44,6 @@ class RequestState:
         blocks = [*self.blocks, *self.snapshot]
         self.blocks, self.snapshot = [], []
         return blocks
+
+
+NO_STATE = RequestState()  # of all tables of models without recurrent layers

@@ -285,8 +285,10 @@ class ScheduledRequest(msgspec.Struct, eq=False):
 
     def count_rows(self) -> None:
         """Count the rows of known tokens as computed, after their step."""
-        self.request.table.num_computed = self.end
-        publish_snapshot(self.request.table, self.request.token_ids)
+        table = self.request.table
+        table.num_computed = self.end
+        if table.state.size:
+            publish_snapshot(table, self.request.token_ids)
 
     def draft_item(self, limit: int) -> DraftRequest:
         """Return the request in the form that sources and drafters get."""

@@ -765,7 +765,7 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.end > chunk.start]
         for chunk in chunks:
             table, tokens = chunk.request.table, chunk.request.token_ids
-            if due_checkpoints(table, tokens, chunk.end):
+            if table.state.size and due_checkpoints(table, tokens, chunk.end):
                 begin_snapshot(table, tokens, chunk.end, self.num_spare)
         return chunks
 
@@ -785,7 +785,8 @@ class Scheduler:
         """Add rows to a chunk if tokens and blocks suffice; return how many were added."""
         request, table = chunk.request, chunk.request.table
         begin, end = chunk.end, min(chunk.end + rows, len(chunk.request.token_ids))
-        end = max(begin, chunk_end(table, request.token_ids, end))
+        if table.state.size:
+            end = max(begin, chunk_end(table, request.token_ids, end))
         if end == begin:
             return 0
         while table.missing(end) > self.pool.num_available:

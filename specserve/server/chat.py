@@ -287,8 +287,9 @@ def fit_strict(service: Service, asked: B, tools: ToolsAsked) -> tuple[B, ToolsA
     enforce a schema for calls of this model within other text. Many clients always send it.
     """
     formats = service.served.formats
-    is_kept = formats.enforced == formats.tools and not formats.family
-    if not tools.strict or tools.is_enforced or is_kept or formats.tools == "none":
+    if not tools.strict or tools.is_enforced or formats.tools == "none":
+        return asked, tools
+    if formats.enforced == formats.tools and not formats.family:
         return asked, tools
     asked = msgspec.structs.replace(asked, read_past=(*asked.read_past, "tools.strict"))
     return asked, msgspec.structs.replace(tools, strict=frozenset())

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.errors import RequestError
-from specserve.server.metrics import Metrics
+from specserve.server.metrics import Metrics, SampleCounts
 from specserve.server.refusal import json_response
-from specserve.server.series import SampleCounts
 
 EVERY = 3.0  # seconds between two samples
 NUM_SAMPLES = 300  # 15 minutes

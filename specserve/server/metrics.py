@@ -1,10 +1,14 @@
 """Prometheus metrics, with vLLM's names if vLLM has the metric, so that its dashboards work."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
 from time import time
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -15,16 +19,17 @@ from prometheus_client import (
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from specserve.api.outputs import Generation
 from specserve.exchange.messages import Ready, Report, SourceStats, Stats
 from specserve.exchange.sleep import AWAKE, STATES, SleepState
 from specserve.memory.disk_tier import TierStats
-from specserve.server.series import Histogram, SampleCounts
 
 # Starts at half a millisecond, because a step of a small model is below vLLM's smallest bucket.
 FAST = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)
@@ -37,6 +42,44 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 # Would add a second series to every counter, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Histogram(Collector):
+    """A histogram for a single thread. It is cheap, because each step of each stream updates it.
+
+    The library's histogram takes two locks and walks through its buckets for each value.
+    """
+
+    def __init__(
+        self, name: str, words: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
+        self.name, self.words, self.labels = name, words, labels
+        self.bounds = [*buckets, inf]
+        self.counts, self.sum = [0] * len(self.bounds), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self.name, self.words, labels=list(self.labels))
+        counts = zip(map(floatToGoString, self.bounds), accumulate(self.counts), strict=True)
+        family.add_metric([*self.labels.values()], [*counts], self.sum)
+        yield family
+
+
+class SampleCounts(msgspec.Struct):
+    """Sums since the last sample of the history; times are in seconds."""
+
+    tokens: int = 0  # emitted
+    roots: int = 0  # steps of requests
+    accepted: int = 0  # draft tokens
+    looked_up: int = 0  # prompt tokens looked up in the prefix cache
+    cached: int = 0  # prompt tokens found in the prefix cache
+    errors: int = 0  # requests that ended with an error
+    restarts: int = 0  # of the engine process
+    ttft: list[float] = []
+    tpot: list[float] = []
 
 
 class SourceMetrics(Collector):

@@ -7,6 +7,7 @@ import shutil
 import threading
 from concurrent.futures import wait
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -377,8 +378,9 @@ def test_loading_and_unloading_next_to_streams_changes_no_text_and_keeps_memory_
 
 
 def test_a_model_of_transformers_takes_no_adapters(tmp_path):
+    target = SimpleNamespace(state_layouts=lambda: ())
     with pytest.raises(ConfigError, match=r"cannot have adapters\. Remove \[lora\]"):
-        assemble(load_config(None, {"lora.max_loras": 2}), Models(object()), MAX_LEN)
+        assemble(load_config(None, {"lora.max_loras": 2}), Models(target), MAX_LEN)
 
 
 class Held:

@@ -51,7 +51,7 @@ def test_missing_sizes_are_those_of_the_layers(parse, form):
 def test_layers_of_qwen3_have_their_norms_of_heads(parse):
     layers = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
     got = parse("speculators", transformer_layer_config=layers)
-    assert got.layers.qk_norm_shapes == ((16,), (16,))
+    assert got.layers.qk_norm_shapes(0) == ((16,), (16,))
 
 
 def test_layers_may_have_a_window(parse):

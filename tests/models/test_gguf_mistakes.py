@@ -17,7 +17,13 @@ from specserve.models.loader import load_decoder
 from specserve.models.source import open_source
 from specserve_kernels import reference
 from tests.models.gguf_files import put_tokenizer, write
-from tests.models.test_preflight import refusal
+from tests.models.refusals import refusals
+
+
+@pytest.fixture(scope="module")
+def refusal(tmp_path_factory):
+    with refusals(tmp_path_factory.mktemp("said")) as run:
+        yield run
 
 
 def put(**values):
@@ -214,7 +220,7 @@ DAMAGE = {  # what is wrong with the bytes -> words of the complaint
 
 
 @pytest.mark.parametrize(("edit", "complaint"), EDITS.values(), ids=EDITS)
-def test_what_a_file_says_wrong_is_reported(tmp_path, edit, complaint):
+def test_what_a_file_says_wrong_is_reported(refusal, tmp_path, edit, complaint):
     write(tmp_path, "llama", edit=edit)
     told = refusal(tmp_path, "serve", "model.gguf")
     assert told.startswith("error: model.gguf") and complaint in told
@@ -237,7 +243,7 @@ def content(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_reported(tmp_path, content, damage, complaint):
+def test_damage_is_reported(refusal, tmp_path, content, damage, complaint):
     (tmp_path / "model.gguf").write_bytes(damage(content))
     told = refusal(tmp_path, "serve", "model.gguf")
     assert told.startswith("error: model.gguf") and complaint in told
@@ -303,7 +309,7 @@ def test_a_chat_begins_once(tmp_path):
     assert ids == tokenizer.encode("the cat") and ids.count(1) == 1
 
 
-def test_a_big_endian_file_is_reported(tmp_path):
+def test_a_big_endian_file_is_reported(refusal, tmp_path):
     writer = GGUFWriter(tmp_path / "model.gguf", "llama", endianess=GGUFEndian.BIG)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -312,7 +318,7 @@ def test_a_big_endian_file_is_reported(tmp_path):
     assert "a big-endian GGUF file" in refusal(tmp_path, "serve", "model.gguf")
 
 
-def test_a_file_that_is_not_there_is_reported(tmp_path):
+def test_a_file_that_is_not_there_is_reported(refusal, tmp_path):
     assert "gone.gguf: no such file" in refusal(tmp_path, "serve", "gone.gguf")
 
 

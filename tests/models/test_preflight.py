@@ -5,8 +5,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -16,36 +16,9 @@ from specserve.models.selection import resolve_drafters
 from tests.checkpoints import tiny_checkpoint
 from tests.models.eagle_heads import write_head
 from tests.models.gguf_files import write
+from tests.models.refusals import COMMANDS_IN_FORKS, HEAVY, refusals
 
 EXCHANGE = Path(__file__).parents[2] / "specserve" / "exchange"
-HEAVY = "torch", "transformers"
-# The command, in a process that cannot import torch and start no other. It is forked for each line
-# of JSON: arguments, and files for stdout and stderr. The modules are then imported only once.
-COMMANDS_IN_FORKS = f"""
-import json, os, sys
-
-class Spared:
-    def find_spec(self, name, path=None, target=None):
-        assert name not in {HEAVY}, f"{{name}} is imported"
-
-def spawned(config):
-    raise AssertionError("a process is started")
-
-sys.meta_path.insert(0, Spared())
-from specserve.exchange import spawn
-spawn.ForkServer.start = spawned
-from specserve.cli.command import main
-
-for line in sys.stdin:
-    args, *files = json.loads(line)
-    if (child := os.fork()) == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, file in enumerate(files, 1):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.exit(main(args))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-SECONDS = 30  # far more than it takes on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +229,6 @@ MISTAKES = {  # arguments after the command -> words of the complaint
     "a value out of range": (["--model=./whole", "--set=memory.kv_fraction=2"], "kv_fraction"),
     "no config file": (["--model=./whole", "--config=gone.toml"], "gone.toml"),
 }
-COMMANDS = {"serve": [], "generate": ["a prompt"], "chat": []}
 FOR_ALL = "no folder", "no tokenizer", "an unknown drafter"
 TABLE = [("serve", *mistake) for mistake in MISTAKES.values()]
 TABLE += [(command, *MISTAKES[name]) for command in ("generate", "chat") for name in FOR_ALL]
@@ -282,25 +254,9 @@ PLACES = ("model.path", "deep"), ("drafter.head", "head"), ("drafter.model", "wh
 
 @pytest.fixture(scope="module")
 def refusal(models, tmp_path_factory):
-    """A function that runs a command and returns the one line on stderr; in time, without torch."""
-    files = [tmp_path_factory.mktemp("said") / name for name in ("stdout", "stderr")]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    call = [sys.executable, "-c", COMMANDS_IN_FORKS]
-
-    def run(command, *args):
-        args = [a.removeprefix("--model=") if command == "serve" else a for a in args]
-        start = perf_counter()
-        asked = [[command, *COMMANDS[command], *args], *map(str, files)]
-        print(json.dumps(asked), file=process.stdin, flush=True)
-        exit_code = process.stdout.readline()
-        assert perf_counter() - start < SECONDS
-        stdout, stderr = (file.read_text() for file in files)
-        assert (exit_code, stdout) == ("1\n", ""), stderr
-        assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
-        return stderr
-
-    with subprocess.Popen(call, cwd=models, **streams) as process:
-        yield run
+    """As `refusals`, in the folder of the models."""
+    with refusals(tmp_path_factory.mktemp("said")) as run:
+        yield partial(run, models)
 
 
 @pytest.mark.parametrize(("command", "args", "complaint"), TABLE)

@@ -60,7 +60,8 @@ def fitted(fit, source, *args, **formats):
     template = None if source is None else ChatTemplate(source, {})
     processor = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
     prompts = SimpleNamespace(processor=processor, in_thread=in_thread)
-    service = SimpleNamespace(prompts=prompts, served=SimpleNamespace(formats=Formats(**formats)))
+    served = SimpleNamespace(formats=Formats(**formats))
+    service = SimpleNamespace(prompts=prompts, served=served, ignored_fields=lambda model: ())
     return asyncio.run(fit(service, *args))
 
 

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
 from specserve.exchange.messages import Report, Stats, StepOutput
-from specserve.server.metrics import Metrics
-from specserve.server.series import Histogram
+from specserve.server.metrics import Histogram, Metrics
 
 BUCKETS = 0.001, 0.5, 1, 20
 LABELS = {"model_name": "m", "engine": "0"}

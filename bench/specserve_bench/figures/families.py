@@ -16,7 +16,7 @@ from specserve_kernels import load
 DENSE = [
     name
     for name, family in FAMILIES.items()
-    if family.experts is None and family.recurrent == "none"
+    if family.experts is None and family.recurrent == "none" and not family.has_kinds
 ]
 SIZES = (StepSize("1 row at 512", (512,), 1), StepSize("8 rows at 512", (512,), 8))
 SHAPE: dict[str, Any] = {  # Qwen3 0.6B's
