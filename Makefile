@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
+.PHONY: setup test timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -45,9 +45,14 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 test: setup
 	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" -n 2 --dist loadfile
 
+# Tests of times, alone on the machine.
+timed: setup
+	$(PY) -m pytest -m "not slow and timed" $(TIMED)
+
+# All tests but the slow ones, about fifteen minutes on two cores; CI runs those of `test` and `timed`.
 thorough: setup
 	$(PY) -m pytest -m "not slow and not timed and not real" -n 2 --dist loadfile
-	$(PY) -m pytest -m "not slow and timed" $(TIMED)
+	$(MAKE) timed
 
 check: thorough
 	$(PY) -m pytest -m "slow and not real"

@@ -67,6 +67,8 @@ def case(request, tmp_path_factory):
     fields = {"num_hidden_layers": 1} | overrides
     if family.startswith(("gemma3n", "gemma4")):  # its layers differ
         fields |= {"layer_types": None, "num_kv_shared_layers": 0}
+    if family == "llama4_vision":
+        fields |= {"layer_types": None, "no_rope_layers": None}
     if family == "gemma3n":
         fields |= {"activation_sparsity_pattern": None}
     own = "llama" if family in RECURRENT else family  # no draft model may have a state

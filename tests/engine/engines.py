@@ -121,7 +121,7 @@ def let_all_guess(patch):
     patch.setattr(AdaptiveSpeculator, "asks_always", True)
     patch.setattr(SourceAccount, "is_exploring", True)
     patch.setattr(StepCosts, "seconds", lambda *_, **__: 1.0)
-    patch.setattr(DraftDepthController, "seconds", lambda *_: 0.0)
+    patch.setattr(DraftDepthController, "seconds", lambda *_, **__: 0.0)
 
 
 def planned(engine, *sources, model_sources=()):

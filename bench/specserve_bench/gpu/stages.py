@@ -39,9 +39,9 @@ class GpuStage(NamedTuple):
 
 
 STAGES = {  # in this order
-    "ceilings": GpuStage(60, [f"{MODULE}ceilings"]),
+    "ceilings": GpuStage(40, [f"{MODULE}ceilings"]),
     "tests": GpuStage(
-        180,
+        160,
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),
