@@ -23,7 +23,7 @@ TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timed' tests)
 
 DIST := dist
 
-.PHONY: setup test timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
+.PHONY: setup test promises timed thorough check browser pictures equivalence equivalence-tools real real-quick real-models agents lint docs reference dist \
 	serve generate bench soak gpu-check gpu-wheels
 
 setup: $(COMPILED)
@@ -45,11 +45,18 @@ $(COMPILED): $(INSTALLED) $(KERNELS)
 test: setup
 	$(PY) -m pytest -m "not slow and not timed and not thorough and not real" -n 2 --dist loadfile
 
+# Of the tests that `thorough` adds: texts of all families, all drafters, restarts and refusals.
+PROMISES := tests/test_parity.py tests/test_guards.py tests/equivalence tests/server/test_restart.py \
+	tests/models/test_preflight.py tests/models/test_gguf_mistakes.py
+
+promises: setup
+	$(PY) -m pytest -m "thorough and not slow and not timed" -n 2 --dist loadfile $(PROMISES)
+
 # Tests of times, alone on the machine.
 timed: setup
 	$(PY) -m pytest -m "not slow and timed" $(TIMED)
 
-# All tests but the slow ones, about fifteen minutes on two cores; CI runs those of `test` and `timed`.
+# All tests but the slow ones, about fifteen minutes on two cores; CI runs those of `test`, `promises` and `timed`.
 thorough: setup
 	$(PY) -m pytest -m "not slow and not timed and not real" -n 2 --dist loadfile
 	$(MAKE) timed
