@@ -62,7 +62,7 @@ template <class Source> struct IntegerMultiplier {
   static constexpr int64_t MAX_PANELS = 4;  // of an item of few rows
   static constexpr int64_t MAX_BLOCK = 32;  // rows of a block, on tiles
   static constexpr int64_t SHARED_VALUES = 1 << 15;  // minimum values of rows worth a barrier
-  static constexpr int64_t SHARED_BYTES = 16 << 20;  // maximum bytes of shared rows
+  static constexpr int64_t SHARED_BYTES = 4 << 20;   // maximum bytes of shared rows
   static inline thread_local RowMemory own_memory;
   static inline RowMemory& shared_memory = *new RowMemory;  // threads may run at process exit
   static inline thread_local Scratch<char> word_memory;
