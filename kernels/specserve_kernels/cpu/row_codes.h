@@ -25,6 +25,7 @@ struct RowCodes {
 
 // Reduce 16 vectors: lane i of the result combines the lanes of vector i.
 template <class F> static INLINE vi reduce_each(vi* x, F combine) {
+#if defined(__AVX512F__)
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     exchange<8>(x[i], x[i + 8]);
@@ -42,6 +43,19 @@ template <class F> static INLINE vi reduce_each(vi* x, F combine) {
   }
   exchange<1>(x[0], x[1]);
   return combine(x[0], x[1]);
+#else
+  typedef int32_t quarter __attribute__((vector_size(16)));  // GCC shuffles wider vectors slowly
+  int32_t results[LANES];
+  for (int i = 0; i < LANES; i++) {
+    quarter q[4];
+    memcpy(q, &x[i], sizeof q);
+    quarter all = combine(combine(q[0], q[1]), combine(q[2], q[3]));
+    all = combine(all, (quarter)__builtin_shuffle(all, quarter{2, 3, 0, 1}));
+    all = combine(all, (quarter)__builtin_shuffle(all, quarter{1, 0, 3, 2}));
+    results[i] = all[0];
+  }
+  return load_lanes(results);
+#endif
 }
 
 // Quantize n <= 16 groups of a row.
@@ -57,7 +71,7 @@ static INLINE void quantize_groups(const Source* x, int n, int64_t group, RowCod
     }
     each[g] = most;
   }
-  vf largest = (vf)reduce_each(each, [](vi a, vi b) { return a > b ? a : b; });
+  vf largest = (vf)reduce_each(each, [](auto a, auto b) { return a > b ? a : b; });
   vi is_broken = ~(vi)(largest < INF), is_zero = (vi)(largest < SMALLEST_HEAD);
   vf inverse = is_broken | is_zero ? vf{} : 127.0f / largest;
   vf scale = is_zero ? vf{} : largest / 127.0f;
@@ -77,7 +91,7 @@ static INLINE void quantize_groups(const Source* x, int n, int64_t group, RowCod
     for (int64_t k = group; g < n && k < to.padded; k++) codes[k] = 0;
     each[g] = sum;
   }
-  vi sum = reduce_each(each, [](vi a, vi b) { return a + b; });
+  vi sum = reduce_each(each, [](auto a, auto b) { return a + b; });
   vf product = scale * __builtin_convertvector(sum, vf);
   for (int g = 0; g < n; g++)
     to.groups[g * to.groups_between] = {scale[g], -to.zero * sum[g], float(-sum[g]), product[g]};
