@@ -172,15 +172,20 @@ FRAMES = """
   const look = (now) => {
     times.push(now);
     if (now - times[0] < 2000) requestAnimationFrame(look);
-    else done(times);
+    else done(1000 * (times.length - 1) / (now - times[0]));
   };
   requestAnimationFrame(look);
 })
 """
+FRAME = 20  # ms at 50 frames per second
 
 
 def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
-    """The page receives a recorded stream at this speed while it shows a tree."""
+    """The page receives a recorded stream at this speed while it shows a tree.
+
+    The time of the page's thread must fit into frames, also on a busy machine. There, an idle page
+    has fewer than 60 frames per second, too, and the page is compared with it.
+    """
     body = {
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 600,
@@ -191,17 +196,29 @@ def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
     *recorded, _ = demo.stream("/v1/chat/completions", body)
     here = visit().ready()
     page = here.page
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time
+    idle = page.evaluate(FRAMES)
     page.evaluate(REPLAY, [recorded, 200])
     page.fill("#prompt", "again")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".message.assistant .token")
     page.locator(".token").first.click()
-    times = page.evaluate(FRAMES)
+    page.wait_for_selector("#tree svg")
+    begun = busy_seconds(session)
+    rate = page.evaluate(FRAMES)
+    used = 1000 * (busy_seconds(session) - begun) / (2 * rate)
     assert page.is_visible("#stop")  # it has streamed all the time
-    rate = 1000 * (len(times) - 1) / (times[-1] - times[0])
-    print(f"{rate:.1f} frames a second")
-    assert rate > 50
+    print(f"{rate:.1f} frames a second, idle {idle:.1f}; {used:.1f} ms of CPU time per frame")
+    assert used < FRAME
+    assert rate > 50 * min(1, idle / 60)
     page.click("#stop")
+
+
+def busy_seconds(session):
+    """Of the page's thread: scripts, styles, layout and painting."""
+    found = session.send("Performance.getMetrics")["metrics"]
+    return next(one["value"] for one in found if one["name"] == "TaskDuration")
 
 
 REPLAY = """
