@@ -38,12 +38,19 @@ def test_stop_frees_the_request_and_keeps_the_partial_response(visit, pacing):
     assert "incomplete" in here.page.text_content(".message .note")
 
 
-def test_a_partial_response_survives_a_reload(visit, pacing):
+def elsewhere(page):
+    """Another page in the same tab, and back."""
+    page.goto(page.url + "dashboard")
+    page.go_back()
+
+
+@pytest.mark.parametrize("leave", [lambda page: page.reload(), elsewhere], ids=["reload", "back"])
+def test_a_partial_response_survives_a_change_of_the_page(visit, pacing, leave):
     here = visit(server=pacing)
     here.begin("the cat", seed=100, max_tokens=100)
     eventually(lambda: len(here.text()) > 10, SECONDS)
     before = here.text()
-    here.page.reload()
+    leave(here.page)
     assert "the cat" in here.page.locator(".message").first.inner_text()
     assert here.text().startswith(before)
     assert "incomplete" in here.page.text_content(".message .note")
@@ -52,6 +59,20 @@ def test_a_partial_response_survives_a_reload(visit, pacing):
     here.page.click("[aria-label=Regenerate]")
     here.page.wait_for_selector(COMPLETE)
     assert "isPartial" not in partial(here)
+
+
+def test_the_speed_is_shown_while_a_response_streams(visit, pacing):
+    here = visit(server=pacing)
+    here.ask("the cat", seed=20, max_tokens=60)  # steps without draft tokens are measured
+    here.page.click("#new")
+    here.begin("the cat", seed=20, max_tokens=400)
+    here.page.wait_for_selector(".streaming .speed .gain")
+    figures = ".streaming .speed .figure"
+    kinds = here.page.eval_on_selector_all(figures, "all => all.map(f => f.classList[1])")
+    assert kinds == ["rate", "ttft", "step", "gain", "tokens"]
+    assert "The server measured these steps" in here.page.get_attribute(".speed .gain", "title")
+    here.page.click("#stop")
+    pacing.wait_until_idle()
 
 
 def test_a_partial_response_survives_another_conversation(visit, pacing):

@@ -110,6 +110,7 @@ function edit(number) {
   edited = { number, draft: edited?.draft ?? at("prompt").value };
   fillPrompt(current.messages[number].content);
   show();
+  status("Editing a message: Send replaces it and the later ones.");
   at("prompt").focus();
 }
 
@@ -118,6 +119,7 @@ function cancel() {
   if (!edited) return;
   fillPrompt(edited.draft);
   edited = null;
+  status("");
   show();
   at("prompt").focus();
 }

@@ -4,7 +4,7 @@ import { textOf } from "../shared/api.js";
 import { at, element, shape } from "../shared/dom.js";
 import { colorOf, describe, namesOf, swatch } from "../shared/drafters.js";
 
-const ROW = 34, CHAR = 7.3, GAP = 14, MOST = 18; // px, px, px, characters
+const ROW = 30, CHAR = 7.3, GAP = 14, MOST = 18; // px, px, px, characters
 const NO_STEP = "Select a token of a response to see the draft tokens of its step.";
 const narrow = matchMedia("(max-width: 1099px)");
 

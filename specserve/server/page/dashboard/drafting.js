@@ -45,10 +45,10 @@ export function drawAcceptance(series) {
     const its = sources.filter(({ byDepth }) => byDepth[depth]);
     const bars = its.map(({ name, byDepth }) => bar(name, byDepth[depth] / drafts,
       `${name}: ${count(byDepth[depth])} accepted in ${count(drafts)} trees`));
-    const most = Math.max(...its.map(({ byDepth }) => byDepth[depth] / drafts));
+    const shares = its.map(({ byDepth }) =>
+      element("span", { className: "share", text: percent(byDepth[depth] / drafts) }));
     return element("tr", {}, element("th", { scope: "row", text: depth + 1 }),
-      element("td", { className: "bar-cell" }, ...bars),
-      element("td", { text: percent(most) }));
+      element("td", { className: "bar-cell" }, ...bars), element("td", {}, ...shares));
   }));
   for (const each of document.querySelectorAll("[data-share]")) {
     each.style.width = `${100 * Math.min(1, each.dataset.share)}%`;

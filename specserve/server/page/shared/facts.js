@@ -6,8 +6,7 @@ const paddedWords = ({ source, like }) => `${source}, padded to ${like} compute`
 
 // A note about padded demo models; "" for other models.
 export const scaledWords = (card) => card.scaled?.length
-  ? `Demo: ${card.scaled.map(paddedWords).join("; ")}. `
-    + "The small model makes the text, at the speed of the large one."
+  ? `Demo: ${card.scaled.map(paddedWords).join("; ")}. Small models make the text at that speed.`
   : "";
 
 export function bytesWords(bytes) {
@@ -17,8 +16,8 @@ export function bytesWords(bytes) {
   return `${power && size < 10 ? size.toFixed(1) : Math.round(size)} ${units[power]}`;
 }
 
-// The memory and the context length of a model.
-export function memoryWords(card) {
+// The memory and the context length of a model, as a list.
+export function memoryFacts(card) {
   const parts = [];
   if (card.weights?.num_bytes) parts.push(`${bytesWords(card.weights.num_bytes)} of weights`);
   if (card.draft_weights?.num_bytes) {
@@ -26,7 +25,7 @@ export function memoryWords(card) {
   }
   if (card.kv_dtype) parts.push(`KV cache in ${card.kv_dtype}`);
   if (card.max_model_len) parts.push(`context of ${count(card.max_model_len)} tokens`);
-  return parts.join(" · ");
+  return parts;
 }
 
 // Advice for faster responses: {text, command}; null if a draft model or head is in use.
