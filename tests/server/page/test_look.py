@@ -139,5 +139,5 @@ def picture(page, name):
     """Write a screenshot as WebP, which takes a quarter of a PNG's bytes."""
     page.wait_for_timeout(500)
     session = page.context.new_cdp_session(page)
-    shot = session.send("Page.captureScreenshot", {"format": "webp", "quality": 70})
+    shot = session.send("Page.captureScreenshot", {"format": "webp", "quality": 60})
     (Path(FOLDER) / f"{name}.webp").write_bytes(base64.b64decode(shot["data"]))

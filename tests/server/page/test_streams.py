@@ -65,14 +65,16 @@ def test_the_speed_is_shown_while_a_response_streams(visit, pacing):
     here = visit(server=pacing)
     here.ask("the cat", seed=20, max_tokens=60)  # steps without draft tokens are measured
     here.page.click("#new")
-    here.begin("the cat", seed=20, max_tokens=400)
-    here.page.wait_for_selector(".streaming .speed .gain")
-    figures = ".streaming .speed .figure"
-    kinds = here.page.eval_on_selector_all(figures, "all => all.map(f => f.classList[1])")
-    assert kinds == ["rate", "ttft", "step", "gain", "tokens"]
-    assert "The server measured these steps" in here.page.get_attribute(".speed .gain", "title")
+    here.begin("the cat", seed=50, max_tokens=400)
+    shown = here.page.wait_for_function(FIGURES).json_value()
+    assert [kind for kind, _ in shown] == ["rate", "ttft", "step", "gain", "tokens"]
+    assert all("The server measured" in tip for kind, tip in shown if kind == "gain")
     here.page.click("#stop")
     pacing.wait_until_idle()
+
+
+FIGURES = """() => document.querySelector(".streaming .speed .gain")
+  && [...document.querySelectorAll(".streaming .figure")].map(f => [f.classList[1], f.title])"""
 
 
 def test_a_partial_response_survives_another_conversation(visit, pacing):
@@ -153,6 +155,10 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(visit, folder, tmp_path):
             here.page.click("#use-key")
             here.page.wait_for_selector("text=invalid key")
             assert here.page.is_visible("#key")
+            here.page.fill("#key", "wrong")
+            here.page.click("#use-key")
+            here.page.wait_for_selector("#key-error:text-matches('refused the key')")
+            assert here.page.text_content("#model") == "not connected"
             here.page.fill("#key", "secret")
             here.page.click("#use-key")
             here.page.wait_for_selector("#key-asked", state="hidden")
@@ -172,6 +178,7 @@ def expired(here):
     here.page.press("#prompt", "Enter")
     here.page.wait_for_selector("#key-asked", state="visible")
     assert "refused the key" in here.page.text_content("#key-error")
+    assert here.page.text_content("#error") == ""
     assert here.page.input_value("#prompt") == "the cat"
     here.page.fill("#key", "secret")
     here.page.press("#key", "Enter")

@@ -60,7 +60,7 @@ def test_markdown_is_rendered(visit):
 
 
 GROWING = """
-([text, hasColors]) => Promise.all([import('/page/chat/text_view.js'), import('/page/chat/answer.js')])
+([text, hasColors]) => Promise.all(['text_view', 'answer'].map(n => import(`/page/chat/${n}.js`)))
   .then(([{ TextView }, { Answer }]) => {
     const answer = new Answer(), boxes = [0, 1].map(() => document.createElement('div'));
     const [grown, whole] = boxes.map((box) => new TextView(box, { hasColors }));

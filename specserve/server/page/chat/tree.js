@@ -64,13 +64,14 @@ async function drawTree(answer, number) {
       class: isAccepted ? "accepted-text" : "rejected-text" }, text);
     drawing.append(shape("rect", { class: `node ${color} ${isAccepted ? "accepted" : ""}`,
       x: left(node), y: top(node), width: widthOf(node), height: 22, rx: 5 }), label);
-    if (node) {
-      label.append(shape("title", {},
-        `${names.join(" and ")}: ${isAccepted ? "accepted" : "rejected"}`));
-    }
+    label.append(shape("title", {}, node
+      ? `${names.join(" and ")}: ${isAccepted ? "accepted" : "rejected"}`
+      : "the last token before this step"));
   });
-  const words = `Step ${number + 1}: ${counted(tree.tokens, "draft token", "draft tokens")}, `
-    + `${tree.accepted.length} accepted, ${counted(tokens, "new token", "new tokens")}.`;
+  const drafts = tree.tokens.length
+    ? `${counted(tree.tokens, "draft token", "draft tokens")}, ${tree.accepted.length} accepted`
+    : "no draft tokens";
+  const words = `Step ${number + 1}: ${drafts}, ${counted(tokens, "new token", "new tokens")}.`;
   drawing.setAttribute("aria-label", words);
   return { drawing, words };
 }

@@ -63,7 +63,7 @@ export function drawCosts({ costs }, stepRows) {
   const steps = (target?.steps ?? []).map((s) => ({ ...s, ms: 1000 * s.seconds * target.slowdown }));
   const known = steps.filter((step) => step.is_known);
   at("cost-empty").hidden = known.length > 0;
-  at("cost-plot").hidden = !known.length;
+  for (const id of ["cost-plot", "cost-axis", "cost-words"]) at(id).hidden = !known.length;
   if (!known.length) return;
   const used = Object.entries(stepRows).map(([rows, number]) => [Number(rows), number]);
   const widest = Math.max(...used.map(([rows]) => rows), 1);

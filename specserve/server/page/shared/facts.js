@@ -38,15 +38,15 @@ export function speedAdvice(card) {
     return { text: "The demo model is so small that drafting saves little. Pad it to the compute of "
       + "a 0.6B model, with the same text:", command: "specserve serve --demo-compute qwen3-0.6b" };
   }
-  const model = `specserve serve ${card.id}`;
   if (!sources.length) {
     return { text: "Drafting is off on this server. N-grams need no memory.",
-      command: `${model} --drafter auto` };
+      command: "specserve serve MODEL --drafter auto" };
   }
   if (card.draft_weights || card.draft_head || sources.includes("eagle")) return null;
   return {
-    text: "Only n-grams draft for this model. A draft model or a draft head makes more texts "
-      + "faster. If you know most of the response, send it as `prediction`.",
-    command: `${model} --draft-model SMALL_MODEL   # or --draft-head HEAD`,
+    text: "This server has only n-grams for free text. A draft model, or a draft head with "
+      + "`--draft-head`, makes more texts faster. If you know most of the response, send it as "
+      + "`prediction`.",
+    command: "specserve serve MODEL --draft-model SMALL_MODEL",
   };
 }
