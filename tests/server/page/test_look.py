@@ -130,7 +130,7 @@ def take_pictures(here, scheme):
     picture(page, f"page-chat-{scheme}")
     page.goto(here.url + "/dashboard")
     page.wait_for_selector(".panel[aria-label=TPOT] .line", state="attached")
-    page.set_viewport_size({"width": 1180, "height": 960})
+    page.set_viewport_size({"width": 1180, "height": 980})
     page.wait_for_timeout(3500)  # until the next sample
     picture(page, f"page-dashboard-{scheme}")
 
