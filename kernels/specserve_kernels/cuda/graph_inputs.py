@@ -14,6 +14,7 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
+from specserve_kernels.cuda.state_work import StateWork, fields, step_work
 from specserve_kernels.types import AdapterRows, AttentionKind, Rows, Window
 
 
@@ -35,6 +36,7 @@ class CudaPlan(NamedTuple):
     # By window and number of KV heads.
     work: dict[tuple[Window, int], tuple[paged.Work, paged.Inputs]]
     adapters: AdapterWork | None = None
+    states: StateWork | None = None  # of recurrent ops
 
 
 NOWHERE = -1  # slot of an unused row
@@ -63,7 +65,7 @@ def adapter_arrays(size: int, num_slots: int) -> list[InputArray]:
 
 class GraphInputs:
     """The inputs of steps of up to `size` rows. With `num_slots` > 0, rows may have adapters. The
-    block numbers are last: their number varies.
+    block numbers are last, those of states behind those of KV: their number varies.
 
     The device tensors are valid until the next upload of the staging buffer. Objects of other sizes
     share this buffer.
@@ -76,7 +78,9 @@ class GraphInputs:
         num_heads: int,
         kinds: Sequence[AttentionKind],
         num_slots: int = 0,
+        is_recurrent: bool = False,
     ) -> None:
+        self.is_recurrent = is_recurrent
         self.staging, self.size, self.num_heads, self.kinds = staging, size, num_heads, kinds
         of_rows = InputArray((size,), "int64")
         merges = InputArray((size, 3), "int32")
@@ -88,6 +92,7 @@ class GraphInputs:
             InputArray((size + 1,), "int32"),
             *(field for own in pieces for field in (own, merges, *[of_rows] * 3)),
             *(adapter_arrays(size, num_slots) if num_slots else []),
+            *(InputArray(x, "int32", -1) for x in (fields(size) if is_recurrent else ())),
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
@@ -104,7 +109,9 @@ class GraphInputs:
     def fits(self, rows: Rows, also: Sequence[Tensor]) -> bool:
         room = self.indices_begin - self.also_begins
         has_room = sum(aligned(x.nbytes) for x in also) <= room
-        return has_room and rows.indices.nbytes <= len(self.staging.buffer) - self.indices_begin
+        states = 0 if rows.states is None else rows.states.blocks.nbytes * 2  # and snapshots
+        numbers = rows.indices.nbytes + states
+        return has_room and numbers <= len(self.staging.buffer) - self.indices_begin
 
     def upload(
         self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]
@@ -121,16 +128,21 @@ class GraphInputs:
         values = [x.numpy() for x in (token_ids, read, rows.positions, rows.slots, rows.indptr)]
         for s, w in zip(seen, work, strict=True):
             values += [w.pieces, w.merges, s.first, s.prefix, s.mask.view(np.int64)]
-        total = self.indices_begin + rows.indices.nbytes
+        numbers = [rows.indices.numpy()]
         if rows.adapters is not None:
             values += [x.numpy() for x in work_of(rows.adapters, self.size)]
+        if self.is_recurrent:
+            *states, blocks = step_work(rows, len(rows.indices), self.size)
+            values += states
+            numbers.append(blocks)
+        total = self.indices_begin + sum(x.nbytes for x in numbers)
         host = self.staging.host(total).numpy()
         for field, array, value in zip(self.fields, self.arrays(host), values, strict=True):
             n = len(value)
             array[:n] = value
             if n < len(array):
                 array[n:] = field.unused
-        host[self.indices_begin : total].view(np.int32)[:] = rows.indices.numpy()
+        host[self.indices_begin : total].view(np.int32)[:] = np.concatenate(numbers)
         placed = self.place(host, also)
         self.staging.send(total)
         token_ids, read, positions, slots, indptr, *tables = self.on_device
@@ -140,8 +152,10 @@ class GraphInputs:
             mine = tables[PER_KIND * i : PER_KIND * (i + 1)]
             by_kind[kind[:2]] = w, paged.Inputs._make((*mine, self.indices, indptr))
         rest = tables[PER_KIND * len(self.kinds) :]
+        recurrent = StateWork(*rest[-4:], self.indices) if self.is_recurrent else None
+        rest = rest[:-4] if self.is_recurrent else rest
         adapters = AdapterWork(*rest) if rest else None
-        return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters)
+        return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters, recurrent)
 
     def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of the fields in a pinned buffer."""

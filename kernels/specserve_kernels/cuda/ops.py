@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from specserve_kernels.cuda import (
     norm,
     paged,
     ranks,
+    recurrent,
     rope,
     sample,
+    states,
     streams,
     top_children,
 )
@@ -33,12 +35,14 @@ from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.staging import Staging
+from specserve_kernels.cuda.state_work import StateWork, on_host, replay_work, step_work
+from specserve_kernels.cuda.states import replay
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.reference.ranks import put_columns, take_columns
-from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
+from specserve_kernels.states import Replays, StateLayer
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -61,7 +65,6 @@ from specserve_kernels.types import (
 )
 
 log = logging.getLogger("specserve")
-NO_RECURRENT = "recurrent layers run on CPUs only"
 
 
 class CudaOps:
@@ -75,7 +78,11 @@ class CudaOps:
     samples_ahead = True
     rounds_rows = False
     records_steps = True
-    has_recurrent = False
+    has_recurrent = True
+    gate = staticmethod(recurrent.gate)
+    causal_conv = staticmethod(states.causal_conv)
+    delta_rule = staticmethod(states.delta_rule)
+    selective_state_update = staticmethod(states.selective_state_update)
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
     activate = staticmethod(gated.activate)
@@ -268,13 +275,13 @@ class CudaOps:
             (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
             for s, w in zip(seen, dealt, strict=True)
         )
-        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
-        shared, placed_also, rest = self.upload(rows, also, chain(told, *host))
+        extras = Extras.of(rows, kv)
+        shared, placed_also, rest = self.upload(rows, also, chain(extras.tensors, *host))
         work = {
             kind[:2]: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
-            for kind, d, inputs in zip(kinds, dealt, batched(rest[len(told) :], 5), strict=True)
+            for kind, d, inputs in zip(kinds, dealt, batched(rest[len(extras.tensors) :], 5), strict=True)
         }
-        return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, [], work, *extras.placed(rest))
 
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[Window], has_plain_scores: bool
@@ -317,11 +324,11 @@ class CudaOps:
         also: Sequence[Tensor],
     ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
-        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
-        shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
-        on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
+        extras = Extras.of(rows, kv)
+        shared, placed_also, rest = self.upload(rows, also, chain(extras.tensors, *masks.values()))
+        on_device = dict(zip(masks, batched(rest[len(extras.tensors) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-        return CudaPlan(placed_also, shared, parts, {}, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, parts, {}, *extras.placed(rest))
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
@@ -364,32 +371,9 @@ class CudaOps:
         assert soft_cap is None and sinks is None, "the plan supports only plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: StateLayer,
-        plan: CudaPlan,
-        form: str,
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def delta_rule(
-        self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CudaPlan
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def selective_state_update(
-        self, xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: CudaPlan
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
     def replay(self, states: tuple[StateLayer, ...], replays: Replays) -> None:
-        raise DeviceError(NO_RECURRENT)
+        work, runs = replay_work(replays)
+        replay(states, StateWork(*self.staging.upload(on_host(work))), runs)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
         move.move_kv(kv, *self.staging.upload([source, target]))
@@ -454,9 +438,27 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
     ]
 
 
-def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> adapters.AdapterWork | None:
-    """Return the work of the first device tensors, if the step has adapters."""
-    return adapters.AdapterWork(*placed[: len(told)]) if told else None
+class Extras(NamedTuple):
+    """What a step's plan has for adapters and recurrent ops; none for most models."""
+
+    adapters: Sequence[Tensor]
+    states: Sequence[Tensor]
+
+    @staticmethod
+    def of(rows: Rows, kv: KVCache) -> "Extras":
+        own = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
+        is_recurrent = kv.states or rows.states is not None
+        return Extras(own, on_host(step_work(rows)) if is_recurrent else ())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.adapters, *self.states]
+
+    def placed(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
+        """The same on the device, from the first of these tensors."""
+        own, states = tensors[: len(self.adapters)], tensors[len(self.adapters) :]
+        yield adapters.AdapterWork(*own) if own else None
+        yield StateWork(*states[: len(self.states)]) if self.states else None
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:
