@@ -168,6 +168,33 @@ def test_a_head_goes_on_from_what_the_cpus_has(models, in_graphs, tmp_path, monk
         assert runner.program.eager.residual is None, "a step was not recorded"
 
 
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"num_hidden_layers": 1},  # attention and Mamba-2 in each layer
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_text_of_a_model_with_states_is_the_cpus_own(family, in_graphs, tmp_path):
+    """With trees, replays, and a prompt that begins with another one's state."""
+    the_text_of_a_model_with_states_is_the_cpus_own(family, tmp_path)
+
+
+def test_the_text_of_a_model_with_states_op_by_op_is_the_cpus_own(tmp_path):
+    the_text_of_a_model_with_states_is_the_cpus_own("qwen3_5", tmp_path)
+
+
+def the_text_of_a_model_with_states_is_the_cpus_own(family, folder):
+    sizes = {"num_hidden_layers": 2} | HYBRIDS[family]
+    folder = tiny_checkpoint(folder, family, seed=1, **sizes)
+    models = load_small(folder), load_decoder(folder, "fp32", cuda, MAX_LEN), None
+    later = msgspec.structs.replace(cases()[3], arrives=8)
+    engine = the_text_is_the_cpus_own(models, bush, [cases()[0], later])
+    assert engine.pool.num_checkpoint_hits > 0
+    return engine
+
+
 def the_text_is_the_cpus_own(models, drafter, cases):
     on_cpu, target, draft = models
     want = plain(on_cpu, cases)

@@ -127,7 +127,9 @@ def mapped(change, x):
     if isinstance(x, KVLayer):
         return KVLayer(*map(change, (x.k, x.v, x.k_scale, x.v_scale)))
     if isinstance(x, StateLayer):
-        return StateLayer(change(x.memory), x.places, x.shape, x.dtype, change(x.kept), x.num_groups)
+        return StateLayer(
+            change(x.memory), x.places, x.shape, x.dtype, change(x.kept), x.num_groups
+        )
     if type(x) in KINDS:
         parts = map(change, x)
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)

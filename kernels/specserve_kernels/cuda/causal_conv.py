@@ -80,7 +80,21 @@ def _conv(
 
 
 @triton.jit
-def _last(x, x_stride, order, memory, tail, n, begin, has_tail, i, j, C, LENGTH: tl.constexpr, IS_GATED: tl.constexpr):
+def _last(
+    x,
+    x_stride,
+    order,
+    memory,
+    tail,
+    n,
+    begin,
+    has_tail,
+    i,
+    j,
+    C,
+    LENGTH: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
     """The last inputs before row n of a lane, [J, BLOCK]."""
     at = n - LENGTH + j
     inside = (i < C) & (j < LENGTH)
@@ -117,13 +131,9 @@ def _store_tails(
     write, snapshot, snapshot_at = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
     tail = _piece(tables, read, place, start, block_size)
     n, has_tail = end - begin, read >= 0
-    last = _last(
-        x, x_stride, order, memory, tail, n, begin, has_tail, i, j, C, LENGTH, IS_GATED
-    )
+    last = _last(x, x_stride, order, memory, tail, n, begin, has_tail, i, j, C, LENGTH, IS_GATED)
     n = tl.where(snapshot >= 0, snapshot_at, 0)
-    copied = _last(
-        x, x_stride, order, memory, tail, n, begin, has_tail, i, j, C, LENGTH, IS_GATED
-    )
+    copied = _last(x, x_stride, order, memory, tail, n, begin, has_tail, i, j, C, LENGTH, IS_GATED)
     tl.debug_barrier()  # other threads may write what a thread reads
     inside = (i < C) & (j < LENGTH)
     to = memory + _piece(tables, write, place, start, block_size) + j * C + i

@@ -78,7 +78,6 @@ class CudaOps:
     samples_ahead = True
     rounds_rows = False
     records_steps = True
-    has_recurrent = True
     gate = staticmethod(recurrent.gate)
     causal_conv = staticmethod(states.causal_conv)
     delta_rule = staticmethod(states.delta_rule)
@@ -279,7 +278,9 @@ class CudaOps:
         shared, placed_also, rest = self.upload(rows, also, chain(extras.tensors, *host))
         work = {
             kind[:2]: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
-            for kind, d, inputs in zip(kinds, dealt, batched(rest[len(extras.tensors) :], 5), strict=True)
+            for kind, d, inputs in zip(
+                kinds, dealt, batched(rest[len(extras.tensors) :], 5), strict=True
+            )
         }
         return CudaPlan(placed_also, shared, [], work, *extras.placed(rest))
 

@@ -208,9 +208,7 @@ def _scan(
 
 
 @triton.jit
-def _delta_outputs(
-    found, x, x_stride, begin, norm, out, H, Dv, eps, V_BLOCK: tl.constexpr
-):
+def _delta_outputs(found, x, x_stride, begin, norm, out, H, Dv, eps, V_BLOCK: tl.constexpr):
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = tl.arange(0, V_BLOCK)
     y = _head(found, j, Dv, (row * H + h) * Dv)

@@ -110,7 +110,9 @@ def put_ancestors(
 ) -> None:
     """Write the rows before each node: its ancestors, then inputs of the state."""
     at = np.flatnonzero(nodes)
-    bits = (nodes[at, None] >> WORD & np.uint64(1)).astype(bool) & (WORD < index[at, None].astype(np.uint64))
+    bits = (nodes[at, None] >> WORD & np.uint64(1)).astype(bool) & (
+        index[at, None].astype(np.uint64) > WORD
+    )
     counts = bits.sum(1)
     by_row[at, 2:] = counts[:, None] - 1 - np.arange(BEHIND)
     node, ancestor = bits.nonzero()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from specserve_kernels.states import DeltaParams, MambaParams, StateLayer
 
 
 class ReplayRun(NamedTuple):
-    """Equal ops, whose kept inputs are `layer_stride` elements apart. `places` are of all pieces."""
+    """Equal ops, whose kept inputs are `layer_stride` elements apart, with all their pieces."""
 
     first: StateLayer
     places: Tensor
@@ -113,7 +114,7 @@ def grouped(states: Sequence[StateLayer]) -> Iterator[ReplayRun]:
     for some in alike.values():
         stride = distance(some[0], some[1]) if len(some) > 1 else 0
         run = some[:1]
-        for last, state in zip(some, some[1:], strict=False):
+        for last, state in pairwise(some):
             if distance(last, state) != stride:
                 yield run_of(run, stride)
                 run = []
