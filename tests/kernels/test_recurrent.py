@@ -1,6 +1,7 @@
 """Recurrent ops: the builds against the definition, and equal bits for any cut of the rows."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from specserve_kernels import (
     StateRows,
     cpu,
     reference,
+    reserve,
 )
 from tests.kernels.builds import BUILDS, HAS_GPU, ON_GPU, placed
 from tests.kernels.random_steps import RandomStep, Req, random_tensor, random_tree
@@ -125,11 +127,12 @@ USUAL = "gated", "delta", "mamba"  # the others differ in what they do with outp
 
 def cases(*builds):
     """Each kind on each build; in the interpreter, the unusual ones are slow."""
-    for ops, name in builds:
-        for kind in KINDS:
-            marks = [ON_GPU] if ops is placed else []
-            marks += [pytest.mark.slow] if ops is placed and kind not in USUAL else []
-            yield pytest.param(ops, kind, id=f"{name}, {kind}", marks=marks)
+    found = []
+    for (ops, name), kind in product(builds, KINDS):
+        marks = [ON_GPU] if ops is placed else []
+        marks += [pytest.mark.slow] if ops is placed and kind not in USUAL else []
+        found.append(pytest.param(ops, kind, id=f"{name}, {kind}", marks=marks))
+    return found
 
 
 BUILT = (cpu, "cpu"), (placed, "cuda")
@@ -275,3 +278,30 @@ def test_a_later_snapshot_may_be_in_the_blocks_of_an_earlier_replay(ops, kind):
     ends = ints([OWN, other]), ints([0, 1, 2]), ints([0, 0]), ints([-1, 1])
     ops.replay((state,), Replays(*ends, ints([[0] * 4, OWN[::-1]])))
     assert equal(bytes_of(state, other), bytes_of(state, OWN[::-1]))
+
+
+def layers_of(op):
+    """States of three equal ops in one arena. The last one keeps its inputs elsewhere."""
+    first = op.state()
+    parts = first.shape, first.dtype, first.kept[:0], first.num_groups
+    places = [first.places + torch.tensor([4 * i, 0]) for i in range(3)]
+    layers = [StateLayer(first.memory, each, *parts) for each in places]
+    reserve(layers[:2], 8)
+    assert not reserve(layers[:2], 8)
+    reserve(layers[2:], 8)
+    return layers
+
+
+@each_kind
+def test_a_replay_of_several_layers_equals_one_of_each(ops, kind):
+    op, blocks, after = KINDS[kind](ops), [*range(12)], []
+    for is_whole in (True, False):
+        layers = layers_of(op)
+        for seed, state in enumerate(layers):
+            op.run(op.inputs(4, seed), state, rows_of(Req(0, 4), committed=[2], blocks=[blocks]))
+        given = replays([0, 1])._replace(blocks=torch.tensor([blocks], dtype=torch.int32))
+        given = given._replace(snapshots=torch.zeros(1, 12, dtype=torch.int32))
+        for some in [layers] if is_whole else [[x] for x in layers]:
+            ops.replay(tuple(some), given)
+        after.append([piece for x in layers for piece in bytes_of(x, blocks)])
+    assert equal(*after)

@@ -1,6 +1,6 @@
 """A step's inputs on the device. Recorded steps upload them in one copy to fixed addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.cuda.state_work import StateWork, fields, step_work
-from specserve_kernels.types import AdapterRows, AttentionKind, Rows, Window
+from specserve_kernels.cuda.state_work import StateWork, fields, on_host, step_work
+from specserve_kernels.types import AdapterRows, AttentionKind, KVCache, Rows, Window
 
 
 class PlacedRows(NamedTuple):
@@ -37,6 +37,29 @@ class CudaPlan(NamedTuple):
     work: dict[tuple[Window, int], tuple[paged.Work, paged.Inputs]]
     adapters: AdapterWork | None = None
     states: StateWork | None = None  # of recurrent ops
+
+
+class Extras(NamedTuple):
+    """What a step's plan has for adapters and recurrent ops; none for most models."""
+
+    adapters: Sequence[Tensor]
+    states: Sequence[Tensor]
+
+    @staticmethod
+    def of(rows: Rows, kv: KVCache) -> "Extras":
+        own = () if rows.adapters is None else work_of(rows.adapters, len(rows.slots))
+        is_recurrent = kv.states or rows.states is not None
+        return Extras(own, on_host(step_work(rows)) if is_recurrent else ())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.adapters, *self.states]
+
+    def placed(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
+        """The same on the device, from the first of these tensors."""
+        own, states = tensors[: len(self.adapters)], tensors[len(self.adapters) :]
+        yield AdapterWork(*own) if own else None
+        yield StateWork(*states[: len(self.states)]) if self.states else None
 
 
 NOWHERE = -1  # slot of an unused row
@@ -152,7 +175,7 @@ class GraphInputs:
             mine = tables[PER_KIND * i : PER_KIND * (i + 1)]
             by_kind[kind[:2]] = w, paged.Inputs._make((*mine, self.indices, indptr))
         rest = tables[PER_KIND * len(self.kinds) :]
-        recurrent = StateWork(*rest[-4:], self.indices) if self.is_recurrent else None
+        recurrent = StateWork(*rest[-4:], tables=self.indices) if self.is_recurrent else None
         rest = rest[:-4] if self.is_recurrent else rest
         adapters = AdapterWork(*rest) if rest else None
         return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters, recurrent)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ from specserve_kernels.cuda import (
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
 from specserve_kernels.cuda.coded import LinearMap, PlainMap
-from specserve_kernels.cuda.graph_inputs import CudaPlan, PlacedRows
+from specserve_kernels.cuda.graph_inputs import CudaPlan, Extras, PlacedRows
 from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.staging import Staging
-from specserve_kernels.cuda.state_work import StateWork, on_host, replay_work, step_work
+from specserve_kernels.cuda.state_work import StateWork, on_host, replay_work
 from specserve_kernels.cuda.states import replay
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
@@ -437,29 +437,6 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
         plain._replace(edits=some, masks=others)
         for some, others in ((edits, None), (None, masks), (edits, masks))
     ]
-
-
-class Extras(NamedTuple):
-    """What a step's plan has for adapters and recurrent ops; none for most models."""
-
-    adapters: Sequence[Tensor]
-    states: Sequence[Tensor]
-
-    @staticmethod
-    def of(rows: Rows, kv: KVCache) -> "Extras":
-        own = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
-        is_recurrent = kv.states or rows.states is not None
-        return Extras(own, on_host(step_work(rows)) if is_recurrent else ())
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.adapters, *self.states]
-
-    def placed(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
-        """The same on the device, from the first of these tensors."""
-        own, states = tensors[: len(self.adapters)], tensors[len(self.adapters) :]
-        yield adapters.AdapterWork(*own) if own else None
-        yield StateWork(*states[: len(self.states)]) if self.states else None
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:

@@ -402,7 +402,7 @@ def launch(
 
 
 def padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def floats(x: Tensor, width: int) -> Tensor:
