@@ -175,7 +175,7 @@ class GraphInputs:
             mine = tables[PER_KIND * i : PER_KIND * (i + 1)]
             by_kind[kind[:2]] = w, paged.Inputs._make((*mine, self.indices, indptr))
         rest = tables[PER_KIND * len(self.kinds) :]
-        recurrent = StateWork(*rest[-4:], tables=self.indices) if self.is_recurrent else None
+        recurrent = StateWork._make([*rest[-4:], self.indices]) if self.is_recurrent else None
         rest = rest[:-4] if self.is_recurrent else rest
         adapters = AdapterWork(*rest) if rest else None
         return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters, recurrent)
