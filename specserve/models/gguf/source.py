@@ -18,6 +18,7 @@ from specserve.models.gguf.config import MTP, SECTIONS, find_architecture, read_
 from specserve.models.gguf.header import QUANTIZED, Array, Header, Value, read_header, refused
 from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
+from specserve.models.gguf.recurrent import as_stored
 from specserve.models.gguf.tokenizer import (
     PREFIX,
     GgufVocabulary,
@@ -40,6 +41,7 @@ SAMPLING = {  # general.sampling.* -> generation_config.json
 }
 TEMPLATE = "tokenizer.chat_template"
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # of a layer's tensors
+KV = "attn_k", "attn_v", "attn_k_norm"
 XIELU = "xielu.alpha_p", "xielu.alpha_n"  # the keys of ALPHAS
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 
@@ -70,7 +72,7 @@ class GgufFile:
         family = msgspec.structs.replace(config.family, adds_one=False)
         if self.value(SECTIONS) is not None:  # the dimensions of a head are reordered for M-RoPE
             family = msgspec.structs.replace(family, rotates_neighbors=False)
-        config = msgspec.structs.replace(config, family=family)
+        config = as_stored(msgspec.structs.replace(config, family=family))
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
@@ -170,6 +172,7 @@ class GgufFile:
         expected, left_out = files_shapes(self.places()), self.mtp_tensors()
         if left_out:
             log.warning("%s: the file's MTP layers are not loaded", self.path)
+        left_out |= self.unused_kv_tensors()
         for name, shape in expected.items():
             self.check_tensor(name, shape)
         for name in self.header.tensors:
@@ -201,6 +204,12 @@ class GgufFile:
             return set()
         numbers, places = range(first, first + drafting), map(BLOCK.match, self.header.tensors)
         return {place.string for place in places if place and int(place[1]) in numbers}
+
+    def unused_kv_tensors(self) -> set[str]:
+        """The maps and norms of keys and values in layers that read the KV of earlier layers."""
+        config = self.config()
+        layers = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+        return {f"blk.{i}.{name}.weight" for i in layers for name in KV}
 
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
