@@ -148,8 +148,9 @@ def of_layers(
         return recurrent.nemotron_h(values)
     if family.recurrent == "mamba":
         found = recurrent.mamba(header, values)
-        is_granite = architecture.unscaled is not None
-        return found | (recurrent.granite_hybrid(values) if is_granite else {})
+        if architecture.unscaled is None:  # Falcon H1
+            return found | {"mamba_d_ssm": values["ssm.inner_size"]}
+        return found | recurrent.granite_hybrid(values)
     if family.recurrent == "gated_delta":
         return recurrent.gated_delta(values, layers)
     return {}

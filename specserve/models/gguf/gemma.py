@@ -58,15 +58,15 @@ def gemma4(
     """Layers without a window may have other heads, keys as values, and RoPE of other dimensions;
     `factors` reads the RoPE factors of a tensor.
     """
-    size, local_size = (values.get(f"attention.key_length{end}") for end in ("", "_swa"))
+    size, local_size = (head_width(values, end) for end in ("", "_swa"))
     for key, want in (
         ("attention.value_length", size),
         ("attention.value_length_swa", local_size),
         ("rope.dimension_count", size),
         ("rope.dimension_count_swa", local_size),
     ):
-        if not isinstance(want, int) or values.get(key, want) != want:
-            raise ValueError(f"{key} = {values.get(key)!r} is not supported, only {want!r}")
+        if values.get(key, want) != want:
+            raise ValueError(f"{key} = {values[key]!r} is not supported, only {want!r}")
     if values.get("rope.scaling.type", "none") != "none":
         raise ValueError(f"rope.scaling.type = {values['rope.scaling.type']!r} is not supported")
     counts = by_layer(values, "attention.head_count_kv", num_layers)
@@ -93,6 +93,13 @@ def gemma4(
     if values.get("embedding_length_per_layer_input"):
         fields["vocab_size_per_layer_input"] = height(header, PER_LAYER_TABLE)
     return fields
+
+
+def head_width(values: Mapping[str, Any], kind: str) -> int:
+    key = f"attention.key_length{kind}"
+    if not isinstance(size := values.get(key), int):
+        raise ValueError(f"{key} is missing or not a whole number")
+    return size
 
 
 def widths(values: Mapping[str, Any], num_layers: int, num_shared: int) -> tuple[Any, int]:

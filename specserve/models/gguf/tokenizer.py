@@ -59,6 +59,7 @@ END_TEXTS = (
     "[EOS]",
     "[EOT]",
 )
+GEMMA_ENDS = {"<eos>", "<turn|>", "<|tool_response>"}
 HARMONY = {"<|return|>", "<|call|>"}  # end tokens of gpt-oss, whose <|end|> ends only a message
 
 
@@ -96,6 +97,11 @@ class GgufVocabulary:
         if self.merges_by_id and self.model == "llama":
             self.tokens = [spelled(token) for token in self.tokens]
         self.kinds = self.numbers("token_type") or [TokenKind.NORMAL] * len(self.tokens)
+        if self.model == GEMMA4:  # these tokens are special, whatever the file says
+            special = [id for id, token in enumerate(self.tokens) if token in GEMMA_ENDS]
+            self.kinds = [*self.kinds]
+            for id in special:
+                self.kinds[id] = TokenKind.CONTROL
         kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
         self.ids = dict(kept)
         if len(self.ids) < len(kept):
