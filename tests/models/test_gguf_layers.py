@@ -146,6 +146,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrid
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     want = [greedy(model, ids) for ids in PROMPTS]
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.dtype": "fp32"}
+    settings["model.activations"] = "float"
     settings["scheduler.max_model_len"] = 256
     params = SamplingParams(temperature=0, max_tokens=NEW)
     for drafter in ("none", "ngram"):

@@ -338,7 +338,7 @@ def test_gemma_4_has_a_tokenizer_of_its_own(tmp_path):
     ours, theirs = (open_source(path).tokenizer() for path in files)
     for text in [*TRICKY, "a\n\n\n\n\nb <turn|>\n", "<turn|>"]:
         check_equal(ours, theirs, text)
-    assert [gemma4().token_to_id("<turn|>")] == open_source(files.file).ends()["known text"][-1:]
+    assert gemma4().token_to_id("<turn|>") in open_source(files.file).ends()["known text"]
 
 
 def test_gemma_4_needs_merges(tmp_path):

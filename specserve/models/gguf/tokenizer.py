@@ -40,9 +40,6 @@ KNOWN = "known text"  # the source of end tokens in END_TEXTS
 END_TEXTS = (
     "</s>",
     "<EOT>",
-    "<eos>",
-    "<turn|>",
-    "<|tool_response>",
     "<end_of_turn>",
     "<end_of_utterance>",
     "<|END_OF_TURN_TOKEN|>",
@@ -59,7 +56,7 @@ END_TEXTS = (
     "[EOS]",
     "[EOT]",
 )
-GEMMA_ENDS = {"<eos>", "<turn|>", "<|tool_response>"}
+GEMMA_ENDS = "<eos>", "<turn|>", "<|tool_response>"  # of Gemma 4
 HARMONY = {"<|return|>", "<|call|>"}  # end tokens of gpt-oss, whose <|end|> ends only a message
 
 
@@ -158,7 +155,8 @@ class GgufVocabulary:
         control = {*self.of_kind(TokenKind.CONTROL)}
         added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # an HTML tag in Gemma
         left_out = {"<|end|>"} if control >= HARMONY else set()
-        known = [text for text in END_TEXTS if text in (control | added) - left_out]
+        texts = (*END_TEXTS, *GEMMA_ENDS) if self.model == GEMMA4 else END_TEXTS
+        known = [text for text in texts if text in (control | added) - left_out]
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
 
 
