@@ -20,7 +20,8 @@ from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.exchange.sampling_params import SpeculationParams
 from specserve.models import decoder_config
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.families import FAMILIES
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody

@@ -13,10 +13,11 @@ from specserve.errors import ConfigError
 from specserve.models import per_layer_names as per_layer
 from specserve.models import rope
 from specserve.models.experts import ExpertStyle, Mixture, number_field
-from specserve.models.families import FAMILIES, MULTIMODAL, UNSUPPORTED
+from specserve.models.families import FAMILIES, UNSUPPORTED
 from specserve.models.family import ConfigKeys, Family
 from specserve.models.folder import read_json
 from specserve.models.multimodal import text_fields, text_type
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.models.quantized import config as quantized
 from specserve.models.quantized.config import Quantization
 from specserve.models.recurrent import (

@@ -19,7 +19,7 @@ from specserve.models.decoder_config import (
     head_shape,
     positive,
 )
-from specserve.models.families import MULTIMODAL
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.models.recurrent import RECURRENT_KINDS
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"

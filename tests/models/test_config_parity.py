@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specserve.models import decoder_config
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models.families import FAMILIES
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.models.rotary import frequencies
 
 MODEL_TYPES = {
