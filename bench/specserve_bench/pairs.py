@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.models import decoder_config
+from specserve.models import tensor_shapes
 from specserve_bench.demo.scaled_model import SHAPES, shape_config, shape_name
 from specserve_bench.scale import scale_model
 
@@ -101,7 +101,7 @@ def random_checkpoint() -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, size in decoder_config.tensor_shapes(shape_config(shape)).items()
+        for name, size in tensor_shapes.tensor_shapes(shape_config(shape)).items()
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve_bench import bound
 from specserve_bench.bound import Rates, StepSize
 from specserve_bench.figures import implementations, mixtures
@@ -20,7 +20,7 @@ def test_a_row_reads_its_own_experts_the_router_attention_the_head_and_kv():
     attention, experts, router = 6 * 1024 * 1024, 8 * 3 * 512 * 1024, 64 * 1024
     weights = attention + experts + router + 7 * 1024
     kv = 5 * 2 * 8 * 128
-    assert active_bytes(decoder_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
+    assert active_bytes(parse_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
 
 
 def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 from specserve.models.recurrent import Mamba2
 from tests.checkpoints import tiny_checkpoint
 from tests.models import gguf_layers

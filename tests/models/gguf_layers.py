@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 from specserve.models.recurrent import GatedDelta, Mamba2
 
 STACKS = re.compile(r"(model\.altup_(?:unembed_)?projections)\.\d+(\.weight)")

@@ -9,8 +9,8 @@ import torch
 from specserve.errors import ConfigError
 from specserve.models import families, multimodal_families
 from specserve.models.adapters import AdapterSlots, read_adapter
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.parse_config import load_config
 from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import AdapterRows, reference

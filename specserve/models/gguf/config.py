@@ -6,7 +6,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
+from specserve.models.config_fields import MAX_HEAD_DIM, MAX_LAYERS
 from specserve.models.families import FAMILIES
 from specserve.models.family import Family
 from specserve.models.gguf import gemma, recurrent

@@ -6,18 +6,18 @@ from typing import NamedTuple
 import msgspec
 
 from specserve.models import per_layer_names as per_layer
-from specserve.models.decoder_config import (
+from specserve.models.decoder_config import DecoderConfig
+from specserve.models.gguf.architectures import Architecture
+from specserve.models.gguf.recurrent import rows_of_heads, value_heads
+from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve.models.tensor_shapes import (
     ALPHAS,
     SCALAR,
     SINKS,
     STREAM_SCALE,
     STREAMS,
-    DecoderConfig,
     tensor_shapes,
 )
-from specserve.models.gguf.architectures import Architecture
-from specserve.models.gguf.recurrent import rows_of_heads, value_heads
-from specserve.models.recurrent import GatedDelta, Mamba2
 
 OUTER = {
     per_layer.NORM: "per_layer_proj_norm",

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.decoder_config import ALPHAS, DecoderConfig
+from specserve.models import parse_config
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
 from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.config import MTP, SECTIONS, find_architecture, read_config
@@ -27,6 +27,7 @@ from specserve.models.gguf.tokenizer import (
 )
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import FACTORS
+from specserve.models.tensor_shapes import ALPHAS
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.text.defaults import GenerationDefaults, read_defaults
@@ -61,7 +62,7 @@ class GgufFile:
     def config(self) -> DecoderConfig:
         header = self.header
         try:
-            config = decoder_config.parse(read_config(header))
+            config = parse_config.parse(read_config(header))
             told = config.rope_parameters
             factors, pairs = len(told.factors), told.rotating(config.head_dim) // 2
             if told.kind == FACTORS and factors != pairs:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specserve.models.decoder_config import tensor_shapes
 from specserve.models.gguf import header
 from specserve.models.gguf.blocks import codes_of
 from specserve.models.gguf.header import BY_NAME, QUANTIZED
@@ -15,6 +14,7 @@ from specserve.models.gguf.names import TensorPlace
 from specserve.models.gguf.source import GgufFile
 from specserve.models.quantized.config import Quantization
 from specserve.models.quantized.stored import NotFinite, Stored
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve.models.weight_files import Slice
 from specserve_kernels import Codes
 
