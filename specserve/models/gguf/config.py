@@ -37,6 +37,7 @@ YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+REORDERED = "ssm.v_head_reordered"  # of Ollama
 SECTIONS = "rope.dimension_sections"  # of M-RoPE
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values without effect
     "attention.causal": (True,),
@@ -58,6 +59,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values wit
     "logit_scale": (0.0,),
     "residual_scale": (0.0,),
     SECTIONS: (),
+    REORDERED: (True,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),

@@ -17,6 +17,7 @@ from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.config import MTP, SECTIONS, find_architecture, read_config
 from specserve.models.gguf.header import QUANTIZED, Array, Header, Value, read_header, refused
 from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
+from specserve.models.gguf.ollama_files import as_llama_cpp, other_parts
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
 from specserve.models.gguf.recurrent import as_stored
 from specserve.models.gguf.tokenizer import (
@@ -57,7 +58,7 @@ class GgufFile:
 
     @cached_property
     def header(self) -> Header:
-        return read_header(self.path)
+        return as_llama_cpp(read_header(self.path))
 
     def config(self) -> DecoderConfig:
         header = self.header
@@ -174,6 +175,10 @@ class GgufFile:
         if left_out:
             log.warning("%s: the file's MTP layers are not loaded", self.path)
         left_out |= self.unused_kv_tensors()
+        if others := other_parts(self.header):
+            parts = ", ".join(sorted({*others.values()}))
+            log.warning("%s: only the text model is loaded, without %s", self.path, parts)
+            left_out |= {*others}
         for name, shape in expected.items():
             self.check_tensor(name, shape)
         for name in self.header.tensors:
