@@ -76,6 +76,7 @@ OTHERS = {
     "mamba.D": "ssm_d",
     "mamba.dt_bias": "ssm_dt.bias",
 }
+TURNED = "self_attn.q_proj.", "self_attn.k_proj."
 STACKS = dict(zip(STREAMS, ("altup_proj", "altup_unembd_proj"), strict=True))
 LEGACY = "ssm_in"  # one map of all inputs of a gated DeltaNet, in old files of Qwen3-Next
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -143,52 +144,63 @@ def places(
     shapes, inner = tensor_shapes(config), layer_names(config, architecture)
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(ALPHAS)}
     outer = OUTER | {"model.norm": architecture.final_norm}
-    found = {}
+    found = dict[str, TensorPlace]()
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
+        stack, _, index = module.rpartition(".")
         if module in outer:
             found[name] = TensorPlace(f"{outer[module]}.{kind}", shape)
-            continue
-        number, _, rest = name.removeprefix("model.layers.").partition(".")
-        block = f"blk.{number}."
-        theirs = others(config).get(rest)
-        if theirs is not None:
-            # Mamba-2's rates and factors have a second dimension.
-            its = (*shape, 1) if rest in ("mamba.A_log", "mamba.D") else shape
-            found[name] = TensorPlace(f"{block}{theirs}", its, is_rate=rest.endswith("A_log"))
-        elif module.removesuffix(".weight").rpartition(".")[0] in STACKS:
-            stack, _, index = module.rpartition(".")
+        elif stack in STACKS:
             stacked = config.num_streams - 1, *shape
-            found[name] = TensorPlace(f"{STACKS[stack]}.weight", stacked, expert=int(index))
-        elif rest == "mamba.norm.weight" and isinstance(config.recurrent, Mamba2):
-            groups = config.recurrent.num_groups
-            parts = groups, shape[0] // groups
-            found[name] = TensorPlace(f"{block}ssm_norm.weight", parts)
-        elif config.mixture is not None and rest == config.mixture.correction:
-            found[name] = TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
-        elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
-            turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
-            # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions
-            # have no dimension of size 1.
-            convolutions = "shortconv.conv", "ssm_conv1d"
-            is_flat = theirs == "ffn_gate_inp_shexp" or (
-                theirs in convolutions and kind == "weight"
-            )
-            flat = tuple(n for n in shape if n > 1) if is_flat else shape
-            its = f"{block}{theirs}.{kind}"
-            # llama.cpp's converter writes this name without a suffix for Falcon H1.
-            its = f"{block}{theirs}" if its not in stored and f"{block}{theirs}" in stored else its
-            found[name] = TensorPlace(its, flat, is_turned=turns)
+            found[name] = TensorPlace(f"{STACKS[stack]}.{kind}", stacked, int(index))
         else:
-            found[name] = expert_place(config, block, rest, shape, stored)
+            number, _, rest = name.removeprefix("model.layers.").partition(".")
+            place = layer_place(config, inner, (f"blk.{number}.", rest), shape, stored)
+            turns = architecture.is_turned and rest.startswith(TURNED)
+            found[name] = place._replace(is_turned=turns)
     if isinstance(config.recurrent, GatedDelta):
         found |= delta_places(config.recurrent, architecture, found, stored)
     return found
 
 
+def layer_place(
+    config: DecoderConfig,
+    modules: Mapping[str, str],
+    name: tuple[str, str],
+    shape: tuple[int, ...],
+    stored: Container[str],
+) -> TensorPlace:
+    """The place of a layer's tensor; `name` is the layer's in the file, and the tensor's within the
+    layer of a checkpoint.
+    """
+    block, rest = name
+    module, _, kind = rest.rpartition(".")
+    if (other := others(config).get(rest)) is not None:
+        # Mamba-2's rates and factors have a second dimension.
+        whole = (*shape, 1) if rest in ("mamba.A_log", "mamba.D") else shape
+        return TensorPlace(f"{block}{other}", whole, is_rate=rest.endswith("A_log"))
+    if rest == "mamba.norm.weight" and isinstance(config.recurrent, Mamba2):
+        groups = config.recurrent.num_groups
+        return TensorPlace(f"{block}ssm_norm.weight", (groups, shape[0] // groups))
+    if config.mixture is not None and rest == config.mixture.correction:
+        return TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
+    if module not in modules:
+        return expert_place(config, block, rest, shape, stored)
+    theirs = modules[module]
+    # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions have no
+    # dimension of size 1.
+    is_conv = theirs in ("shortconv.conv", "ssm_conv1d") and kind == "weight"
+    is_flat = theirs == "ffn_gate_inp_shexp" or is_conv
+    own = f"{block}{theirs}.{kind}"
+    # llama.cpp's converter writes a name without a suffix for Falcon H1.
+    if own not in stored and f"{block}{theirs}" in stored:
+        own = f"{block}{theirs}"
+    return TensorPlace(own, tuple(n for n in shape if n > 1) if is_flat else shape)
+
+
 def others(config: DecoderConfig) -> dict[str, str]:
     """OTHERS, and the tensors of experts next to an MLP."""
-    beside = config.mixture and config.mixture.style.beside
+    beside = None if config.mixture is None else config.mixture.style.beside
     if beside is None:
         return OTHERS
     return OTHERS | {
@@ -226,7 +238,7 @@ def joined(
     order = msgspec.structs.replace(delta, is_interleaved=True).input_rows()
     assert order is not None, "the maps are not joined"
     begin, width = 0, place.shape[-1]
-    for name, height in (
+    for own, height in (
         ("in_proj_qkv", delta.inner),
         ("in_proj_z", delta.value_width),
         ("in_proj_b", delta.num_v_heads),
@@ -234,13 +246,13 @@ def joined(
     ):
         rows, first = order[begin : begin + height], delta.inner + delta.value_width
         begin += height
-        if name != part:
+        if own != part:
             continue
-        if part in ("in_proj_b", "in_proj_a"):
-            own = tuple(row - first for row in rows)
-            return TensorPlace(f"{prefix}ssm_ba.weight", (2 * height, width), rows=own)
-        if (name := f"{prefix}{LEGACY}.weight") in stored:
-            return TensorPlace(name, (first, width), rows=tuple(rows))
+        if own in ("in_proj_b", "in_proj_a"):
+            of_both = tuple(row - first for row in rows)
+            return TensorPlace(f"{prefix}ssm_ba.weight", (2 * height, width), rows=of_both)
+        if (legacy := f"{prefix}{LEGACY}.weight") in stored:
+            return TensorPlace(legacy, (first, width), rows=tuple(rows))
     return place
 
 
