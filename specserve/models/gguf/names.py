@@ -222,9 +222,9 @@ def delta_places(
         if not is_of_delta:
             continue
         prefix = f"blk.{begin.rpartition('.')[2]}."
-        if not architecture.is_tiled:
+        if not architecture.is_tiled and ".in_proj_" in name:
             changed[name] = joined(delta, rest.removesuffix(".weight"), prefix, place, stored)
-        elif delta.num_v_heads > delta.num_k_heads:
+        elif architecture.is_tiled and delta.num_v_heads > delta.num_k_heads:
             changed[name] = tiled(delta, rest.removesuffix(".weight"), place)
     return changed
 
