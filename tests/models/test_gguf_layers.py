@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specserve import LLM, SamplingParams
 from specserve.errors import ConfigError
+from specserve.models.gguf.header import read_header
 from specserve.models.loader import load_decoder, weight_bytes
 from specserve.models.source import open_source
 from specserve_kernels import reference
@@ -79,6 +80,22 @@ def test_old_files_of_qwen3_next_have_all_inputs_in_one_map(tmp_path):
             writer.add_tensor(f"blk.{i}.ssm_in.weight", joined)
 
     file, plain = write(tmp_path, "qwen3_next", "F32", edit=edit, **DELTA)
+    open_source(file).check()
+    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
+
+
+def test_a_gate_of_one_row_may_be_a_matrix(tmp_path):
+    """llama.cpp's converter writes it so, and did not do so earlier."""
+
+    def edit(writer):
+        for name, tensor in writer.tensors[0].items():
+            if name.endswith("ffn_gate_inp_shexp.weight"):
+                tensor.tensor = tensor.tensor[None]
+                tensor.shape = tensor.tensor.shape
+
+    file, plain = write(tmp_path, "qwen2_moe", edit=edit)
+    assert read_header(file).tensors["blk.0.ffn_gate_inp_shexp.weight"].shape == (1, 64)
     open_source(file).check()
     models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)

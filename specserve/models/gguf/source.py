@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ XIELU = "xielu.alpha_p", "xielu.alpha_n"  # the keys of ALPHAS
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 
 log = logging.getLogger("specserve")
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its first dimensions of size 1, which converters write or leave out."""
+    return tuple(dropwhile((1).__eq__, shape))
 
 
 class GgufFile:
@@ -221,7 +227,7 @@ class GgufFile:
         found = self.header.tensors.get(name)
         if found is None:
             raise refused(f"{self.path}: the tensor {name} is missing. Download the file again")
-        if found.shape != shape:
+        if without_ones(found.shape) != without_ones(shape):
             raise refused(
                 f"{self.path}: the tensor {name} has the shape {list(found.shape)}, but the "
                 f"metadata require {list(shape)}. Download the file again"

@@ -119,9 +119,9 @@ class GgufTensors:
         place, entry, shape = self.parts[name]
         stored = self.bytes[entry.file][entry.offset : entry.offset + entry.size]
         if entry.type.is_plain:
-            stored = stored.view(DTYPES[entry.type.name]).view(entry.shape)
+            stored = stored.view(DTYPES[entry.type.name]).view(place.shape)
         else:
-            stored = stored.view(*entry.shape[:-1], row_bytes(entry))
+            stored = stored.view(*place.shape[:-1], row_bytes(entry))
         if place.expert is not None:
             stored = stored[place.expert]
         if place.rows != slice(None):
