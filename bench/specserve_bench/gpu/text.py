@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_TARGET
 from specserve.engine import loading
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 from specserve_bench.figures.adapters import random_adapter
 from specserve_bench.gpu.hybrids import HYBRIDS, hybrid_checkpoint
 from specserve_bench.gpu.record import UNFINISHED
