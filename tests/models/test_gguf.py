@@ -455,15 +455,17 @@ def test_a_part_that_is_a_link_out_of_the_folder_is_refused(tmp_path):
         open_source(first).check()
 
 
-def test_parts_in_the_hubs_cache_are_links(tmp_path):
-    folder = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+@pytest.mark.parametrize("below", [".", "Q8_0/parts"])
+def test_parts_in_the_hubs_cache_are_links(tmp_path, below):
+    repository = tmp_path / "models--org--name"
+    folder = repository / "snapshots" / ("0" * 40) / below
     folder.mkdir(parents=True)
     first = write(folder, "llama", parts=8).file
-    blobs = folder.parent.parent / "blobs"
+    blobs = repository / "blobs"
     blobs.mkdir()
     for part in folder.glob("*.gguf"):
         part.rename(blobs / part.name)
-        part.symlink_to(f"../../blobs/{part.name}")
+        part.symlink_to(blobs / part.name)
     open_source(first).check()
 
 
