@@ -86,7 +86,7 @@ def load_decoder(
     if reader.checkpoint.other_parts:
         parts = ", ".join(reader.checkpoint.other_parts)
         log.warning("%s: only the text model is loaded, without %s", folder, parts)
-    check_activations(folder, reader.rounding, ops.rounds_rows, weights.forms)
+    check_activations(folder, rounding, ops.rounds_rows, weights.forms)
     asked = config.quantization and config.quantization.activations
     if unmet := asked.unmet_by(weights.forms.num_rounding) if asked else ():
         asks = " and for ".join(unmet)
@@ -180,7 +180,14 @@ def open_reader(
             f"{folder}: the weights are quantized already. Remove model.quantize or "
             "drafter.quantize for this model, or use the unquantized model"
         )
+    if rounding.activations == "auto" and ops.rounds_rows and is_of_gguf(config):
+        rounding = rounding._replace(activations="int8")  # as llama.cpp computes these files
     return Reader(checkpoint, shapes, maps, compute_dtype(dtype, checkpoint, ops), ops, rounding)
+
+
+def is_of_gguf(config: DecoderConfig) -> bool:
+    """Whether a GGUF file has quantized weights."""
+    return config.quantization is not None and config.quantization.method == "gguf"
 
 
 def without_shared_kv(files: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
