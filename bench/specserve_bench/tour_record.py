@@ -154,7 +154,7 @@ def step_of(
     )
     if found is None or not isinstance(speculator, AdaptiveSpeculator) or not tree.tokens:
         return step
-    p, costs, at = found.trie.values, state.costs["target"], speculator.step
+    p, costs, at = found.ask.trie.values, state.costs["target"], speculator.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
     return msgspec.structs.replace(
         step,

@@ -83,7 +83,13 @@ class NativeSource(DraftSource):
         self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        return self.native.follow(self.source, id, *text.buffer_info())
+        return self.expected_of_each([(id, text)])[0]
+
+    def expected_of_each(self, texts: "Sequence[tuple[int, array[int]]]") -> list[float]:
+        fields = array("q", [x for id, text in texts for x in (id, *text.buffer_info())])
+        out = array("d", [0.0]) * len(texts)
+        self.native.follow(self.source, fields.buffer_info()[0], len(texts), out.buffer_info()[0])
+        return out.tolist()
 
     def candidates(self, items: Sequence[DraftRequest]) -> list[CandidateColumns]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
@@ -370,8 +376,13 @@ class NativeTrie(BaseTrie):
         self.native.free_trie(self.handle)
 
     def clear(self) -> None:
-        self.native.clear_trie(self.handle)
-        self.num_continued = 0
+        self.clear_each([self])
+
+    def clear_each(self, tries: Sequence[BaseTrie]) -> None:
+        handles = array("q", [its.handle for its in tries])
+        self.native.clear_tries(handles.buffer_info()[0], len(handles))
+        for its in tries:
+            its.num_continued = 0
 
     def __len__(self) -> int:
         return self.native.size(self.handle) - 1
@@ -447,9 +458,15 @@ class NativeTrie(BaseTrie):
         self.native.ask(self.handle, node, by, number)
 
     def observe(self, tokens: Sequence[int]) -> int | None:
-        after = array("i", tokens)
-        found = self.native.observe(self.handle, len(after), after.buffer_info()[0])
-        return None if found < 0 else found
+        self.observe_each([self], [tokens])
+        return self.child(ROOT, tokens[0]) if tokens else None
+
+    def observe_each(self, tries: Sequence[BaseTrie], tokens: Sequence[Sequence[int]]) -> None:
+        fields, after = array("q"), array("i")
+        for its, own in zip(tries, tokens, strict=True):
+            fields.extend((its.handle, len(own)))
+            after.extend(own)
+        self.native.observe_each(fields.buffer_info()[0], len(tries), after.buffer_info()[0])
 
     def select(self, asks: Sequence[Any], most: int) -> Selection:
         (limits, behind), out = limits_of(asks), BUFFERS

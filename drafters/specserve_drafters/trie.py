@@ -287,6 +287,11 @@ class BaseTrie:
         """Drop all nodes below the root, for the request's next step."""
         raise NotImplementedError
 
+    def clear_each(self, tries: "Sequence[BaseTrie]") -> None:
+        """Clear several tries of the form of this one."""
+        for trie in tries:
+            trie.clear()
+
     def child(self, node: int, token: int) -> int | None:
         """Return the child with this token."""
         raise NotImplementedError
@@ -332,6 +337,11 @@ class BaseTrie:
         candidate below a reached node is counted, verified or not, because its result is known.
         """
         raise NotImplementedError
+
+    def observe_each(self, tries: "Sequence[BaseTrie]", tokens: Sequence[Sequence[int]]) -> None:
+        """Do the same for several tries of the form of this one."""
+        for trie, own in zip(tries, tokens, strict=True):
+            trie.observe(own)
 
     def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
         """Select up to `most` draft tokens of a step's requests, by falling value. Tokens that a

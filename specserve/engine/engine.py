@@ -36,6 +36,7 @@ from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
 from specserve.speculation.verify import (
+    NO_COUNTS,
     AcceptedPath,
     StepCounts,
     accepted_paths,
@@ -223,9 +224,14 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        for item, path in zip(sampled, paths, strict=True):
-            is_beam = item.request.beams is not None
-            outputs += self.search(item.request, path) if is_beam else [self.append(item, path)]
+        learnt = [NO_COUNTS] * len(sampled)
+        if self.speculator is not None:
+            learnt = self.speculator.learn(sampled, paths)
+        for item, path, counts in zip(sampled, paths, learnt, strict=True):
+            if item.request.beams is None:
+                outputs.append(self.append(item, path, counts))
+            else:
+                outputs += self.search(item.request, path)
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
@@ -239,7 +245,7 @@ class Engine:
             self.finish(request.id)
         return outputs
 
-    def append(self, item: ScheduledRequest, path: AcceptedPath) -> StepOutput:
+    def append(self, item: ScheduledRequest, path: AcceptedPath, counts: StepCounts) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors = request.processors
@@ -260,9 +266,6 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        counts: StepCounts = {}, None
-        if self.speculator is not None:
-            counts = self.speculator.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
         else:

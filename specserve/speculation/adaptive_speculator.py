@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil, log
 from time import perf_counter
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,7 @@ from specserve.speculation.planner import (
 )
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
 from specserve.speculation.verify import (
+    NO_COUNTS,
     AcceptedPath,
     DraftSources,
     SourceGroups,
@@ -36,12 +38,14 @@ from specserve.speculation.verify import (
     plan_state,
     scope_of,
 )
-from specserve_drafters import DraftRequest
+from specserve_drafters import ROOT
 from specserve_drafters.base import DraftSource, SourceRequest
 from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
 from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
+
+Outcome = tuple[SavedShare, float, bool]  # the share that was saved, and whether of a trial
 
 
 class AskedSource(msgspec.Struct):
@@ -52,8 +56,8 @@ class AskedSource(msgspec.Struct):
     promised: float = 0.0  # seconds that it expects to save, if it estimates
 
 
-class ServedRequest:
-    """A running request: the sources that serve it, each with the account of its scope."""
+class RequestDraft:
+    """A running request: the sources that serve it, and its draft of the latest step."""
 
     def __init__(
         self, request: Request, acceptance: AcceptanceStats, models: Sequence[str]
@@ -63,6 +67,7 @@ class ServedRequest:
         self.begun: list[DraftSource] = []  # sources that know the request
         self.allowed: list[DraftSource] = []  # those of them that it allows
         self.lately = 0.0  # draft tokens verified per step
+        self.estimates: dict[str, float] = {}  # expected accepted tokens, by source that is due
         self.bind(acceptance)
 
     def add(self, source: DraftSource) -> None:
@@ -74,8 +79,7 @@ class ServedRequest:
     @property
     def may_pay(self) -> bool:
         """Return whether any of its sources pays, or whether that is not known so far."""
-        accounts = [*(account for _, _, account in self.sources), *self.model_accounts.values()]
-        return any(account.may_pay(self.request.id) for account in accounts)
+        return any(account.may_pay(self.request.id) for account in self.accounts.values())
 
     def bind(self, acceptance: AcceptanceStats) -> None:
         """Use these statistics of its scope."""
@@ -84,50 +88,49 @@ class ServedRequest:
         self.kept = acceptance.kept_of(self.request.sampling.temperature)
         each = [(source.name, source.serving(self.request.id)) for source in self.allowed]
         self.sources = [(source, name, account(name)) for name, source in each]
+        self.accounts = {name: account(name) for name in (*(n for n, _ in each), *self.models)}
         self.trie: BaseTrie | None = None  # of the latest step
-        self.model_accounts = {name: account(name) for name in self.models}
 
-    def begin_trie(self, num_ids: int | None) -> BaseTrie:
-        """Return the request's trie without draft tokens. Tokens are below `num_ids`."""
+    def begin_step(
+        self, scheduled: ScheduledRequest, asked: dict[str, AskedSource], least: int, num_ids: Any
+    ) -> None:
+        """Begin a draft. Sources are asked for about twice the draft tokens that were lately
+        verified, or for `least` if that is more. Tokens are below `num_ids`.
+        """
         request = self.request
+        self.scheduled, self.asked = scheduled, asked
         if self.trie is None:
             self.trie = self.calibration.trie(request.id, None, num_ids)
-        else:
-            self.trie.clear()
         self.trie.rules = None if request.text is None else request.text.grammar
-        return self.trie
-
-
-class RequestDraft(msgspec.Struct, eq=False):
-    """A root of the step: its candidates, and the nodes that became its draft, in order."""
-
-    scheduled: ScheduledRequest
-    item: DraftRequest
-    ask: RequestCandidates
-    served: ServedRequest
-    asked: dict[str, AskedSource]
-    trie: BaseTrie
-    acceptance: AcceptanceStats
-    proposed: dict[str, int] = {}  # number of candidates by source
-    nodes: list[int] = []
-    sources: list[tuple[str, ...]] = []  # of the nodes
-    expected: float = 0.0  # accepted nodes
-    tried: set[str] = set()  # models that were run for it as a trial
-    taken: dict[str, float] = {}  # seconds of asking, by source
-    # Seconds saved by draft tokens, less those of their rows, by the source that proposed first.
-    credit: dict[str, float] = {}
-    saved_of: dict[str, float] = {}  # seconds saved by all draft tokens of a source
-    # Seconds that a verified first token saves, by source on trial that had it.
-    might_save: dict[str, float] = {}
-
-    @property
-    def priority(self) -> int:
-        return self.scheduled.request.sampling.priority
+        limit, depth = scheduled.draft_limit, request.sampling.speculation.max_depth or MAX_NODES
+        self.ask = RequestCandidates(self.trie, limit, depth)
+        self.item = scheduled.draft_item(min(limit, depth, max(2 + 2 * int(self.lately), least)))
+        self.proposed: dict[str, int] = {}  # number of candidates by source
+        # The nodes that became its draft, in order, their sources, and expected accepted ones
+        self.nodes, self.node_sources, self.expected = list[int](), list[tuple[str, ...]](), 0.0
+        self.tried: set[str] = set()  # models that were run for it as a trial
+        # Seconds saved by draft tokens, less those of their rows: by the source that proposed
+        # first, and by each source that proposed
+        self.credit, self.saved_of = dict[str, float](), dict[str, float]()
+        # Seconds that a verified first token saves, by source on trial that had it.
+        self.might_save: dict[str, float] = {}
 
     def saved_by(self, name: str) -> float:
         """Return the seconds that a source has saved, or might have saved in a trial."""
         credit = self.credit.get(name, 0.0)
         return max(credit, self.might_save.get(name, credit)) if self.might_save else credit
+
+    def note_savings(self, groups: SourceGroups, saved: float, row: float) -> None:
+        """Note the seconds that the draft's tokens saved: `saved` per accepted one, less `row` for
+        each. The source that was first to propose a token gets the credit, because sources that
+        take little time are asked first.
+        """
+        self.credit, self.saved_of = {}, {}
+        for names, (number, right) in groups.items():
+            gain = saved * right - row * number
+            self.credit[names[0]] = self.credit.get(names[0], 0.0) + gain
+            for name in names:
+                self.saved_of[name] = self.saved_of.get(name, 0.0) + gain
 
 
 class AdaptiveSpeculator:
@@ -169,13 +172,15 @@ class AdaptiveSpeculator:
             AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
         )
         self.acceptance = PerTenant(partial(self.make_stats, prior))
-        self.served: dict[int, ServedRequest] = {}  # by request
+        self.served: dict[int, RequestDraft] = {}  # by request
         # State of the current step:
         self.number = 0
         self.step = Step(0, 0, 0, 0)
         self.plan: Plan | None = None
         self.scopes: list[AcceptanceStats] = []  # of its roots
-        self.roots: dict[int, RequestDraft] = {}  # by request
+        self.roots: dict[int, RequestDraft] = {}  # those for which sources were asked, by request
+        # Sources that worked: their requests, seconds per request, and whether they only extended
+        self.work: list[tuple[str, Sequence[RequestDraft], float, bool]] = []
         self.part = 0.0  # seconds that an accepted draft token saves, expected
         self.row_share = 0.0  # time of a row, relative to that
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
@@ -200,11 +205,6 @@ class AdaptiveSpeculator:
             if self.draft_model is not before.draft_model:
                 acceptance.forget_model("model")
 
-    @property
-    def alone(self) -> AcceptanceStats | None:
-        """Return the statistics of the only tenant scope in the step; None if there are several."""
-        return self.scopes[0] if len(self.scopes) == 1 else None
-
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> None:
         start, asked_before = perf_counter(), bool(self.roots)
         self.settle()
@@ -214,37 +214,56 @@ class AdaptiveSpeculator:
         for model in self.models if due or asked_before else ():
             model.lend([item.request for item, _, _ in due])
         self.considering = -start + (start := perf_counter())
-        if not due:
-            return
-        self.roots = {each[0].request.id: self.root(*each, len(due)) for each in due}
-        self.make([*self.roots.values()])
-        self.making = perf_counter() - start - sum(g.catching_up for g in self.model_sources)
+        if due:
+            self.make(due)
+            growing = sum([one.catching_up for one in self.model_sources])
+            self.making = perf_counter() - start - growing
 
     def due(
         self, roots: Sequence[ScheduledRequest]
-    ) -> list[tuple[ScheduledRequest, ServedRequest, dict[str, AskedSource]]]:
+    ) -> list[tuple[ScheduledRequest, RequestDraft, dict[str, AskedSource]]]:
         """Begin a step of the roots' scopes; return the roots for which sources are asked, with
         these sources.
         """
-        found, self.scopes, self.part = [], [], 0.0
+        considered, self.scopes, self.part = list[tuple[ScheduledRequest, RequestDraft]](), [], 0.0
         for item in roots:
-            served = self.served.get(item.request.id) or self.serve(item.request)
-            acceptance = served.acceptance
+            request = item.request
+            root = self.served.get(request.id) or self.serve(request)
+            acceptance = root.acceptance
             if acceptance.number != self.number:
                 acceptance.next_step(self.number, self.asks_always)
                 self.scopes.append(acceptance)
             acceptance.num_roots += 1
             if acceptance.is_paused:
                 continue
-            text = item.request.text
-            if text is not None and text.grammar is not None:
-                self.constrain(served, text.grammar)
-            if self.part == 0.0:
-                self.weigh_tokens()
-            if item.draft_limit and (asked := self.asked(served)):
-                found.append((item, served, asked))
-            acceptance.may_pay = acceptance.may_pay or served.may_pay
-        return found
+            if request.text is not None and request.text.grammar is not None:
+                self.constrain(root, request.text.grammar)
+            if item.draft_limit:
+                considered.append((item, root))
+            acceptance.may_pay = acceptance.may_pay or root.may_pay
+        if not all([acceptance.is_paused for acceptance in self.scopes]):
+            self.weigh_tokens()
+            self.estimate([root for _, root in considered])
+        each = [(item, root, self.asked(root)) for item, root in considered]
+        return [one for one in each if one[2]]
+
+    def estimate(self, roots: Sequence[RequestDraft]) -> None:
+        """Let each source whose estimates are due estimate its requests together."""
+        by_source = dict[DraftSource, list[tuple[RequestDraft, str, SourceAccount]]]()
+        for root in roots:
+            root.estimates = {}
+            for source, name, account in root.sources:
+                if name in self.estimating_names and (account.is_due or self.asks_always):
+                    by_source.setdefault(source, []).append((root, name, account))
+        start = perf_counter()
+        for source, asked in by_source.items():
+            texts = [(root.request.id, root.request.token_ids) for root, _, _ in asked]
+            found = source.expected_of_each(texts)
+            each = (-start + (start := perf_counter())) / len(asked)
+            for (root, name, account), expected in zip(asked, found, strict=True):
+                root.estimates[name] = expected
+                account.is_estimated = True
+                account.spent += each
 
     def weigh_tokens(self) -> None:
         """Set what an accepted draft token of this step saves, and what its row takes."""
@@ -265,71 +284,71 @@ class AdaptiveSpeculator:
         number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
         return self.part * (expected * (1 - p**number) - number * share)
 
-    def constrain(self, served: ServedRequest, grammar: Rules) -> None:
+    def constrain(self, root: RequestDraft, grammar: Rules) -> None:
         """Give sources the grammar of a request; they serve it from now on."""
         for source in self.constrained:
-            source.constrain(served.request.id, grammar)
-            if source not in served.begun:
-                served.add(source)
+            source.constrain(root.request.id, grammar)
+            if source not in root.begun:
+                root.add(source)
 
-    def asked(self, served: ServedRequest) -> dict[str, AskedSource]:
+    def asked(self, root: RequestDraft) -> dict[str, AskedSource]:
         """Choose the sources and models to ask for a request.
 
         A source that estimates is asked if it promises to save more than it takes, and if one of
         them promises more than planning takes. Others are asked if they have saved time. All are
         asked as a trial if that is due.
         """
-        id, text = served.request.id, served.request.token_ids
         asked, unsure, best = dict[str, AskedSource](), dict[str, AskedSource](), 0.0
-        start = perf_counter()
-        for source, name, account in served.sources:
-            if name not in self.estimating_names:
-                self.ask_by_share(asked, id, name, account)
-            elif account.is_due or self.asks_always:
-                expected = source.expected_accepted(id, text)
-                account.is_estimated = True
-                account.spent += -start + (start := perf_counter())
-                if expected <= 0 and not self.asks_always:
-                    continue
-                promised = self.promise(expected)
-                net = account.trust.value * promised - account.seconds
-                if net > 0:
-                    best = max(best, net)
-                    unsure[name] = AskedSource(account.all, False, promised)
-                elif self.asks_always or (promised > account.seconds and account.is_exploring):
-                    asked[name] = AskedSource(account.all, True, promised)
-        if asked or self.asks_always or best > served.acceptance.planning:
-            asked |= unsure
-        elif unsure:  # planning would take more time than it saves, but only planning shows that
-            accounts = served.acceptance.accounts
-            due = {name: one for name, one in unsure.items() if accounts[name].is_exploring}
-            for one in due.values():
+        for name, expected in root.estimates.items():
+            if expected <= 0 and not self.asks_always:
+                continue
+            account, promised = root.accounts[name], self.promise(expected)
+            net = account.trust.value * promised - account.seconds
+            if net > 0:
+                best = max(best, net)
+                unsure[name] = AskedSource(account.all, False, promised)
+            elif self.asks_always or (promised > account.seconds and account.is_exploring):
+                asked[name] = AskedSource(account.all, True, promised)
+        others = [name for _, name, _ in root.sources if name not in self.estimating_names]
+        for name in (*others, *(root.models if root.request.num_output else ())):
+            account = root.accounts[name]
+            share = account.of(root.request.id)
+            if share.pays or account.may_try(share):
+                asked[name] = AskedSource(share, not share.pays)
+        if (
+            best > root.acceptance.planning
+            or self.asks_always
+            or not self.model_names.issuperset(asked)
+        ):
+            return asked | unsure
+        for name, one in unsure.items():
+            # Planning would take more time than it saves, but only planning shows that.
+            if root.accounts[name].is_exploring:
                 one.is_trial = True
-            asked |= due
-        if served.model_accounts and served.request.num_output:
-            for name, account in served.model_accounts.items():
-                self.ask_by_share(asked, id, name, account)
+                asked[name] = one
         return asked
 
-    def ask_by_share(
-        self, asked: dict[str, AskedSource], id: int, name: str, account: SourceAccount
+    def make(
+        self, due: Sequence[tuple[ScheduledRequest, RequestDraft, dict[str, AskedSource]]]
     ) -> None:
-        share = account.of(id)
-        if share.pays or account.may_try(share):
-            asked[name] = AskedSource(share, not share.pays)
-
-    def make(self, roots: Sequence[RequestDraft]) -> None:
         """Ask the sources, and choose the nodes to verify."""
-        kept = sum([root.served.kept.value for root in roots]) / len(roots)
-        self.step = step = msgspec.structs.replace(self.step, kept=kept)
-        self.note_targets(roots)
-        self.asking = 0.0
+        least, by_source = LEAST_ASKED // len(due), dict[str, list[RequestDraft]]()
+        used = [root.trie for _, root, _ in due if root.trie is not None]
+        if used:
+            used[0].clear_each(used)
+        for scheduled, root, asked in due:
+            root.begin_step(scheduled, asked, least, self.num_ids)
+            for name in asked:
+                by_source.setdefault(name, []).append(root)
+        roots = [root for _, root, _ in due]
+        self.roots = {root.request.id: root for root in roots}
+        kept = {trust: trust.value for trust in {root.kept for root in roots}}
+        share = sum([kept[root.kept] for root in roots]) / len(roots)
+        self.step = step = msgspec.structs.replace(self.step, kept=share)
+        self.note_targets([root for root in roots if root.request.tpot is not None])
+        self.asking, self.work = 0.0, []
         for model_source in self.model_sources:
             model_source.begin()
-        by_source = dict[str, list[RequestDraft]]()
-        for root in roots:
-            for name in root.asked:
-                by_source.setdefault(name, []).append(root)
         try:
             for source in self.sources:
                 if source.name in by_source:
@@ -343,20 +362,19 @@ class AdaptiveSpeculator:
         asks = [root.ask for root in roots]
         self.plan = self.planner.choose(asks, self.step, self.scheduler.draft_rows)
         self.cut(roots, asks, self.plan)
-        if (alone := self.alone) is not None:
-            alone.last = self.plan, self.step
+        if len(self.scopes) == 1:
+            self.scopes[0].last = self.plan, self.step
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
         roots, self.roots = [*self.roots.values()], {}
         if roots and self.plan is not None and self.saved_per_draft_token:
             self.part = self.saved_per_draft_token
-            growing = sum(model_source.seconds for model_source in self.model_sources)
+            growing = sum([model_source.seconds for model_source in self.model_sources])
             planning = (self.making - growing - self.asking) / len(roots)
-            for acceptance in self.scopes:
-                own = [root for root in roots if root.acceptance is acceptance]
-                if own:
-                    self.settle_scope(acceptance, own, planning)
+            self.settle_sources(planning)
+            for acceptance in {r.acceptance for r in roots if self.model_names.isdisjoint(r.asked)}:
+                acceptance.note_planning(planning)
             for model_source in self.model_sources:
                 self.settle_model(model_source, roots, planning)
         considered = [acceptance for acceptance in self.scopes if not acceptance.is_paused]
@@ -365,23 +383,29 @@ class AdaptiveSpeculator:
             acceptance.settle(self.part * acceptance.num_roots, each * acceptance.num_roots)
         self.scopes = []
 
-    def settle_scope(
-        self, acceptance: AcceptanceStats, roots: Sequence[RequestDraft], planning: float
-    ) -> None:
-        """Count what sources took and saved of a scope's roots. The sources that are asked share
-        the seconds of planning.
+    def settle_sources(self, planning: float) -> None:
+        """Count what sources took and saved. The sources that are asked for a request share its
+        seconds of planning.
         """
-        outcomes = dict[str, list[tuple[SavedShare, float, bool]]]()
-        more = dict[str, float]()  # parts of the step that only trials lose, by source
-        for root in roots:
-            each = planning / len(root.asked)
-            for name, taken in root.taken.items():
-                account, asked = acceptance.account(name), root.asked.get(name)
-                taken += 0.0 if asked is None else each
+        # By account: its scope, outcomes, and parts of the step that only trials lose
+        results = dict[SourceAccount, tuple[AcceptanceStats, list[Outcome], float]]()
+        for name, roots, each, is_extension in self.work:
+            is_estimating = name in self.estimating_names
+            for root in roots:
+                asked, account, acceptance = (
+                    root.asked.get(name),
+                    root.accounts[name],
+                    root.acceptance,
+                )
+                if is_extension and asked is not None:
+                    account.spent += each
+                    acceptance.gain -= 0.0 if asked.is_trial else each
+                    continue
+                taken = each if asked is None else each + planning / len(root.asked)
                 is_trial = asked is not None and asked.is_trial
                 if not is_trial:
                     acceptance.gain += root.credit.get(name, 0.0) - taken
-                if name in self.estimating_names:
+                if is_estimating:
                     account.spent += taken
                     account.saved += root.saved_by(name)
                     account.is_tried |= is_trial
@@ -391,12 +415,11 @@ class AdaptiveSpeculator:
                 elif asked is not None:
                     usual = COLD * taken if is_trial else taken
                     net = (root.saved_by(name) - usual) / self.part
-                    outcomes.setdefault(name, []).append((asked.share, net, is_trial))
-                    more[name] = more.get(name, 0.0) + (taken - usual) / self.part
-            if self.model_names.isdisjoint(root.asked):
-                acceptance.note_planning(planning)
-        for name, own in outcomes.items():
-            acceptance.account(name).add(own, acceptance.num_roots, more[name])
+                    _, outcomes, more = results.get(account, (acceptance, [], 0.0))
+                    outcomes.append((asked.share, net, is_trial))
+                    results[account] = acceptance, outcomes, more + (taken - usual) / self.part
+        for account, (acceptance, outcomes, more) in results.items():
+            account.add(outcomes, acceptance.num_roots, more)
 
     def settle_model(
         self, model_source: DraftModelSource, roots: Sequence[RequestDraft], planning: float
@@ -408,20 +431,16 @@ class AdaptiveSpeculator:
             return
         # Levels for a single request, as a trial, take about as long as levels for all requests.
         # They show nothing about the others, so the request is charged its part of a run for all.
-        run = asked
-        if model_source.is_trial_alone:
-            run = [root for root in asked if name in root.tried]
-        seconds = model_source.seconds + sum(planning / len(root.asked) for root in asked)
+        run = [root for root in asked if name in root.tried or not model_source.is_trial_alone]
+        seconds = model_source.seconds + sum([planning / len(root.asked) for root in asked])
         level = seconds / len(asked)
-        lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1)
-        for acceptance in self.scopes:
-            own = [root for root in run if root.acceptance is acceptance]
-            outcomes, more = list[tuple[SavedShare, float, bool]](), lost * len(own) / part
-            account = acceptance.account(name)
-            for root in own:
+        lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1) / part
+        for acceptance in {root.acceptance: None for root in run}:
+            outcomes, more = list[Outcome](), 0.0
+            for root in [root for root in run if root.acceptance is acceptance]:
                 share, is_trial = root.asked[name].share, root.asked[name].is_trial
                 usual = COLD * level if is_trial else level
-                more += (level - usual) / part
+                more += lost + (level - usual) / part
                 if model_source.model.is_catching_up(root.scheduled):
                     more += usual / part
                     continue
@@ -429,49 +448,27 @@ class AdaptiveSpeculator:
                 saved = root.saved_by(name) - usual
                 outcomes.append((share, saved / part, is_tried))
                 acceptance.gain += 0.0 if is_tried else saved
-            if own:
-                account.add(outcomes, acceptance.num_roots, more)
+            acceptance.account(name).add(outcomes, acceptance.num_roots, more)
 
-    def root(
-        self,
-        scheduled: ScheduledRequest,
-        served: ServedRequest,
-        asked: dict[str, AskedSource],
-        num_roots: int,
-    ) -> RequestDraft:
-        """Create the draft of a root. Sources are asked for about twice the draft tokens that were
-        lately verified, or for the request's share of LEAST_ASKED if that is more.
-        """
-        request = scheduled.request
-        lately = 2 + 2 * int(served.lately)
-        depth = request.sampling.speculation.max_depth or MAX_NODES
-        limit = min(scheduled.draft_limit, depth, max(lately, LEAST_ASKED // num_roots))
-        trie = served.begin_trie(self.num_ids)
-        ask = RequestCandidates(trie, scheduled.draft_limit, depth)
-        item = scheduled.draft_item(limit)
-        return RequestDraft(scheduled, item, ask, served, asked, trie, served.acceptance)
-
-    def note_targets(self, roots: Sequence[RequestDraft]) -> None:
-        """Set how far requests are behind their targets. Only the most urgent priority with late
+    def note_targets(self, late: Sequence[RequestDraft]) -> None:
+        """Set how far requests with a target are behind it. Only the most urgent priority with late
         requests counts; it goes first.
         """
-        late = [root for root in roots if root.scheduled.request.tpot is not None]
         if not late:
             return
-        now, step = perf_counter(), self.step
-        takes = self.planner.costs.of(step)
+        now, takes = perf_counter(), self.planner.costs.of(self.step)
         for root in late:
-            root.ask.behind = behind(root.scheduled.request, now, takes)
-        priorities = [root.priority for root in late if root.ask.behind > 0]
+            root.ask.behind = behind(root.request, now, takes)
+        urgent = min([r.request.sampling.priority for r in late if r.ask.behind > 0], default=None)
         for root in late:
-            if root.priority > min(priorities, default=root.priority):
+            if urgent is not None and root.request.sampling.priority > urgent:
                 root.ask.behind = 0.0
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
         """Add a source's candidates."""
         name, start = source.name, perf_counter()
         try:
-            found = source.add_candidates([r.item for r in roots], [r.trie for r in roots])
+            found = source.add_candidates([r.item for r in roots], [r.ask.trie for r in roots])
             for root, number in zip(roots, found, strict=True):
                 root.proposed[name] = number
         except KVLost:
@@ -481,29 +478,29 @@ class AdaptiveSpeculator:
             for root in roots:  # some may have candidates
                 root.proposed[name] = 0
         each = self.took(name, perf_counter() - start, roots)
-        for acceptance in {root.acceptance for root in roots}:
-            acceptance.account(name).took(each)
+        for account in {root.accounts[name] for root in roots}:
+            account.took(each)
 
     def extend(self, roots: Sequence[RequestDraft]) -> None:
         """Let sources continue paths, such as with forced tokens."""
         for source in self.extending:
-            own = [root for root in roots if source in root.served.allowed]
+            own = [root for root in roots if source in root.allowed]
             if not own:
                 continue
             start = perf_counter()
             try:
                 for root in own:
-                    source.extend(root.trie, root.item, root.proposed)
+                    source.extend(root.ask.trie, root.item, root.proposed)
             except Exception:  # an error of a source must not change any text
                 self.spec_stats.failed(source.name)
-            self.took(source.name, perf_counter() - start, own)
+            self.took(source.name, perf_counter() - start, own, is_extension=True)
 
-    def took(self, name: str, seconds: float, roots: Sequence[RequestDraft]) -> float:
+    def took(
+        self, name: str, seconds: float, roots: Sequence[RequestDraft], is_extension: bool = False
+    ) -> float:
         """Count the seconds of a source for these roots; return those of each."""
         self.asking += seconds
-        each = seconds / len(roots)
-        for root in roots:
-            root.taken[name] = root.taken.get(name, 0.0) + each
+        self.work.append((name, roots, each := seconds / len(roots), is_extension))
         self.spec_stats.took(name, seconds)
         return each
 
@@ -525,31 +522,25 @@ class AdaptiveSpeculator:
         return DraftDepthPolicy(self.planner.costs, self.step, values)
 
     def grow_by(
-        self,
-        model_source: DraftModelSource,
-        roots: Sequence[RequestDraft],
-        policy: DraftDepthPolicy,
+        self, own: DraftModelSource, roots: Sequence[RequestDraft], policy: DraftDepthPolicy
     ) -> None:
-        start, source, name = perf_counter(), model_source.source, model_source.name
-        requests = [root.scheduled.request for root in roots]
+        start, source, name = perf_counter(), own.source, own.name
+        requests = [root.request for root in roots]
         scopes = [root.acceptance for root in roots]
-        levels = DraftDepthController(
-            policy, scopes, name, model_source.model, requests, source.max_depth
-        )
+        levels = DraftDepthController(policy, scopes, name, own.model, requests, source.max_depth)
         try:
-            request_tries = [RequestTrie(root.item, root.trie, root.proposed) for root in roots]
-            source.grow(request_tries, levels, self.extending)
+            tries = [RequestTrie(root.item, root.ask.trie, root.proposed) for root in roots]
+            source.grow(tries, levels, self.extending)
         except KVLost:
             raise
         except Exception:  # for example, too little memory
             self.spec_stats.failed(name)
         for root in roots:
-            if root.item.id in levels.tried:
-                root.tried = root.tried | {name}
+            if root.request.id in levels.tried:
+                root.tried.add(name)
         taken = perf_counter() - start
-        model_source.is_trial_alone = levels.is_trial_alone
-        model_source.catching_up = levels.catching_up_took
-        model_source.seconds = taken - model_source.catching_up
+        own.is_trial_alone, own.catching_up = levels.is_trial_alone, levels.catching_up_took
+        own.seconds = taken - own.catching_up
         self.spec_stats.took(name, taken)
 
     def cut(
@@ -559,7 +550,7 @@ class AdaptiveSpeculator:
         chosen = list[ScheduledRequest]()
         for root, (found, expected) in zip(roots, plan.cut(asks), strict=True):
             if found.nodes:
-                root.scheduled.draft, root.nodes, root.sources = found
+                root.scheduled.draft, root.nodes, root.node_sources = found
                 root.expected = expected
                 chosen.append(root.scheduled)
         self.scheduler.reserve_draft_slots(chosen)
@@ -605,56 +596,47 @@ class AdaptiveSpeculator:
             self.spec_stats.took(name, perf_counter() - start)
 
     def learn(
-        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepCounts:
-        root = self.roots.get(item.request.id)
-        if root is None:
-            return {}, None
-        start = perf_counter()
-        self.note_use(root, root.trie.observe(tokens))
-        counts = self.count(root, accepted)
+        self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
+    ) -> list[StepCounts]:
+        start, counts, learnt = perf_counter(), list[StepCounts](), list[RequestDraft]()
+        tokens = list[list[int]]()
+        for item, path in zip(items, paths, strict=True):
+            root = self.roots.get(item.request.id)
+            if root is None or not path.tokens:
+                counts.append(NO_COUNTS)
+                continue
+            counts.append(self.count(root, path))
+            learnt.append(root)
+            tokens.append(path.tokens)
+        if learnt:
+            tries = [root.ask.trie for root in learnt]
+            tries[0].observe_each(tries, tokens)
         self.making += perf_counter() - start
         return counts
 
-    def note_use(self, root: RequestDraft, accepted: int | None) -> None:
-        """Update the request's average draft size, and note the sources on trial whose first token
-        was right: `accepted` is its node.
-        """
-        served, size = root.served, len(root.scheduled.draft.tokens)
-        served.lately += LATELY * (size - served.lately)
-        tried = [name for name, asked in root.asked.items() if asked.is_trial]
-        if tried and accepted is not None:
-            names = {*tried}.intersection(root.trie.sources(accepted)) - self.estimating_names
-            root.might_save = dict.fromkeys(names, self.saved_per_draft_token)
-
-    def count(self, root: RequestDraft, accepted: Sequence[int]) -> StepCounts:
+    def count(self, root: RequestDraft, path: AcceptedPath) -> StepCounts:
         """Count the draft's tokens by source, and notify the sources."""
-        draft, request = root.scheduled.draft, root.scheduled.request
-        sources = root.sources[: len(draft.tokens)]
-        draft_sources = DraftSources(draft, sources, root.proposed)
+        draft, accepted, stats = root.scheduled.draft, path.nodes, self.spec_stats
+        size = len(draft.tokens)
+        root.lately += LATELY * (size - root.lately)
+        for name, asked in root.asked.items():
+            if asked.is_trial and name not in self.estimating_names:
+                first = root.ask.trie.child(ROOT, path.tokens[0])
+                if first is not None and name in root.ask.trie.sources(first):
+                    root.might_save[name] = self.saved_per_draft_token
+        draft_sources = DraftSources(draft, root.node_sources[:size], root.proposed)
         groups = draft_sources.groups(accepted)
-        is_tree_asked = request.sampling.return_speculation_details
-        counts, tree = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
-        self.note_savings(root, groups)
+        is_tree_asked = root.request.sampling.return_speculation_details
+        counts = stats.enter(draft_sources, accepted, groups, is_tree_asked)
+        root.note_savings(groups, self.saved_per_draft_token, self.row_seconds)
         if root.expected:
-            root.served.kept.add(len(accepted), root.expected)
+            root.kept.add(len(accepted), root.expected)
         else:
-            root.served.kept.fade()
-        if draft.tokens:
+            root.kept.fade()
+        if size:
             for source in self.observing:
-                self.spec_stats.notify(source, "observe", root.item.id, draft, accepted)
-        return counts, tree
-
-    def note_savings(self, root: RequestDraft, groups: SourceGroups) -> None:
-        """Note the seconds that the draft's tokens saved. The source that was first to propose a
-        token gets the credit, because sources that take little time are asked first.
-        """
-        root.credit, root.saved_of = {}, {}
-        for names, (number, right) in groups.items():
-            gain = self.saved_per_draft_token * right - self.row_seconds * number
-            root.credit[names[0]] = root.credit.get(names[0], 0.0) + gain
-            for name in names:
-                root.saved_of[name] = root.saved_of.get(name, 0.0) + gain
+                stats.notify(source, "observe", root.request.id, draft, accepted)
+        return counts
 
     def begin(self, request: Request) -> None:
         begun = SourceRequest(
@@ -666,23 +648,23 @@ class AdaptiveSpeculator:
             request.sampling.speculation.learn,
         )
         before = self.served.pop(request.id, None)
-        served = self.serve(request)
+        root = self.serve(request)
         for source in self.sources:
             if source.needs_rules:
                 if before is not None and source in before.begun:
-                    served.add(source)
+                    root.add(source)
             elif begun.prediction or not source.needs_prediction:
                 source.begin(begun)
-                served.add(source)
+                root.add(source)
 
-    def serve(self, request: Request) -> ServedRequest:
+    def serve(self, request: Request) -> RequestDraft:
         """Serve a request with models. Other sources serve it once they know it, see `begin`."""
         acceptance = self.acceptance.begin(request.id, scope_of(request))
         acceptance.may_pay = True  # the request may differ from earlier ones
         allows = request.sampling.speculation.allows
         models = [source.name for source in self.model_sources if allows(source.name)]
-        self.served[request.id] = served = ServedRequest(request, acceptance, models)
-        return served
+        self.served[request.id] = root = RequestDraft(request, acceptance, models)
+        return root
 
     def forget(self, id: int) -> None:
         served = self.served.pop(id, None)

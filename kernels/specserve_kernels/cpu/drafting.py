@@ -42,7 +42,8 @@ class NgramFunctions(NamedTuple):
 
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
-    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
+    # source, [n, 3] of id, tokens, how many; n, expected accepted tokens
+    follow: Callable[[int, int, int, int], None]
     propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
     # source, [n, 6] of id, tokens, how many, limit, trie, number of the source; n, counts
     add: Callable[[int, int, int, int], None]
@@ -66,7 +67,7 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
     return NgramFunctions(
         named(library, "ngram_source", c_void_p, c_void_p),
         named(library, "free_ngram_source", None, c_void_p),
-        named(library, "follow_text", c_double, *text),
+        named(library, "follow_texts", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
         named(library, "add_ngrams", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "forget_text", None, c_void_p, c_int64),
@@ -179,7 +180,7 @@ class TrieFunctions(NamedTuple):
     drop_shift: Callable[[int, int], None]  # calibrators, source
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
-    clear_trie: Callable[[int], None]
+    clear_tries: Callable[[int, int], None]  # tries, n
     size: Callable[[int], int]
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
@@ -189,7 +190,7 @@ class TrieFunctions(NamedTuple):
     settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
     ask: Callable[[int, int, int, int], None]  # trie, node, source of children, source
-    observe: Callable[[int, int, int], int]  # trie, n, tokens -> the root's accepted child
+    observe_each: Callable[[int, int, int], None]  # [n, 2] of trie, number of tokens; n, tokens
     child: Callable[[int, int, int], int]  # trie, node, token
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
@@ -220,7 +221,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "drop_shift", None, p, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
-        named(library, "clear_trie", None, p),
+        named(library, "clear_tries", None, p, n),
         named(library, "trie_size", n, p),
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),
@@ -230,7 +231,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),
         named(library, "ask", None, p, n, n, n),
-        named(library, "observe", n, p, n, p),
+        named(library, "observe_each", None, p, n, p),
         named(library, "child", n, p, n, n),
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),

@@ -225,18 +225,16 @@ class Trie {
     asked.push_back({node, int32_t(tokens.size()), source, children_by(by, node)});
   }
 
-  int observe(int64_t n, const int32_t* after) {
+  void observe(int64_t n, const int32_t* after) {
     own.fade();
-    int node = ROOT, first = NONE;
+    int node = ROOT;
     for (int64_t k = 0; k < n; k++) {
       int accepted = child(node, after[k]);
-      if (k == 0) first = accepted;
       learn(node, accepted);
       if (accepted == NONE) break;
       node = accepted;
     }
     own.use();
-    return first;
   }
 
   int child(int node, int token) const {
@@ -543,6 +541,12 @@ Size best_of(const Step& step, const Options& options, const Costs& costs, bool 
   return {options.sizes[best], gain, takes[best], (root_tokens + gain) / takes[best]};
 }
 
+// A trie, and the number of tokens that followed its root.
+struct Observed {
+  Trie* trie;
+  int64_t size;
+};
+
 struct Columns {
   const int32_t *tokens, *parents, *depths, *expanded;
   const double *p, *values;
@@ -598,7 +602,9 @@ extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
 
 extern "C" void specserve_free_trie(Trie* trie) { delete trie; }
 
-extern "C" void specserve_clear_trie(Trie* trie) { trie->clear(); }
+extern "C" void specserve_clear_tries(Trie* const* tries, int64_t n) {
+  for (int64_t i = 0; i < n; i++) tries[i]->clear();
+}
 
 extern "C" int64_t specserve_trie_size(const Trie* trie) { return int64_t(trie->tokens.size()); }
 
@@ -642,9 +648,10 @@ extern "C" void specserve_ask(Trie* trie, int64_t node, int64_t by, int64_t sour
   trie->ask(int(node), int(by), int(source));
 }
 
-// Return the root's child that was accepted, or NONE.
-extern "C" int64_t specserve_observe(Trie* trie, int64_t n, const int32_t* tokens) {
-  return trie->observe(n, tokens);
+// Learn from the tokens that followed each root, one request after the other.
+extern "C" void specserve_observe_each(const Observed* observed, int64_t n, const int32_t* tokens) {
+  for (int64_t i = 0; i < n; tokens += observed[i++].size)
+    observed[i].trie->observe(observed[i].size, tokens);
 }
 
 extern "C" int64_t specserve_child(const Trie* trie, int64_t node, int64_t token) {
