@@ -12,6 +12,8 @@ from ctypes import byref
 from math import nan
 from typing import Any, ClassVar
 
+import msgspec
+
 from specserve_drafters import lookup, suffix, trie
 from specserve_drafters.base import DraftRequest, DraftSource
 from specserve_drafters.candidates import (
@@ -342,16 +344,19 @@ def drafts_of(asks: Sequence[Any], size: int) -> list[tuple[ChosenDraft, float]]
     """Return the drafts in the buffers, which have `size` draft tokens together."""
     out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
     tokens, parents, numbers, order = [column[:size].tolist() for column in out.ints]
-    codes = out.codes[:size]
-    for ask, count, expected in zip(asks, out.counts, out.expected, strict=False):
+    codes, are_numbered = out.codes[:size].tolist(), any(numbers)
+    each = out.counts[: len(asks)].tolist(), out.expected[: len(asks)].tolist()
+    for ask, count, expected in zip(asks, *each, strict=True):
         if not count:
             drafts.append((NO_DRAFT, 0.0))
             continue
-        own, begin = slice(begin, begin + count), begin + count
-        expanded = numbers[own]
-        draft = Draft(tokens[own], parents[own], expanded if any(expanded) else [])
-        sources = [*map(ask.trie.calibration.named.__getitem__, codes[own])]
-        drafts.append((ChosenDraft(draft, order[own], sources), expected))
+        end = begin + count
+        draft = Draft(tokens[begin:end], parents[begin:end])
+        if are_numbered and any(numbers[begin:end]):
+            draft = msgspec.structs.replace(draft, expanded=numbers[begin:end])
+        sources = [*map(ask.trie.calibration.named.__getitem__, codes[begin:end])]
+        drafts.append((ChosenDraft(draft, order[begin:end], sources), expected))
+        begin = end
     return drafts
 
 

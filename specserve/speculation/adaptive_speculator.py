@@ -4,35 +4,34 @@ verify.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import ceil, log
 from time import perf_counter
-from typing import Any
 
 import msgspec
 
 from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import CalibrationPoint, SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
-from specserve.speculation.constants import COLD, FEW, LATELY, LEAST_ASKED
-from specserve.speculation.costs import Step
+from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.constants import LATELY, LEAST_ASKED
 from specserve.speculation.draft_depth import DraftDepthController, DraftDepthPolicy
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import DraftModelSource, ModelExecutor
-from specserve.speculation.planner import (
-    AcceptanceStats,
-    Plan,
-    Planner,
-    SavedShare,
-    SourceAccount,
-    select,
-    tokens_behind,
-)
+from specserve.speculation.planner import Plan, Planner, select
 from specserve.speculation.recycler import TokenRecycler, accepted_rows
+from specserve.speculation.request_draft import (
+    AskedSource,
+    RequestDraft,
+    SourceWork,
+    note_targets,
+    settle_model,
+    settle_sources,
+)
+from specserve.speculation.source_chooser import SourceChooser
+from specserve.speculation.steps import Step
 from specserve.speculation.verify import (
     NO_COUNTS,
     AcceptedPath,
     DraftSources,
-    SourceGroups,
     SpecDecodeStats,
     StepCounts,
     plan_state,
@@ -40,97 +39,9 @@ from specserve.speculation.verify import (
 )
 from specserve_drafters import ROOT
 from specserve_drafters.base import DraftSource, SourceRequest
-from specserve_drafters.candidates import MAX_NODES, Rules
 from specserve_drafters.model_source import RequestTrie
 from specserve_drafters.tenants import PerTenant
-from specserve_drafters.trie import AcceptancePrior, BaseTrie, RequestCandidates, table
-
-Outcome = tuple[SavedShare, float, bool]  # the share that was saved, and whether of a trial
-
-
-class AskedSource(msgspec.Struct):
-    """A source, or a model, that is asked for a request in a step."""
-
-    share: SavedShare
-    is_trial: bool
-    promised: float = 0.0  # seconds that it expects to save, if it estimates
-
-
-class RequestDraft:
-    """A running request: the sources that serve it, and its draft of the latest step."""
-
-    def __init__(
-        self, request: Request, acceptance: AcceptanceStats, models: Sequence[str]
-    ) -> None:
-        """`models` lists the models that the request allows."""
-        self.request, self.models = request, models
-        self.begun: list[DraftSource] = []  # sources that know the request
-        self.allowed: list[DraftSource] = []  # those of them that it allows
-        self.lately = 0.0  # draft tokens verified per step
-        self.estimates: dict[str, float] = {}  # expected accepted tokens, by source that is due
-        self.bind(acceptance)
-
-    def add(self, source: DraftSource) -> None:
-        self.begun.append(source)
-        if self.request.sampling.speculation.allows(source.name):
-            self.allowed.append(source)
-        self.bind(self.acceptance)
-
-    @property
-    def may_pay(self) -> bool:
-        """Return whether any of its sources pays, or whether that is not known so far."""
-        return any(account.may_pay(self.request.id) for account in self.accounts.values())
-
-    def bind(self, acceptance: AcceptanceStats) -> None:
-        """Use these statistics of its scope."""
-        self.acceptance, account = acceptance, acceptance.account
-        self.calibration = acceptance.calibration(self.request.sampling.temperature)
-        self.kept = acceptance.kept_of(self.request.sampling.temperature)
-        each = [(source.name, source.serving(self.request.id)) for source in self.allowed]
-        self.sources = [(source, name, account(name)) for name, source in each]
-        self.accounts = {name: account(name) for name in (*(n for n, _ in each), *self.models)}
-        self.trie: BaseTrie | None = None  # of the latest step
-
-    def begin_step(
-        self, scheduled: ScheduledRequest, asked: dict[str, AskedSource], least: int, num_ids: Any
-    ) -> None:
-        """Begin a draft. Sources are asked for about twice the draft tokens that were lately
-        verified, or for `least` if that is more. Tokens are below `num_ids`.
-        """
-        request = self.request
-        self.scheduled, self.asked = scheduled, asked
-        if self.trie is None:
-            self.trie = self.calibration.trie(request.id, None, num_ids)
-        self.trie.rules = None if request.text is None else request.text.grammar
-        limit, depth = scheduled.draft_limit, request.sampling.speculation.max_depth or MAX_NODES
-        self.ask = RequestCandidates(self.trie, limit, depth)
-        self.item = scheduled.draft_item(min(limit, depth, max(2 + 2 * int(self.lately), least)))
-        self.proposed: dict[str, int] = {}  # number of candidates by source
-        # The nodes that became its draft, in order, their sources, and expected accepted ones
-        self.nodes, self.node_sources, self.expected = list[int](), list[tuple[str, ...]](), 0.0
-        self.tried: set[str] = set()  # models that were run for it as a trial
-        # Seconds saved by draft tokens, less those of their rows: by the source that proposed
-        # first, and by each source that proposed
-        self.credit, self.saved_of = dict[str, float](), dict[str, float]()
-        # Seconds that a verified first token saves, by source on trial that had it.
-        self.might_save: dict[str, float] = {}
-
-    def saved_by(self, name: str) -> float:
-        """Return the seconds that a source has saved, or might have saved in a trial."""
-        credit = self.credit.get(name, 0.0)
-        return max(credit, self.might_save.get(name, credit)) if self.might_save else credit
-
-    def note_savings(self, groups: SourceGroups, saved: float, row: float) -> None:
-        """Note the seconds that the draft's tokens saved: `saved` per accepted one, less `row` for
-        each. The source that was first to propose a token gets the credit, because sources that
-        take little time are asked first.
-        """
-        self.credit, self.saved_of = {}, {}
-        for names, (number, right) in groups.items():
-            gain = saved * right - row * number
-            self.credit[names[0]] = self.credit.get(names[0], 0.0) + gain
-            for name in names:
-                self.saved_of[name] = self.saved_of.get(name, 0.0) + gain
+from specserve_drafters.trie import AcceptancePrior, RequestCandidates, table
 
 
 class AdaptiveSpeculator:
@@ -167,6 +78,7 @@ class AdaptiveSpeculator:
         self.observing = [source for source in sources if source.learns_drafts]
         self.recyclers = [TokenRecycler(source) for source in sources if source.num_successors]
         self.estimating_names = {source.name for source in sources if source.is_estimating}
+        self.chooser = SourceChooser(self.estimating_names)
         self.model_names = {source.name for source in model_sources}
         self.make_stats = partial(
             AcceptanceStats, sharing=[s.name for s in sources], estimating=self.estimating_names
@@ -179,10 +91,7 @@ class AdaptiveSpeculator:
         self.plan: Plan | None = None
         self.scopes: list[AcceptanceStats] = []  # of its roots
         self.roots: dict[int, RequestDraft] = {}  # those for which sources were asked, by request
-        # Sources that worked: their requests, seconds per request, and whether they only extended
-        self.work: list[tuple[str, Sequence[RequestDraft], float, bool]] = []
-        self.part = 0.0  # seconds that an accepted draft token saves, expected
-        self.row_share = 0.0  # time of a row, relative to that
+        self.work: list[SourceWork] = []
         self.saved_per_draft_token = self.row_seconds = 0.0  # seconds, measured
         self.verified = 0.0  # seconds of the target's forward
         self.making = 0.0  # seconds of drafting and of learning
@@ -225,7 +134,7 @@ class AdaptiveSpeculator:
         """Begin a step of the roots' scopes; return the roots for which sources are asked, with
         these sources.
         """
-        considered, self.scopes, self.part = list[tuple[ScheduledRequest, RequestDraft]](), [], 0.0
+        considered, self.scopes = list[tuple[ScheduledRequest, RequestDraft]](), []
         for item in roots:
             request = item.request
             root = self.served.get(request.id) or self.serve(request)
@@ -237,96 +146,15 @@ class AdaptiveSpeculator:
             if acceptance.is_paused:
                 continue
             if request.text is not None and request.text.grammar is not None:
-                self.constrain(root, request.text.grammar)
+                root.constrain(self.constrained, request.text.grammar)
             if item.draft_limit:
                 considered.append((item, root))
             acceptance.may_pay = acceptance.may_pay or root.may_pay
         if not all([acceptance.is_paused for acceptance in self.scopes]):
-            self.weigh_tokens()
-            self.estimate([root for _, root in considered])
-        each = [(item, root, self.asked(root)) for item, root in considered]
+            self.chooser.weigh_tokens(self.planner.costs, self.step)
+            self.chooser.estimate([root for _, root in considered], self.asks_always)
+        each = [(s, root, self.chooser.asked(root, self.asks_always)) for s, root in considered]
         return [one for one in each if one[2]]
-
-    def estimate(self, roots: Sequence[RequestDraft]) -> None:
-        """Let each source whose estimates are due estimate its requests together."""
-        by_source = dict[DraftSource, list[tuple[RequestDraft, str, SourceAccount]]]()
-        for root in roots:
-            root.estimates = {}
-            for source, name, account in root.sources:
-                if name in self.estimating_names and (account.is_due or self.asks_always):
-                    by_source.setdefault(source, []).append((root, name, account))
-        start = perf_counter()
-        for source, asked in by_source.items():
-            texts = [(root.request.id, root.request.token_ids) for root, _, _ in asked]
-            found = source.expected_of_each(texts)
-            each = (-start + (start := perf_counter())) / len(asked)
-            for (root, name, account), expected in zip(asked, found, strict=True):
-                root.estimates[name] = expected
-                account.is_estimated = True
-                account.spent += each
-
-    def weigh_tokens(self) -> None:
-        """Set what an accepted draft token of this step saves, and what its row takes."""
-        costs, step = self.planner.costs, self.step
-        none, *some = costs.of_each(step, (0, *FEW))
-        roots = costs.of(step.without_prompts) if step.prompt_rows else none
-        self.part, rows = roots / max(step.num_roots, 1), zip(some, FEW, strict=True)
-        self.row_share = min([(seconds - none) / size for seconds, size in rows]) / self.part
-
-    def promise(self, expected: float) -> float:
-        """Return the seconds that draft tokens save beyond the time of their rows, if so many are
-        expected to be accepted. Each is right with the same probability if the one before is.
-        """
-        p, share = expected / (1 + expected), self.row_share
-        if p <= share:
-            return 0.0
-        # Those whose probability, a power of p, is above what a row takes
-        number = MAX_NODES if share <= 0 else min(ceil(log(share) / log(p)) - 1, MAX_NODES)
-        return self.part * (expected * (1 - p**number) - number * share)
-
-    def constrain(self, root: RequestDraft, grammar: Rules) -> None:
-        """Give sources the grammar of a request; they serve it from now on."""
-        for source in self.constrained:
-            source.constrain(root.request.id, grammar)
-            if source not in root.begun:
-                root.add(source)
-
-    def asked(self, root: RequestDraft) -> dict[str, AskedSource]:
-        """Choose the sources and models to ask for a request.
-
-        A source that estimates is asked if it promises to save more than it takes, and if one of
-        them promises more than planning takes. Others are asked if they have saved time. All are
-        asked as a trial if that is due.
-        """
-        asked, unsure, best = dict[str, AskedSource](), dict[str, AskedSource](), 0.0
-        for name, expected in root.estimates.items():
-            if expected <= 0 and not self.asks_always:
-                continue
-            account, promised = root.accounts[name], self.promise(expected)
-            net = account.trust.value * promised - account.seconds
-            if net > 0:
-                best = max(best, net)
-                unsure[name] = AskedSource(account.all, False, promised)
-            elif self.asks_always or (promised > account.seconds and account.is_exploring):
-                asked[name] = AskedSource(account.all, True, promised)
-        others = [name for _, name, _ in root.sources if name not in self.estimating_names]
-        for name in (*others, *(root.models if root.request.num_output else ())):
-            account = root.accounts[name]
-            share = account.of(root.request.id)
-            if share.pays or account.may_try(share):
-                asked[name] = AskedSource(share, not share.pays)
-        if (
-            best > root.acceptance.planning
-            or self.asks_always
-            or not self.model_names.issuperset(asked)
-        ):
-            return asked | unsure
-        for name, one in unsure.items():
-            # Planning would take more time than it saves, but only planning shows that.
-            if root.accounts[name].is_exploring:
-                one.is_trial = True
-                asked[name] = one
-        return asked
 
     def make(
         self, due: Sequence[tuple[ScheduledRequest, RequestDraft, dict[str, AskedSource]]]
@@ -345,7 +173,8 @@ class AdaptiveSpeculator:
         kept = {trust: trust.value for trust in {root.kept for root in roots}}
         share = sum([kept[root.kept] for root in roots]) / len(roots)
         self.step = step = msgspec.structs.replace(self.step, kept=share)
-        self.note_targets([root for root in roots if root.request.tpot is not None])
+        if late := [root for root in roots if root.request.tpot is not None]:
+            note_targets(late, perf_counter(), self.planner.costs.of(step))
         self.asking, self.work = 0.0, []
         for model_source in self.model_sources:
             model_source.begin()
@@ -367,102 +196,21 @@ class AdaptiveSpeculator:
 
     def settle(self) -> None:
         """Update the accounts of sources after a step."""
-        roots, self.roots = [*self.roots.values()], {}
+        roots, self.roots, part = [*self.roots.values()], {}, self.chooser.part
         if roots and self.plan is not None and self.saved_per_draft_token:
-            self.part = self.saved_per_draft_token
+            part = self.saved_per_draft_token
             growing = sum([model_source.seconds for model_source in self.model_sources])
             planning = (self.making - growing - self.asking) / len(roots)
-            self.settle_sources(planning)
+            settle_sources(self.work, planning, part, self.estimating_names)
             for acceptance in {r.acceptance for r in roots if self.model_names.isdisjoint(r.asked)}:
-                acceptance.note_planning(planning)
+                acceptance.note_planning(planning, acceptance.num_roots)
             for model_source in self.model_sources:
-                self.settle_model(model_source, roots, planning)
+                settle_model(model_source, roots, planning, part)
         considered = [acceptance for acceptance in self.scopes if not acceptance.is_paused]
         each = self.considering / max(sum([one.num_roots for one in considered]), 1)
         for acceptance in considered:
-            acceptance.settle(self.part * acceptance.num_roots, each * acceptance.num_roots)
+            acceptance.settle(part * acceptance.num_roots, each * acceptance.num_roots)
         self.scopes = []
-
-    def settle_sources(self, planning: float) -> None:
-        """Count what sources took and saved. The sources that are asked for a request share its
-        seconds of planning.
-        """
-        # By account: its scope, outcomes, and parts of the step that only trials lose
-        results = dict[SourceAccount, tuple[AcceptanceStats, list[Outcome], float]]()
-        for name, roots, each, is_extension in self.work:
-            is_estimating = name in self.estimating_names
-            for root in roots:
-                asked, account, acceptance = (
-                    root.asked.get(name),
-                    root.accounts[name],
-                    root.acceptance,
-                )
-                if is_extension and asked is not None:
-                    account.spent += each
-                    acceptance.gain -= 0.0 if asked.is_trial else each
-                    continue
-                taken = each if asked is None else each + planning / len(root.asked)
-                is_trial = asked is not None and asked.is_trial
-                if not is_trial:
-                    acceptance.gain += root.credit.get(name, 0.0) - taken
-                if is_estimating:
-                    account.spent += taken
-                    account.saved += root.saved_by(name)
-                    account.is_tried |= is_trial
-                    if asked is not None and asked.promised:
-                        account.promised += asked.promised
-                        account.kept += root.saved_of.get(name, 0.0)
-                elif asked is not None:
-                    usual = COLD * taken if is_trial else taken
-                    net = (root.saved_by(name) - usual) / self.part
-                    _, outcomes, more = results.get(account, (acceptance, [], 0.0))
-                    outcomes.append((asked.share, net, is_trial))
-                    results[account] = acceptance, outcomes, more + (taken - usual) / self.part
-        for account, (acceptance, outcomes, more) in results.items():
-            account.add(outcomes, acceptance.num_roots, more)
-
-    def settle_model(
-        self, model_source: DraftModelSource, roots: Sequence[RequestDraft], planning: float
-    ) -> None:
-        """Note the share of the step's time that a model's levels have saved."""
-        name, part = model_source.name, self.part
-        asked = [root for root in roots if name in root.asked]
-        if not asked:
-            return
-        # Levels for a single request, as a trial, take about as long as levels for all requests.
-        # They show nothing about the others, so the request is charged its part of a run for all.
-        run = [root for root in asked if name in root.tried or not model_source.is_trial_alone]
-        seconds = model_source.seconds + sum([planning / len(root.asked) for root in asked])
-        level = seconds / len(asked)
-        lost = (model_source.catching_up + seconds - level * len(run)) / max(len(run), 1) / part
-        for acceptance in {root.acceptance: None for root in run}:
-            outcomes, more = list[Outcome](), 0.0
-            for root in [root for root in run if root.acceptance is acceptance]:
-                share, is_trial = root.asked[name].share, root.asked[name].is_trial
-                usual = COLD * level if is_trial else level
-                more += lost + (level - usual) / part
-                if model_source.model.is_catching_up(root.scheduled):
-                    more += usual / part
-                    continue
-                is_tried = is_trial or name in root.tried
-                saved = root.saved_by(name) - usual
-                outcomes.append((share, saved / part, is_tried))
-                acceptance.gain += 0.0 if is_tried else saved
-            acceptance.account(name).add(outcomes, acceptance.num_roots, more)
-
-    def note_targets(self, late: Sequence[RequestDraft]) -> None:
-        """Set how far requests with a target are behind it. Only the most urgent priority with late
-        requests counts; it goes first.
-        """
-        if not late:
-            return
-        now, takes = perf_counter(), self.planner.costs.of(self.step)
-        for root in late:
-            root.ask.behind = behind(root.request, now, takes)
-        urgent = min([r.request.sampling.priority for r in late if r.ask.behind > 0], default=None)
-        for root in late:
-            if urgent is not None and root.request.sampling.priority > urgent:
-                root.ask.behind = 0.0
 
     def ask(self, source: DraftSource, roots: Sequence[RequestDraft]) -> None:
         """Add a source's candidates."""
@@ -537,7 +285,7 @@ class AdaptiveSpeculator:
             self.spec_stats.failed(name)
         for root in roots:
             if root.request.id in levels.tried:
-                root.tried.add(name)
+                root.tried += (name,)
         taken = perf_counter() - start
         own.is_trial_alone, own.catching_up = levels.is_trial_alone, levels.catching_up_took
         own.seconds = taken - own.catching_up
@@ -623,7 +371,7 @@ class AdaptiveSpeculator:
             if asked.is_trial and name not in self.estimating_names:
                 first = root.ask.trie.child(ROOT, path.tokens[0])
                 if first is not None and name in root.ask.trie.sources(first):
-                    root.might_save[name] = self.saved_per_draft_token
+                    root.might_save = root.might_save | {name: self.saved_per_draft_token}
         draft_sources = DraftSources(draft, root.node_sources[:size], root.proposed)
         groups = draft_sources.groups(accepted)
         is_tree_asked = root.request.sampling.return_speculation_details
@@ -698,11 +446,3 @@ class AdaptiveSpeculator:
             source.reset()
         for served in self.served.values():
             served.bind(self.acceptance.begin(served.request.id, scope_of(served.request)))
-
-
-def behind(request: Request, now: float, step_seconds: float) -> float:
-    """Return the tokens that a request lacks to meet its target; 0 before its first token."""
-    if request.tpot is None or request.num_output == 0:
-        return 0.0
-    since_first = now - request.first_token_at
-    return tokens_behind(request.tpot, since_first, request.num_output, step_seconds)

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
+from specserve.speculation.accounts import AcceptanceStats, SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts, columns_of
-from specserve.speculation.planner import AcceptanceStats, SourceAccount
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
@@ -42,6 +42,10 @@ class RowCosts(StepCosts):
         self.edges = [*range(1, 2 * LIMIT)]
         self.by_rows = self.least_by_rows = [base + price * rows for rows in range(2 * LIMIT)]
         self.columns = columns_of(self)
+
+    @property
+    def known_edges(self) -> list[bool]:
+        return [True] * len(self.edges)
 
     def is_known(self, rows: int) -> bool:
         return True
