@@ -9,6 +9,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import byref
+from itertools import accumulate, chain, pairwise
 from math import nan
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ from specserve_drafters.trie import (
     AcceptancePrior,
     BaseTrie,
     BinCounts,
+    Level,
 )
 
 
@@ -297,7 +299,9 @@ class Buffers(threading.local):
         self.found = Selection(array("d", [0.0] * ROOM), places, nodes)
         self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
         self.sizes = array("d", [0.0] * 8)  # of two `Size`
+        self.reals = [array("d", [0.0] * ROOM) for _ in range(3)]
         self.columns: Any = None
+        self.level_columns: Any = None
 
     @property
     def plan(self) -> Any:
@@ -309,6 +313,16 @@ class Buffers(threading.local):
             own += self.codes, self.sizes
             self.columns = byref(PlanColumns(*(column.buffer_info()[0] for column in own)))
         return self.columns
+
+    @property
+    def level(self) -> Any:
+        """Return the addresses for levels."""
+        if self.level_columns is None:
+            from specserve_kernels.cpu.drafting import LevelColumns
+
+            reals = [column.buffer_info()[0] for column in self.reals]
+            self.level_columns = byref(LevelColumns(*reals, *self.of_ints[:3]))
+        return self.level_columns
 
     def selected(self, n: int) -> Selection:
         values, places, nodes = self.found
@@ -446,6 +460,34 @@ class NativeTrie(BaseTrie):
         each = tokens.buffer_info()[0], p.buffer_info()[0], ROOM, out.of_doubles
         n = self.native.branch(self.handle, node, number, len(tokens), *each)
         return out.doubles[:n].tolist()
+
+    def branch_each(
+        self,
+        rows: Sequence[tuple[BaseTrie, int]],
+        tokens: Sequence[Sequence[int]],
+        log_p: Sequence[Sequence[float]],
+        source: str,
+    ) -> Level:
+        n, k, out = len(rows), len(tokens[0]), BUFFERS
+        ids, scores = (
+            array("i", chain.from_iterable(tokens)),
+            array("d", chain.from_iterable(log_p)),
+        )
+        ran, by = array("q"), CHILDREN_BY + source
+        for its, node in rows:
+            ran.extend((its.handle, node, its.number(source), its.number(by)))
+        given = ids.buffer_info()[0], scores.buffer_info()[0], trie.LEAST_VALUE, ROOM, out.level
+        num_before = -1
+        if all([its.rules is None for its, _ in rows]):
+            num_before = self.native.branch_each(ran.buffer_info()[0], n, k, *given)
+        if num_before < 0:
+            return super().branch_each(rows, tokens, log_p, source)
+        (likely, sizes, nodes), (before, values, reaches) = out.ints[:3], out.reals
+        ends = [0, *accumulate(sizes[:n])]
+        parts = [slice(begin, end) for begin, end in pairwise(ends)]
+        of_values, of_reaches = [[c[part].tolist() for part in parts] for c in (values, reaches)]
+        of_nodes, known = [nodes[part].tolist() for part in parts], before[:num_before].tolist()
+        return Level(known, likely[:n].tolist(), of_nodes, of_values, of_reaches)
 
     def settle(self) -> list[float]:
         self.native.settle(self.handle)

@@ -256,6 +256,16 @@ class Calibration:
         return table(self.counts())
 
 
+class Level(NamedTuple):
+    """The children of nodes that a model has run: nodes, values and reaches by such a node."""
+
+    before: list[float]  # values of the children that existed before
+    num_likely: list[int]  # children that the model proposed, by node
+    nodes: list[list[int]]
+    values: list[list[float]]
+    reaches: list[list[float]]  # see `BaseTrie.reaches`
+
+
 class BaseTrie:
     """One request's candidates, merged: equal tokens below equal parents are one node.
 
@@ -316,6 +326,29 @@ class BaseTrie:
         values of the existing children.
         """
         raise NotImplementedError
+
+    def branch_each(
+        self,
+        rows: "Sequence[tuple[BaseTrie, int]]",
+        tokens: Sequence[Sequence[int]],
+        log_p: Sequence[Sequence[float]],
+        source: str,
+    ) -> Level:
+        """Add the likely children of nodes that a source has run, from their tokens and log
+        probabilities. All tries have the form of this one.
+        """
+        before, num_likely = list[float](), list[int]()
+        of_path = [trie.values[node] for trie, node in rows]
+        for (trie, node), value, own, scores in zip(rows, of_path, tokens, log_p, strict=True):
+            least = LEAST_VALUE / max(value, LEAST_VALUE)
+            likely = [(t, p) for t, p in zip(own, map(exp, scores), strict=True) if p >= least]
+            trie.ask(node, source)
+            before += trie.branch(node, likely, source)
+            num_likely.append(len(likely))
+        nodes = [trie.children_of(node) for trie, node in rows]
+        each = [*zip(nodes, [trie for trie, _ in rows], strict=True)]
+        values = [[*map(trie.values.__getitem__, own)] for own, trie in each]
+        return Level(before, num_likely, nodes, values, [t.reaches(o, source) for o, t in each])
 
     def settle(self) -> list[float]:
         """Return the probability of each node's whole path."""

@@ -1,8 +1,7 @@
-"""Decide which draft tokens are verified.
+"""Decide which draft tokens are verified, to raise the expected tokens per second.
 
-They are chosen to raise the expected tokens per second. All plans are compared by expected
-tokens per expected second, with the measured costs of steps on this machine. A plan without draft
-tokens is compared in the same way.
+All plans are compared by expected tokens per expected second, with the measured costs of steps on
+this machine. A plan without draft tokens is compared in the same way.
 """
 
 from bisect import bisect_left, bisect_right

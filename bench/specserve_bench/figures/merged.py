@@ -1,5 +1,6 @@
 """One tree of all draft sources against a single drafter: tokens per step, equal draft tokens."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ class RowCosts(StepCosts):
     def __init__(self, price: float, base: float = 1.0) -> None:
         super().__init__(1)
         self.edges = [*range(1, 2 * LIMIT)]
-        self.by_rows = self.least_by_rows = [base + price * rows for rows in range(2 * LIMIT)]
+        each = [base + price * rows for rows in range(2 * LIMIT)]
+        self.by_rows = self.least_by_rows = array("d", each)
         self.columns = columns_of(self)
 
     @property

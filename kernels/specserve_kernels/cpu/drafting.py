@@ -144,6 +144,15 @@ class PlanColumns(Structure):
     ]
 
 
+class LevelColumns(Structure):
+    """Addresses of the children of nodes that a model has run."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("before", "values", "reaches")),
+        *((name, c_void_p) for name in ("num_likely", "num_children", "children")),
+    ]
+
+
 class CostColumns(Structure):
     """Estimated seconds of a model's steps. Pointers refer to arrays: of C's double by number of
     rows, of 64-bit integers, and of bytes by edge.
@@ -186,6 +195,9 @@ class TrieFunctions(NamedTuple):
     add: Callable[..., int]  # trie, parent, token, p, source
     merge: Callable[..., None]  # trie, source, n, tokens, parents, p, expanded, below, nodes
     branch: Callable[..., int]  # trie, node, source, n, tokens, p, room, values before
+    # [n, 4] of trie, node, source, source of children; n, k, tokens, log p, least value, room,
+    # columns -> children that existed before
+    branch_each: Callable[..., int]
     set_number: Callable[[int, int, int], None]  # trie, node, number
     settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
@@ -227,6 +239,7 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "add_token", n, p, n, n, x, n),
         named(library, "merge", None, p, n, n, p, p, p, p, n, p),
         named(library, "branch", n, p, n, n, n, p, p, n, p),
+        named(library, "branch_each", n, p, n, n, p, p, x, n, p),
         named(library, "number_node", None, p, n, n),
         named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),
