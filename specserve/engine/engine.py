@@ -224,14 +224,11 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        learnt = [NO_COUNTS] * len(sampled)
-        if self.speculator is not None:
-            learnt = self.speculator.learn(sampled, paths)
+        learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
+        learnt = learnt if speculator is None else speculator.learn(sampled, paths)
         for item, path, counts in zip(sampled, paths, learnt, strict=True):
-            if item.request.beams is None:
-                outputs.append(self.append(item, path, counts))
-            else:
-                outputs += self.search(item.request, path)
+            is_beam, append = item.request.beams is not None, self.append
+            outputs += self.search(item.request, path) if is_beam else [append(item, path, counts)]
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
