@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specserve_drafters import base
 from specserve_drafters.candidates import MAX_NODES, ROOT
 from specserve_drafters.model import coupling
-from specserve_drafters.trie import BaseTrie, Level
+from specserve_drafters.trie import BaseTrie, TrieLevel
 
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor
@@ -113,10 +113,10 @@ class ModelSource:
         rows: Sequence[tuple[int, int]],
         request_tries: Sequence[RequestTrie],
         logits: "Tensor",
-    ) -> Level:
+    ) -> TrieLevel:
         """Add the most likely children of every node that was run. logits [rows, V]."""
         if not rows:
-            return Level([], [], [], [], [])
+            return TrieLevel([], [], [], [], [])
         k = min(self.width, logits.shape[1])
         items = [request_tries[i].item for i, _ in rows]
         depths = {i: request_tries[i].trie.depths for i in dict(rows)}

@@ -36,7 +36,7 @@ from specserve_drafters.trie import (
     AcceptancePrior,
     BaseTrie,
     BinCounts,
-    Level,
+    TrieLevel,
 )
 
 
@@ -467,7 +467,7 @@ class NativeTrie(BaseTrie):
         tokens: Sequence[Sequence[int]],
         log_p: Sequence[Sequence[float]],
         source: str,
-    ) -> Level:
+    ) -> TrieLevel:
         n, k, out = len(rows), len(tokens[0]), BUFFERS
         ids, scores = (
             array("i", chain.from_iterable(tokens)),
@@ -487,7 +487,7 @@ class NativeTrie(BaseTrie):
         parts = [slice(begin, end) for begin, end in pairwise(ends)]
         of_values, of_reaches = [[c[part].tolist() for part in parts] for c in (values, reaches)]
         of_nodes, known = [nodes[part].tolist() for part in parts], before[:num_before].tolist()
-        return Level(known, likely[:n].tolist(), of_nodes, of_values, of_reaches)
+        return TrieLevel(known, likely[:n].tolist(), of_nodes, of_values, of_reaches)
 
     def settle(self) -> list[float]:
         self.native.settle(self.handle)

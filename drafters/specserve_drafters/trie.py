@@ -256,7 +256,7 @@ class Calibration:
         return table(self.counts())
 
 
-class Level(NamedTuple):
+class TrieLevel(NamedTuple):
     """The children of nodes that a model has run: nodes, values and reaches by such a node."""
 
     before: list[float]  # values of the children that existed before
@@ -333,7 +333,7 @@ class BaseTrie:
         tokens: Sequence[Sequence[int]],
         log_p: Sequence[Sequence[float]],
         source: str,
-    ) -> Level:
+    ) -> TrieLevel:
         """Add the likely children of nodes that a source has run, from their tokens and log
         probabilities. All tries have the form of this one.
         """
@@ -348,7 +348,7 @@ class BaseTrie:
         nodes = [trie.children_of(node) for trie, node in rows]
         each = [*zip(nodes, [trie for trie, _ in rows], strict=True)]
         values = [[*map(trie.values.__getitem__, own)] for own, trie in each]
-        return Level(before, num_likely, nodes, values, [t.reaches(o, source) for o, t in each])
+        return TrieLevel(before, num_likely, nodes, values, [t.reaches(o, source) for o, t in each])
 
     def settle(self) -> list[float]:
         """Return the probability of each node's whole path."""
