@@ -30,12 +30,13 @@ from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
-from specserve.speculation.costs import PlainSteps
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
+from specserve.speculation.steps import PlainSteps
 from specserve.speculation.verify import (
+    NO_COUNTS,
     AcceptedPath,
     StepCounts,
     accepted_paths,
@@ -223,9 +224,11 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        for item, path in zip(sampled, paths, strict=True):
-            is_beam = item.request.beams is not None
-            outputs += self.search(item.request, path) if is_beam else [self.append(item, path)]
+        learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
+        learnt = learnt if speculator is None else speculator.learn(sampled, paths)
+        for item, path, counts in zip(sampled, paths, learnt, strict=True):
+            is_beam, append = item.request.beams is not None, self.append
+            outputs += self.search(item.request, path) if is_beam else [append(item, path, counts)]
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
@@ -239,7 +242,7 @@ class Engine:
             self.finish(request.id)
         return outputs
 
-    def append(self, item: ScheduledRequest, path: AcceptedPath) -> StepOutput:
+    def append(self, item: ScheduledRequest, path: AcceptedPath, counts: StepCounts) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors = request.processors
@@ -260,9 +263,6 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        counts: StepCounts = {}, None
-        if self.speculator is not None:
-            counts = self.speculator.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
         else:
