@@ -94,6 +94,8 @@ class Admission:
             )
             for id, sampling in zip(ids, samplings, strict=True)
         ]
+        for request in choices:
+            request.table.want_checkpoint(request.sampling.num_history)
         leader, *followers = choices
         leader.followers = followers
         for request in followers:

@@ -45,6 +45,7 @@ class KVFormat(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     is_per_tenant: bool = False  # an API key finds only blocks of its own requests
     tenants: tuple[str, ...] = ()  # what identifies each API key after a restart; () if nothing
+    has_state: bool = False  # the model has recurrent layers: prefixes end at checkpoints
 
     def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
         """A hasher for one request; `adapter` is the digest of its LoRA adapter, or ""."""
@@ -355,6 +356,11 @@ class BlockTable:
         """All blocks that the table holds: of KV, of the state, and of its next checkpoint."""
         return [*self.blocks, *self.state.blocks, *self.state.snapshot]
 
+    def want_checkpoint(self, num_tokens: int) -> None:
+        """Write a checkpoint of the state at the end of the last full block of these tokens."""
+        if self.state.size and num_tokens >= self.block_size:
+            self.state.wanted.add(num_tokens // self.block_size)
+
     @property
     def num_state_due(self) -> int:
         """Number of blocks to allocate for the state before the first token is computed."""
@@ -563,8 +569,11 @@ class KVTables:
         """
         self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
         self.state_size, self.state_interval = state_size, state_interval
+        has_state = {"target": state_size > 0}
         self.formats = {
-            model: KVFormat(name, block_sizes[model], is_per_tenant, tenants)
+            model: KVFormat(
+                name, block_sizes[model], is_per_tenant, tenants, has_state.get(model, False)
+            )
             for model, name in (names or {}).items()
             if model in block_sizes
         }

@@ -176,6 +176,19 @@ def test_a_repeated_prompt_is_found_up_to_its_last_full_block(target):
         assert request.num_cached == num_cached
 
 
+@pytest.mark.parametrize(("num_history", "num_cached"), [(70, 64), (0, 0)])
+def test_an_edited_message_is_computed_from_its_beginning(target, num_history, num_cached):
+    """The checkpoint is before the newest message, even if the prompt is computed for the first
+    time."""
+    engine = engine_for(target, state_interval=0)
+    for seed, found in ((1, 0), (2, num_cached)):
+        sampling = replace(greedy(4), num_history=num_history)
+        request = engine.add(prompt(70) + prompt(60, seed), sampling)
+        while not engine.is_idle:
+            engine.step()
+        assert request.num_cached == found
+
+
 def test_a_common_beginning_is_found_from_the_third_prompt_on(target):
     """The second prompt finds KV without a checkpoint, and writes one there."""
     engine, found = engine_for(target, state_interval=0), []
