@@ -516,7 +516,7 @@ class LLM(BaseLLM[None]):
         if tiers is None or tiers.disk is None:
             raise ConfigError("save_cache() needs a folder. Set memory.disk_path")
         with self.lock, interrupts_held():
-            keys = [*scheduler.pool.found]
+            keys = scheduler.pool.tier_keys
             scheduler.save(keys, self.engine.target.run_updates)
         if failure := tiers.write_failure(keys):
             raise ConfigError(f"memory.disk_path: {failure}")

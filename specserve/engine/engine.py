@@ -223,9 +223,12 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        for item, path in zip(sampled, paths, strict=True):
-            is_beam = item.request.beams is not None
-            outputs += self.search(item.request, path) if is_beam else [self.append(item, path)]
+        each = [*zip(sampled, paths, strict=True)]
+        outputs += [self.append(*pair) for pair in each if pair[0].request.beams is None]
+        # Beams come last: new ones copy states, which must not precede other requests' replays.
+        for item, path in each:
+            if item.request.beams is not None:
+                outputs += self.search(item.request, path)
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:

@@ -1,12 +1,14 @@
 """The tiers below the block pool: evicted KV blocks in host memory and on disk, and their loads."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from itertools import islice
+from typing import NamedTuple
 
-from specserve.memory.blocks import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable, state_key, state_keys
 from specserve.memory.disk_tier import DiskTier, TierStats
 from specserve_kernels import HostMemory
 
@@ -98,10 +100,12 @@ class Load:
     found   blocks of the same prefix that the pool has; they stay until the load ends
     blocks  new blocks of the pool, one per key
     hosts   host blocks, one per key; a read from disk may still fill them
+    state   key of a checkpoint, and number of its blocks, which come last; 0: no checkpoint
     """
 
-    def __init__(self, found: Sequence[int]) -> None:
+    def __init__(self, found: Sequence[int], state: tuple[bytes, int] = (b"", 0)) -> None:
         self.found, self.read = [*found], set[bytes]()  # keys that only the disk had
+        self.state = state
         self.keys, self.blocks, self.hosts = list[bytes](), list[int](), list[int]()
         self.num_issued = self.num_loaded = 0  # keys, in order
         self.waiting: set[int] = set()  # ids of requests
@@ -114,6 +118,21 @@ class Load:
     def held(self) -> list[int]:
         """Return the blocks of the pool that the load holds."""
         return [*self.found, *self.blocks]
+
+
+class Loadable(NamedTuple):
+    """A prefix that the pool does not have completely, but tiers do.
+
+    num_blocks  of the prefix
+    found       leading blocks that the pool has
+    keys        of the blocks to load: of the rest of the prefix, then of its checkpoint
+    state       see `Load.state`
+    """
+
+    num_blocks: int
+    found: list[int]
+    keys: list[bytes]
+    state: tuple[bytes, int]
 
 
 class Tiers:
@@ -165,6 +184,10 @@ class Tiers:
     def has(self, key: bytes) -> bool:
         return key in self.host.found or (self.disk is not None and key in self.disk)
 
+    def has_checkpoint(self, key: bytes, num_blocks: int) -> bool:
+        """Return whether the tiers have all blocks of a checkpoint."""
+        return all(self.has(state_key(key, number)) for number in range(num_blocks))
+
     def count(self, keys: Iterable[bytes]) -> int:
         """The number of keys before the first one that no tier has."""
         num = 0
@@ -180,18 +203,29 @@ class Tiers:
         of_disk = 0.0 if self.disk is None else num_read * self.disk.seconds
         return of_disk + len(keys) * self.host_seconds
 
-    def begin(self, owner: str, found: Sequence[int], keys: Sequence[bytes]) -> Load | None:
+    def begin(
+        self,
+        owner: str,
+        found: Sequence[int],
+        keys: Sequence[bytes],
+        state: tuple[bytes, int] = (b"", 0),
+    ) -> Load | None:
         """Begin to load blocks that follow `found`. Return None if no block can be loaded: the host
-        tier has no place for blocks from disk, or another load has the first key.
+        tier has no place for blocks from disk, or another load has the first key. With a
+        checkpoint, see `Load.state`, all keys are loaded or none.
 
         The pool must have as many blocks available, in addition to `found`.
         """
-        load = Load(found)
+        load = Load(found, state)
         for block in load.found:
             self.pool.hold(block)
         for key in keys:
             if key in self.loading or not self.take(load, key):
                 break
+        if state[1] and len(load.keys) < len(keys):
+            for key in load.keys:
+                self.host.release(key)
+            load.keys, load.hosts = [], []
         blocks = self.pool.try_allocate(len(load.keys), owner)
         assert blocks is not None, "the caller checks for available blocks"
         load.blocks = blocks
@@ -278,7 +312,7 @@ class Tiers:
 
     def save_some(self) -> None:
         """Store some of the blocks to save in the host tier; `write_stored` writes them."""
-        disk, left = self.disk, SAVED
+        disk, left, block_of = self.disk, SAVED, self.pool.block_of
         if disk is None or not disk.is_writable:
             self.saving.clear()
         for key in [*self.saving]:
@@ -288,8 +322,10 @@ class Tiers:
                 continue
             if key in self.host.found and (disk is None or key not in disk):
                 self.stored[key] = None
-            elif disk is not None and key not in disk and key in self.pool.found:
-                self.store(self.pool.found[key], key)
+            elif disk is not None and key not in disk and (block := block_of(key)) is not None:
+                if self.pool.updates.writes_checkpoint(block):
+                    continue  # the next launch writes it
+                self.store(block, key)
                 left -= 1
             else:  # on disk, or nowhere
                 del self.saving[key]
@@ -297,7 +333,8 @@ class Tiers:
     def fetch(self, keys: Iterable[bytes], most: int) -> None:
         """Begin to read at most so many blocks from disk to the host tier."""
         for key in keys:
-            if key in self.host.found or key in self.pool.found or not self.has(key):
+            is_near = key in self.host.found or self.pool.block_of(key) is not None
+            if is_near or not self.has(key):
                 continue
             if most == 0 or not self.try_read(key):
                 return
@@ -315,7 +352,10 @@ class Tiers:
             self.host.drop(key)
 
     def shorten(self, load: Load, num_keys: int) -> None:
-        """Drop the last keys of a load."""
+        """Drop the last keys of a load. No part of its checkpoint is left."""
+        num_keys = min(num_keys, len(load.keys) - load.state[1])
+        load.state = b"", 0
+        load.num_issued = min(load.num_issued, num_keys)
         for key in load.keys[num_keys:]:
             del self.loading[key]
             self.host.release(key)
@@ -331,7 +371,12 @@ class Tiers:
             of_disk = self.disk is not None and key in load.read
             stats = self.disk.stats if self.disk is not None and of_disk else self.host.stats
             stats.hits += 1
-        blocks = [self.pool.publish(*each) for each in zip(load.blocks, load.keys, strict=True)]
+        key, size = load.state
+        end = len(load.keys) - size
+        if size:
+            self.pool.publish_checkpoint(key, load.blocks[end:])
+        kv = zip(load.blocks[:end], load.keys[:end], strict=True)
+        blocks = [self.pool.publish(*each) for each in kv]
         self.pool.release(reversed([*load.found, *blocks]))
         for key in reversed(load.keys):
             self.host.release(key)
@@ -438,3 +483,26 @@ class Tiers:
             self.disk.stats.num_bytes = size * len(self.disk)
             tiers["disk"] = self.disk.stats
         return tiers
+
+
+def loadable(
+    table: BlockTable, token_ids: "array[int]", num_found: int, tiers: Tiers
+) -> Loadable | None:
+    """Return the longest prefix that a load would let a lookup find; None if it is not longer than
+    `num_found` blocks. With a recurrent state, the prefix ends at a checkpoint.
+    """
+    pool, keys, size = table.pool, table.keys_after(token_ids, 0), table.state.size
+    found = pool.find(keys)
+    end = len(found) + tiers.count(keys[len(found) :])
+    while size and end > num_found and not has_checkpoint(pool, tiers, keys[end - 1], size):
+        end -= 1
+    if end <= num_found:
+        return None
+    key = keys[end - 1]
+    is_missing = size > 0 and key not in pool.checkpoints
+    state = (key, size) if is_missing else (b"", 0)
+    return Loadable(end, found[:end], keys[len(found) : end] + state_keys(*state), state)
+
+
+def has_checkpoint(pool: BlockPool, tiers: Tiers, key: bytes, size: int) -> bool:
+    return key in pool.checkpoints or tiers.has_checkpoint(key, size)
