@@ -15,8 +15,9 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskInUse, DiskTier, ForeignFile
+from specserve.memory.host_tier import HostTier
 from specserve.memory.sessions import Sessions
-from specserve.memory.tiers import HostTier, Tiers
+from specserve.memory.tiers import Tiers
 from specserve.models.source import open_source
 from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import source_hash
