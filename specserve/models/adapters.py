@@ -137,7 +137,7 @@ def stored_name(module: str, renamed: Mapping[str, str]) -> str:
     begin it with backbone, but transformers does not.
     """
     name = f"{module}."
-    for own, other in reversed(renamed.items()):
+    for own, other in reversed([*renamed.items()]):
         if own != BACKBONE:
             name = name.replace(other, own)
     return name.removesuffix(".")
