@@ -11,6 +11,7 @@ import torch
 
 from specserve import LLM
 from specserve.config import Config
+from specserve.engine.pool_plan import size_words
 from specserve.engine.runner import Runner, build_step_input
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool, BlockTable
@@ -136,8 +137,10 @@ def kv_words(target: Shape, head: Runner | None) -> str:
 def state_words(config: Config, size: int, pool: BlockPool) -> str:
     """Words about the recurrent state of a request, which takes `size` blocks."""
     every, number = config.memory.state_interval, pool.num_blocks // size
-    mib = size * pool.block_bytes / 2**20
-    words = f"{mib:.2f} MiB per request and per checkpoint, of which the pool has room for {number}"
+    words = (
+        f"{size_words(size * pool.block_bytes)} per request and per checkpoint, of which the pool "
+        f"has room for {number}"
+    )
     return f"{words}; a checkpoint every {every} tokens of a prompt" if every else words
 
 

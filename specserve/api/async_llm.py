@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -42,6 +42,15 @@ from specserve.text.tokenizer import Tokenizer
 ReadPrompt = Callable[[InputProcessor, int | None], tuple[list[int], str | None]]
 
 
+class ReadInput(NamedTuple):
+    """A prompt, its text, the keys of its blocks, and `Sampling.num_history`."""
+
+    ids: list[int]
+    text: str | None
+    keys: Keys
+    num_history: int
+
+
 class ReadyEngine:
     """A loaded engine process."""
 
@@ -68,12 +77,23 @@ class ReadyEngine:
         return Resolved(params, sampling)
 
     def read(
-        self, read: ReadPrompt, params: SamplingParams, adapter: str
-    ) -> tuple[list[int], str | None, Keys]:
-        """Return a prompt's ids, its text, and the keys of its blocks for an adapter's digest."""
-        ids, text = read(self.input_processor, self.input_processor.num_kept(params))
-        self.input_processor.check_length(ids)
-        return ids, text, prompt_keys(self.ready.kv_formats, ids, params.cache_salt, adapter)
+        self,
+        read: ReadPrompt,
+        params: SamplingParams,
+        adapter: str,
+        messages: Sequence[Message] | None = None,
+    ) -> ReadInput:
+        """Return a prompt and the keys of its blocks for an adapter's digest. `messages` are the
+        conversation that it has.
+        """
+        processor, formats = self.input_processor, self.ready.kv_formats
+        ids, text = read(processor, processor.num_kept(params))
+        processor.check_length(ids)
+        num_history = 0
+        if messages is not None and text is not None and any(f.has_state for f in formats.values()):
+            num_history = processor.num_history(messages, text, ids)
+        keys = prompt_keys(formats, ids, params.cache_salt, adapter)
+        return ReadInput(ids, text, keys, num_history)
 
 
 class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
@@ -191,7 +211,8 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
             return processor.encode(text, False, kept), text
 
         [chosen] = asked_adapters(lora, lora_request, 1)
-        return self.answer(read, one_of(params, sampling_params), request_id, chosen)
+        asked = one_of(params, sampling_params)
+        return self.answer(read, asked, request_id, chosen, messages=messages)
 
     async def answer(
         self,
@@ -200,8 +221,11 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
         request_id: str | None,
         lora: LoRARequest | None,
         is_whole: bool = False,
+        messages: Sequence[Message] | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Yield outputs as they grow; `is_whole`: only the last one."""
+        """Yield outputs as they grow; `is_whole`: only the last one. `messages` are the
+        conversation of the prompt.
+        """
         arrived = perf_counter()
         engine = await self.start()
         asked = SamplingParams() if params is None else params
@@ -221,11 +245,14 @@ class AsyncLLM(BaseLLM[Coroutine[Any, Any, None]]):
                 await self.load_lora_adapter(lora.lora_name, lora.lora_path, load_inplace=True)
             adapter = self.adapters.find(lora.lora_name)
         digest = "" if adapter is None else adapter.digest
-        ids, text, keys = await asyncio.to_thread(engine.read, read, asked, digest)
+        ids, text, keys, num_history = await asyncio.to_thread(
+            engine.read, read, asked, digest, messages
+        )
         self.check_open(engine)
         id = self.new_id(request_id)
         room = engine.input_processor.max_model_len - len(ids)
-        samplings = choices_of(for_prompt(resolved.sampling, seed, room), asked.num_choices)
+        sampling = replace(for_prompt(resolved.sampling, seed, room), num_history=num_history)
+        samplings = choices_of(sampling, asked.num_choices)
         request = self.live[id] = AsyncRequest(engine, ids, samplings, keys, adapter)
         for generation in request.generations:
             generation.arrived = arrived

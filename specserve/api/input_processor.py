@@ -30,6 +30,7 @@ from specserve.text.chat_template import ChatOptions, ChatTemplate
 from specserve.text.defaults import GenerationDefaults
 from specserve.text.grammars.compiled import GrammarError, Verdicts, compile_grammar, vocabulary_of
 from specserve.text.grammars.structured_outputs import FIELD
+from specserve.text.newest_message import newest_begin
 from specserve.text.template_messages import Message
 from specserve.text.tokenizer import Tokenizer, check_same_vocabulary
 from specserve_drafters.base import HEADS
@@ -295,6 +296,16 @@ class InputProcessor(msgspec.Struct, frozen=True):
         except MemoryError as e:
             message = "the chat template needs too much memory for these messages. Send fewer"
             raise RequestError(message) from e
+
+    def num_history(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> int:
+        """Return the number of a conversation's tokens before its newest message, or a few less; 0
+        if unknown. `text` and `ids` are the rendered conversation.
+        """
+        begin = newest_begin(messages, text)
+        if begin == 0:
+            return 0
+        newest = self.encode(text[begin:], False, len(ids))
+        return max(0, len(ids) - len(newest) - 1)  # a token may cross the border
 
     def default_params(self) -> SamplingParams:
         """Return the model's defaults of parameters."""

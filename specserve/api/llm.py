@@ -327,6 +327,7 @@ class LLM(BaseLLM[None]):
         checked = list[Checked]()
         for conversation, its, ref in zip(conversations, each, refs, strict=True):
             ids, text = self.render(conversation, options, its.params)
+            its = self.with_history(its, conversation, text, ids)
             checked.append(Checked(ids, its, text, ref))
         return self.run(checked, use_tqdm, processors)
 
@@ -515,7 +516,7 @@ class LLM(BaseLLM[None]):
         if tiers is None or tiers.disk is None:
             raise ConfigError("save_cache() needs a folder. Set memory.disk_path")
         with self.lock, interrupts_held():
-            keys = [*scheduler.pool.found]
+            keys = scheduler.pool.tier_keys
             scheduler.save(keys, self.engine.target.run_updates)
         if failure := tiers.write_failure(keys):
             raise ConfigError(f"memory.disk_path: {failure}")
@@ -571,6 +572,17 @@ class LLM(BaseLLM[None]):
         ids = self.input_processor.encode(text, False, self.input_processor.num_kept(params))
         self.input_processor.check_length(ids)
         return ids, text
+
+    def with_history(
+        self, resolved: Resolved, messages: Sequence[Message], text: str, ids: list[int]
+    ) -> Resolved:
+        """Return the parameters with the tokens before the newest message of a conversation, if the
+        model's prefix cache needs them.
+        """
+        if not self.engine.tables.state_size:
+            return resolved
+        found = self.input_processor.num_history(messages, text, ids)
+        return resolved._replace(sampling=replace(resolved.sampling, num_history=found))
 
     def start(
         self,

@@ -62,12 +62,6 @@ class Admission:
     ) -> list[Request]:
         """Return one request per id, see `Engine.add_choices`; the first leads the others."""
         assert not resume.output or len(samplings) == 1, "only a single request can resume"
-        if samplings[0].beam_search is not None and self.tables.state_size:
-            raise RequestError(
-                "beam search is not supported for models with recurrent layers. Use n with a "
-                "temperature above 0 instead",
-                "use_beam_search",
-            )
         prompt = self.checked(token_ids)
         salt, digest = samplings[0].cache_salt, "" if adapter is None else adapter.digest
         tenant = 0 if caller is None else caller.tenant
@@ -94,6 +88,8 @@ class Admission:
             )
             for id, sampling in zip(ids, samplings, strict=True)
         ]
+        for request in choices:
+            request.table.want_checkpoint(request.sampling.num_history)
         leader, *followers = choices
         leader.followers = followers
         for request in followers:

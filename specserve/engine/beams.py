@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from specserve.exchange.messages import Stats, StepOutput, TokenLogprobs
 from specserve.exchange.sampling_params import BeamSearch
 from specserve.memory.blocks import BlockTable
+from specserve.memory.states import RequestState
 from specserve.scheduling import Request, Scheduler
 from specserve.scheduling.text_state import TextState
 from specserve.speculation.verify import AcceptedPath
@@ -191,9 +192,15 @@ class BeamRequests:
         """Give each beam its parent's text and a fork of its table."""
         num_live, new = len(parents), [beam.tokens[-1].token for beam in self.selection.beams]
         sources = [self.requests[parent] for parent in parents]
+        # The last fork of a table takes its recurrent state. The others copy it.
+        last = {parent: place for place, parent in enumerate(parents)}
         states = [
-            (one.token_ids + array("i", [token]), forked(one.table), followed(one.text, token))
-            for one, token in zip(sources, new, strict=True)
+            (
+                one.token_ids + array("i", [token]),
+                forked(one.table, last[parents[place]] == place),
+                followed(one.text, token),
+            )
+            for place, (one, token) in enumerate(zip(sources, new, strict=True))
         ]
         for request in self.requests:
             request.table.clear()
@@ -202,6 +209,8 @@ class BeamRequests:
         for request in self.requests[num_live:]:
             scheduler.remove(request)
         for request in self.requests[:num_live]:
+            if not request.table.blocks and request in scheduler.running:
+                request.find_prefix()
             if request not in scheduler.running and request not in scheduler.waiting:
                 scheduler.add(request)
 
@@ -235,13 +244,15 @@ class BeamRequests:
         )
 
 
-def forked(table: BlockTable) -> BlockTable:
-    """Return a new table that shares all blocks of this one."""
+def forked(table: BlockTable, takes_state: bool) -> BlockTable:
+    """Return a new table that shares all blocks of this one, see `BlockTable.fork`."""
     hasher = copy(table.hasher)
     if hasher is not None:
         hasher.keys = [*hasher.keys]
-    fork = BlockTable(table.pool, table.block_size, table.owner, hasher)
-    fork.fork(table, table.num_computed)
+    size, interval = table.state.size, table.state.interval
+    state = RequestState(size, interval) if size else None
+    fork = BlockTable(table.pool, table.block_size, table.owner, hasher, state)
+    fork.fork(table, table.num_computed, takes_state)
     return fork
 
 

@@ -15,8 +15,9 @@ from specserve.engine.runner import Runner
 from specserve.errors import ConfigError
 from specserve.memory.blocks import BlockPool
 from specserve.memory.disk_tier import DiskInUse, DiskTier, ForeignFile
+from specserve.memory.host_tier import HostTier
 from specserve.memory.sessions import Sessions
-from specserve.memory.tiers import HostTier, Tiers
+from specserve.memory.tiers import Tiers
 from specserve.models.source import open_source
 from specserve.version import VERSION
 from specserve_kernels.cpu.compiler import source_hash
@@ -35,10 +36,11 @@ def build_sessions(
     num_blocks = memory.host_bytes // block_bytes
     if memory.host_bytes == 0:
         return None
-    if num_blocks < 2:
+    least = 2 + 2 * arena.state_size  # pinned blocks fill at most half of the tier
+    if num_blocks < least:
         raise ConfigError(
-            f"memory.host_bytes = {memory.host_bytes} holds fewer than two blocks of {block_bytes} "
-            "bytes. Raise it, or set it to 0"
+            f"memory.host_bytes = {memory.host_bytes} holds fewer than {least} blocks of "
+            f"{block_bytes} bytes. Raise it to {least * block_bytes}, or set it to 0"
         )
     try:
         arena.host = target.ops.host_blocks(num_blocks, block_bytes)

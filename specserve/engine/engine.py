@@ -216,17 +216,17 @@ class Engine:
                 if self.draft_model is not None and any(item.draft.expanded):
                     self.draft_model.keep(item.request, item.draft, path.nodes)
         if self.head is not None:
-            by_request = {s.request.id: path for s, path in zip(sampled, paths, strict=True)}
-            self.head.see(scheduled, by_request)
+            self.head.see(scheduled, {s.request.id: p for s, p in zip(sampled, paths, strict=True)})
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
-        for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
         learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
         learnt = learnt if speculator is None else speculator.learn(sampled, paths)
-        for item, path, counts in zip(sampled, paths, learnt, strict=True):
+        each = zip(sampled, paths, learnt, strict=True)
+        # Beams come last: new ones copy states, which must not precede other requests' replays.
+        for item, path, counts in sorted(each, key=lambda one: one[0].request.beams is not None):
             is_beam, append = item.request.beams is not None, self.append
             outputs += self.search(item.request, path) if is_beam else [append(item, path, counts)]
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]

@@ -160,8 +160,14 @@ def pool_words(config: Config, pool: BlockPool, state_size: int = 0) -> str:
     words = f"KV of {tokens} tokens{kind}, in blocks of {size}: {mib:.0f} MiB"
     if state_size == 0:
         return words
-    state = state_size * pool.block_bytes / 2**20
-    return f"{words}. A recurrent state takes {state:.2f} MiB of it per request or checkpoint"
+    state = size_words(state_size * pool.block_bytes)
+    return f"{words}. A recurrent state takes {state} of it per request or checkpoint"
+
+
+def size_words(num_bytes: int) -> str:
+    """Return a size in KiB, or from 1 MiB on in MiB."""
+    kib = num_bytes / 2**10
+    return f"{kib / 2**10:.1f} MiB" if kib >= 2**10 else f"{kib:.1f} KiB"
 
 
 def draft_block_size(asked: int | None, fits: int) -> int:

@@ -14,19 +14,11 @@ def check_recurrent(
         check_draft(config, draft)
     if not target.state_layouts():
         return
-    memory = config.memory
-    unsupported = {
-        "memory.host_bytes": memory.host_bytes > 0,
-        "memory.disk_path": memory.disk_path is not None,
-        "lora.max_loras": config.lora.num_slots > 0,
-        "drafter.head": head is not None,
-    }
-    for name, is_set in unsupported.items():
-        if is_set:
-            raise ConfigError(
-                f"{name} does not support models with recurrent layers, such as this "
-                f"{target.config.architecture}. Remove it"
-            )
+    if head is not None:
+        raise ConfigError(
+            "drafter.head does not support models with recurrent layers, such as this "
+            f"{target.config.architecture}. Remove it"
+        )
 
 
 def check_draft(config: Config, draft: LoadedModel) -> None:

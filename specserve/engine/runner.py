@@ -677,10 +677,10 @@ def update_arena(ops: Ops, arena: Arena, updates: KVUpdates) -> None:
     blocks, host = arena.blocks, arena.host
     for name, slots in updates.moves.items():
         ops.move_kv(arena.views[name], *columns(slots))
-    if updates.replays:
-        ops.replay(arena.states, replays_of(updates.replays, arena.state_size))
     if host is not None and updates.stores:
         host.store(blocks, updates.stores)
+    if updates.replays:
+        ops.replay(arena.states, replays_of(updates.replays, arena.state_size))
     if updates.copies:
         ops.copy_blocks(blocks, *columns(updates.copies))
     if host is not None and updates.loads:

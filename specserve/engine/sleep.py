@@ -88,6 +88,7 @@ class Sleeper:
         self.state = SleepState(self.state.level, left) if left else AWAKE
 
     def release_kv(self, engine: Engine) -> None:
+        engine.target.run_updates(engine.pool.updates)  # replays write checkpoints
         engine.scheduler.release_kv()
         if engine.head is not None:
             engine.head.drop()

@@ -315,6 +315,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_search         None: no beam search; else the choices of the prompt are its beams
     reasoning           limit of reasoning; None: no limit
     pooling             None: tokens are generated; else the prompt's vector is the only output
+    num_history         tokens of a conversation before its newest message; 0: unknown
     """
 
     max_tokens: int
@@ -347,6 +348,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_search: BeamSearch | None = None
     reasoning: ReasoningBudget | None = None
     pooling: Pooling | None = None
+    num_history: int = 0
 
     @property
     def has_penalties(self) -> bool:

@@ -45,6 +45,7 @@ class KVFormat(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     is_per_tenant: bool = False  # an API key finds only blocks of its own requests
     tenants: tuple[str, ...] = ()  # what identifies each API key after a restart; () if nothing
+    has_state: bool = False  # the model has recurrent layers: prefixes end at checkpoints
 
     def hasher(self, salt: str, adapter: str = "", tenant: int = 0) -> BlockHasher:
         """A hasher for one request; `adapter` is the digest of its LoRA adapter, or ""."""
@@ -54,6 +55,16 @@ class KVFormat(msgspec.Struct, frozen=True):
         elif self.is_per_tenant and tenant:
             parts.append(tenant)  # an int, so that it differs from any adapter
         return BlockHasher(root_key(self.name, *parts), self.block_size)
+
+
+def state_key(key: bytes, number: int) -> bytes:
+    """The key in tiers of one of the blocks of a checkpoint."""
+    return hashlib.sha256(b"%b state %d" % (key, number)).digest()
+
+
+def state_keys(key: bytes, num_blocks: int) -> list[bytes]:
+    """The keys in tiers of the blocks of a checkpoint."""
+    return [state_key(key, number) for number in range(num_blocks)]
 
 
 def prompt_keys(
@@ -75,7 +86,7 @@ def prompt_keys(
 
 
 class KVUpdates(NamedTuple):
-    """Updates of the arena at the start of a launch, in this order: moves, replays, stores, copies,
+    """Updates of the arena at the start of a launch, in this order: moves, stores, replays, copies,
     loads.
 
     moves    by model: (from slot, to slot) of a token's KV; slot = block * block_size + offset
@@ -103,7 +114,8 @@ class PendingUpdates:
     The other updates are added while a step is planned or drafted, after the moves and replays of
     the last step.
 
-    Evicted blocks are stored before copies and loads overwrite them. Loads come last: a block that
+    Evicted blocks are stored before replays, copies and loads overwrite them. A checkpoint that a
+    pending replay writes is not stored. Loads come last: a block that
     a copy reads or writes may become free, and then be the target of a load. No copy reads a block
     that is loaded in the same launch, because requests find it later.
     """
@@ -129,6 +141,10 @@ class PendingUpdates:
 
     def copy(self, source: int, target: int) -> None:
         self.copies.append((source, target))
+
+    def writes_checkpoint(self, block: int) -> bool:
+        """Return whether a pending replay writes the checkpoint that this block is part of."""
+        return any(block in replay.snapshot for replay in self.replays)
 
     def take(self) -> KVUpdates:
         """Return and clear all pending updates; the caller must run them."""
@@ -157,8 +173,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.updates = PendingUpdates()
-        # Called for each block that is evicted with a key, before the key is dropped.
-        self.on_evict: Callable[[int, bytes], None] = lambda block, key: None
+        # Called for each block that is evicted with a key, before the key is lost; None: no tiers
+        self.on_evict: Callable[[int, bytes], None] | None = None
         # A stack, so that recently used memory is reused first.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
@@ -168,6 +184,7 @@ class BlockPool:
         self.found: dict[bytes, int] = {}
         self.checkpoints: dict[bytes, list[int]] = {}  # by key
         self.checkpoint_of: dict[int, bytes] = {}  # by block
+        self.parts: dict[bytes, int] = {}  # blocks of checkpoints by their keys in tiers, if any
         self.num_held: Counter[str] = Counter()  # by owner
         self.num_resets = 0
         self.num_checkpoint_hits = 0  # lookups that found a checkpoint
@@ -200,13 +217,22 @@ class BlockPool:
     def evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
         if block in self.checkpoint_of:
-            self.drop_checkpoint(self.checkpoint_of[block])
+            self.evict_checkpoint(self.checkpoint_of[block])
             return block
         key = self.keys[block]
         assert key is not None, "a cached block has a key"
-        self.on_evict(block, key)
+        if self.on_evict is not None:
+            self.on_evict(block, key)
         self.forget(block)
         return block
+
+    def evict_checkpoint(self, key: bytes) -> None:
+        """Drop a checkpoint. Its contents stay until the next launch, so that it can be stored."""
+        blocks = self.checkpoints[key]
+        if self.on_evict is not None and not self.updates.writes_checkpoint(blocks[0]):
+            for each in zip(blocks, state_keys(key, len(blocks)), strict=True):
+                self.on_evict(*each)
+        self.drop_checkpoint(key)
 
     def evict_all(self) -> None:
         """Evict all cached blocks, the least recently used first."""
@@ -224,12 +250,17 @@ class BlockPool:
         if key not in self.checkpoints:
             self.checkpoints[key] = list(blocks)
             self.checkpoint_of |= dict.fromkeys(blocks, key)
+            if self.on_evict is not None:
+                keys = state_keys(key, len(blocks))
+                self.parts |= zip(keys, blocks, strict=True)
         self.release(blocks)
 
     def drop_checkpoint(self, key: bytes) -> None:
         """Drop a checkpoint, if it exists; blocks that no table holds become free."""
-        for block in self.checkpoints.pop(key, ()):
+        for number, block in enumerate(self.checkpoints.pop(key, ())):
             del self.checkpoint_of[block]
+            if self.on_evict is not None:
+                del self.parts[state_key(key, number)]
             if block in self.cached:
                 del self.cached[block]
                 self.free.append(block)
@@ -276,6 +307,15 @@ class BlockPool:
             self.release([block])
         return twin
 
+    def block_of(self, key: bytes) -> int | None:
+        """The block with a key in tiers: of KV, or of a part of a checkpoint."""
+        return self.found.get(key, self.parts.get(key))
+
+    @property
+    def tier_keys(self) -> list[bytes]:
+        """The keys of all blocks that a tier can store."""
+        return [*self.found, *self.parts]
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first unknown key."""
         blocks = []
@@ -300,6 +340,7 @@ class BlockPool:
         self.found.clear()
         self.checkpoints.clear()
         self.checkpoint_of.clear()
+        self.parts.clear()
         self.free.extend(self.cached)
         self.cached.clear()
 
@@ -325,6 +366,8 @@ class BlockPool:
         blocks = {b: key for key, each in self.checkpoints.items() for b in each}
         assert blocks == self.checkpoint_of, "checkpoints and their blocks differ"
         assert not free & blocks.keys(), "a block of a checkpoint is free"
+        if self.on_evict is not None:
+            assert {*self.parts.values()} == blocks.keys(), "a block of a checkpoint has no key"
 
 
 class BlockTable:
@@ -354,6 +397,11 @@ class BlockTable:
     def held(self) -> list[int]:
         """All blocks that the table holds: of KV, of the state, and of its next checkpoint."""
         return [*self.blocks, *self.state.blocks, *self.state.snapshot]
+
+    def want_checkpoint(self, num_tokens: int) -> None:
+        """Write a checkpoint of the state at the end of the last full block of these tokens."""
+        if self.state.size and num_tokens >= self.block_size:
+            self.state.wanted.add(num_tokens // self.block_size)
 
     @property
     def num_state_due(self) -> int:
@@ -414,8 +462,12 @@ class BlockTable:
 
     @property
     def published_keys(self) -> list[bytes]:
-        """The keys of the blocks that have one."""
-        return [] if self.hasher is None else self.hasher.keys[: self.num_published]
+        """The keys in tiers of the blocks that have one, and of their checkpoints, the last one
+        first.
+        """
+        keys = [] if self.hasher is None else self.hasher.keys[: self.num_published]
+        found = [key for key in reversed(keys) if key in self.pool.checkpoints]
+        return keys + [part for key in found for part in state_keys(key, self.state.size)]
 
     def num_keys(self, token_ids: "array[int]") -> int:
         """Maximum number of full blocks that a lookup of these tokens returns. They end before the
@@ -467,18 +519,37 @@ class BlockTable:
             self.num_published = len(self.blocks)
             self.num_computed = self.num_published * self.block_size
 
-    def fork(self, other: "BlockTable", num_tokens: int) -> None:
+    def fork(self, other: "BlockTable", num_tokens: int, takes_state: bool = False) -> None:
         """Share the blocks of another table's first tokens. The first holder that writes to a
         partly full block copies it.
+
+        The next launch copies a recurrent state, which must have `num_tokens` tokens. Without
+        blocks for the copy, the table stays empty. `takes_state`: the other table gives up its own.
         """
         assert not self.blocks, "only an empty table can fork another"
-        assert self.state.size == 0, "a recurrent state has one owner"
         assert num_tokens <= other.num_computed
+        if self.state.size and num_tokens:
+            assert num_tokens == other.num_computed, "the state has other tokens"
+            if not self.fork_state(other.state, takes_state):
+                return
         self.blocks = other.blocks[: -(-num_tokens // self.block_size)]
         for block in self.blocks:
             self.pool.hold(block)
         self.num_computed, self.epoch = num_tokens, other.epoch
         self.num_published = min(other.num_published, num_tokens // self.block_size)
+
+    def fork_state(self, other: RequestState, takes_state: bool) -> bool:
+        """Take or copy a state. Return False if blocks for the copy are missing."""
+        if takes_state:
+            self.state.blocks, other.blocks = other.blocks, []
+            return True
+        blocks = self.pool.try_allocate(self.state.size, self.owner)
+        if blocks is None:
+            return False
+        for pair in zip(other.blocks, blocks, strict=True):
+            self.pool.updates.copy(*pair)
+        self.state.blocks = blocks
+        return True
 
     @property
     def is_publishing(self) -> bool:
@@ -563,8 +634,11 @@ class KVTables:
         """
         self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
         self.state_size, self.state_interval = state_size, state_interval
+        has_state = {"target": state_size > 0}
         self.formats = {
-            model: KVFormat(name, block_sizes[model], is_per_tenant, tenants)
+            model: KVFormat(
+                name, block_sizes[model], is_per_tenant, tenants, has_state.get(model, False)
+            )
             for model, name in (names or {}).items()
             if model in block_sizes
         }

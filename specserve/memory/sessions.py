@@ -152,7 +152,7 @@ class Sessions:
         """
         keys = [key for session in self.named(name) for key in session.every_key]
         tiers = self.tiers
-        near = sum(key in tiers.host.found or key in tiers.pool.found for key in keys)
+        near = sum(key in tiers.host.found or tiers.pool.block_of(key) is not None for key in keys)
         far = 0 if tiers.disk is None else sum(key in tiers.disk for key in keys)
         return len(keys), near, far
 

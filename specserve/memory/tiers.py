@@ -1,95 +1,19 @@
 """The tiers below the block pool: evicted KV blocks in host memory and on disk, and their loads."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from itertools import islice
+from typing import NamedTuple
 
-from specserve.memory.blocks import BlockPool
+from specserve.memory.blocks import BlockPool, BlockTable, state_key, state_keys
 from specserve.memory.disk_tier import DiskTier, TierStats
+from specserve.memory.host_tier import HostTier
 from specserve_kernels import HostMemory
 
 LEAST = 1e-9  # seconds; least time to load a block
 SAVED = 8  # most blocks of the pool that a step saves
-
-
-class HostTier:
-    """Which host block has which key.
-
-    A host block is free, or it has a key. A block with a key that is not held can be evicted, in
-    least-recently-used order.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.free = list(range(num_blocks - 1, -1, -1))
-        self.found: dict[bytes, int] = {}
-        self.idle: OrderedDict[bytes, None] = OrderedDict()  # not held, in order of eviction
-        self.holders: dict[bytes, int] = {}  # number of copies that read or write the block
-        self.pinned: dict[bytes, None] = {}  # keys that are not evicted
-        self.stats = TierStats()
-
-    def touch(self, key: bytes) -> None:
-        """Evict a block later than all others."""
-        if key in self.idle:
-            self.idle.move_to_end(key)
-
-    def try_add(self, key: bytes) -> int | None:
-        """Return a host block for a new key; None if all blocks are held."""
-        assert key not in self.found, "the tier has the key"
-        if not self.free and not self.try_evict():
-            return None
-        self.found[key] = block = self.free.pop()
-        if key not in self.pinned:
-            self.idle[key] = None
-        return block
-
-    def try_evict(self) -> bool:
-        if not self.idle:
-            return False
-        self.drop(next(iter(self.idle)))
-        self.stats.evictions += 1
-        return True
-
-    def drop(self, key: bytes) -> None:
-        """Free the block of a key that is not held."""
-        assert key not in self.holders, "a copy still uses the block"
-        self.idle.pop(key, None)
-        self.free.append(self.found.pop(key))
-
-    def hold(self, key: bytes) -> int:
-        """Keep a block until `release`, and return it."""
-        self.idle.pop(key, None)
-        self.holders[key] = self.holders.get(key, 0) + 1
-        return self.found[key]
-
-    def release(self, key: bytes) -> None:
-        """End a hold. The block is evicted later than all others."""
-        self.holders[key] -= 1
-        if self.holders[key] == 0:
-            del self.holders[key]
-            if key not in self.pinned:
-                self.idle[key] = None
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        """Keep the blocks of exactly these keys until the next call. They fill at most half of the
-        tier, so that other blocks can pass through it.
-        """
-        before, self.pinned = self.pinned, dict.fromkeys(islice(keys, self.num_blocks // 2))
-        for key in before:
-            if key in self.found and key not in self.pinned and key not in self.holders:
-                self.idle[key] = None
-        for key in self.pinned:
-            self.idle.pop(key, None)
-
-    def check(self) -> None:
-        """Assert the invariant."""
-        used = [*self.free, *self.found.values()]
-        assert sorted(used) == list(range(self.num_blocks)), "a host block is lost or used twice"
-        kept = self.holders.keys() | self.pinned.keys() & self.found.keys()
-        assert self.found.keys() == self.idle.keys() | kept, "a host block is never evicted"
-        assert not self.idle.keys() & kept, "a held host block can be evicted"
 
 
 class Load:
@@ -98,10 +22,12 @@ class Load:
     found   blocks of the same prefix that the pool has; they stay until the load ends
     blocks  new blocks of the pool, one per key
     hosts   host blocks, one per key; a read from disk may still fill them
+    state   key of a checkpoint, and number of its blocks, which come last; 0: no checkpoint
     """
 
-    def __init__(self, found: Sequence[int]) -> None:
+    def __init__(self, found: Sequence[int], state: tuple[bytes, int] = (b"", 0)) -> None:
         self.found, self.read = [*found], set[bytes]()  # keys that only the disk had
+        self.state = state
         self.keys, self.blocks, self.hosts = list[bytes](), list[int](), list[int]()
         self.num_issued = self.num_loaded = 0  # keys, in order
         self.waiting: set[int] = set()  # ids of requests
@@ -114,6 +40,21 @@ class Load:
     def held(self) -> list[int]:
         """Return the blocks of the pool that the load holds."""
         return [*self.found, *self.blocks]
+
+
+class Loadable(NamedTuple):
+    """A prefix that the pool does not have completely, but tiers do.
+
+    num_blocks  of the prefix
+    found       leading blocks that the pool has
+    keys        of the blocks to load: of the rest of the prefix, then of its checkpoint
+    state       see `Load.state`
+    """
+
+    num_blocks: int
+    found: list[int]
+    keys: list[bytes]
+    state: tuple[bytes, int]
 
 
 class Tiers:
@@ -165,6 +106,10 @@ class Tiers:
     def has(self, key: bytes) -> bool:
         return key in self.host.found or (self.disk is not None and key in self.disk)
 
+    def has_checkpoint(self, key: bytes, num_blocks: int) -> bool:
+        """Return whether the tiers have all blocks of a checkpoint."""
+        return all(self.has(state_key(key, number)) for number in range(num_blocks))
+
     def count(self, keys: Iterable[bytes]) -> int:
         """The number of keys before the first one that no tier has."""
         num = 0
@@ -180,18 +125,29 @@ class Tiers:
         of_disk = 0.0 if self.disk is None else num_read * self.disk.seconds
         return of_disk + len(keys) * self.host_seconds
 
-    def begin(self, owner: str, found: Sequence[int], keys: Sequence[bytes]) -> Load | None:
+    def begin(
+        self,
+        owner: str,
+        found: Sequence[int],
+        keys: Sequence[bytes],
+        state: tuple[bytes, int] = (b"", 0),
+    ) -> Load | None:
         """Begin to load blocks that follow `found`. Return None if no block can be loaded: the host
-        tier has no place for blocks from disk, or another load has the first key.
+        tier has no place for blocks from disk, or another load has the first key. With a
+        checkpoint, see `Load.state`, all keys are loaded or none.
 
         The pool must have as many blocks available, in addition to `found`.
         """
-        load = Load(found)
+        load = Load(found, state)
         for block in load.found:
             self.pool.hold(block)
         for key in keys:
             if key in self.loading or not self.take(load, key):
                 break
+        if state[1] and len(load.keys) < len(keys):
+            for key in load.keys:
+                self.host.release(key)
+            load.keys, load.hosts = [], []
         blocks = self.pool.try_allocate(len(load.keys), owner)
         assert blocks is not None, "the caller checks for available blocks"
         load.blocks = blocks
@@ -278,7 +234,7 @@ class Tiers:
 
     def save_some(self) -> None:
         """Store some of the blocks to save in the host tier; `write_stored` writes them."""
-        disk, left = self.disk, SAVED
+        disk, left, block_of = self.disk, SAVED, self.pool.block_of
         if disk is None or not disk.is_writable:
             self.saving.clear()
         for key in [*self.saving]:
@@ -288,8 +244,10 @@ class Tiers:
                 continue
             if key in self.host.found and (disk is None or key not in disk):
                 self.stored[key] = None
-            elif disk is not None and key not in disk and key in self.pool.found:
-                self.store(self.pool.found[key], key)
+            elif disk is not None and key not in disk and (block := block_of(key)) is not None:
+                if self.pool.updates.writes_checkpoint(block):
+                    continue  # the next launch writes it
+                self.store(block, key)
                 left -= 1
             else:  # on disk, or nowhere
                 del self.saving[key]
@@ -297,7 +255,8 @@ class Tiers:
     def fetch(self, keys: Iterable[bytes], most: int) -> None:
         """Begin to read at most so many blocks from disk to the host tier."""
         for key in keys:
-            if key in self.host.found or key in self.pool.found or not self.has(key):
+            is_near = key in self.host.found or self.pool.block_of(key) is not None
+            if is_near or not self.has(key):
                 continue
             if most == 0 or not self.try_read(key):
                 return
@@ -315,7 +274,10 @@ class Tiers:
             self.host.drop(key)
 
     def shorten(self, load: Load, num_keys: int) -> None:
-        """Drop the last keys of a load."""
+        """Drop the last keys of a load. No part of its checkpoint is left."""
+        num_keys = min(num_keys, len(load.keys) - load.state[1])
+        load.state = b"", 0
+        load.num_issued = min(load.num_issued, num_keys)
         for key in load.keys[num_keys:]:
             del self.loading[key]
             self.host.release(key)
@@ -331,7 +293,12 @@ class Tiers:
             of_disk = self.disk is not None and key in load.read
             stats = self.disk.stats if self.disk is not None and of_disk else self.host.stats
             stats.hits += 1
-        blocks = [self.pool.publish(*each) for each in zip(load.blocks, load.keys, strict=True)]
+        key, size = load.state
+        end = len(load.keys) - size
+        if size:
+            self.pool.publish_checkpoint(key, load.blocks[end:])
+        kv = zip(load.blocks[:end], load.keys[:end], strict=True)
+        blocks = [self.pool.publish(*each) for each in kv]
         self.pool.release(reversed([*load.found, *blocks]))
         for key in reversed(load.keys):
             self.host.release(key)
@@ -438,3 +405,26 @@ class Tiers:
             self.disk.stats.num_bytes = size * len(self.disk)
             tiers["disk"] = self.disk.stats
         return tiers
+
+
+def loadable(
+    table: BlockTable, token_ids: "array[int]", num_found: int, tiers: Tiers
+) -> Loadable | None:
+    """Return the longest prefix that a load would let a lookup find; None if it is not longer than
+    `num_found` blocks. With a recurrent state, the prefix ends at a checkpoint.
+    """
+    pool, keys, size = table.pool, table.keys_after(token_ids, 0), table.state.size
+    found = pool.find(keys)
+    end = len(found) + tiers.count(keys[len(found) :])
+    while size and end > num_found and not has_checkpoint(pool, tiers, keys[end - 1], size):
+        end -= 1
+    if end <= num_found:
+        return None
+    key = keys[end - 1]
+    is_missing = size > 0 and key not in pool.checkpoints
+    state = (key, size) if is_missing else (b"", 0)
+    return Loadable(end, found[:end], keys[len(found) : end] + state_keys(*state), state)
+
+
+def has_checkpoint(pool: BlockPool, tiers: Tiers, key: bytes, size: int) -> bool:
+    return key in pool.checkpoints or tiers.has_checkpoint(key, size)

@@ -20,12 +20,14 @@ from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import check_pointer, check_regular
-from specserve.models.layer_reader import rows_of_qkv
+from specserve.models.layer_reader import rows_of_gate, rows_of_qkv
+from specserve.models.recurrent import GatedDelta, Mamba2
 from specserve.models.tensor_shapes import layer_shapes
 from specserve.models.weight_files import check_is_at_home
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+BACKBONE = "backbone."  # the name of the decoder in code of Nemotron H outside of transformers
 HEADER_BYTES = 4 << 20  # maximum size of a file's header
 OTHERS = ("model.embed_tokens", "lm_head")  # modules that peft can adapt, but the kernels cannot
 WHOLE = re.compile(r"embed_tokens|lm_head|modules_to_save")  # in names of unsupported tensors
@@ -49,7 +51,7 @@ class AdapterMap(NamedTuple):
 class Adapter(NamedTuple):
     digest: bytes  # SHA-256 of tensors and scalings: equal for equal changes of the model
     rank: int  # maximum over its modules
-    layers: tuple[Mapping[str, AdapterMap], ...]  # by layer; keys: qkv, out, gate_up, down
+    layers: tuple[Mapping[str, AdapterMap], ...]  # by layer; keys: fields of LayerAdapters
 
 
 class PackedAdapter(NamedTuple):
@@ -61,7 +63,7 @@ class PackedAdapter(NamedTuple):
 
 
 class AdaptedModule(NamedTuple):
-    """A module of the checkpoint that is a fused map, or a part of one."""
+    """A module of the checkpoint that is a fused map, or a part of one, under its own name."""
 
     module: str
     height: int
@@ -82,7 +84,8 @@ def read_adapter(folder: Path, config: DecoderConfig, max_rank: int, dtype: torc
         reader = AdapterReader(folder / WEIGHTS, told, max_rank, dtype, most)
         reader.check([part for maps in layers for parts in maps.values() for part in parts])
         read = tuple(
-            reader.read_layer(maps, rows_of_qkv(config, i)) for i, maps in enumerate(layers)
+            reader.read_layer(maps, {name: rows_of_map(config, i, name) for name in maps})
+            for i, maps in enumerate(layers)
         )
         return Adapter(reader.content.digest(), max(map(told.rank_of, reader.modules)), read)
     except TimeoutError as e:  # from a regular expression
@@ -102,14 +105,56 @@ def adapter_bytes(config: DecoderConfig, max_rank: int, dtype: torch.dtype) -> i
 
 def fused_maps(config: DecoderConfig, layer: int) -> FusedMaps:
     """A layer's maps that an adapter may change; maps of experts are not supported."""
-    maps = {"qkv": config.qkv_names(layer), "out": ["self_attn.o_proj"]}
-    if not config.has_experts(layer):
+    maps = dict[str, Sequence[str]]()
+    if config.attends(layer):
+        maps |= {"qkv": config.qkv_names(layer), "out": ["self_attn.o_proj"]}
+        if config.family.gates_attention:
+            maps["gate"] = config.qkv_names(layer)[:1]
+    if config.is_recurrent(layer):
+        maps |= recurrent_maps(config)
+    if config.has_mlp(layer) and not config.has_experts(layer):
         maps |= {"gate_up": config.gate_up_names, "down": [config.down_name]}
-    shapes = layer_shapes(config, layer)
+    shapes, renamed = layer_shapes(config, layer), config.family.renamed
     return {
-        name: [AdaptedModule(f"model.layers.{layer}.{m}", *shapes[f"{m}.weight"]) for m in modules]
+        name: [
+            AdaptedModule(stored_name(f"model.layers.{layer}.{m}", renamed), *shapes[f"{m}.weight"])
+            for m in modules
+        ]
         for name, modules in maps.items()
     }
+
+
+def recurrent_maps(config: DecoderConfig) -> Mapping[str, Sequence[str]]:
+    """The fused maps of a recurrent layer."""
+    if isinstance(config.recurrent, Mamba2):
+        return {"inputs": ["mamba.in_proj"], "mamba_out": ["mamba.out_proj"]}
+    if isinstance(config.recurrent, GatedDelta):
+        return {"inputs": config.recurrent.input_names, "out": ["linear_attn.out_proj"]}
+    return {"inputs": ["conv.in_proj"], "out": ["conv.out_proj"]}
+
+
+def stored_name(module: str, renamed: Mapping[str, str]) -> str:
+    """The name in the checkpoint of a module that has `module` in other families. Checkpoints may
+    begin it with backbone, but transformers does not.
+    """
+    name = f"{module}."
+    for own, other in reversed([*renamed.items()]):
+        if own != BACKBONE:
+            name = name.replace(other, own)
+    return name.removesuffix(".")
+
+
+def rows_of_map(config: DecoderConfig, layer: int, name: str) -> Tensor | None:
+    """The rows of a fused map's parts in the order of kernels; None: all, as in the checkpoint."""
+    if name == "qkv":
+        return rows_of_qkv(config, layer)
+    if name == "gate":
+        return rows_of_gate(config)
+    recurrent = config.recurrent
+    if name == "inputs" and isinstance(recurrent, GatedDelta | Mamba2):
+        rows = recurrent.input_rows()
+        return None if rows is None else torch.tensor(rows)
+    return None
 
 
 class AdapterReader:
@@ -120,7 +165,11 @@ class AdapterReader:
     ) -> None:
         """Raises ConfigError for a file of more than `most` bytes."""
         self.path, self.told, self.max_rank, self.dtype = path, told, max_rank, dtype
-        self.tensors = load_tensors(path, most)
+        begin = "base_model.model."
+        self.tensors = {
+            name.replace(f"{begin}{BACKBONE}", f"{begin}model."): tensor
+            for name, tensor in load_tensors(path, most).items()
+        }
         found = (TENSOR.fullmatch(name) for name in self.tensors)
         self.modules = {match[1] for match in found if match is not None}
         self.content = hashlib.sha256()  # over the tensors in the model's order
@@ -188,9 +237,12 @@ class AdapterReader:
                 f"adapter in a supported dtype: {', '.join(map(name_of, DTYPES.values()))}"
             )
 
-    def read_layer(self, maps: FusedMaps, rows_of_qkv: Tensor | None) -> dict[str, AdapterMap]:
+    def read_layer(
+        self, maps: FusedMaps, rows: Mapping[str, Tensor | None]
+    ) -> dict[str, AdapterMap]:
+        """Read a layer's maps; `rows` are their orders, by map."""
         return {
-            name: self.read_map(parts, rows_of_qkv if name == "qkv" else None)
+            name: self.read_map(parts, rows[name])
             for name, parts in maps.items()
             if any(part.module in self.modules for part in parts)
         }
@@ -300,9 +352,9 @@ class AdapterSlots:
         for i in self.own:
             slots: dict[str, Any] = {}
             for name, parts in fused_maps(config, i).items():
-                rank, rows = len(parts) * max_rank, self.rows[name]
-                if rows is None and name == "qkv":
-                    rows = rows_of_qkv(config, i)
+                rank, rows = len(parts) * max_rank, self.rows.get(name)
+                if rows is None:
+                    rows = rows_of_map(config, i, name)
                 height = sum(part.height for part in parts) if rows is None else len(rows)
                 slots[name] = ops.adapter_slots(num_slots, rank, height, parts[0].width, dtype)
             self.layers.append(LayerAdapters(**slots))
@@ -322,7 +374,7 @@ class AdapterSlots:
 
     def cut(self, name: str, map: AdapterMap) -> AdapterMap:
         """The change of this shard's columns of a linear map."""
-        rows = self.rows[name]
+        rows = self.rows.get(name)
         return map if rows is None else map._replace(up=map.up[rows])
 
     def put(self, slot: int, adapter: PackedAdapter | None) -> None:
@@ -336,7 +388,9 @@ class AdapterSlots:
 
 
 def rows_of_maps(decoder: Decoder) -> dict[str, Tensor | None]:
-    """The rows of each fused map of a layer that a shard holds; None: all."""
+    """The rows of each fused map of a layer that a shard holds; None: all. Models with other maps
+    have no shards.
+    """
     config, shard = decoder.config, decoder.shard
     hidden = shard.rows(config.hidden_size)
     return {

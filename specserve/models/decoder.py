@@ -161,6 +161,9 @@ class LayerAdapters(NamedTuple):
     out: Any = None
     gate_up: Any = None
     down: Any = None
+    gate: Any = None  # of attention's results
+    inputs: Any = None  # of recurrent ops
+    mamba_out: Any = None
 
 
 class Layer(NamedTuple):
@@ -447,7 +450,7 @@ class Decoder:
             return self.altup_layer(layer, layer.altup, residual, cache, plan, inputs)
         read = self.norm(residual, layer.attention_norm, layer.attention_norm_bias)
         if layer.mamba is not None:
-            residual = self.add_mamba(layer.mamba, read, states, plan, residual)
+            residual = self.add_mamba(layer.mamba, layer.adapters, read, states, plan, residual)
         if layer.out is not None:
             if cache is None:
                 h = self.recur(layer, read, states, plan)
@@ -539,22 +542,25 @@ class Decoder:
         out = self.gather(self.ops.attention(q, cache, plan, *scores), self.gatherings.heads)
         if layer.gate is None:
             return out
-        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias))
+        added = self.added(h, layer.adapters.gate, plan)
+        return self.ops.gate(out, self.ops.linear(h, layer.gate, layer.gate_bias, added))
 
     def recur(self, layer: Layer, h: Tensor, states: tuple[StateLayer, ...], plan: Any) -> Tensor:
         """The results of a layer's recurrent ops."""
         ops, conv, delta = self.ops, layer.conv, layer.delta
+        added = self.added(h, layer.adapters.inputs, plan)
         if conv is not None:
-            x = ops.linear(h, conv.inputs, conv.inputs_bias)
+            x = ops.linear(h, conv.inputs, conv.inputs_bias, added)
             return ops.causal_conv(x, conv.weight, conv.bias, states[0], plan, "gated")
         assert delta is not None, "a layer with attention has no state"
-        x = ops.linear(h, delta.inputs)
+        x = ops.linear(h, delta.inputs, None, added)
         qkv = ops.causal_conv(x, delta.weight, None, states[0], plan, "silu")
         return ops.delta_rule(qkv, x, delta.params, states[1], plan)
 
     def add_mamba(
         self,
         mamba: MambaWeights,
+        adapters: LayerAdapters,
         h: Tensor,
         states: tuple[StateLayer, ...],
         plan: Any,
@@ -562,10 +568,11 @@ class Decoder:
     ) -> Tensor:
         """Add the output of Mamba-2 to the residual."""
         ops = self.ops
-        x = ops.linear(h, mamba.inputs, mamba.inputs_bias)
+        x = ops.linear(h, mamba.inputs, mamba.inputs_bias, self.added(h, adapters.inputs, plan))
         xbc = ops.causal_conv(x, mamba.weight, mamba.bias, states[0], plan, "silu")
         y = ops.selective_state_update(xbc, x, mamba.params, states[1], plan)
-        return self.add(y, mamba.out, mamba.out_bias, None, residual, None, mamba.factor)
+        added = self.added(y, adapters.mamba_out, plan)
+        return self.add(y, mamba.out, mamba.out_bias, None, residual, added, mamba.factor)
 
     def inner(self, layer: Layer, read: Tensor, plan: Any) -> Tensor:
         """The input of the MLP's last map: this rank's columns."""

@@ -19,7 +19,7 @@ from specserve.memory.checkpoints import (
     ends_block,
 )
 from specserve.memory.sessions import Sessions
-from specserve.memory.tiers import Load
+from specserve.memory.tiers import Load, loadable
 from specserve.scheduling.request import Request, ScheduledRequest
 from specserve.speculation.constants import FINE
 from specserve.speculation.costs import StepCosts
@@ -564,21 +564,22 @@ class Scheduler:
         tiers, table = self.tiers, request.table
         if tiers is None or table.blocks or request.is_scoring:
             return False
-        found = table.find(request.token_ids)
-        keys = table.keys_after(request.token_ids, len(found))
-        keys = keys[: tiers.count(keys)]
-        if not keys or len(found) <= request.num_found:
+        num_found = len(table.find(request.token_ids))
+        if num_found <= request.num_found:
             return False
-        load = tiers.loading.get(keys[0])
+        prefix = loadable(table, request.token_ids, num_found, tiers)
+        if prefix is None:
+            return False
+        load = tiers.loading.get(prefix.keys[0])
         if load is None:
-            tokens = (len(found) + len(keys)) * table.block_size
-            rows, seconds = len(keys) * table.block_size, tiers.seconds(keys)
+            tokens = prefix.num_blocks * table.block_size
+            rows, seconds = tokens - num_found * table.block_size, tiers.seconds(prefix.keys)
             if not self.is_load_faster(rows, tokens, seconds, self.costs):
                 return False
-            load = tiers.begin("target", found, keys)
+            load = tiers.begin("target", prefix.found, prefix.keys, prefix.state)
         if load is None:
             return False
-        request.num_found = len(found)
+        request.num_found = num_found
         self.waiting.wait_for(request, load)
         return True
 

@@ -316,6 +316,7 @@ async def begin(
     text, prompt = await while_connected(request, render(service, conversation, kept))
     with blaming("messages"):
         service.prompts.processor.check_length(prompt)
+    sampling = await service.prompts.with_history(sampling, conversation.messages, text, prompt)
     formats = service.served.formats
     if not tools.tools and formats.reasoning == "none":
         return await service.admit([prompt], params, sampling, arrived, "messages"), None

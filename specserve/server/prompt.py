@@ -117,6 +117,17 @@ class PromptProcessor:
         with blaming(field):
             return await self.in_thread(self.processor.encode, text, add_special_tokens, kept)
 
+    async def with_history(
+        self, sampling: Sampling, messages: Sequence[Message], text: str, prompt: list[int]
+    ) -> Sampling:
+        """Return the parameters with the tokens before the newest message of a conversation, if the
+        model's prefix cache needs them.
+        """
+        if not any(of.has_state for of in self.kv_formats.values()):
+            return sampling
+        found = await self.in_thread(self.processor.num_history, messages, text, prompt)
+        return msgspec.structs.replace(sampling, num_history=found)
+
     async def read_all(
         self,
         prompts: Sequence[str | list[int]],

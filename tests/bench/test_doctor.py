@@ -48,7 +48,7 @@ def test_it_reports_of_recurrent_states(tmp_path, capsys):
     main([str(folder), "--rounds", "1", "--config", str(given)])
     told = {line[:10].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
     assert told["state"] == (
-        "0.02 MiB per request and per checkpoint, of which the pool has room for 256; "
+        "16.0 KiB per request and per checkpoint, of which the pool has room for 256; "
         "a checkpoint every 64 tokens of a prompt"
     )
     assert told["batch"].endswith("yes")

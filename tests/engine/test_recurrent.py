@@ -9,12 +9,11 @@ from msgspec.structs import replace
 
 from specserve.config import load_config
 from specserve.engine import runner
-from specserve.engine.build import assemble
-from specserve.engine.pool_plan import Models, pool_words
+from specserve.engine.pool_plan import pool_words, size_words
 from specserve.engine.tuning import choose_threads, measure
-from specserve.errors import ConfigError, RequestError
+from specserve.errors import ConfigError
 from specserve.exchange.messages import ResumeState
-from specserve.exchange.sampling_params import BeamSearch, Sampling
+from specserve.exchange.sampling_params import Sampling
 from specserve.memory.checkpoints import next_checkpoint
 from specserve.memory.states import StateReplay
 from specserve.scheduling import scheduler
@@ -77,12 +76,14 @@ def replayed():
     patch.undo()
 
 
-given_scenarios = {**scenarios, "host_bytes": st.just(0)}
+given_scenarios = {**scenarios, "host_bytes": st.sampled_from([0, 1 << 21, 1 << 24])}
 
 
 def stretched(limits):
     interval = {"state_interval": 32} if limits["block_size"] == 16 else {}
-    return limits | {"max_step_nodes": 2 * limits["max_nodes"]} | interval
+    host_bytes = limits["host_bytes"] if limits["prefix_cache"] else 0
+    limits = limits | {"max_step_nodes": 2 * limits["max_nodes"], "host_bytes": host_bytes}
+    return limits | interval
 
 
 def run(engine, scenario, events, want):
@@ -173,6 +174,19 @@ def test_a_repeated_prompt_is_found_up_to_its_last_full_block(target):
         assert request.num_cached == num_cached
 
 
+@pytest.mark.parametrize(("num_history", "num_cached"), [(70, 64), (0, 0)])
+def test_an_edited_message_is_computed_from_its_beginning(target, num_history, num_cached):
+    """The checkpoint is before the newest message, even if the prompt is computed for the first
+    time."""
+    engine = engine_for(target, state_interval=0)
+    for seed, found in ((1, 0), (2, num_cached)):
+        sampling = replace(greedy(4), num_history=num_history)
+        request = engine.add(prompt(70) + prompt(60, seed), sampling)
+        while not engine.is_idle:
+            engine.step()
+        assert request.num_cached == found
+
+
 def test_a_common_beginning_is_found_from_the_third_prompt_on(target):
     """The second prompt finds KV without a checkpoint, and writes one there."""
     engine, found = engine_for(target, state_interval=0), []
@@ -241,8 +255,13 @@ def test_nothing_leaks_over_a_thousand_requests(tmp_path):
 def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
-    mib = size * engine.pool.block_bytes / 2**20
-    assert f"A recurrent state takes {mib:.2f} MiB" in pool_words(config, engine.pool, size)
+    kib = size * engine.pool.block_bytes / 2**10
+    assert f"A recurrent state takes {kib:.1f} KiB" in pool_words(config, engine.pool, size)
+
+
+def test_sizes_have_a_fitting_unit():
+    sizes = 512, 40 << 10, 19 << 20
+    assert [*map(size_words, sizes)] == ["0.5 KiB", "40.0 KiB", "19.0 MiB"]
 
 
 def test_steps_are_measured_with_states(target):
@@ -325,24 +344,6 @@ def test_a_copy_before_its_replay_changes_the_text(target, monkeypatch):
         assert bool(changed) == is_mutant
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"memory.host_bytes": 1 << 20}, "memory.host_bytes does not support"),
-        ({"lora.max_loras": 1}, "lora.max_loras does not support"),
-    ],
-)
-def test_features_without_support_are_refused(target, settings, words):
-    config = load_config(None, {"memory.kv_bytes": 1 << 22, "drafter.name": "none", **settings})
-    with pytest.raises(ConfigError, match=words):
-        assemble(config, Models(target), 288)
-
-
 def test_a_recurrent_draft_model_is_refused(target):
     with pytest.raises(ConfigError, match="has recurrent layers"):
         engine_for(target, target, "model")
-
-
-def test_beam_search_is_refused(target):
-    with pytest.raises(RequestError, match="beam search is not supported"):
-        engine_for(target).add([1, 2], replace(greedy(4), beam_search=BeamSearch()))

@@ -237,3 +237,38 @@ def test_keys_of_a_tenant_follow_its_api_key_and_not_its_place():
 
     assert keys(known[0], 0) == keys(known[1], 1) != keys(known[0], 1) == keys(known[1], 0)
     assert keys(known[0], 0) != KVFormat(**names).hasher("", adapter="ann").extend(text, 3)
+
+
+def pool_with_a_checkpoint():
+    """A pool of five blocks, three of which are a cached checkpoint, and the blocks it evicted."""
+    pool, evicted = BlockPool(5), []
+    pool.on_evict = lambda block, key: evicted.append((block, key))
+    blocks = pool.try_allocate(3)
+    pool.publish_checkpoint(b"key", blocks)
+    return pool, blocks, evicted
+
+
+def test_a_checkpoint_is_evicted_as_a_whole_with_a_key_per_block():
+    pool, blocks, evicted = pool_with_a_checkpoint()
+    parts = [(block, key) for key, block in pool.parts.items()]
+    pool.check([])
+    held = pool.try_allocate(3)  # two are free
+    assert evicted == parts and [block for block, _ in parts] == blocks
+    assert not pool.checkpoints and not pool.parts and len(pool.free) == 2
+    pool.check([held])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda pool, block: pool.checkpoint_of.pop(block), "has no key"),
+        (lambda pool, block: pool.checkpoints[b"key"].remove(block), "their blocks differ"),
+        (lambda pool, block: pool.parts.clear(), "a block of a checkpoint has no key"),
+        (lambda pool, block: pool.hold(block), "holders"),
+    ],
+)
+def test_a_damaged_checkpoint_is_noticed(damage, words):
+    pool, blocks, _ = pool_with_a_checkpoint()
+    damage(pool, blocks[1])
+    with pytest.raises(AssertionError, match=words):
+        pool.check([])

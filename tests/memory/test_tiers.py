@@ -11,7 +11,8 @@ import torch
 
 from specserve.memory.blocks import BlockHasher, BlockPool, BlockTable
 from specserve.memory.disk_tier import DiskTier
-from specserve.memory.tiers import HostTier, Tiers
+from specserve.memory.host_tier import HostTier
+from specserve.memory.tiers import Tiers
 from specserve_kernels.host import HostBlocks
 
 BYTES = 64  # of a block
