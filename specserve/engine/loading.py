@@ -199,10 +199,7 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    if is_recurrent(open_source(folder).shape(asked.implementation)) and not ops.has_recurrent:
-        raise ConfigError(
-            f"{folder}: models with recurrent layers run on CPUs only. Set model.device = 'cpu'"
-        )
+    check_build(folder, asked.implementation, ops)
     shard = shard_of(config)
     given = asked.quantize, asked.implementation, shard, asked.activations
     target = get("target", folder, *given)
@@ -212,6 +209,7 @@ def load_models(
     draft = None
     if needs_draft_model(settled(config, target), drafters) and drafters.draft is not None:
         path = Path(drafters.draft)
+        check_build(path, "auto", ops)
         num_ids = num_common_ids(folder, path)  # may raise, so before the load
         # `int8` is only for the target: the draft model may have no codes.
         activations = "float" if asked.activations == "float" else "auto"
@@ -219,6 +217,14 @@ def load_models(
         sizes = (model.decoder.config.vocab_size for model in (target, draft))
         draft.num_ids = min(num_ids, *sizes)
     return Weights(target, draft)
+
+
+def check_build(folder: Path, implementation: str, ops: Ops) -> None:
+    """Raise ConfigError for a model with recurrent layers if the build has no ops for them."""
+    if is_recurrent(open_source(folder).shape(implementation)) and not ops.has_recurrent:
+        raise ConfigError(
+            f"{folder}: models with recurrent layers run on CPUs only. Set model.device = 'cpu'"
+        )
 
 
 def is_recurrent(shape: Shape) -> bool:

@@ -245,7 +245,9 @@ def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
     mib = size * engine.pool.block_bytes / 2**20
-    assert f"A recurrent state takes {mib:.2f} MiB" in pool_words(config, engine.pool, size)
+    words = pool_words(config, engine.pool, size, 2 * size)
+    assert f"A recurrent state takes {mib:.2f} MiB" in words
+    assert f"A recurrent draft state takes {2 * mib:.2f} MiB" in words
 
 
 def test_steps_are_measured_with_states(target):
@@ -339,11 +341,6 @@ def test_features_without_support_are_refused(target, settings, words):
     config = load_config(None, {"memory.kv_bytes": 1 << 22, "drafter.name": "none", **settings})
     with pytest.raises(ConfigError, match=words):
         assemble(config, Models(target), 288)
-
-
-def test_a_recurrent_draft_model_is_refused(target):
-    with pytest.raises(ConfigError, match="has recurrent layers"):
-        engine_for(target, target, "model")
 
 
 def test_beam_search_is_refused(target):
