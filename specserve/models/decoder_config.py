@@ -339,11 +339,11 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
     if is_recurrent:
-        others = {*fields["layer_types"]} - {"mlp"}
+        others = {*fields["layer_types"]} - {"mlp", "moe"}
         if all(kind in RECURRENT_KINDS for kind in others) and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
-            "full_attention" if x or k == "mlp" else k
+            "full_attention" if x or k in ("mlp", "moe") else k
             for x, k in zip(is_recurrent, fields["layer_types"], strict=True)
         ]
         fields["layer_types"] = attends
@@ -397,7 +397,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
         recurrent_layers=is_recurrent if any(is_recurrent) else (),
         attention_layers=tuple(kind in ("full_attention", "hybrid") for kind in mixers),
-        mlp_layers=tuple(kind == "mlp" for kind in mixers) if family.is_split else (),
+        mlp_layers=tuple(kind in ("mlp", "moe") for kind in mixers) if family.is_split else (),
         attention_factor=attention_factor(fields, keys),
         mlp_factors=factors(fields, keys.mlp_scales, 2) or (1.0, 1.0),
         inner_sizes=inner_sizes,
@@ -671,6 +671,19 @@ def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[boo
 
 
 def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
+    if not style.is_gated:
+        if fields["mlp_hidden_act"] != "relu2":
+            raise ValueError(
+                f"mlp_hidden_act = {fields['mlp_hidden_act']!r} is not supported for experts, only "
+                "'relu2'"
+            )
+        if fields.get("moe_latent_size") is not None:
+            raise ValueError(
+                f"moe_latent_size = {fields['moe_latent_size']!r} is not supported, only null"
+            )
+        if fields["mlp_bias"]:
+            raise ValueError("mlp_bias = true is not supported for experts, only false")
+        return
     if style.beside is None and fields["hidden_act"] != "silu":
         raise ValueError(
             f"hidden_act = {fields['hidden_act']!r} is not supported for experts, only 'silu'"

@@ -54,6 +54,7 @@ LAYERS = {
 }
 SHARP = {"logits_scaling": 0.5, "residual_multiplier": 1.0}  # small changes of a state show up
 MORE = {"bamba": {}, "granite_hybrid": SHARP, "granite_hybrid_moe": SHARP, "nemotron_h": {}}
+MORE |= {"nemotron_h_moe": {}}
 SEEN = {"hits": 0, "replays": 0}
 
 
