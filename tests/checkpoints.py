@@ -237,6 +237,20 @@ FAMILIES: dict[str, dict[str, Any]] = {  # name -> model_type and what sets the 
         "n_groups": 2,
         "chunk_size": 16,
     },
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        "num_hidden_layers": 5,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 1.7,
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.3,
@@ -374,6 +388,7 @@ RECURRENT = {
     "granite_hybrid",
     "granite_hybrid_moe",
     "nemotron_h",
+    "nemotron_h_moe",
     "lfm2",
     "lfm2_moe",
     "qwen3_5",
@@ -443,16 +458,17 @@ def tiny_checkpoint(
 
 
 def draft_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
-    """A tiny checkpoint of one layer, to draft for the tiny checkpoint of `family`."""
-    fields = {"num_hidden_layers": 1} | overrides
+    """A tiny checkpoint to draft for the tiny checkpoint of `family`, of one layer if its layers
+    are alike.
+    """
+    fields = ({} if family in RECURRENT else {"num_hidden_layers": 1}) | overrides
     if family.startswith(("gemma3n", "gemma4")):  # its layers differ
         fields |= {"layer_types": None, "num_kv_shared_layers": 0}
     if family == "llama4_vision":
         fields |= {"layer_types": None, "no_rope_layers": None}
     if family == "gemma3n":
         fields |= {"activation_sparsity_pattern": None}
-    own = "llama" if family in RECURRENT else family  # no draft model may have a state
-    return tiny_checkpoint(folder, own, seed=1, **fields)
+    return tiny_checkpoint(folder, family, seed=1, **fields)
 
 
 def add_token_beyond(folder: Path) -> str:

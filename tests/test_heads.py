@@ -18,10 +18,20 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=STYLES)
+TARGETS = {style: {"style": style} for style in STYLES} | {
+    "hybrid": {
+        "style": "qwen",
+        "family": "qwen3_5",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    }
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    write_target(folder, request.param)
+    write_target(folder, **TARGETS[request.param])
     return folder / "target"
 
 

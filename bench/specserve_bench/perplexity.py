@@ -102,7 +102,7 @@ class Loss(NamedTuple):
     """The sum of the losses of a window's tokens, and their number."""
 
     total: float
-    count: int
+    num_tokens: int
 
 
 def show(
@@ -122,15 +122,15 @@ def show(
 
 def mean(losses: Sequence[Loss]) -> float:
     """Perplexity."""
-    return math.exp(sum(loss.total for loss in losses) / sum(loss.count for loss in losses))
+    return math.exp(sum(loss.total for loss in losses) / sum(loss.num_tokens for loss in losses))
 
 
 def difference(before: Sequence[Loss], after: Sequence[Loss]) -> str:
     """The relative difference of perplexity and its standard error, for the same windows."""
-    count = sum(loss.count for loss in after)
+    count = sum(loss.num_tokens for loss in after)
     differences = [b.total - a.total for a, b in zip(before, after, strict=True)]
     log_ratio = sum(differences) / count
-    errors = (d - b.count * log_ratio for d, b in zip(differences, after, strict=True))
+    errors = (d - b.num_tokens * log_ratio for d, b in zip(differences, after, strict=True))
     error = math.sqrt(sum(e * e for e in errors)) / count
     return f"{math.expm1(log_ratio):+.2%}, standard error {error:.2%}"
 
@@ -151,7 +151,7 @@ def window_losses(llm: LLM, texts: Iterable[str]) -> list[Loss]:
             told = torch.tensor(window[1:], device=logits.device)
             loss = F.cross_entropy(logits, told, reduction="sum").item()
             losses.append(Loss(loss, len(window) - 1))
-    if not losses or not sum(loss.count for loss in losses):
+    if not losses or not sum(loss.num_tokens for loss in losses):
         raise ConfigError("--text: no file has two tokens. Name longer files.")
     return losses
 

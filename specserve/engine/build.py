@@ -32,7 +32,7 @@ from specserve.engine.ranks import (
     placed,
     start_followers,
 )
-from specserve.engine.recurrent import check_recurrent
+from specserve.engine.recurrent import check_draft
 from specserve.engine.runner import Runner
 from specserve.engine.tuning import KeptCosts, costs_file, measure, model_key, tune
 from specserve.errors import ConfigError
@@ -143,7 +143,9 @@ def build_with(
         identities = kv_identities(config, weights), tenants
         given = known_sources, grammars, is_served, True, *identities, followers
         engine = assemble(config, models, max_len, *given)
-        phases.note("pool", pool_words(config, engine.pool, engine.target.arena.state_size))
+        of_draft = 0 if engine.draft_model is None else engine.draft_model.runner.state_size
+        sizes = engine.target.state_size, of_draft
+        phases.note("pool", pool_words(config, engine.pool, *sizes))
         if engine.scheduler.tiers is not None:
             phases.note("tiers", tier_words(engine.scheduler.tiers))
         file = acceptance_file(config, engine.target.decoder)
@@ -187,7 +189,8 @@ def assemble(
     """Build an engine for loaded models; `followers` run the other parts of the target model."""
     if followers is not None and isinstance(models.target, Decoder):
         models = models._replace(target=models.target.connected(followers.connections))
-    check_recurrent(config, models.target, models.draft, models.head)
+    if models.draft is not None:
+        check_draft(config, models.draft)
     adapters, target = build_adapters(config, models.target, followers)
     models = models._replace(target=target)
     target, draft, _, num_ids = models
@@ -239,7 +242,8 @@ def kv_tables(
     names = kv_names(config, target.decoder, draft) if config.memory.prefix_cache else {}
     names = {model: name + identities.get(model, "") for model, name in names.items()}
     given = sizes, names, not config.memory.share_prefix_cache, tenants
-    return KVTables(pool, *given, target.arena.state_size, config.memory.state_interval)
+    of_draft = 0 if draft_model is None else draft_model.runner.state_size
+    return KVTables(pool, *given, target.state_size, config.memory.state_interval, of_draft)
 
 
 def build_adapters(

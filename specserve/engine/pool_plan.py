@@ -47,6 +47,7 @@ class PoolPlan:
     block_sizes  tokens in a block, by model
     per_request  blocks of a request of full length and its tree, by model
     state_size   blocks of a request's recurrent state; 0: the target has none
+    draft_size   blocks of its draft state; 0: the draft model has none
     num_blocks   at most the need of `max_running` such requests, and at most what memory allows
     """
 
@@ -57,10 +58,12 @@ class PoolPlan:
         target, *drafts = self.layouts
         others = [layout for draft in drafts for layout in draft]
         self.states = models.target.state_layouts()
-        pieces = (layout.piece_bytes for layout in self.states)
+        self.draft_states = models.draft.state_layouts() if models.draft else ()
+        pieces = (layout.piece_bytes for layout in (*self.states, *self.draft_states))
         own = block_bytes(target, config.memory.block_size, others)
         self.block_bytes = max(own, *pieces, 0)
         self.state_size, _ = place_states(self.states, self.block_bytes)
+        self.draft_size, _ = place_states(self.draft_states, self.block_bytes)
         self.block_sizes = [config.memory.block_size]
         for draft in drafts:
             fits = tokens_that_fit(draft, self.block_bytes)
@@ -68,8 +71,10 @@ class PoolPlan:
         self.max_len = max_len
         self.per_request = [-(-(max_len + TREE_SLOTS) // size) for size in self.block_sizes]
         self.per_request[0] += self.state_size
+        if drafts:
+            self.per_request[1] += self.draft_size
         self.allowed = kv_bytes(config, models.target.ops)
-        needed = sum(self.per_request) + CHECKPOINTS * self.state_size
+        needed = sum(self.per_request) + CHECKPOINTS * (self.state_size + self.draft_size)
         needed *= config.scheduler.max_running
         self.num_blocks = min(self.allowed // self.block_bytes, needed)
 
@@ -112,15 +117,25 @@ def build_pool(
     runners = Runners(Runner(target, arena, of_target, *sizes, aux_layer_ids, leading))
     if draft is not None:
         kv = arena.add_view("draft", plan.layouts[1], plan.block_sizes[1])
+        kv = with_states(arena, kv, draft, config)
         runners = runners._replace(draft=Runner(draft, arena, kv, *sizes))
     if head is not None:
         runners = runners._replace(head=Runner(head, arena, KVCache(both[num_layers:]), *sizes))
     return runners, BlockPool(plan.num_blocks, plan.block_bytes)
 
 
+def with_states(arena: Arena, kv: KVCache, draft: LoadedModel, config: Config) -> KVCache:
+    """Add the states of a draft model's recurrent ops, if there are any. A level runs all draft
+    tokens of a tree, and their inputs are not read later.
+    """
+    states = draft.state_layouts()
+    return KVCache(kv.layers, arena.state_layers(states, config.max_step_nodes)) if states else kv
+
+
 def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
     """Return a runner for a draft model that is added to an existing pool. ConfigError if a block
-    cannot hold a token of it. The arena's view of the draft model's KV does not change.
+    cannot hold a token of it, or a piece of its state. The arena's view of the draft model's KV
+    does not change.
     """
     check_draft(config, draft)
     layouts = draft.kv_layouts(KV_DTYPES.get(config.memory.kv_dtype))
@@ -131,8 +146,16 @@ def another_draft(config: Config, arena: Arena, draft: LoadedModel) -> Runner:
             f"{arena.blocks.shape[1]} bytes of a block. Start the server with this model, or with "
             "a larger memory.block_size"
         )
+    piece = max((layout.piece_bytes for layout in draft.state_layouts()), default=0)
+    if piece > arena.blocks.shape[1]:
+        raise ConfigError(
+            f"drafter.model = {config.draft!r}: a piece of its recurrent state has {piece} bytes, "
+            f"and a block of the pool has {arena.blocks.shape[1]}. Start the server with this "
+            "model, or with a larger memory.block_size"
+        )
     size = draft_block_size(config.memory.draft_block_size, fits)
-    return Runner(draft, arena, arena.view(layouts, size), *rows_of_steps(config))
+    kv = with_states(arena, arena.view(layouts, size), draft, config)
+    return Runner(draft, arena, kv, *rows_of_steps(config))
 
 
 def rows_of_steps(config: Config) -> tuple[int, int]:
@@ -152,16 +175,17 @@ def allocate(plan: PoolPlan, ops: Ops) -> Arena:
         ) from e
 
 
-def pool_words(config: Config, pool: BlockPool, state_size: int = 0) -> str:
+def pool_words(config: Config, pool: BlockPool, state_size: int = 0, draft_size: int = 0) -> str:
     mib = pool.num_blocks * pool.block_bytes / 2**20
     kind = "" if config.memory.kv_dtype == "auto" else f" in {config.memory.kv_dtype}"
     tokens = pool.num_blocks * config.memory.block_size
     size = config.memory.block_size
     words = f"KV of {tokens} tokens{kind}, in blocks of {size}: {mib:.0f} MiB"
-    if state_size == 0:
-        return words
-    state = size_words(state_size * pool.block_bytes)
-    return f"{words}. A recurrent state takes {state} of it per request or checkpoint"
+    for name, number in (("recurrent", state_size), ("recurrent draft", draft_size)):
+        if number:
+            state = size_words(number * pool.block_bytes)
+            words += f". A {name} state takes {state} of it per request or checkpoint"
+    return words
 
 
 def size_words(num_bytes: int) -> str:

@@ -262,8 +262,10 @@ def build_step_input(
     draws: Draws | None = None,
     logprobs: AskedLogprobs | None = None,
     num_slots: int = 0,
+    has_states: bool = True,
 ) -> StepInput:
     """Build one step of all the groups' rows, in order; `num_slots` is the number of adapter slots.
+    Without `has_states`, the model has no recurrent layers, whatever the tables hold.
 
     The pending updates are taken last, when errors are unlikely: from then on they are lost unless
     the step is launched.
@@ -285,7 +287,7 @@ def build_step_input(
         draws=draws,
         logprobs=logprobs,
         adapters=adapter_rows(groups, num_slots) if num_slots else None,
-        states=state_rows(groups),
+        states=state_rows(groups) if has_states else None,
     )
 
 
@@ -386,15 +388,22 @@ def state_rows(groups: Sequence[RowGroup]) -> StateRows | None:
         return None
     states = [group.table.state for group in groups]
     none = [0] * states[0].size
-    each = zip(groups, states, strict=True)
     columns: Sequence[Sequence[Any]] = (
         [state.blocks for state in states],
         [len(g.token_ids) if g.num_known is None else g.num_known for g in groups],
         [group.first_kept for group in groups],
-        [s.snapshot_end - group.start if s.snapshot else 0 for group, s in each],
+        [snapshot_at(group) for group in groups],
         [state.snapshot or none for state in states],
     )
     return StateRows._make(torch.tensor(column, dtype=torch.int32) for column in columns)
+
+
+def snapshot_at(group: RowGroup) -> int:
+    """Return after how many of the rows the state is copied; 0: these rows have no copy."""
+    state, rows = group.table.state, len(group.token_ids)
+    known = rows if group.num_known is None else group.num_known
+    at = state.snapshot_end - group.start
+    return at if state.snapshot and 0 < at <= known else 0
 
 
 def empty_columns() -> StepColumns:
@@ -541,6 +550,8 @@ class Runner:
         self.program = program if leading is None else leading(program)
         self.threads: Threads | None = None  # None keeps torch's number
         self.outputs: Outputs | None = None  # outputs of the last launch
+        # Blocks of a request's recurrent state; 0: no op has a state
+        self.state_size = max((1 + int(s.places[:, 0].max()) for s in kv.states), default=0)
 
     def launch(self, step: StepInput, residual: Tensor | None = None) -> Launched:
         """Do the step's KV updates, write the KV of all its rows, and compute the logits that are

@@ -96,8 +96,7 @@ def choose_threads(
 
 def table_of(runner: Runner, pool: BlockPool) -> BlockTable:
     """Return an empty table, with a recurrent state if the model has one."""
-    size = runner.arena.state_size if runner.kv.states else 0
-    return BlockTable(pool, runner.kv.block_size, state=RequestState(size))
+    return BlockTable(pool, runner.kv.block_size, state=RequestState(runner.state_size))
 
 
 def positions_of(runner: Runner, pool: BlockPool, max_len: int) -> int:

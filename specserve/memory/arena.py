@@ -128,8 +128,14 @@ class Arena:
 
     def add_states(self, layouts: Sequence[StateLayout], num_kept: int) -> tuple[StateLayer, ...]:
         """Place the states of recurrent ops, which keep the inputs of `num_kept` draft tokens."""
-        self.state_size, places = place_states(layouts, self.blocks.shape[1])
-        self.states = tuple(
+        self.state_size, _ = place_states(layouts, self.blocks.shape[1])
+        self.states = self.state_layers(layouts, num_kept)
+        return self.states
+
+    def state_layers(self, layouts: Sequence[StateLayout], num_kept: int) -> tuple[StateLayer, ...]:
+        """The states of a model's recurrent ops in the arena's blocks."""
+        _, places = place_states(layouts, self.blocks.shape[1])
+        states = tuple(
             StateLayer(
                 self.blocks,
                 place,
@@ -140,8 +146,8 @@ class Arena:
             )
             for layout, place in zip(layouts, places, strict=True)
         )
-        reserve(self.states, max(1, num_kept))
-        return self.states
+        reserve(states, max(1, num_kept))
+        return states
 
     def layer(self, layout: KVLayout, block_size: int, begin: int) -> KVLayer:
         """The KV of a layer that begins at byte `begin` of every block."""

@@ -329,9 +329,12 @@ class BlockPool:
     def drop(self, owner: str) -> None:
         """Free the cached blocks of a model that was removed."""
         for block in [block for block in self.cached if self.owners[block] == owner]:
-            del self.cached[block]
-            self.forget(block)
-            self.free.append(block)
+            if block in self.checkpoint_of:
+                self.drop_checkpoint(self.checkpoint_of[block])
+            elif block in self.cached:
+                del self.cached[block]
+                self.forget(block)
+                self.free.append(block)
 
     def reset_cache(self) -> None:
         """Drop all keys, so that no earlier KV is found."""
@@ -626,15 +629,18 @@ class KVTables:
         tenants: tuple[str, ...] = (),
         state_size: int = 0,
         state_interval: int = 0,
+        draft_state_size: int = 0,
     ) -> None:
         """`block_sizes` is in tokens, by model. `names` identifies each model's KV; a model without
         a name has no prefix cache. `is_per_tenant`: a tenant finds only KV of its own requests.
         `tenants` identifies them, if KV is used after a restart. `state_size` and `state_interval`:
-        see RequestState; of the target model.
+        see RequestState; the former is the target model's, and `draft_state_size` the draft
+        model's.
         """
         self.pool, self.block_sizes, self.tenants = pool, block_sizes, tenants
         self.state_size, self.state_interval = state_size, state_interval
-        has_state = {"target": state_size > 0}
+        self.draft_state_size = draft_state_size
+        has_state = {"target": state_size > 0, "draft": draft_state_size > 0}
         self.formats = {
             model: KVFormat(
                 name, block_sizes[model], is_per_tenant, tenants, has_state.get(model, False)
@@ -660,7 +666,6 @@ class KVTables:
         if format is not None and hasher is not None and keys:
             hasher.keys = list(keys.get(format.name, ()))
         size = self.block_sizes.get(model, self.block_sizes["target"])
-        state = None
-        if model == "target" and self.state_size:
-            state = RequestState(self.state_size, self.state_interval)
+        state_size = self.draft_state_size if model == "draft" else self.state_size
+        state = RequestState(state_size, self.state_interval) if state_size else None
         return BlockTable(self.pool, size, model, hasher, state)

@@ -35,7 +35,7 @@ def match_checkpoint(table: BlockTable, token_ids: "array[int]", spare: int) -> 
     table.blocks.extend(found)
     table.num_published = len(found)
     table.num_computed = table.num_published * table.block_size
-    pool.num_checkpoint_hits += 1
+    pool.num_checkpoint_hits += table.owner == "target"
 
 
 def due_checkpoints(table: BlockTable, token_ids: "array[int]", end: int) -> list[int]:

@@ -112,6 +112,7 @@ class Experts(NamedTuple):
     router_bias: Tensor | None = None
     limit: float | None = None  # `limit` of `Ops.experts`
     shared: SharedExpert | None = None
+    gate: str = "silu"  # of `Ops.experts`
 
 
 class ExpertsBeside(NamedTuple):
@@ -657,14 +658,18 @@ class Decoder:
         maps, holders = (layer.gate_up, layer.down), gatherings.holders
         if holders is None:
             own = self.own_columns(residual)
-            own = ops.experts(weighed, routing, *maps, own, layer.limit, gatherings.experts)
+            own = ops.experts(
+                *(weighed, routing, *maps, own, layer.limit, gatherings.experts), gate=layer.gate
+            )
         else:  # all ranks add all columns
-            residual = ops.experts(weighed, routing, *maps, residual, layer.limit, None, holders)
+            residual = ops.experts(
+                *(weighed, routing, *maps, residual, layer.limit, None, holders), gate=layer.gate
+            )
             if layer.shared is None:
                 return residual
             own = self.own_columns(residual)
         if layer.shared is not None:
-            own = self.add_shared(h, layer.shared, own)
+            own = self.add_shared(h, layer.shared, own, layer.gate)
         return self.gather(own, gatherings.hidden)
 
     def routing(self, h: Tensor, layer: Experts) -> tuple[Tensor, Any]:
@@ -673,10 +678,14 @@ class Decoder:
         rule = layer.is_sigmoid, layer.correction, layer.factor
         return logits, self.ops.route(logits, layer.num_active, layer.normalizes, *rule)
 
-    def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor) -> Tensor:
+    def add_shared(self, h: Tensor, shared: SharedExpert, own: Tensor, gate: str) -> Tensor:
         """Add the shared expert's output to this rank's columns of the residual."""
         ops = self.ops
-        inner = self.gather(ops.linear_gated(h, shared.gate_up), self.gatherings.shared)
+        if gate == "relu2":
+            inner = ops.activate(ops.linear(h, shared.gate_up), gate)
+        else:
+            inner = ops.linear_gated(h, shared.gate_up)
+        inner = self.gather(inner, self.gatherings.shared)
         if shared.gate is None:
             return ops.linear_add(inner, shared.down, None, own, self.config.residual_scale)
         return ops.add_gated(ops.linear(inner, shared.down), ops.linear(h, shared.gate), own)

@@ -77,6 +77,19 @@ def layers_with_experts(fields: Mapping[str, Any], num_layers: int) -> tuple[boo
 
 
 def check_gate(fields: Mapping[str, Any], style: ExpertStyle) -> None:
+    if not style.is_gated:
+        if fields["mlp_hidden_act"] != "relu2":
+            raise ValueError(
+                f"mlp_hidden_act = {fields['mlp_hidden_act']!r} is not supported for experts, only "
+                "'relu2'"
+            )
+        if fields.get("moe_latent_size") is not None:
+            raise ValueError(
+                f"moe_latent_size = {fields['moe_latent_size']!r} is not supported, only null"
+            )
+        if fields["mlp_bias"]:
+            raise ValueError("mlp_bias = true is not supported for experts, only false")
+        return
     if style.beside is None and fields["hidden_act"] != "silu":
         raise ValueError(
             f"hidden_act = {fields['hidden_act']!r} is not supported for experts, only 'silu'"

@@ -26,6 +26,7 @@ class ExpertStyle(msgspec.Struct, frozen=True, kw_only=True):
     router_module: str | None = None  # None: the same module
     router: str = "gate"
     maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    is_gated: bool = True  # else experts have no gate, and the activation function is relu2
     width: str  # field with an expert's width
     number: int  # default number of experts
     number_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -110,6 +111,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shared_gate_up_names(self) -> list[str]:
         parts = ["gate_up"] if self.style.fuses_shared else ["gate", "up"]
+        parts = parts if self.style.is_gated else ["up"]
         return [f"{self.shared}.{part}_proj" for part in parts]
 
     @property
@@ -117,8 +119,8 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.shared}_gate"
 
     def gate_up_names(self, expert: int) -> list[str]:
-        gate, up, _ = self.style.maps
-        return [f"{self.style.module}.experts.{expert}.{name}" for name in (gate, up)]
+        names = self.style.maps[:2] if self.style.is_gated else self.style.maps[1:2]
+        return [f"{self.style.module}.experts.{expert}.{name}" for name in names]
 
     def down_name(self, expert: int) -> str:
         return f"{self.style.module}.experts.{expert}.{self.style.maps[2]}"
@@ -127,8 +129,9 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     def row_width(self) -> int:
         """The weights that multiply a row, divided by hidden_size."""
         has_gate = self.shared_width > 0 and self.style.has_shared_gate
-        shared = 3 * self.shared_width + has_gate
-        return self.num_experts + 3 * self.num_active * self.width + shared
+        num_maps = 3 if self.style.is_gated else 2
+        shared = num_maps * self.shared_width + has_gate
+        return self.num_experts + num_maps * self.num_active * self.width + shared
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
         """Yield a layer's linear maps: name, (output width, input width, whether it has a bias)."""
@@ -140,8 +143,9 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
             yield self.down_name(expert), (hidden, self.width, has_bias)
         if self.shared_width:
             names = self.shared_gate_up_names
+            width = (2 if self.style.is_gated else 1) * self.shared_width
             for name in names:
-                yield name, (2 * self.shared_width // len(names), hidden, False)
+                yield name, (width // len(names), hidden, False)
             yield f"{self.shared}.down_proj", (hidden, self.shared_width, False)
         if self.shared_width and self.style.has_shared_gate:
             yield self.shared_gate, (1, hidden, False)

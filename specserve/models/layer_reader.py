@@ -250,14 +250,15 @@ def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
     assert mixture is not None, "the layer has no experts"
     shard, hidden = reader.shard, reader.shard.rows(config.hidden_size)
     each = shard.experts(mixture.num_experts)
-    inner, outer = shard.rows(mixture.width, 2), hidden
+    num_parts = 2 if mixture.style.is_gated else 1
+    inner, outer = shard.rows(mixture.width, num_parts), hidden
     if shard.has_whole_experts:
         inner = outer = None
     gate_up = [[f"{layer}.{name}" for name in mixture.gate_up_names(e)] for e in each]
     router, shared = f"{layer}.{mixture.router}", f"{layer}.{mixture.shared}"
     return Experts(
         router=reader.read_weight(router),
-        gate_up=reader.read_experts(gate_up, is_gated=True, rows=inner),
+        gate_up=reader.read_experts(gate_up, is_gated=mixture.style.is_gated, rows=inner),
         down=reader.read_experts([[f"{layer}.{mixture.down_name(e)}"] for e in each], rows=outer),
         num_active=mixture.num_active,
         normalizes=mixture.normalizes,
@@ -269,14 +270,15 @@ def read_experts(reader: Reader, config: DecoderConfig, layer: str) -> Experts:
         factor=mixture.factor,
         router_bias=reader.read_bias(router),
         limit=mixture.limit,
+        gate="silu" if mixture.style.is_gated else "relu2",
         shared=SharedExpert(
             gate=reader.read_weight(f"{layer}.{mixture.shared_gate}")
             if mixture.style.has_shared_gate
             else None,
             gate_up=reader.read_weight(
                 *(f"{layer}.{name}" for name in mixture.shared_gate_up_names),
-                is_gated=True,
-                rows=shard.rows(mixture.shared_width, 2),
+                is_gated=mixture.style.is_gated,
+                rows=shard.rows(mixture.shared_width, num_parts),
             ),
             down=reader.read_weight(f"{shared}.down_proj", rows=hidden),
         )

@@ -6,7 +6,7 @@ Does not import torch.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -94,24 +94,35 @@ def has_lost_mtp(folder: Path) -> bool:
 
 def mtp_state(folder: Path) -> Literal["none", "there", "lost"]:
     """Whether config.json describes no MTP layers, or the weights have or lack them."""
-    num_layers = 0 if folder.is_file() else read_config(folder, layers_before)
-    if num_layers == 0:
+    place = None if folder.is_file() else read_config(folder, place_of_layer)
+    if place is None:
         return "none"
     names = filter(None, map(text_name, tensor_names(folder)))
-    return "lost" if find_style(names, num_layers) is None else "there"
+    if find_style(names, place.num_layers) is not None:
+        return "there"
+    return "lost" if place.is_described else "none"
 
 
-def layers_before(written: Mapping[str, Any]) -> int:
-    """The number of layers before the MTP layers; 0 if config.json describes no MTP layers."""
-    if not names_family(written) or has_states(written):
-        return 0
+class MtpPlace(NamedTuple):
+    """Where a checkpoint may have MTP layers: after `num_layers` others."""
+
+    num_layers: int
+    is_described: bool  # by config.json
+
+
+def place_of_layer(written: Mapping[str, Any]) -> MtpPlace | None:
+    """The place of MTP layers; None if the model cannot have any, or its family uses none."""
+    if not names_family(written):
+        return None
+    family = find_family(written)[1] if written.get("architectures") else None
+    recurrent = "none" if family is None else family.recurrent
+    if recurrent not in ("none", "gated_delta"):
+        return None
     fields = {"num_hidden_layers": None} | text_fields(written)
-    return positive(fields, "num_hidden_layers", MAX_LAYERS) if num_mtp_layers(fields) else 0
-
-
-def has_states(written: Mapping[str, Any]) -> bool:
-    """Whether a family has recurrent layers, whose MTP layers are not used."""
-    return bool(written.get("architectures")) and find_family(written)[1].recurrent != "none"
+    is_described = num_mtp_layers(fields) > 0
+    if not is_described and recurrent == "none":
+        return None
+    return MtpPlace(positive(fields, "num_hidden_layers", MAX_LAYERS), is_described)
 
 
 def without_mtp(files: Mapping[str, T], num_layers: int, number: int) -> dict[str, T]:

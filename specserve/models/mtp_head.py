@@ -21,6 +21,7 @@ from specserve.models.mtp_config import LOST, MtpStyle, find_style
 from specserve.models.parse_config import MTP_LAYERS
 from specserve.models.quantized.maps import QuantizedMaps
 from specserve.models.reader import EMBEDDING, HEAD, Reader
+from specserve.models.recurrent import GatedDelta
 from specserve.models.tensor_shapes import tensor_shapes
 from specserve.models.tensor_views import ALL, Place, part_experts, show, show_text_model
 from specserve_kernels import KVCache, Ops
@@ -141,7 +142,8 @@ def load_mtp_head(folder: Path, target: Decoder) -> MtpHead:
 
 def open_layer(folder: Path, target: DecoderConfig) -> tuple[Checkpoint, MtpStyle]:
     """The checkpoint of a target model with only the tensors of its first MTP layer."""
-    if target.num_mtp_layers == 0:
+    # Qwen3-Next has the layer, and no field for it.
+    if target.num_mtp_layers == 0 and not isinstance(target.recurrent, GatedDelta):
         raise ConfigError(
             f"{folder}: config.json describes no MTP layers ({' or '.join(MTP_LAYERS)}). Use a "
             "model with MTP layers, or another drafter"
@@ -168,7 +170,9 @@ def config_of_layer(
     folder: Path, target: DecoderConfig, style: MtpStyle, checkpoint: Checkpoint
 ) -> DecoderConfig:
     """The decoder config of the layer. Raises ConfigError if the model does not determine it."""
-    if len({*zip(target.windows, target.rope, strict=True)}) > 1:
+    attending = [i for i in range(target.num_layers) if target.attends(i)]
+    kinds = {(target.windows[i], target.rope[i]) for i in attending}
+    if len(kinds) > 1:
         raise ConfigError(
             f"{folder}: layers differ in sliding windows or rotary embedding, and config.json does "
             f"not describe {style.layer}. Use another drafter"
@@ -181,8 +185,11 @@ def config_of_layer(
     return msgspec.structs.replace(
         target,
         num_layers=1,
-        windows=target.windows[:1],
-        rope=target.rope[:1],
+        windows=(target.windows[attending[0]],),
+        rope=(target.rope[attending[0]],),
+        recurrent=None,
+        recurrent_layers=(),
+        attention_layers=(),
         mixture=mixture,
         quantization=None,
         num_mtp_layers=0,
@@ -229,10 +236,11 @@ def shapes_of(
 
 def read_body(reader: Reader, config: DecoderConfig, target: Decoder) -> DecoderWeights:
     shapes, given = reader.shapes, target.weights
+    rotary = next(layer.rotary for layer in given.layers if layer.qkv is not None)
     return DecoderWeights(
         head=reader.read_weight("lm_head") if HEAD in shapes else given.head,
         embedding=reader.read_embedding() if EMBEDDING in shapes else given.embedding,
-        layers=(read_layer(reader, config, 0, given.layers[0].rotary),),
+        layers=(read_layer(reader, config, 0, rotary),),
         norm=reader.read_norm(NORM, config.family.adds_one),
         dtype=reader.dtype,
         forms=reader.forms,

@@ -144,11 +144,11 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
     max_positions, rotates = positive(fields, "max_position_embeddings"), named_to_rotate(fields)
     is_recurrent = recurrent_layers(fields) if family.recurrent != "none" else ()
     if is_recurrent:
-        others = {*fields["layer_types"]} - {"mlp"}
+        others = {*fields["layer_types"]} - {"mlp", "moe"}
         if all(kind in RECURRENT_KINDS for kind in others) and "hybrid" not in mixers:
             raise ValueError("layer_types: a model needs at least one layer with attention")
         attends = [
-            "full_attention" if x or k == "mlp" else k
+            "full_attention" if x or k in ("mlp", "moe") else k
             for x, k in zip(is_recurrent, fields["layer_types"], strict=True)
         ]
         fields["layer_types"] = attends
@@ -202,7 +202,7 @@ def parse(written: dict[str, Any]) -> DecoderConfig:
         recurrent=parse_recurrent(fields, family) if any(is_recurrent) else None,
         recurrent_layers=is_recurrent if any(is_recurrent) else (),
         attention_layers=tuple(kind in ("full_attention", "hybrid") for kind in mixers),
-        mlp_layers=tuple(kind == "mlp" for kind in mixers) if family.is_split else (),
+        mlp_layers=tuple(kind in ("mlp", "moe") for kind in mixers) if family.is_split else (),
         attention_factor=attention_factor(fields, keys),
         mlp_factors=factors(fields, keys.mlp_scales, 2) or (1.0, 1.0),
         inner_sizes=inner_sizes,

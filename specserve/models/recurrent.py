@@ -200,7 +200,8 @@ LAYER_KINDS = {  # names of layer types in configs -> ours
     "linear_attention": "linear_attention",
     "mamba": "linear_attention",
     "mlp": "mlp",
-    **{"M": "linear_attention", "*": "full_attention", "-": "mlp"},
+    "moe": "moe",
+    **{"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
 }
 NEMOTRON_FIELDS = {  # names of fields in Nemotron H -> in other families
     "conv_kernel": "mamba_d_conv",
@@ -215,7 +216,7 @@ NEMOTRON_FIELDS = {  # names of fields in Nemotron H -> in other families
 
 def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a model with Mamba-2 under the names of other families. Each entry of
-    layer_types is linear_attention, full_attention, hybrid or mlp.
+    layer_types is linear_attention, full_attention, hybrid, mlp or moe.
     """
     found = {**fields}
     for name, other in NEMOTRON_FIELDS.items():
@@ -223,9 +224,10 @@ def mamba_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(other, found[name])
     kinds = mamba_kinds(found)
     if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
-        hint = ": Nemotron H runs only without experts" if unknown[0] in ("moe", "E") else ""
-        raise ValueError(f"layer type {unknown[0]!r} is not supported{hint}")
+        raise ValueError(f"layer type {unknown[0]!r} is not supported")
     found["layer_types"] = [LAYER_KINDS[kind] for kind in kinds]
+    if "n_routed_experts" in found:  # Nemotron H; layers of other families all have experts
+        found["moe_layers"] = [i for i, kind in enumerate(found["layer_types"]) if kind == "moe"]
     found["num_hidden_layers"] = len(kinds)
     if "position_embedding_type" in found and found["position_embedding_type"] != "rope":
         found["no_rope_layers"] = [0] * len(kinds)

@@ -210,6 +210,11 @@ class Request(msgspec.Struct, eq=False):
     def find_draft_prefix(self, max_blocks: int) -> None:
         """Use draft KV of the leader or the cache, at most `max_blocks` blocks without an owner."""
         table, leader = self.draft_table, self.leader
+        if size := table.state.size:  # a draft state has one owner, as `fork_followers` says
+            if table.num_computed == 0 and max_blocks > size:
+                table.clear()
+                match_checkpoint(table, self.token_ids, max_blocks - size)
+            return
         table.trim()
         shared = min(self.num_prompt, len(self.token_ids) - 1)
         is_there = leader is not None and leader.draft_table.num_computed >= shared

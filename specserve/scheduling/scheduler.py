@@ -664,7 +664,7 @@ class Scheduler:
         kept = [r for r in self.running if r not in victims]
         if len(kept) >= self.budget.max_running:
             return False
-        tables: list[Sequence[int]] = [r.draft_table.blocks for r in self.running]
+        tables: list[Sequence[int]] = [r.draft_table.held for r in self.running]
         tables += [r.table.held for r in (*self.waiting, *victims) if r is not request]
         holders = Counter(block for blocks in tables for block in blocks)
         usable = sum(count == self.pool.counts[block] for block, count in holders.items())

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from time import perf_counter
 
@@ -206,11 +205,15 @@ class DraftDepthController:
 
     def next(self, reach: Sequence[float]) -> int:
         left = self.max_depth - self.num_levels
-        seconds = partial(self.seconds, self.model.costs, requests=1)
+        again = self.model.num_rerun
+
+        def seconds(rows: int) -> float:
+            return self.seconds(self.model.costs, again + rows, 1)
+
         size = self.growth.size(reach, HOLD, left, seconds)
         if self.tried and self.num_levels < TRIED:
             size = max(size, min(1, len(reach)))
-        self.begin([*range(size)], size)
+        self.begin([*range(size)], again + size)
         return size
 
     def begin(self, chosen: list[int], usual: int) -> list[int]:

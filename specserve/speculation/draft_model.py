@@ -9,6 +9,12 @@ from torch import Tensor
 
 from specserve.engine.runner import RowGroup, Runner, build_step_input
 from specserve.memory.blocks import BlockTable
+from specserve.memory.checkpoints import (
+    begin_snapshot,
+    chunk_end,
+    due_checkpoints,
+    publish_snapshot,
+)
 from specserve.scheduling import Request, Scheduler
 from specserve.speculation.executor import ModelExecutor
 from specserve_drafters import ROOT, Draft, DraftRequest, Nodes
@@ -16,6 +22,8 @@ from specserve_drafters import ROOT, Draft, DraftRequest, Nodes
 # Most known tokens that a step usually leaves to the draft model. They are the bonus token, and the
 # last accepted draft token if the draft model has not run it.
 USUAL_LAG = 2
+# The same for a model with recurrent layers, which runs accepted draft tokens again
+RECURRENT_LAG = 16
 
 
 class DraftModel(ModelExecutor):
@@ -23,6 +31,10 @@ class DraftModel(ModelExecutor):
 
     Slots [0, T) of a request's draft table hold the KV of its known tokens; node e of the step has
     slot T + e - 1.
+
+    The table may have a recurrent state, of known tokens only. A level then runs all nodes of its
+    tree from this state, because states of nodes are not stored. Accepted draft tokens are run
+    again as known tokens.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, num_ids: int) -> None:
@@ -32,15 +44,17 @@ class DraftModel(ModelExecutor):
         super().__init__(runner, scheduler)
         self.vocab_size, self.num_ids = self.num_ids, num_ids
         self.max_len = min(runner.decoder.config.max_positions, self.max_len)
+        self.is_rerunning = bool(runner.kv.states)
+        self.usual_lag = RECURRENT_LAG if self.is_rerunning else USUAL_LAG
 
     def table(self, request: Request) -> BlockTable:
         return request.draft_table
 
     def usual_rows(self, request: Request) -> int:
-        return min(request.draft_gap, USUAL_LAG)
+        return min(request.draft_gap, self.usual_lag)
 
     def missing(self, request: Request) -> int:
-        return max(0, request.draft_gap - USUAL_LAG)
+        return max(0, request.draft_gap - self.usual_lag)
 
     def extend(self, items: Sequence[DraftRequest]) -> tuple[list[int], Tensor]:
         """Run known tokens, see Executor.extend. A request is left out until its first token is
@@ -64,10 +78,13 @@ class DraftModel(ModelExecutor):
                 continue
             groups.append(group)
             ahead.append(request)
-            rows -= len(group.token_ids) if request.draft_gap > USUAL_LAG else 0
+            rows -= len(group.token_ids) if request.draft_gap > self.usual_lag else 0
         logits = self.forward(split(groups, self.scheduler.budget.max_batched_tokens))
         for group in groups:
             group.table.num_computed += len(group.token_ids)
+        if self.is_rerunning:
+            for request in ahead:
+                publish_snapshot(request.draft_table, request.token_ids)
         ready = [r.id for r in ahead if r.draft_gap == 0]
         self.begin_nodes(ready)
         place = {item.id: i for i, item in enumerate(items)}
@@ -78,26 +95,53 @@ class DraftModel(ModelExecutor):
         ones. Only the last row is read. None if there are no such rows or no blocks.
 
         The rows end before a token that the draft model's embedding lacks: it proposes nothing
-        then.
+        then. Rows before the last due checkpoint are run here, because a launch writes only one.
         """
         table, gap, known = request.draft_table, request.draft_gap, len(request.token_ids)
-        start, size = table.num_computed, gap if gap <= USUAL_LAG else min(gap, rows)
+        start, size = table.num_computed, gap if gap <= self.usual_lag else min(gap, rows)
         tokens = request.token_ids[start : start + size]
         if tokens and max(tokens) >= self.vocab_size:
             size = next(i for i, token in enumerate(tokens) if token >= self.vocab_size)
             tokens = tokens[:size]
         if size == 0 or known > self.max_len or not self.try_reserve(table, start + size):
             return None
-        return RowGroup(table, tokens, start, num_read=int(size == gap))
+        if table.state.size == 0:
+            return RowGroup(table, tokens, start, num_read=int(size == gap))
+        end = start + size
+        while (begin := chunk_end(table, request.token_ids, end)) < end:
+            self.begin_checkpoint(request, begin)
+            rows_before = RowGroup(table, request.token_ids[start:begin], start, 0)
+            self.forward(split([rows_before], self.scheduler.budget.max_batched_tokens))
+            table.num_computed = start = begin
+            publish_snapshot(table, request.token_ids)
+        self.begin_checkpoint(request, end)
+        return RowGroup(table, request.token_ids[start:end], start, num_read=int(size == gap))
+
+    def begin_checkpoint(self, request: Request, end: int) -> None:
+        """Let the launch that runs the known tokens up to `end` copy the state, if a checkpoint is
+        due. A checkpoint of output replaces the last one.
+        """
+        table, state = request.draft_table, request.draft_table.state
+        if table.num_computed // table.block_size == end // table.block_size:
+            return
+        due = due_checkpoints(table, request.token_ids, end)
+        is_output = len(due) > 0 and due[0] > request.num_prompt
+        if is_output:
+            table.pool.drop_checkpoint(state.latest)
+        begin_snapshot(table, request.token_ids, end, self.spare)
+        if is_output and state.snapshot:
+            key = table.key(request.token_ids, due[0] // table.block_size - 1)
+            assert key is not None, "checkpoints end at blocks with a key"
+            state.latest = key
 
     def begin(self, request: Request) -> None:
         """Reuse the cached draft KV of the request's known tokens, within the spare blocks."""
-        if request.draft_gap > USUAL_LAG and not self.waits(request):
+        if request.draft_gap > self.usual_lag and not self.waits(request):
             request.find_draft_prefix(self.spare)
 
     def is_loading(self, request: Request) -> bool:
         """Return whether draft KV of the request comes back from a tier; begin this if possible."""
-        if request.draft_gap <= USUAL_LAG:
+        if request.draft_gap <= self.usual_lag:
             return False
         return self.scheduler.begin_draft_load(request, self.spare, self.costs)
 
@@ -106,8 +150,14 @@ class DraftModel(ModelExecutor):
         for i, before in fit:
             id, tokens, _ = nodes[i]
             table, size = self.requests[id].draft_table, len(tokens)
-            known, masks = table.num_computed, self.masks[id][before : before + size]
-            groups.append(RowGroup(table, tokens, known + before, size, known, masks))
+            first = 0 if self.is_rerunning else before
+            tokens = [token for token, _ in self.nodes[id][first : before + size]]
+            known, masks = table.num_computed, self.masks[id][first : before + size]
+            group = RowGroup(table, tokens, known + first, size, known, masks)
+            if self.is_rerunning:
+                kept = sum(len(other.token_ids) for other in groups)
+                group = group._replace(num_known=0, first_kept=kept)
+            groups.append(group)
             rows_of += [(id, before + k) for k in range(1, size + 1)]
         return [i for i, _ in fit], self.masked(self.forward([groups]), rows_of)
 
@@ -123,6 +173,9 @@ class DraftModel(ModelExecutor):
                 logits = self.runner.launch(step).logits
                 self.num_rows += len(step.token_ids)
         except BaseException:
+            if self.is_rerunning:  # the launch may have changed states, and no snapshot is written
+                for request in self.requests.values():
+                    request.draft_table.clear()
             self.take_back()
             raise
         return logits
@@ -143,7 +196,7 @@ class DraftModel(ModelExecutor):
         table = request.draft_table
         place, offset = divmod(table.num_computed, table.block_size)
         key = table.key(request.token_ids, place)
-        if offset or key is None or request.draft_gap <= USUAL_LAG:
+        if offset or key is None or request.draft_gap <= self.usual_lag or table.state.size:
             return False
         return any(
             r.draft_table.is_publishing
@@ -159,6 +212,8 @@ class DraftModel(ModelExecutor):
         Stops at the first node whose `expanded` number belongs to another token or parent. The
         draft model computes the rest again, so each block's KV matches its key.
         """
+        if self.is_rerunning:
+            return
         table, kept, slots, parent = request.draft_table, 0, [], ROOT
         run = self.nodes.get(request.id, [])
         for k in nodes:

@@ -35,6 +35,8 @@ class ModelExecutor:
         self.nodes: dict[int, list[tuple[int, int]]] = {}  # tokens and parents of these nodes
         self.num_rows = 0  # rows that the model has run since start-up
         self.asked: set[int] = set()  # requests of this step to run
+        # Whether a level also runs the nodes of the levels before it
+        self.is_rerunning = False
 
     def table(self, request: Request) -> BlockTable:
         """Return the block table of the model's KV of a request."""
@@ -47,6 +49,11 @@ class ModelExecutor:
     def missing(self, request: Request) -> int:
         """Return the number of missing rows beyond the usual ones before the first level."""
         return 0
+
+    @property
+    def num_rerun(self) -> int:
+        """Return the most rows of earlier levels that the next level runs again."""
+        return sum(map(len, self.masks.values())) if self.is_rerunning else 0
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request: it has ended, and its blocks are still reserved."""
@@ -93,9 +100,10 @@ class ModelExecutor:
             size = before + len(tokens)
             end = table.num_computed + size
             is_full = size > MAX_NODES or end > self.max_len
-            if len(tokens) > rows or is_full or not self.try_reserve(table, end):
+            num_rows = size if self.is_rerunning else len(tokens)
+            if num_rows > rows or is_full or not self.try_reserve(table, end):
                 continue
-            rows -= len(tokens)
+            rows -= num_rows
             for parent in parents:
                 above = masks[parent - 1] if parent != ROOT else 0
                 masks.append(above | 1 << len(masks))

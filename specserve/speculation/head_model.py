@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve.engine.runner import KVLost, RowGroup, Runner, build_step_input
+from specserve.engine.runner import KVLost, RowGroup, Runner, StepInput, build_step_input
 from specserve.exchange.messages import SourceStats, Stats
 from specserve.memory.blocks import BlockTable
 from specserve.models.draft_head import DraftHead
@@ -333,7 +333,7 @@ class HeadModel(ModelExecutor):
     def run_together(self, rest: Sequence[UnrunRows], watch: AuxLayerWatch | None) -> None:
         requests, groups, aux_hidden_states = zip(*rest, strict=True)
         features = self.head.fuse(torch.cat([*chain.from_iterable(aux_hidden_states)]))
-        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        step = self.step_of(groups)  # last: it takes the updates
         self.runner.launch(step, features)
         assert self.runner.outputs is not None, "rows were run"
         self.num_rows += len(step.token_ids)
@@ -358,8 +358,12 @@ class HeadModel(ModelExecutor):
             self.write_rows(RowGroup(table, ids, start, 0), features)
             backlog.start, backlog.aux_hidden_states = start + n, [aux_hidden_states[at + n :]]
 
+    def step_of(self, groups: Sequence[RowGroup]) -> StepInput:
+        """The step of these rows. A head does not read the states that the tables may have."""
+        return build_step_input(groups, self.scheduler.pool.updates, has_states=False)
+
     def write_rows(self, group: RowGroup, features: Tensor) -> None:
-        step, kv = build_step_input([group], self.scheduler.pool.updates), self.runner.kv
+        step, kv = self.step_of([group]), self.runner.kv
         if step.updates:
             self.runner.update(step.updates)
         with self.runner.using_threads(len(features)):
@@ -466,7 +470,7 @@ class HeadModel(ModelExecutor):
             groups.append(RowGroup(table, [*tokens], known + first - 1, size, known, masks))
             parents += [self.rows[id][parent] for parent in above]
         features = self.features[torch.tensor(parents, device=self.features.device)]
-        step = build_step_input(groups, self.scheduler.pool.updates)  # last: it takes the updates
+        step = self.step_of(groups)  # last: it takes the updates
         launched = self.runner.launch(step, features)
         for row, (id, node) in enumerate(nodes, len(self.features)):
             self.rows[id][node] = row

@@ -11,7 +11,6 @@ from specserve.config import load_config
 from specserve.engine import runner
 from specserve.engine.pool_plan import pool_words, size_words
 from specserve.engine.tuning import choose_threads, measure
-from specserve.errors import ConfigError
 from specserve.exchange.messages import ResumeState
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.checkpoints import next_checkpoint
@@ -50,6 +49,7 @@ LAYERS = {
 }
 SHARP = {"logits_scaling": 0.5, "residual_multiplier": 1.0}  # small changes of a state show up
 MORE = {"bamba": {}, "granite_hybrid": SHARP, "granite_hybrid_moe": SHARP, "nemotron_h": {}}
+MORE |= {"nemotron_h_moe": {}}
 SEEN = {"hits": 0, "replays": 0}
 
 
@@ -256,7 +256,9 @@ def test_start_up_reports_the_size_of_a_state(target):
     engine = engine_for(target)
     size, config = engine.target.arena.state_size, load_config(None, {})
     kib = size * engine.pool.block_bytes / 2**10
-    assert f"A recurrent state takes {kib:.1f} KiB" in pool_words(config, engine.pool, size)
+    words = pool_words(config, engine.pool, size, 2 * size)
+    assert f"A recurrent state takes {kib:.1f} KiB" in words
+    assert f"A recurrent draft state takes {2 * kib:.1f} KiB" in words
 
 
 def test_sizes_have_a_fitting_unit():
@@ -342,8 +344,3 @@ def test_a_copy_before_its_replay_changes_the_text(target, monkeypatch):
             texts_of(engine, [first])
             changed += texts_of(engine, [second]) != [after]
         assert bool(changed) == is_mutant
-
-
-def test_a_recurrent_draft_model_is_refused(target):
-    with pytest.raises(ConfigError, match="has recurrent layers"):
-        engine_for(target, target, "model")

@@ -258,6 +258,23 @@ def test_a_sum_of_gelu_experts_may_stand_alone(ops, form, dtype):
     assert (row_errors(got, want.to(dtype)) < 3 * TOLERANCE[dtype]).all()
 
 
+@BUILDS
+@DTYPES
+def test_experts_may_have_no_gate(ops, dtype):
+    """In a recorded step, too: see the parity of Nemotron H with experts."""
+    E, K, F, R = 5, 48, 40, 9
+    ups, downs = random_tensor(E, F, K, seed=1) / 7, random_tensor(E, K, F, seed=2) / 7
+    x = random_tensor(R, K, seed=3).to(dtype)
+    routing = ops.route(random_tensor(R, E, seed=4).to(dtype), 2, True)
+    maps = [ops.prepack_experts([w.to(dtype) for w in each]) for each in (ups, downs)]
+    got, want = ops.experts(x.clone(), routing, *maps, None, gate="relu2"), torch.zeros(R, K)
+    for r in range(R):
+        for weight, e in zip(routing.weights[r], routing.experts[r].tolist(), strict=True):
+            up = (ups[e].to(dtype) @ x[r]).float().clamp(min=0).square()
+            want[r] += weight * (downs[e].to(dtype).float() @ up)
+    assert (row_errors(got, want.to(dtype)) < 3 * TOLERANCE[dtype]).all()
+
+
 def compare(ops, form, dtype, limit, R=45, roundings=1):
     """A GPU rounds what each map makes."""
     mixtures = [Mixture(each, dtype=dtype, form=form, limit=limit) for each in (ops, reference)]

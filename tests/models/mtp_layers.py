@@ -57,7 +57,7 @@ def write_target(folder, style="deepseek", family="qwen3", edit=lambda tensors: 
 
 
 def one_layer(shape):
-    kinds = {key: x[:1] for key, x in shape.items() if key == "layer_types"}
+    kinds = {key: x[-1:] for key, x in shape.items() if key == "layer_types"}
     return shape | kinds | {"num_hidden_layers": 1}
 
 
@@ -122,5 +122,6 @@ class Oracle:
         return (cap * torch.tanh(logits / cap) if cap else logits), last
 
     def normed(self, x, weight):
-        has_one = "gemma" in self.fields["model_type"]
+        kind = self.fields["model_type"]
+        has_one = any(name in kind for name in ("gemma", "qwen3_5", "qwen3_next"))
         return rms_norm(x, weight.shape, weight + has_one, self.fields["rms_norm_eps"])

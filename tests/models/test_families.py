@@ -232,8 +232,12 @@ def test_remote_code_is_not_asked_for_the_config(parse):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"hybrid_override_pattern": "ME*-"}, "'E' is not supported: Nemotron H runs only without"),
-        ({"layers_block_type": ["mamba", "moe"]}, "'moe' is not supported"),
+        ({"hybrid_override_pattern": "MX*-"}, "layer type 'X' is not supported"),
+        ({"hybrid_override_pattern": "ME*-", "moe_latent_size": 64}, "moe_latent_size = 64 is not"),
+        ({"hybrid_override_pattern": "ME*-", "n_group": 2}, "n_group = 2 is not supported"),
+        ({"hybrid_override_pattern": "ME*-", "mlp_bias": True}, "mlp_bias = true is not supported"),
+        ({"hybrid_override_pattern": "ME*-", "mlp_hidden_act": "silu"}, "only 'relu2'"),
+        ({"layers_block_type": ["mamba", "moe"]}, "at least one layer with attention"),
         ({"layers_block_type": ["mamba", "mlp"]}, "at least one layer with attention"),
         ({"hybrid_override_pattern": "M*", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"hybrid_override_pattern": "M*", "n_groups": 3}, "not a multiple of mamba_n_groups"),

@@ -43,6 +43,7 @@ def own_tables(tensors):
 
 
 FULL = {"layer_types": ["full_attention"] * 2}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 CASES = {  # how the target is written
     **{style: {"style": style} for style in STYLES},
     "an embedding and a head of its own": {"edit": own_tables},
@@ -59,6 +60,11 @@ CASES = {  # how the target is written
     "norms that add one": {"family": "gemma3"} | FULL,
     "capped logits": {"family": "gemma3", "final_logit_softcapping": 3.0} | FULL,
     "scales": {"family": "granite"},
+    "gated attention, in a model with recurrent layers": {"style": "qwen", "family": "qwen3_5"}
+    | HYBRID,
+    "experts that share tensors, in such a model": {"style": "qwen", "family": "qwen3_5_moe"}
+    | HYBRID,
+    "experts and a shared one, in such a model": {"style": "qwen", "family": "qwen3_next"} | HYBRID,
 }
 
 
@@ -240,6 +246,16 @@ FOUND = {
     **{f"those of {style}": ({"style": style}, {}, True) for style in STYLES},
     "none that config.json tells of": ({}, {"num_nextn_predict_layers": 0}, False),
     "none in the weights": ({"edit": without_all}, {}, False),
+    "those of Qwen3-Next, without a field of config.json": (
+        {"style": "qwen", "family": "qwen3_next"} | HYBRID,
+        {"mtp_num_hidden_layers": 0},
+        True,
+    ),
+    "none in Qwen3-Next": (
+        {"style": "qwen", "family": "qwen3_next", "edit": without_all} | HYBRID,
+        {"mtp_num_hidden_layers": 0},
+        False,
+    ),
     "of an architecture without native code": ({}, {"architectures": ["NewForCausalLM"]}, False),
 }
 

@@ -35,6 +35,8 @@ LLAMA_LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0],
 }
 
+# transformers raises Nemotron H's time steps to this number, but its config has time_step_limit
+STEPS = {"time_step_min": 1e-30}
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
@@ -183,6 +185,8 @@ CASES = {  # family, what departs from its tiny checkpoint
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "nemotron_h": ("nemotron_h", STEPS),
+    "nemotron_h_moe": ("nemotron_h_moe", STEPS),
     "granite": ("granite", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4, all of a head rotates": (
@@ -212,7 +216,8 @@ CASES = {  # family, what departs from its tiny checkpoint
     "rope in the old style": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "qwen3_vl, tied": ("qwen3_vl", {"tie_word_embeddings": True}),
 }
-CASES |= {name: (name, {}) for name in MULTIMODAL}
+MAMBA = "bamba", "falcon_h1", "granite_hybrid", "granite_hybrid_moe"
+CASES |= {name: (name, {}) for name in (*MAMBA, *MULTIMODAL)}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)

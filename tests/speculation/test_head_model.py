@@ -44,16 +44,20 @@ def head(pairs):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """A target and its head: one of two layers, with some of the target's tokens only, and one that
-    came with the target.
+    came with the target, which may have recurrent layers.
     """
     root = tmp_path_factory.mktemp("models")
     target = load_small(tiny_checkpoint(root / "target", seed=1, num_hidden_layers=4))
     write_head(root / "head", num_hidden_layers=2, norm_before_residual=True)
     write_target(root / "mtp")
     other = load_small(root / "mtp" / "target")
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    write_target(root / "hybrid", "qwen", "qwen3_5", **layers)
+    hybrid = load_small(root / "hybrid" / "target")
     return {
         "eagle": (target, load_eagle_head(root / "head", target)),
         "mtp": (other, load_mtp_head(root / "mtp" / "target", other)),
+        "hybrid": (hybrid, load_mtp_head(root / "hybrid" / "target", hybrid)),
     }
 
 
@@ -105,16 +109,20 @@ class Checks:
         self.drafter.forget(id)
 
 
-@pytest.mark.parametrize("script", [bush, hedge, wrong_later])
+@pytest.mark.parametrize(
+    ("kind", "script"),
+    [("eagle", bush), ("eagle", hedge), ("eagle", wrong_later), ("hybrid", bush)],
+)
 @pytest.mark.parametrize(
     ("block_size", "max_batched_tokens", "events"), [(16, 512, {}), (17, 48, EVENTS), (4, 40, {})]
 )
 def test_what_a_head_goes_on_from_is_what_the_target_had(
-    target, head, script, block_size, max_batched_tokens, events
+    pairs, kind, script, block_size, max_batched_tokens, events
 ):
     """Of trees of which some nodes are right, chunked prompts, hits, forks, and what was preempted:
     in every step the logits after the newest token are those of the whole text.
     """
+    target, head = pairs[kind]
     texts = iter(plain(target, CASES))
     each = [[next(texts) for _ in range(case.n)] for case in CASES]
     order = sorted(range(len(CASES)), key=lambda i: (CASES[i].arrives, i))

@@ -115,6 +115,7 @@ class ScriptedModel:
         self.engine, self.num_rows, self.context = engine, 0, 0
         self.known = set()  # requests whose prompt the model has run
         self.costs, self.first_costs = StepCosts(512), StepCosts(512)
+        self.num_rerun = 0
         self.source = self.model = self
         self.begin()
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from specserve.config import DEMO_TARGET
-from specserve.models import decoder_config
+from specserve.models.parse_config import load_config
+from specserve.models.tensor_shapes import tensor_shapes
 
 SIZES: dict[str, Any] = {
     "head_dim": 64,
@@ -69,7 +70,7 @@ def hybrid_checkpoint(name: str, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(size, generator=generator) * (0.1 if len(size) > 1 else 0.25)
-        for name, size in decoder_config.tensor_shapes(decoder_config.load_config(folder)).items()
+        for name, size in tensor_shapes(load_config(folder)).items()
     }
     for tensor in tensors.values():
         if tensor.dim() == 1:

@@ -146,8 +146,10 @@ def expert_maps(
     assert len(begins) == len(experts.each) + 1, "the routing has another number of experts"
     first, bias = experts.each[0], experts.bias
     assert bias is None or bias.dtype == x.dtype, "rows and biases have different dtypes"
-    gate = GATES[curve] if limit is None else CLAMPED_MUL
-    args = linear(0, x, first, bias, out, gate if first.is_gated else FLOATS)
+    epilogue = FLOATS if order is None else PLAIN
+    if first.is_gated:
+        epilogue = GATES[curve] if limit is None else CLAMPED_MUL
+    args = linear(0, x, first, bias, out, epilogue)
     args.order = None if order is None else order.data_ptr()
     args.limit = limit or 0.0
     assert experts.joined is not None, "the experts are not packed"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.cpu import arguments
-from specserve_kernels.cpu.ops import all_gather, prepack, run
+from specserve_kernels.cpu.ops import activate, all_gather, prepack, run
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.types import PackedExperts
 
@@ -90,6 +90,8 @@ def experts(
     size = x.numel() * inner.shape[1]
     first = arguments.expert_maps(x, rows, gate_up, begins, inner, limit, gate)
     run("expert_maps", first, R, size)
+    if R and not gate_up.each[0].is_gated:
+        activate(inner.view(R, -1), gate)
     if gathering is not None:
         inner = all_gather(inner, gathering)
     run("expert_maps", arguments.expert_maps(inner, None, down, begins, sums), R, size)

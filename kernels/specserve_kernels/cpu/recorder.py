@@ -384,6 +384,10 @@ class Recorder:
         rows, pairs = routing.rows.tensor, inner.tensor.flatten(0, 1)
         args = arguments.expert_maps(x.tensor, rows, gate_up, begins, pairs, limit, gate)
         self.note("expert_maps", args, x.domain, gate_up)
+        if not gate_up.each[0].is_gated:
+            rows = inner.tensor.flatten(1)
+            args = arguments.elementwise(x.domain, rows, arguments.CURVES[gate])
+            self.note("elementwise", args, x.domain)
         if gathering is not None:
             inner = self.all_gather(inner, gathering)
             pairs = inner.tensor.flatten(0, 1)

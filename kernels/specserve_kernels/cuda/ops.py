@@ -228,7 +228,9 @@ class CudaOps:
         gate: str = "silu",
     ) -> Tensor:
         curve = partial(gated.gated, gate=gate)
-        if limit is not None:
+        if gate == "relu2":
+            curve = partial(gated.activate, curve=gate)
+        elif limit is not None:
             curve = partial(gated.gated, gate="clamped", limit=limit)
         return experts.add_experts(x, routing, gate_up, down, residual, curve, gathering, holders)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specserve_kernels.codes import Codes
 from specserve_kernels.ranks import Gathering
-from specserve_kernels.reference.layers import linear_gated, prepack, products
+from specserve_kernels.reference.layers import activate, linear, linear_gated, prepack, products
 from specserve_kernels.reference.ranks import all_gather
 from specserve_kernels.types import PackedExperts, Routing
 
@@ -84,7 +84,9 @@ def experts(
     residual  [R, N]  as x; becomes residual + the sum, rounded once; None: return the sum
     gathering         of the columns of inner rows, if ranks share the columns of both maps
     holders           of the experts, if each rank holds some: `gate_up` and `down` have only these
-    gate              the function f, as in `linear_gated`
+    gate              the function f, as in `linear_gated`. With `relu2`, experts have no gate:
+                      `gate_up` has only up, [F, K], and an inner row is max(up, 0)^2, where `up` is
+                      rounded before
     """
     R = len(x)
     if residual is None:
@@ -122,6 +124,8 @@ def of_holders(outputs: Tensor, experts: Tensor, holders: Gathering) -> Tensor:
 
 def _inner(x: Tensor, gate_up: PackedExperts, e: int, limit: float | None, curve: str) -> Tensor:
     weight, bias = gate_up.each[e], _bias(gate_up, e)
+    if curve == "relu2":
+        return activate(linear(x, weight, bias), curve)
     if limit is None:
         return linear_gated(x, weight, bias, curve)
     gate, up = products(x, weight, bias).chunk(2, dim=1)
