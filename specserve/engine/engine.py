@@ -223,12 +223,11 @@ class Engine:
         for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
-        each = [*zip(sampled, paths, strict=True)]
-        outputs += [self.append(*pair) for pair in each if pair[0].request.beams is None]
         # Beams come last: new ones copy states, which must not precede other requests' replays.
-        for item, path in each:
-            if item.request.beams is not None:
-                outputs += self.search(item.request, path)
+        for item, path in sorted(zip(sampled, paths, strict=True), key=lambda p: p[0].is_beam):
+            outputs += (
+                self.search(item.request, path) if item.is_beam else [self.append(item, path)]
+            )
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
