@@ -102,8 +102,8 @@ class ModelConfig(Section, frozen=True):
         Literal["auto", "int8", "float"],
         about(
             "auto, int8 or float: the input of linear layers with quantized weights, on CPUs. int8 "
-            "rounds each row and group to 8 bits; float keeps model.dtype; auto is as the "
-            "checkpoint asks. The draft model follows auto and float"
+            "rounds each row and group to 8 bits; float keeps model.dtype; auto is int8 for GGUF "
+            "files, else as the checkpoint asks. The draft model follows auto and float"
         ),
     ] = "auto"
     device: Annotated[

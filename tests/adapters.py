@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from specserve.models.adapters import fused_maps
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -19,8 +19,9 @@ from specserve import LLM, SamplingParams
 from specserve.cli import command as cli
 from specserve.config import DEMO, KNOBS, description
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.models import decoder_config
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models import parse_config
+from specserve.models.families import FAMILIES
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.server import body
 from specserve.server.body import fields
 from specserve.server.chat import ChatBody
@@ -249,7 +250,7 @@ def test_readme_states_the_memory_of_its_models():
     for words, stated in lines:
         args = cli.parser({}).parse_args(["serve", *shlex.split(words)])
         models = [(args.model, args.quantize), (args.draft_model, args.draft_quantize)]
-        models = [(decoder_config.parse(HUB[name]), how) for name, how in models if name]
+        models = [(parse_config.parse(HUB[name]), how) for name, how in models if name]
         assert stated == f"{sum(weight_bytes(*each) for each in models) / 2**30:.1f} GiB"
         kv = sum(kv_token_bytes(shape) for shape, _ in models) / 1024
         assert f"{kv:.0f} KiB" in PAGES["README.md"]
@@ -270,7 +271,7 @@ def test_the_page_on_models_states_their_memory():
     )
     assert rows.keys() == SIZES.keys()
     for name, config in SIZES.items():
-        shape = decoder_config.parse(config)
+        shape = parse_config.parse(config)
         each = [f"{weight_bytes(shape, how) / 2**30:.1f} GiB" for how in (None, "w8", "w4")]
         assert rows[name].split(" | ") == [*each, f"{kv_token_bytes(shape) // 1024} KiB"], name
 

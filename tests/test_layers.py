@@ -23,6 +23,7 @@ LAYERS = [  # ground floor first
     ("specserve.models",),
     ("specserve.exchange",),
     ("specserve.speculation.constants",),
+    ("specserve.speculation.row_buckets", "specserve.speculation.steps"),
     ("specserve.speculation.costs",),
     ("specserve.scheduling",),
     ("specserve.engine.runner",),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.models import decoder_config
+from specserve.models import parse_config, tensor_shapes
 from specserve_bench.demo.scaled_model import SHAPES, shape_name
 from specserve_bench.scale import scale_model
 
@@ -105,7 +105,7 @@ def random_checkpoint(
     generator = torch.Generator().manual_seed(0)
     tensors = {
         tensor: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for tensor, size in decoder_config.tensor_shapes(decoder_config.parse(dict(fields))).items()
+        for tensor, size in tensor_shapes.tensor_shapes(parse_config.parse(dict(fields))).items()
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(dict(fields)))

@@ -1,13 +1,14 @@
 """`specserve bench perplexity`: what rounding costs a model, in words that it has not learned.
 
 Perplexity is e to the mean loss of a token, computed by the engine itself in windows of 512 tokens.
+A difference has a standard error, from the differences of the windows.
 """
 
 import argparse
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from specserve.models.folder import resolve
 from specserve.models.source import open_source
 from specserve_bench.arguments import Once, listed
 from specserve_bench.demo.held_out import source_files
+from specserve_bench.real_prompts import problems
 
 WINDOW = 512
 STORED = "stored"  # the name of weights that are not rounded
@@ -56,10 +58,20 @@ def main(argv: Sequence[str]) -> int:
         help="default: the demo's held-out files",
     )
     parser.add_argument(
+        "--human-eval",
+        action="store_true",
+        help="measure on HumanEval's programs, which `make real-models` downloads",
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )
     args = parser.parse_args(argv)
-    texts = [read(file) for file in args.text] if args.text else list(source_files().values())
+    if args.human_eval and args.text:
+        raise ConfigError("--human-eval and --text exclude each other. Remove one of them.")
+    texts = [read(file) for file in args.text or ()]
+    if args.human_eval:
+        texts = [programs()]
+    texts = texts or list(source_files().values())
     settings = parse_overrides(args.set)
     for key in ("model.quantize", "model.activations"):
         if key in settings:
@@ -81,36 +93,67 @@ def read(file: Path) -> str:
         raise ConfigError(f"--text {file}: cannot be read ({e}); name a text file") from e
 
 
+def programs() -> str:
+    """HumanEval's problems with their solutions."""
+    return "\n".join(each["prompt"] + each["canonical_solution"] for each in problems())
+
+
+class Loss(NamedTuple):
+    """The sum of the losses of a window's tokens, and their number."""
+
+    total: float
+    count: int
+
+
 def show(
     model: str | None, rounded: Sequence[str], texts: Sequence[str], settings: dict[str, Any]
 ) -> None:
-    first = 0.0
+    first: list[Loss] = []
     for name in rounded:
         weights, _, activations = name.partition(":")
         given = settings | ({"model.activations": activations} if activations else {})
         quantize = None if weights == STORED else weights
         with LLM(model, drafter="none", quantize=quantize, set=given, progress=False) as llm:
-            value, words = perplexity(llm, texts), llm.weights.target.decoder.forms.words
-        ratio = f" ({value / first - 1:+.2%})" if first else ""
-        first = first or value
-        print(f"{name:12} perplexity {value:8.3f}{ratio}, {words}", flush=True)
+            losses, words = window_losses(llm, texts), llm.weights.target.decoder.forms.words
+        ratio = f" ({difference(first, losses)})" if first else ""
+        first = first or losses
+        print(f"{name:12} perplexity {mean(losses):8.3f}{ratio}, {words}", flush=True)
+
+
+def mean(losses: Sequence[Loss]) -> float:
+    """Perplexity."""
+    return math.exp(sum(loss.total for loss in losses) / sum(loss.count for loss in losses))
+
+
+def difference(before: Sequence[Loss], after: Sequence[Loss]) -> str:
+    """The relative difference of perplexity and its standard error, for the same windows."""
+    count = sum(loss.count for loss in after)
+    differences = [b.total - a.total for a, b in zip(before, after, strict=True)]
+    log_ratio = sum(differences) / count
+    errors = (d - b.count * log_ratio for d, b in zip(differences, after, strict=True))
+    error = math.sqrt(sum(e * e for e in errors)) / count
+    return f"{math.expm1(log_ratio):+.2%}, standard error {error:.2%}"
+
+
+def perplexity(llm: LLM, texts: Iterable[str]) -> float:
+    return mean(window_losses(llm, texts))
 
 
 @torch.inference_mode()
-def perplexity(llm: LLM, texts: Iterable[str]) -> float:
-    """Perplexity of texts that are cut into windows; a window has no context before it."""
-    loss, count = 0.0, 0
+def window_losses(llm: LLM, texts: Iterable[str]) -> list[Loss]:
+    """Losses of texts that are cut into windows; a window has no context before it."""
+    losses = []
     for text in texts:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         for start in range(0, len(ids) - 1, WINDOW):
             window = ids[start : start + WINDOW]
             logits = window_logits(llm, window)[:-1]
             told = torch.tensor(window[1:], device=logits.device)
-            loss += F.cross_entropy(logits, told, reduction="sum").item()
-            count += len(window) - 1
-    if count == 0:
+            loss = F.cross_entropy(logits, told, reduction="sum").item()
+            losses.append(Loss(loss, len(window) - 1))
+    if not losses or not sum(loss.count for loss in losses):
         raise ConfigError("--text: no file has two tokens. Name longer files.")
-    return math.exp(loss / count)
+    return losses
 
 
 @torch.inference_mode()

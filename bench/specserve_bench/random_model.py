@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models import decoder_config
+from specserve.models import parse_config, tensor_shapes
 from specserve.models.decoder import Decoder, DecoderWeights, Experts, Layer
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_head import EagleHead, EagleWeights
@@ -131,7 +131,7 @@ def random_decoder(
 
     fields = SHAPES[shape] | {"max_position_embeddings": max_len} | overrides
     known = CONFIG_MAPPING[fields["model_type"]](**fields).to_dict()
-    config = decoder_config.parse(known | fields)
+    config = parse_config.parse(known | fields)
     return RandomWeights(ops, bits=bits).decoder(config, max_len)
 
 
@@ -182,7 +182,7 @@ def random_head(target: Decoder, max_len: int) -> EagleHead:
 
 def streamed_bytes(decoder: Decoder) -> int:
     """Bytes of the weights that a step of few rows reads: all but an untied embedding."""
-    shapes = decoder_config.tensor_shapes(decoder.config)
+    shapes = tensor_shapes.tensor_shapes(decoder.config)
     numbers = sum(map(math.prod, shapes.values()))
     if not decoder.config.tied:
         numbers -= math.prod(shapes["model.embed_tokens.weight"])

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from specserve.errors import ConfigError
 from specserve.models.folder import name_of, not_written, resolve
-from specserve.models.loader import DTYPES
+from specserve.models.reader import DTYPES
 from specserve.models.weight_files import INDEX
 from specserve.models.writing import SHARD_BYTES, copy_companions, split, write_json
 from specserve_bench import arguments

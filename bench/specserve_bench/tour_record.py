@@ -11,8 +11,9 @@ from specserve import LLM, SamplingParams
 from specserve.api.outputs import Output
 from specserve.exchange.messages import CostState, PlanState, RowCost, SpeculationState, StepDetails
 from specserve.exchange.sampling_params import SpeculationParams
-from specserve.speculation.adaptive_speculator import AdaptiveSpeculator, RequestDraft
-from specserve.speculation.costs import Step
+from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
+from specserve.speculation.request_draft import RequestDraft
+from specserve.speculation.steps import Step
 from specserve.text.chat_template import ChatOptions
 from specserve.text.template_messages import Message
 from specserve_drafters.trie import ranked
@@ -154,7 +155,7 @@ def step_of(
     )
     if found is None or not isinstance(speculator, AdaptiveSpeculator) or not tree.tokens:
         return step
-    p, costs, at = found.trie.values, state.costs["target"], speculator.step
+    p, costs, at = found.ask.trie.values, state.costs["target"], speculator.step
     each = zip(tree.tokens, tree.parents, tree.sources, found.nodes, strict=False)
     return msgspec.structs.replace(
         step,

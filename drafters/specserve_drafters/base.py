@@ -149,6 +149,10 @@ class DraftSource:
         """Return the expected number of accepted draft tokens, in far less time than proposing."""
         return 0.0
 
+    def expected_of_each(self, texts: "Sequence[tuple[int, array[int]]]") -> list[float]:
+        """Return it for several requests, each an id and its text."""
+        return [self.expected_accepted(id, text) for id, text in texts]
+
     def candidates(self, items: Sequence[DraftRequest]) -> Sequence[Sequence[Candidate]]:
         """Return the candidates of each item: draft tokens with the probability that each is
         accepted if its parent is.

@@ -5,19 +5,16 @@ children are ranked with the noise of the target's sampling.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
-from math import exp
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specserve_drafters import base
 from specserve_drafters.candidates import MAX_NODES, ROOT
 from specserve_drafters.model import coupling
-from specserve_drafters.trie import BaseTrie
+from specserve_drafters.trie import BaseTrie, TrieLevel
 
 if TYPE_CHECKING:  # see base.py
     from torch import Tensor
-
-LEAST_VALUE = 1e-3  # least value of a child that is added
 
 
 class LevelPlanner(Protocol):
@@ -89,23 +86,24 @@ class ModelSource:
         run = dict.fromkeys(chosen, 0)  # number of nodes that the model has run
         self.numbers = {}
         for depth in range(1, self.max_depth + 1):
-            before = self.branch(rows, request_tries, logits) if rows else []
-            ends = children(rows, request_tries)
-            values = list[float]()
-            for i, nodes in ends.items():
+            level = self.branch(rows, request_tries, logits)
+            ends, values = dict[int, list[tuple[int, float]]](), [*chain(*level.values)]
+            for (i, _), nodes, reaches in zip(rows, level.nodes, level.reaches, strict=True):
+                if nodes:
+                    ends.setdefault(i, []).extend(zip(nodes, reaches, strict=True))
+            for i, own in ends.items() if extending else ():
                 item, trie, proposed = request_tries[i]
-                values += map(trie.values.__getitem__, nodes)
                 size = len(trie) + 1
                 for source in extending:
                     source.extend(trie, item, proposed)
-                if extending:
-                    values += trie.values[size:]
-                    ends[i] = [forced_end(trie, node, names) for node in nodes]
-            levels.ran(values, before)
+                values += trie.values[size:]
+                nodes = [forced_end(trie, node, names) for node, _ in own]
+                ends[i] = [*zip(nodes, trie.reaches(nodes, self.name), strict=True)]
+            levels.ran(values, level.before)
             ends = {i: nodes for i, nodes in ends.items() if request_tries[i].item.limit > depth}
             if not ends or depth == self.max_depth:
                 return
-            rows = self.best(ends, request_tries, levels, run)
+            rows = self.best(ends, levels, run)
             if not rows:
                 return
             rows, logits = self.expand(rows, request_tries, run)
@@ -115,41 +113,31 @@ class ModelSource:
         rows: Sequence[tuple[int, int]],
         request_tries: Sequence[RequestTrie],
         logits: "Tensor",
-    ) -> list[float]:
-        """Add the most likely children of every node that was run; return the values of existing
-        children. logits [rows, V].
-        """
+    ) -> TrieLevel:
+        """Add the most likely children of every node that was run. logits [rows, V]."""
+        if not rows:
+            return TrieLevel([], [], [], [], [])
         k = min(self.width, logits.shape[1])
         items = [request_tries[i].item for i, _ in rows]
-        depths = {i: request_tries[i].trie.depths for i, _ in rows}
-        of_path = {i: request_tries[i].trie.values for i, _ in rows}
+        depths = {i: request_tries[i].trie.depths for i in dict(rows)}
         index = [
             len(item.known) + depths[i][node] for item, (i, node) in zip(items, rows, strict=True)
         ]
-        before: list[float] = []
         ids, weights = self.executor.ops.top_children(logits, coupling(items, index), k, self.tau)
-        for (i, node), tokens, scores in zip(rows, ids.tolist(), weights.tolist(), strict=True):
-            _, trie, proposed = request_tries[i]
-            least = LEAST_VALUE / max(of_path[i][node], LEAST_VALUE)
-            trie.ask(node, self.name)
-            scored = zip(tokens, map(exp, scores), strict=True)
-            likely = [(token, p) for token, p in scored if p >= least]
-            before += trie.branch(node, likely, self.name)
-            proposed[self.name] = proposed.get(self.name, 0) + len(likely)
-        return before
+        each = [(request_tries[i].trie, node) for i, node in rows]
+        level = each[0][0].branch_each(each, ids.tolist(), weights.tolist(), self.name)
+        for (i, _), number in zip(rows, level.num_likely, strict=True):
+            proposed = request_tries[i].proposed
+            proposed[self.name] = proposed.get(self.name, 0) + number
+        return level
 
     def best(
-        self,
-        ends: dict[int, list[int]],
-        request_tries: Sequence[RequestTrie],
-        levels: LevelPlanner,
-        run: dict[int, int],
+        self, ends: dict[int, list[tuple[int, float]]], levels: LevelPlanner, run: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """Return the nodes that the next level runs."""
+        """Return the nodes that the next level runs, of nodes with their reaches by request."""
         fit = []
         for i, nodes in ends.items():
-            reach = request_tries[i].trie.reaches(nodes, self.name)
-            ranked = sorted(zip(reach, repeat(i), nodes), reverse=True)
+            ranked = sorted([(reach, i, node) for node, reach in nodes], reverse=True)
             fit += ranked[: min(self.width, MAX_NODES - run[i])]
         fit.sort(reverse=True)
         size = levels.next([reach for reach, _, _ in fit])
@@ -212,15 +200,3 @@ def forced_end(trie: BaseTrie, node: int, names: set[str]) -> int:
             break
         node = child
     return node
-
-
-def children(
-    rows: Sequence[tuple[int, int]], request_tries: Sequence[RequestTrie]
-) -> dict[int, list[int]]:
-    """Return the children of nodes that were run, by request, from any source."""
-    found: dict[int, list[int]] = {}
-    for i, node in rows:
-        below = request_tries[i].trie.children_of(node)
-        if below:
-            found.setdefault(i, []).extend(below)
-    return found

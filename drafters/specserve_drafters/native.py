@@ -9,8 +9,11 @@ import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import byref
+from itertools import accumulate, chain, pairwise
 from math import nan
 from typing import Any, ClassVar
+
+import msgspec
 
 from specserve_drafters import lookup, suffix, trie
 from specserve_drafters.base import DraftRequest, DraftSource
@@ -33,6 +36,7 @@ from specserve_drafters.trie import (
     AcceptancePrior,
     BaseTrie,
     BinCounts,
+    TrieLevel,
 )
 
 
@@ -83,7 +87,13 @@ class NativeSource(DraftSource):
         self.out = [out.buffer_info()[0] for out in (self.tokens, self.parents, self.scores)]
 
     def expected_accepted(self, id: int, text: "array[int]") -> float:
-        return self.native.follow(self.source, id, *text.buffer_info())
+        return self.expected_of_each([(id, text)])[0]
+
+    def expected_of_each(self, texts: "Sequence[tuple[int, array[int]]]") -> list[float]:
+        fields = array("q", [x for id, text in texts for x in (id, *text.buffer_info())])
+        out = array("d", [0.0]) * len(texts)
+        self.native.follow(self.source, fields.buffer_info()[0], len(texts), out.buffer_info()[0])
+        return out.tolist()
 
     def candidates(self, items: Sequence[DraftRequest]) -> list[CandidateColumns]:
         return [self.look_up(item.id, item.known, item.limit) for item in items]
@@ -289,7 +299,9 @@ class Buffers(threading.local):
         self.found = Selection(array("d", [0.0] * ROOM), places, nodes)
         self.counts, self.expected = array("i", [0] * ROOM), array("d", [0.0] * ROOM)
         self.sizes = array("d", [0.0] * 8)  # of two `Size`
+        self.reals = [array("d", [0.0] * ROOM) for _ in range(3)]
         self.columns: Any = None
+        self.level_columns: Any = None
 
     @property
     def plan(self) -> Any:
@@ -301,6 +313,16 @@ class Buffers(threading.local):
             own += self.codes, self.sizes
             self.columns = byref(PlanColumns(*(column.buffer_info()[0] for column in own)))
         return self.columns
+
+    @property
+    def level(self) -> Any:
+        """Return the addresses for levels."""
+        if self.level_columns is None:
+            from specserve_kernels.cpu.drafting import LevelColumns
+
+            reals = [column.buffer_info()[0] for column in self.reals]
+            self.level_columns = byref(LevelColumns(*reals, *self.of_ints[:3]))
+        return self.level_columns
 
     def selected(self, n: int) -> Selection:
         values, places, nodes = self.found
@@ -336,16 +358,19 @@ def drafts_of(asks: Sequence[Any], size: int) -> list[tuple[ChosenDraft, float]]
     """Return the drafts in the buffers, which have `size` draft tokens together."""
     out, drafts, begin = BUFFERS, list[tuple[ChosenDraft, float]](), 0
     tokens, parents, numbers, order = [column[:size].tolist() for column in out.ints]
-    codes = out.codes[:size]
-    for ask, count, expected in zip(asks, out.counts, out.expected, strict=False):
+    codes, are_numbered = out.codes[:size].tolist(), any(numbers)
+    each = out.counts[: len(asks)].tolist(), out.expected[: len(asks)].tolist()
+    for ask, count, expected in zip(asks, *each, strict=True):
         if not count:
             drafts.append((NO_DRAFT, 0.0))
             continue
-        own, begin = slice(begin, begin + count), begin + count
-        expanded = numbers[own]
-        draft = Draft(tokens[own], parents[own], expanded if any(expanded) else [])
-        sources = [*map(ask.trie.calibration.named.__getitem__, codes[own])]
-        drafts.append((ChosenDraft(draft, order[own], sources), expected))
+        end = begin + count
+        draft = Draft(tokens[begin:end], parents[begin:end])
+        if are_numbered and any(numbers[begin:end]):
+            draft = msgspec.structs.replace(draft, expanded=numbers[begin:end])
+        sources = [*map(ask.trie.calibration.named.__getitem__, codes[begin:end])]
+        drafts.append((ChosenDraft(draft, order[begin:end], sources), expected))
+        begin = end
     return drafts
 
 
@@ -370,8 +395,13 @@ class NativeTrie(BaseTrie):
         self.native.free_trie(self.handle)
 
     def clear(self) -> None:
-        self.native.clear_trie(self.handle)
-        self.num_continued = 0
+        self.clear_each([self])
+
+    def clear_each(self, tries: Sequence[BaseTrie]) -> None:
+        handles = array("q", [its.handle for its in tries])
+        self.native.clear_tries(handles.buffer_info()[0], len(handles))
+        for its in tries:
+            its.num_continued = 0
 
     def __len__(self) -> int:
         return self.native.size(self.handle) - 1
@@ -431,6 +461,34 @@ class NativeTrie(BaseTrie):
         n = self.native.branch(self.handle, node, number, len(tokens), *each)
         return out.doubles[:n].tolist()
 
+    def branch_each(
+        self,
+        rows: Sequence[tuple[BaseTrie, int]],
+        tokens: Sequence[Sequence[int]],
+        log_p: Sequence[Sequence[float]],
+        source: str,
+    ) -> TrieLevel:
+        n, k, out = len(rows), len(tokens[0]), BUFFERS
+        ids, scores = (
+            array("i", chain.from_iterable(tokens)),
+            array("d", chain.from_iterable(log_p)),
+        )
+        ran, by = array("q"), CHILDREN_BY + source
+        for its, node in rows:
+            ran.extend((its.handle, node, its.number(source), its.number(by)))
+        given = ids.buffer_info()[0], scores.buffer_info()[0], trie.LEAST_VALUE, ROOM, out.level
+        num_before = -1
+        if all([its.rules is None for its, _ in rows]):
+            num_before = self.native.branch_each(ran.buffer_info()[0], n, k, *given)
+        if num_before < 0:
+            return super().branch_each(rows, tokens, log_p, source)
+        (likely, sizes, nodes), (before, values, reaches) = out.ints[:3], out.reals
+        ends = [0, *accumulate(sizes[:n])]
+        parts = [slice(begin, end) for begin, end in pairwise(ends)]
+        of_values, of_reaches = [[c[part].tolist() for part in parts] for c in (values, reaches)]
+        of_nodes, known = [nodes[part].tolist() for part in parts], before[:num_before].tolist()
+        return TrieLevel(known, likely[:n].tolist(), of_nodes, of_values, of_reaches)
+
     def settle(self) -> list[float]:
         self.native.settle(self.handle)
         return self.values
@@ -447,9 +505,15 @@ class NativeTrie(BaseTrie):
         self.native.ask(self.handle, node, by, number)
 
     def observe(self, tokens: Sequence[int]) -> int | None:
-        after = array("i", tokens)
-        found = self.native.observe(self.handle, len(after), after.buffer_info()[0])
-        return None if found < 0 else found
+        self.observe_each([self], [tokens])
+        return self.child(ROOT, tokens[0]) if tokens else None
+
+    def observe_each(self, tries: Sequence[BaseTrie], tokens: Sequence[Sequence[int]]) -> None:
+        fields, after = array("q"), array("i")
+        for its, own in zip(tries, tokens, strict=True):
+            fields.extend((its.handle, len(own)))
+            after.extend(own)
+        self.native.observe_each(fields.buffer_info()[0], len(tries), after.buffer_info()[0])
 
     def select(self, asks: Sequence[Any], most: int) -> Selection:
         (limits, behind), out = limits_of(asks), BUFFERS

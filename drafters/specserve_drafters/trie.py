@@ -256,6 +256,16 @@ class Calibration:
         return table(self.counts())
 
 
+class TrieLevel(NamedTuple):
+    """The children of nodes that a model has run: nodes, values and reaches by such a node."""
+
+    before: list[float]  # values of the children that existed before
+    num_likely: list[int]  # children that the model proposed, by node
+    nodes: list[list[int]]
+    values: list[list[float]]
+    reaches: list[list[float]]  # see `BaseTrie.reaches`
+
+
 class BaseTrie:
     """One request's candidates, merged: equal tokens below equal parents are one node.
 
@@ -287,6 +297,11 @@ class BaseTrie:
         """Drop all nodes below the root, for the request's next step."""
         raise NotImplementedError
 
+    def clear_each(self, tries: "Sequence[BaseTrie]") -> None:
+        """Clear several tries of the form of this one."""
+        for trie in tries:
+            trie.clear()
+
     def child(self, node: int, token: int) -> int | None:
         """Return the child with this token."""
         raise NotImplementedError
@@ -312,6 +327,29 @@ class BaseTrie:
         """
         raise NotImplementedError
 
+    def branch_each(
+        self,
+        rows: "Sequence[tuple[BaseTrie, int]]",
+        tokens: Sequence[Sequence[int]],
+        log_p: Sequence[Sequence[float]],
+        source: str,
+    ) -> TrieLevel:
+        """Add the likely children of nodes that a source has run, from their tokens and log
+        probabilities. All tries have the form of this one.
+        """
+        before, num_likely = list[float](), list[int]()
+        of_path = [trie.values[node] for trie, node in rows]
+        for (trie, node), value, own, scores in zip(rows, of_path, tokens, log_p, strict=True):
+            least = LEAST_VALUE / max(value, LEAST_VALUE)
+            likely = [(t, p) for t, p in zip(own, map(exp, scores), strict=True) if p >= least]
+            trie.ask(node, source)
+            before += trie.branch(node, likely, source)
+            num_likely.append(len(likely))
+        nodes = [trie.children_of(node) for trie, node in rows]
+        each = [*zip(nodes, [trie for trie, _ in rows], strict=True)]
+        values = [[*map(trie.values.__getitem__, own)] for own, trie in each]
+        return TrieLevel(before, num_likely, nodes, values, [t.reaches(o, source) for o, t in each])
+
     def settle(self) -> list[float]:
         """Return the probability of each node's whole path."""
         raise NotImplementedError
@@ -332,6 +370,11 @@ class BaseTrie:
         candidate below a reached node is counted, verified or not, because its result is known.
         """
         raise NotImplementedError
+
+    def observe_each(self, tries: "Sequence[BaseTrie]", tokens: Sequence[Sequence[int]]) -> None:
+        """Do the same for several tries of the form of this one."""
+        for trie, own in zip(tries, tokens, strict=True):
+            trie.observe(own)
 
     def select(self, asks: "Sequence[RequestCandidates]", most: int) -> Selection:
         """Select up to `most` draft tokens of a step's requests, by falling value. Tokens that a

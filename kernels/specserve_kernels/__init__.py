@@ -8,7 +8,14 @@ from specserve_kernels.codes import Codes
 from specserve_kernels.errors import DeviceError, is_out_of_memory
 from specserve_kernels.ops import HostMemory, ModelForward, Ops, Outputs, Program
 from specserve_kernels.ranks import Gathering, RankLost, Ranks
-from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer, StateRows
+from specserve_kernels.states import (
+    DeltaParams,
+    MambaParams,
+    Replays,
+    StateLayer,
+    StateRows,
+    reserve,
+)
 from specserve_kernels.threads import limit_threads
 from specserve_kernels.types import (
     NO_TOKEN,
@@ -63,6 +70,7 @@ __all__ = [
     "Window",
     "is_out_of_memory",
     "load",
+    "reserve",
 ]
 
 

@@ -129,7 +129,6 @@ class Ops(Protocol):
     samples_ahead: bool  # fetching one token takes as long as fetching all tokens of a step
     rounds_rows: bool  # honors `Codes.rounds_rows`
     records_steps: bool  # a program records the first step of each size
-    has_recurrent: bool  # has the ops of recurrent layers
 
     # Callers hold it from a forward's plan until they have read the results: buffers are shared.
     @property

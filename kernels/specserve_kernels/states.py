@@ -77,12 +77,22 @@ class StateLayer:
         size = prod(self.shape) * self.dtype.itemsize
         return self.memory[blocks[place], begin : begin + size].view(self.dtype).view(self.shape)
 
-    def reserve(self, num_kept: int) -> None:
-        """Make place for the inputs of so many draft tokens. No replay may be pending."""
-        if num_kept > len(self.kept):
-            self.kept = self.kept.new_zeros(num_kept, self.kept.shape[1])
-            if self.native is not None:
-                self.native.kept = self.kept.data_ptr()
+
+def reserve(states: Sequence[StateLayer], num_kept: int) -> bool:
+    """Make place for the inputs of so many draft tokens; return whether memory was replaced. No
+    replay may be pending. Ops of equal width and dtype keep their inputs in one tensor.
+    """
+    alike = dict[tuple[int, torch.dtype], list[StateLayer]]()
+    for state in states:
+        if num_kept > len(state.kept):
+            alike.setdefault((state.kept.shape[1], state.kept.dtype), []).append(state)
+    for (width, _), some in alike.items():
+        kept = some[0].kept.new_zeros(len(some), num_kept, width)
+        for state, own in zip(some, kept, strict=True):
+            state.kept = own
+            if state.native is not None:
+                state.native.kept = own.data_ptr()
+    return bool(alike)
 
 
 class DeltaParams(NamedTuple):

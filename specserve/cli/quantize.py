@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import SCORE
 from specserve.models.experts import is_router
 from specserve.models.folder import read_json
-from specserve.models.loader import HEAD, Reader, open_reader
+from specserve.models.loader import open_reader
+from specserve.models.reader import HEAD, Reader
 from specserve.models.source import open_source
+from specserve.models.tensor_shapes import SCORE
 from specserve.models.weight import Rounding
 from specserve.models.writing import copy_companions, new_folder, write_json, write_weights
 from specserve_kernels import Codes, load

@@ -309,7 +309,9 @@ def kv_names(config: Config, target: LoadedModel, draft: LoadedModel | None) -> 
     """Return texts that identify the weights and dtype of the target's and the draft model's KV."""
     model, kv_dtype = config.model, config.memory.kv_dtype
     kept = model.quantize_head, model.quantize_embedding, model.activations, kv_dtype
-    code, draft_code = (m.config.implementation if m else None for m in (target, draft))
+    code, draft_code = (
+        (m.config.implementation, m.forms.num_rounding) if m else None for m in (target, draft)
+    )
     dtype = draft.dtype if draft else None
     return {
         "target": f"target {config.target} {target.dtype} {(model.quantize, *kept, code)}",

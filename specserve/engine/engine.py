@@ -30,12 +30,13 @@ from specserve.memory.blocks import BlockPool, Keys, KVTables
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.scheduling.processors import LogitsProcessor
 from specserve.scheduling.scheduler import StepBudget
-from specserve.speculation.costs import PlainSteps
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.executor import ModelExecutor
 from specserve.speculation.head_model import HeadModel
 from specserve.speculation.speculator import Speculator
+from specserve.speculation.steps import PlainSteps
 from specserve.speculation.verify import (
+    NO_COUNTS,
     AcceptedPath,
     StepCounts,
     accepted_paths,
@@ -215,19 +216,19 @@ class Engine:
                 if self.draft_model is not None and any(item.draft.expanded):
                     self.draft_model.keep(item.request, item.draft, path.nodes)
         if self.head is not None:
-            by_request = {s.request.id: path for s, path in zip(sampled, paths, strict=True)}
-            self.head.see(scheduled, by_request)
+            self.head.see(scheduled, {s.request.id: p for s, p in zip(sampled, paths, strict=True)})
         for item in scheduled:
             if not item.is_sampled:
                 item.request.publish()
-        for item in scheduled:
             item.request.num_scored += len(item.scores)
         outputs = [prompt_output(s) for s in scheduled if s.scores and not s.is_sampled]
+        learnt, speculator = [NO_COUNTS] * len(sampled), self.speculator
+        learnt = learnt if speculator is None else speculator.learn(sampled, paths)
+        each = zip(sampled, paths, learnt, strict=True)
         # Beams come last: new ones copy states, which must not precede other requests' replays.
-        for item, path in sorted(zip(sampled, paths, strict=True), key=lambda p: p[0].is_beam):
-            outputs += (
-                self.search(item.request, path) if item.is_beam else [self.append(item, path)]
-            )
+        for item, path, counts in sorted(each, key=lambda one: one[0].request.beams is not None):
+            is_beam, append = item.request.beams is not None, self.append
+            outputs += self.search(item.request, path) if is_beam else [append(item, path, counts)]
         return outputs + [self.end_pooled(item) for item in scheduled if item.pooled]
 
     def search(self, request: Request, path: AcceptedPath) -> list[StepOutput]:
@@ -241,7 +242,7 @@ class Engine:
             self.finish(request.id)
         return outputs
 
-    def append(self, item: ScheduledRequest, path: AcceptedPath) -> StepOutput:
+    def append(self, item: ScheduledRequest, path: AcceptedPath, counts: StepCounts) -> StepOutput:
         """Append a path's tokens to its request, and end the request if it is complete."""
         request, draft = item.request, item.draft
         processors = request.processors
@@ -262,9 +263,6 @@ class Engine:
         self.stats.num_roots += is_root
         self.stats.num_drafted += len(draft.tokens)
         self.stats.num_accepted += len(path.nodes)
-        counts: StepCounts = {}, None
-        if self.speculator is not None:
-            counts = self.speculator.learn(item, path.tokens, path.nodes)
         if reason is not None:
             self.finish(request.id)
         else:

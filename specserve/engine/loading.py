@@ -17,7 +17,7 @@ from specserve.engine.ranks import shard_of
 from specserve.errors import ConfigError
 from specserve.exchange.phases import Phases
 from specserve.models.decoder import Decoder, LoadedModel
-from specserve.models.decoder_config import DecoderConfig, Shape
+from specserve.models.decoder_config import Shape
 from specserve.models.draft_head import DraftHead
 from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder, weight_bytes
@@ -199,10 +199,6 @@ def load_models(
     with nullcontext() if loaded else phases.phase("kernels"):
         ops = load_ops(config)
     asked, folder = config.model, resolve_model(config)
-    if is_recurrent(open_source(folder).shape(asked.implementation)) and not ops.has_recurrent:
-        raise ConfigError(
-            f"{folder}: models with recurrent layers run on CPUs only. Set model.device = 'cpu'"
-        )
     shard = shard_of(config)
     given = asked.quantize, asked.implementation, shard, asked.activations
     target = get("target", folder, *given)
@@ -219,10 +215,6 @@ def load_models(
         sizes = (model.decoder.config.vocab_size for model in (target, draft))
         draft.num_ids = min(num_ids, *sizes)
     return Weights(target, draft)
-
-
-def is_recurrent(shape: Shape) -> bool:
-    return isinstance(shape, DecoderConfig) and shape.recurrent is not None
 
 
 @lru_cache(maxsize=8)

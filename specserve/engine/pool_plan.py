@@ -14,7 +14,7 @@ from specserve.memory.arena import Arena, block_bytes, place_states, tokens_that
 from specserve.memory.blocks import BlockPool
 from specserve.models.decoder import LoadedModel
 from specserve.models.draft_head import DraftHead
-from specserve.models.loader import KV_DTYPES
+from specserve.models.reader import KV_DTYPES
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import DeviceError, KVCache, Ops
 

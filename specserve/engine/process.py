@@ -50,7 +50,7 @@ from specserve.exchange.sleep import SleepState
 from specserve.exchange.speculation_control import NO_HEAD
 from specserve.models.decoder import TargetModel
 from specserve.models.folder import name_of
-from specserve.models.loader import name_of_dtype
+from specserve.models.reader import name_of_dtype
 from specserve.models.selection import check_drafter, resolve_drafters
 from specserve.process import keep_objects
 from specserve.speculation.draft_model import DraftModel

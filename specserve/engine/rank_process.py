@@ -39,7 +39,7 @@ from specserve.memory.arena import Arena, used_bytes
 from specserve.memory.blocks import KVUpdates
 from specserve.models.adapters import AdapterSlots, PackedAdapter, read_adapter
 from specserve.models.decoder import Connections, Decoder
-from specserve.models.loader import KV_DTYPES
+from specserve.models.reader import KV_DTYPES
 from specserve.process import die_with_parent, ignore_signals, keep_objects, prepare
 from specserve_kernels import Program, RankLost
 

@@ -37,7 +37,7 @@ from specserve.exchange.spawn import start_module
 from specserve.memory.blocks import KVUpdates
 from specserve.models.adapters import AdapterSlots, PackedAdapter
 from specserve.models.decoder import Connections, Decoder
-from specserve.models.loader import name_of_dtype
+from specserve.models.reader import name_of_dtype
 from specserve.models.selection import resolve_model
 from specserve.models.shard import Shard
 from specserve.models.source import open_source

@@ -40,6 +40,7 @@ from specserve_kernels import (
     SampleParams,
     StateRows,
     Threads,
+    reserve,
 )
 from specserve_kernels.ops import Outputs
 
@@ -587,8 +588,8 @@ class Runner:
         done.
         """
         ends = states.kept + torch.from_numpy(sizes) - states.committed
-        for state in self.kv.states:
-            state.reserve(int(ends.max()))
+        if reserve(self.kv.states, int(ends.max())):
+            self.program.forget()  # recordings have the old addresses
 
     def is_sliced(self, step: StepInput, draws: Draws) -> bool:
         """Return whether tokens must be sampled slice by slice, because not all logits are kept."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specserve.memory.blocks import KVUpdates
-from specserve_kernels import HostMemory, KVCache, KVLayer, StateLayer
+from specserve_kernels import HostMemory, KVCache, KVLayer, StateLayer, reserve
 
 ALIGNMENT = 16  # bytes, for vector loads
 
@@ -135,11 +135,12 @@ class Arena:
                 place,
                 layout.shape,
                 layout.dtype,
-                torch.zeros(max(1, num_kept), layout.kept_width, dtype=layout.dtype),
+                self.blocks.new_empty(0, layout.kept_width, dtype=layout.dtype),
                 layout.num_groups,
             )
             for layout, place in zip(layouts, places, strict=True)
         )
+        reserve(self.states, max(1, num_kept))
         return self.states
 
     def layer(self, layout: KVLayout, block_size: int, begin: int) -> KVLayer:

@@ -13,7 +13,7 @@ import msgspec
 import regex
 
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import flag, is_int, positive
+from specserve.models.config_fields import flag, is_int, positive
 from specserve.models.folder import read_json
 
 NAME = "adapter_config.json"

@@ -18,10 +18,11 @@ from specserve.errors import ConfigError
 from specserve.models.adapter_config import NAME, REMEDY, AdapterConfig, load_adapter_config
 from specserve.models.checkpoint import DTYPES
 from specserve.models.decoder import Decoder, LayerAdapters
-from specserve.models.decoder_config import DecoderConfig, layer_shapes
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import check_pointer, check_regular
-from specserve.models.loader import rows_of_gate, rows_of_qkv
+from specserve.models.layer_reader import rows_of_gate, rows_of_qkv
 from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve.models.tensor_shapes import layer_shapes
 from specserve.models.weight_files import check_is_at_home
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"

@@ -13,15 +13,9 @@ from typing import Any
 import msgspec
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.decoder_config import (
-    MAX_SIZE,
-    DecoderConfig,
-    Shape,
-    flag,
-    is_int,
-    positive,
-)
+from specserve.models import parse_config
+from specserve.models.config_fields import MAX_SIZE, flag, is_int, positive
+from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.families import FAMILIES
 
 KIND, LAYERS, NESTED = "speculators_model_type", "transformer_layer_config", "eagle_config"
@@ -124,7 +118,7 @@ def check_target(folder: Path, config: EagleConfig, target: Shape) -> None:
 def parse(written: Mapping[str, Any]) -> EagleConfig:
     """Parse a head's config.json. Raises ValueError for unsupported heads."""
     fields, of_layers = parts(written)
-    layers = decoder_config.parse(of_layers)
+    layers = parse_config.parse(of_layers)
     flags = {name: flag({name: False} | fields, name) for name in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError("norm_before_fc and fc_norm are both true, but they exclude each other")

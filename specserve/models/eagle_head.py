@@ -13,21 +13,14 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights, Layer
-from specserve.models.decoder_config import tensor_shapes
 from specserve.models.draft_head import OverDecoder
 from specserve.models.eagle_config import EagleConfig, check_target
-from specserve.models.loader import (
-    EMBEDDING,
-    HEAD,
-    Reader,
-    Tables,
-    read_layer,
-    rotary_tables,
-    rows_of_qkv,
-    table_of,
-)
+from specserve.models.layer_reader import read_layer, rows_of_qkv
+from specserve.models.loader import Tables, rotary_tables, table_of
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.reader import EMBEDDING, HEAD, Reader
 from specserve.models.source import load_eagle_config
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve.models.tensor_views import ALL, Place, show
 from specserve_drafters.candidates import TREE_SLOTS
 from specserve_kernels import KVCache, KVLayer, Ops

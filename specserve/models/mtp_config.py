@@ -10,15 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from specserve.models.decoder_config import (
-    MAX_LAYERS,
-    find_family,
-    names_family,
-    num_mtp_layers,
-    positive,
-    read_config,
-)
+from specserve.models.config_fields import MAX_LAYERS, positive
 from specserve.models.multimodal import text_fields, text_name
+from specserve.models.parse_config import find_family, names_family, num_mtp_layers, read_config
 from specserve.models.weight_files import tensor_names
 
 T = TypeVar("T")

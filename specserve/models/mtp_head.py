@@ -14,11 +14,14 @@ from torch import Tensor
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import DTYPES, Checkpoint
 from specserve.models.decoder import Decoder, DecoderWeights
-from specserve.models.decoder_config import MTP_LAYERS, DecoderConfig, tensor_shapes
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.draft_head import OverDecoder
-from specserve.models.loader import EMBEDDING, HEAD, Reader, read_layer
+from specserve.models.layer_reader import read_layer
 from specserve.models.mtp_config import LOST, MtpStyle, find_style
+from specserve.models.parse_config import MTP_LAYERS
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.reader import EMBEDDING, HEAD, Reader
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve.models.tensor_views import ALL, Place, part_experts, show, show_text_model
 from specserve_kernels import KVCache, Ops
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import DecoderConfig, Shape, load_config, read_config
+from specserve.models.decoder_config import DecoderConfig, Shape
 from specserve.models.eagle_config import EagleConfig, names_head
 from specserve.models.eagle_config import parse as parse_eagle
 from specserve.models.folder import (
@@ -25,6 +25,7 @@ from specserve.models.folder import (
     samples,
     scaled_from,
 )
+from specserve.models.parse_config import load_config, read_config
 from specserve.models.transformers_config import parse_any
 from specserve.models.weight_files import check_is_at_home, find_weights
 from specserve.text.defaults import GenerationDefaults, load_defaults, load_ends

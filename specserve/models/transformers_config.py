@@ -11,15 +11,11 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
-from specserve.models import decoder_config, rope
-from specserve.models.decoder_config import (
-    ARCHITECTURES,
-    MAX_LAYERS,
-    Shape,
-    head_shape,
-    positive,
-)
-from specserve.models.families import MULTIMODAL
+from specserve.models import parse_config, rope
+from specserve.models.config_fields import MAX_LAYERS, positive
+from specserve.models.decoder_config import Shape
+from specserve.models.multimodal_families import MULTIMODAL
+from specserve.models.parse_config import ARCHITECTURES, head_shape
 from specserve.models.recurrent import RECURRENT_KINDS
 
 FILE, TABLE = "transformers/models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -189,17 +185,17 @@ def stepwise_rope(parameters: Any) -> str | None:
 
 def parse_any(written: dict[str, Any], implementation: str) -> Shape:
     """The shape for an implementation; auto is native if that supports the architecture."""
-    is_native = implementation == "native" or decoder_config.names_family(written)
+    is_native = implementation == "native" or parse_config.names_family(written)
     if not is_native or implementation == "transformers":
         kinds = written.get("layer_types") or ()
-        if decoder_config.names_family(written) and any(kind in RECURRENT_KINDS for kind in kinds):
+        if parse_config.names_family(written) and any(kind in RECURRENT_KINDS for kind in kinds):
             raise ValueError(
                 "layer_types: layers with a recurrent state run in native code only. Remove "
                 "model.implementation"
             )
         return parse(written)
     try:
-        return decoder_config.parse(written)
-    except decoder_config.Unsupported as e:
+        return parse_config.parse(written)
+    except parse_config.Unsupported as e:
         parse(written)  # raises if transformers does not support the model either
         raise ValueError(f"{e}. Try model.implementation = 'transformers'") from e

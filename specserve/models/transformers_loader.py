@@ -20,10 +20,12 @@ from transformers.utils import logging as transformers_logging
 
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import IGNORED, Checkpoint
-from specserve.models.decoder_config import Shape, num_mtp_layers, read_config
-from specserve.models.loader import DTYPES, LONGEST
+from specserve.models.decoder_config import Shape
+from specserve.models.loader import LONGEST
 from specserve.models.mtp_config import without_mtp
+from specserve.models.parse_config import num_mtp_layers, read_config
 from specserve.models.quantized.stored import is_finite
+from specserve.models.reader import DTYPES
 from specserve.models.row_probe import rows_of, small_program
 from specserve.models.transformers_model import (
     NAME,

@@ -140,8 +140,8 @@ def fuse(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
 
 def with_activations(weight: Weight, module: str, asked: str) -> Weight:
     """The weight of a map whose activations are quantized to 8 bits (`int8`), or not (`float`), if
-    it is codes; `auto`: as the checkpoint asks. Groups of more than MAX_ROUNDED_GROUP columns are
-    divided into parts, so that activations have finer scales.
+    it is codes; `auto`: as the checkpoint asks (for GGUF files, see `open_reader`). Groups of more
+    than MAX_ROUNDED_GROUP columns are divided into parts, so that activations have finer scales.
     """
     if isinstance(weight, Tensor) or asked == "auto" or is_router(module):
         return weight

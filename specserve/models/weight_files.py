@@ -107,13 +107,14 @@ def check_is_at_home(home: Path, file: Path) -> None:
 def is_at_home(home: Path, target: Path) -> bool:
     """Whether a file is in the folder `home`, or in the hub cache's storage of this folder.
 
-    In the hub cache, snapshots/<revision>/* are links into blobs/ of the repository. These may be
-    links, too, into a blobs/ folder that all repositories share.
+    In the hub cache, files below snapshots/<revision> are links into blobs/ of the repository.
+    These may be links, too, into a blobs/ folder that all repositories share.
     """
-    repository = home.parent.parent
-    stores = repository / "blobs", repository.parent / "blobs"
-    is_cached = home.parent.name == "snapshots" and repository.name.startswith("models--")
-    below = [home, *(store.resolve() for store in stores if is_cached)]
+    below = [home]
+    for folder in (home, *home.parents):
+        repository = folder.parent.parent
+        if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+            below += [(place / "blobs").resolve() for place in (repository, repository.parent)]
     return any(folder in target.parents for folder in below)
 
 

@@ -274,10 +274,6 @@ class ScheduledRequest(msgspec.Struct, eq=False):
         return self.is_complete and self.request.sampling.pooling is None
 
     @property
-    def is_beam(self) -> bool:
-        return self.request.beams is not None
-
-    @property
     def is_complete(self) -> bool:
         return self.end == len(self.request.token_ids)
 

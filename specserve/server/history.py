@@ -24,12 +24,12 @@ QUERY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class MetricsSample(msgspec.Struct, frozen=True):
-    """The load at one time, and figures of the seconds before it.
+    """The load in the seconds before a time. Short requests count, too.
 
     at              Unix time in seconds
-    running         requests in the batch
-    waiting         requests in the queue
-    kv_usage        share of KV blocks in use, 0 to 1
+    running         maximum number of requests in the batch
+    waiting         maximum number of requests in the queue
+    kv_usage        maximum share of KV blocks in use, 0 to 1
     prefix_hit_rate share of looked-up prompt tokens in the prefix cache; null: no prompt
     tokens_per_second  output tokens of all requests
     tokens_per_step output tokens per request and step; null: no step
@@ -96,12 +96,13 @@ class History:
         metrics = self.metrics
         metrics.settle()
         window, metrics.window = metrics.window, SampleCounts()
-        report = metrics.report
+        if metrics.report is not None:  # no later report: the load has not changed since then
+            window.observe(metrics.report)
         sample = MetricsSample(
             at=round(now, 3),
-            running=0 if report is None else report.num_running,
-            waiting=0 if report is None else report.num_waiting,
-            kv_usage=0.0 if report is None else report.kv_usage,
+            running=window.running,
+            waiting=window.waiting,
+            kv_usage=window.kv_usage,
             prefix_hit_rate=window.cached / window.looked_up if window.looked_up else None,
             tokens_per_second=round(window.tokens / EVERY, 2),
             tokens_per_step=1 + window.accepted / window.roots if window.roots else None,

@@ -69,7 +69,7 @@ class Histogram(Collector):
 
 
 class SampleCounts(msgspec.Struct):
-    """Sums since the last sample of the history; times are in seconds."""
+    """Sums and maxima since the last sample of the history; times are in seconds."""
 
     tokens: int = 0  # emitted
     roots: int = 0  # steps of requests
@@ -78,8 +78,16 @@ class SampleCounts(msgspec.Struct):
     cached: int = 0  # prompt tokens found in the prefix cache
     errors: int = 0  # requests that ended with an error
     restarts: int = 0  # of the engine process
+    running: int = 0  # maximum number of requests in the batch
+    waiting: int = 0  # maximum number of requests in the queue
+    kv_usage: float = 0.0  # maximum share of KV blocks in use
     ttft: list[float] = []
     tpot: list[float] = []
+
+    def observe(self, report: Report) -> None:
+        self.running = max(self.running, report.num_running)
+        self.waiting = max(self.waiting, report.num_waiting)
+        self.kv_usage = max(self.kv_usage, report.kv_usage)
 
 
 class SourceMetrics(Collector):
@@ -361,6 +369,7 @@ class Metrics:
     def on_report(self, report: Report) -> None:
         before, stats = self.stats, report.stats
         self.report, self.stats = report, stats
+        self.window.observe(report)
         if stats.num_steps > before.num_steps:
             self.step_tokens.observe(stats.num_rows - before.num_rows)
             self.step_rows.append(stats.num_rows - before.num_rows)

@@ -10,7 +10,13 @@ from specserve.engine.runner import KVLost, TargetTokens
 from specserve.exchange.messages import SpeculationState, Stats
 from specserve.scheduling import Request, ScheduledRequest, Scheduler
 from specserve.speculation.executor import ModelExecutor
-from specserve.speculation.verify import AcceptedPath, DraftSources, SpecDecodeStats, StepCounts
+from specserve.speculation.verify import (
+    NO_COUNTS,
+    AcceptedPath,
+    DraftSources,
+    SpecDecodeStats,
+    StepCounts,
+)
 from specserve_drafters import ROOT, Draft, Drafter, DraftRequest
 from specserve_drafters.base import BUILT_IN, DraftSource
 from specserve_drafters.candidates import MAX_CANDIDATES, Candidate, Rules, checked, of_draft
@@ -96,9 +102,9 @@ class Speculator(Protocol):
         ...
 
     def learn(
-        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepCounts:
-        """Learn which tokens followed a root, and which draft tokens were accepted."""
+        self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
+    ) -> list[StepCounts]:
+        """Learn which tokens followed the roots of a step, and which draft tokens were accepted."""
         ...
 
     def begin(self, request: Request) -> None:
@@ -183,17 +189,19 @@ class FixedSpeculator:
         """Do nothing: a single drafter gets no logits of the target."""
 
     def learn(
-        self, item: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]
-    ) -> StepCounts:
+        self, items: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
+    ) -> list[StepCounts]:
+        return [*map(self.count, items, paths)]
+
+    def count(self, item: ScheduledRequest, path: AcceptedPath) -> StepCounts:
         request, draft = item.request, item.draft
-        if not draft.tokens:
-            return {}, None
-        proposed = {self.names[0]: len(draft)}
-        draft_sources = DraftSources(draft, [self.names] * len(draft), proposed)
+        if not draft.tokens or not path.tokens:
+            return NO_COUNTS
+        sources = DraftSources(draft, [self.names] * len(draft), {self.names[0]: len(draft)})
         is_tree_asked = request.sampling.return_speculation_details
-        groups = draft_sources.groups(accepted)
-        counts = self.spec_stats.enter(draft_sources, accepted, groups, is_tree_asked)
-        self.spec_stats.notify(self.source, "observe", request.id, draft, accepted)
+        groups = sources.groups(path.nodes)
+        counts = self.spec_stats.enter(sources, path.nodes, groups, is_tree_asked)
+        self.spec_stats.notify(self.source, "observe", request.id, draft, path.nodes)
         return counts
 
     def begin(self, request: Request) -> None:

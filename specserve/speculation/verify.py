@@ -24,8 +24,9 @@ from specserve.exchange.messages import (
     VerifiedTree,
 )
 from specserve.scheduling import Request, ScheduledRequest
-from specserve.speculation.costs import Step, StepCosts
+from specserve.speculation.costs import StepCosts
 from specserve.speculation.planner import Plan
+from specserve.speculation.steps import Step
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.tenants import TenantScope
 from specserve_kernels import Logprobs
@@ -60,6 +61,7 @@ class AcceptedPath(msgspec.Struct, eq=False):
 
 # One request's draft token counts in a step, by source, and its tree if requested.
 StepCounts = tuple[dict[str, SourceCounts], VerifiedTree | None]
+NO_COUNTS: StepCounts = {}, None  # they are never changed
 
 
 def verify_tree(
@@ -213,6 +215,10 @@ class DraftSources(NamedTuple):
 
     def groups(self, accepted: Sequence[int]) -> SourceGroups:
         sources = self.sources
+        if not sources:
+            return {}
+        if sources.count(sources[0]) == len(sources):  # as usual
+            return {sources[0]: (len(sources), len(accepted))}
         right = [sources[node - 1] for node in accepted]
         return {n: (sources.count(n), right.count(n)) for n in dict.fromkeys(sources)}
 
@@ -279,27 +285,27 @@ class SpecDecodeStats:
         seconds.
         """
         draft, sources, proposed = draft_sources
-        sums, saved = self.sums, self.saved_per_draft_token
-        verified, num_accepted = dict.fromkeys(proposed, 0), dict.fromkeys(proposed, 0)
-        for names, (number, right) in groups.items():
-            gain = (saved * right - self.row_seconds * number) / len(names)
-            for name in names:
-                verified[name] += number
-                num_accepted[name] += right
-                sums[name].accepted += right
-                sums[name].saved_seconds += gain
-        for depth, node in enumerate(accepted):
-            for name in sources[node - 1]:
-                by_depth = sums[name].accepted_at
-                try:
-                    by_depth[depth] += 1
-                except IndexError:  # the first draft token that was accepted so deep
-                    by_depth += [0] * (depth - len(by_depth)) + [1]
-        counts = self.nothing.copy()
+        sums, counts = self.sums, self.nothing.copy()
         for name, number in proposed.items():
+            counts[name] = SourceCounts(number)
             sums[name].proposed += number
-            sums[name].verified += verified[name]
-            counts[name] = SourceCounts(number, verified[name], num_accepted[name])
+        for names, (number, right) in groups.items():
+            gain = self.saved_per_draft_token * right - self.row_seconds * number
+            depths: Sequence[int] = range(right)
+            if len(groups) > 1:
+                depths = [d for d, node in enumerate(accepted) if sources[node - 1] == names]
+            for name in names:
+                own, every = counts[name], sums[name]
+                own.verified += number
+                own.accepted += right
+                every.verified += number
+                every.accepted += right
+                every.saved_seconds += gain / len(names)
+                by_depth = every.accepted_at
+                if depths and depths[-1] >= len(by_depth):  # the first that was accepted so deep
+                    by_depth += [0] * (depths[-1] + 1 - len(by_depth))
+                for depth in depths:
+                    by_depth[depth] += 1
         if not is_tree_asked or not draft.tokens:
             return counts, None
         bits = [sum(self.bits[name] for name in names) for names in sources]

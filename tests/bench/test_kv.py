@@ -2,11 +2,11 @@
 
 import pytest
 
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve_bench.demo.scaled_model import SHAPES
 from specserve_bench.figures import kv
 
-SMALL = decoder_config.parse(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2, "head_dim": 16})
+SMALL = parse_config.parse(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2, "head_dim": 16})
 
 
 def test_every_dtype_is_timed_at_every_size():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve_bench import bound, pairs
 from specserve_bench.bound import Rates, StepSize
 from specserve_bench.figures import implementations, mixtures, recurrent
@@ -20,7 +20,7 @@ def test_a_row_reads_its_own_experts_the_router_attention_the_head_and_kv():
     attention, experts, router = 6 * 1024 * 1024, 8 * 3 * 512 * 1024, 64 * 1024
     weights = attention + experts + router + 7 * 1024
     kv = 5 * 2 * 8 * 128
-    assert active_bytes(decoder_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
+    assert active_bytes(parse_config.parse(shape), StepSize("", (5,), 1)) == 2 * (weights + kv)
 
 
 def test_a_mixture_is_measured_against_what_one_row_reads(monkeypatch):
@@ -52,8 +52,8 @@ TINY_SIZES |= {"vocab_size": 320, "block_multiple_of": 32, "intermediate_size": 
 
 def test_a_dense_model_has_as_many_linear_weights_as_the_recurrent_one():
     for fields in recurrent.SHAPES.values():
-        config = decoder_config.parse(fields)
-        dense = decoder_config.parse(recurrent.dense_fields(config))
+        config = parse_config.parse(fields)
+        dense = parse_config.parse(recurrent.dense_fields(config))
         assert dense.num_layers == config.num_layers
         assert dense.num_layer_weights == pytest.approx(config.num_layer_weights, rel=0.01)
 

@@ -15,7 +15,7 @@ import pytest
 from specserve.cli.command import main
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve.models.gguf.header import read_header
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench import bound
@@ -693,7 +693,7 @@ def test_the_models_without_names_are_the_demo_pair_at_cost(tmp_path, monkeypatc
 
 def test_the_draft_of_a_tenth_has_a_tenth_of_the_weights():
     target, draft = (
-        decoder_config.parse(systems.SHAPES[systems.LIKE] | {"vocab_size": 8192} | changes)
+        parse_config.parse(systems.SHAPES[systems.LIKE] | {"vocab_size": 8192} | changes)
         for changes in ({}, systems.TENTH)
     )
     weights = [cost(config, StepSize("", (0,), 1)).num_bytes for config in (draft, target)]

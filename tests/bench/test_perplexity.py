@@ -17,7 +17,14 @@ def test_each_rounding_is_a_line_with_its_ratio_to_the_first(tmp_path, capsys):
     assert perplexity.main(["--text", str(text)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["stored", "w8", "w8a8", "w4"]
-    assert ["%)" in line for line in lines] == [False, True, True, True]
+    assert ["standard error" in line for line in lines] == [False, True, True, True]
+
+
+def test_a_difference_has_the_standard_error_of_the_mean_of_windows():
+    before = [perplexity.Loss(10, 10), perplexity.Loss(30, 10)]
+    after = [perplexity.Loss(10.1, 10), perplexity.Loss(30.3, 10)]  # 0.01 and 0.03 per token
+    # 0.02 per token; each window departs from this by 0.1
+    assert perplexity.difference(before, after) == "+2.02%, standard error 0.71%"
 
 
 def test_a_quantized_model_is_measured_with_both_activations(tmp_path):
@@ -25,6 +32,11 @@ def test_a_quantized_model_is_measured_with_both_activations(tmp_path):
     assert cli.main(["quantize", str(source), str(target), "--to", "w4"]) == 0
     assert list(perplexity.default_names(str(source))) == ["stored", "w8", "w8a8", "w4"]
     assert list(perplexity.default_names(str(target))) == ["stored:float", "stored:int8"]
+
+
+def test_two_kinds_of_text_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--human-eval and --text exclude each other"):
+        perplexity.main(["--human-eval", "--text", str(tmp_path / "text")])
 
 
 def test_unknown_roundings_are_refused_before_anything_is_measured(capsys):

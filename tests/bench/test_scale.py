@@ -12,8 +12,9 @@ from specserve import LLM, SamplingParams
 from specserve.cli.quantize import quantize
 from specserve.errors import ConfigError
 from specserve.models.checkpoint import Checkpoint, unquantized
-from specserve.models.decoder_config import load_config, tensor_shapes
 from specserve.models.folder import scaled_from
+from specserve.models.parse_config import load_config
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve.models.weight import Rounding
 from specserve.models.weight_files import INDEX, SINGLE
 from specserve_bench import scale

@@ -17,7 +17,8 @@ from specserve.models.eagle_head import (
     read_targets,
     shown_shapes,
 )
-from specserve.models.loader import EMBEDDING, load_decoder
+from specserve.models.loader import load_decoder
+from specserve.models.reader import EMBEDDING
 from specserve.models.source import load_eagle_config, open_source
 from specserve.models.tensor_views import show
 from specserve_bench.demo import scaled_model

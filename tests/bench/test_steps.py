@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.models import decoder_config
+from specserve.models import tensor_shapes
 from specserve_bench import bound
 from specserve_bench.bound import Bound, Cost, Rates, StepSize, compiled, cost
 from specserve_bench.demo.scaled_model import shape_config
@@ -34,7 +34,7 @@ def num_weights(config):
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
 def test_the_weights_are_those_of_the_maps_and_of_one_head(shape):
     config = shape_config(shape)
-    matrices = [s for s in decoder_config.tensor_shapes(config).values() if len(s) == 2]
+    matrices = [s for s in tensor_shapes.tensor_shapes(config).values() if len(s) == 2]
     embedding = 0 if config.tied else config.vocab_size * config.hidden_size
     assert num_weights(config) == sum(map(math.prod, matrices)) - embedding
 

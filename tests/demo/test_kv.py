@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
-from specserve.models.loader import KV_DTYPES, load_decoder
+from specserve.models.loader import load_decoder
+from specserve.models.reader import KV_DTYPES
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench.demo.evaluate import WINDOW
 from specserve_bench.demo.held_out import source_files

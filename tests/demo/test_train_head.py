@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from specserve.config import DEMO, DEMO_TARGET
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import load_config
 from specserve.models.eagle_head import load_eagle_head
 from specserve.models.loader import load_decoder
+from specserve.models.parse_config import load_config
 from specserve_bench.demo import commands, learning, losses, train_head
 from specserve_bench.demo.batches import IGNORED, Batch, Corpus
 from specserve_bench.demo.head_card import head_words, read_head_card

@@ -3,7 +3,7 @@
 import sys
 import threading
 from array import array
-from math import nan
+from math import log, nan
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,12 +77,14 @@ def grown(tries, event):
         same(columns(trie) for trie in tries)
     nodes = [ROOT]
     for _ in range(2 if event["model"] is not None else 0):
+        if not nodes:
+            break
         same(trie.reaches(nodes, "model") for trie in tries)
-        for node in nodes:
-            for trie in tries:
-                trie.ask(node, "model")
-            same(trie.branch(node, event["model"].items(), "model") for trie in tries)
-        nodes = [c for node in nodes for c in same(trie.children_of(node) for trie in tries)]
+        tokens = [[*event["model"]]] * len(nodes)
+        log_p = [[log(max(p, 1e-6)) for p in event["model"].values()]] * len(nodes)
+        levels = [t.branch_each([(t, n) for n in nodes], tokens, log_p, "model") for t in tries]
+        nodes = [node for own in same(levels).nodes for node in own]
+        same(columns(trie) for trie in tries)
     same(trie.reach(ROOT, "b") for trie in tries)
     same([trie.sources(node) for node in range(1, len(trie) + 1)] for trie in tries)
 

@@ -10,6 +10,7 @@ from specserve.speculation import (
     draft_depth,
     head_model,
     recycler,
+    source_chooser,
     speculator,
 )
 
@@ -23,6 +24,7 @@ TIMED = (
     recycler,
     request,
     scheduler,
+    source_chooser,
     speculator,
 )
 

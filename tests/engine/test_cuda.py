@@ -168,6 +168,40 @@ def test_a_head_goes_on_from_what_the_cpus_has(models, in_graphs, tmp_path, monk
         assert runner.program.eager.residual is None, "a step was not recorded"
 
 
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
+    # Attention and Mamba-2 in each layer
+    "falcon_h1": {"num_hidden_layers": 1, "mamba_n_heads": 2, "mamba_d_ssm": 24},
+}
+SLOW_HERE = () if HAS_GPU else pytest.mark.slow  # some of them suffice in the interpreter
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("falcon_h1", "in_graphs"),
+        ("lfm2", "op_by_op"),
+        ("qwen3_5", "op_by_op"),
+        pytest.param("lfm2", "in_graphs", marks=SLOW_HERE),
+        pytest.param("qwen3_5", "in_graphs", marks=SLOW_HERE),
+    ],
+)
+def test_the_text_of_a_model_with_states_is_the_cpus_own(family, way, request, tmp_path):
+    """With trees, replays, and a prompt that begins with another one's state."""
+    request.getfixturevalue(way)
+    sizes = {"num_hidden_layers": 2} | HYBRIDS[family]
+    folder = tiny_checkpoint(tmp_path, family, seed=1, **sizes)
+    models = load_small(folder), load_decoder(folder, "fp32", cuda, MAX_LEN), None
+    later = msgspec.structs.replace(cases()[3], arrives=8)
+    engine = the_text_is_the_cpus_own(models, bush, [cases()[0], later])
+    assert engine.pool.num_checkpoint_hits > 0
+
+
 def the_text_is_the_cpus_own(models, drafter, cases):
     on_cpu, target, draft = models
     want = plain(on_cpu, cases)

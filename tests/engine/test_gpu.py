@@ -19,8 +19,8 @@ from specserve.engine.grammars import Grammars
 from specserve.engine.runner import RowGroup
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.blocks import BlockTable
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
+from specserve.models.parse_config import load_config
 from specserve.text.tokenizer import load_tokenizer
 from specserve_bench.workloads import workload
 from specserve_kernels import load

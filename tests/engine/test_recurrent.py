@@ -1,7 +1,6 @@
 """Models with a recurrent state: the promise, prefix hits by checkpoints, and wrong replays."""
 
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,16 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from specserve.config import load_config
-from specserve.engine import loading, runner
+from specserve.engine import runner
 from specserve.engine.pool_plan import pool_words, size_words
 from specserve.engine.tuning import choose_threads, measure
 from specserve.errors import ConfigError
 from specserve.exchange.messages import ResumeState
-from specserve.exchange.phases import Phases
 from specserve.exchange.sampling_params import Sampling
 from specserve.memory.checkpoints import next_checkpoint
 from specserve.memory.states import StateReplay
-from specserve.models.selection import Drafters
 from specserve.scheduling import scheduler
 from specserve_drafters import Draft
 from specserve_kernels import cpu
@@ -350,11 +347,3 @@ def test_a_copy_before_its_replay_changes_the_text(target, monkeypatch):
 def test_a_recurrent_draft_model_is_refused(target):
     with pytest.raises(ConfigError, match="has recurrent layers"):
         engine_for(target, target, "model")
-
-
-def test_a_build_without_recurrent_ops_is_refused(tmp_path, monkeypatch):
-    folder = tiny_checkpoint(tmp_path, "lfm2")
-    monkeypatch.setattr(loading, "load_ops", lambda config: SimpleNamespace(has_recurrent=False))
-    config = load_config(None, {"model.path": str(folder), "drafter.name": "none"})
-    with pytest.raises(ConfigError, match=r"run on CPUs only\. Set model\.device = 'cpu'"):
-        loading.load_models(config, Drafters(("none",)), None, Phases(), [])

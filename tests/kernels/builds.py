@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specserve_kernels import cpu, load, reference
+from specserve_kernels.cuda import recurrent
 from specserve_kernels.cuda.graphs import GraphProgram
 from specserve_kernels.cuda.ops import CudaOps
 from tests.kernels import fake_flashinfer
@@ -22,6 +23,8 @@ ATTENTION = os.environ.get("SPECSERVE_TEST_ATTENTION", "auto")
 # Its tensors are on DEVICE.
 cuda = load("cuda", ATTENTION) if HAS_GPU else CudaOps(DEVICE, fake_flashinfer)
 placed = Placed(cuda, DEVICE)  # its tensors are on the host
+if not HAS_GPU:
+    recurrent.COLUMNS = 64  # the interpreter runs one program after the other
 ON_GPU = pytest.mark.cuda  # these tests run on a GPU if there is one
 FLASHINFER = pytest.mark.skipif(ATTENTION == "triton", reason="SPECSERVE_TEST_ATTENTION=triton")
 INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="Triton compiles for the GPU here")

@@ -11,12 +11,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from specserve_kernels.cuda import (
+    causal_conv,
     coded,
     experts,
     gated,
     move,
     norm,
     paged,
+    recurrent,
     rope,
     sample,
     top_children,
@@ -148,6 +150,7 @@ def sources(*dtypes):
         )
 
         yield from maps(t, dot)
+        yield from recurrent_ops(t)
         yield from sampling(t)
         yield from said(t)
 
@@ -165,6 +168,36 @@ def maps(t, dot):
         constants = shape | flags | {"ROWS": coded.ROWS, "DOT": dot}
         more = {"x": t, "bias": t, "R": "i32", "tiles": "i32"}
         yield source(coded._multiply, constants, **given, **more)
+
+
+def recurrent_ops(t):
+    ints = ("x_stride", "block_size", "layer_stride", "C")
+    tables = dict.fromkeys(("rows", "lanes", "order", "tables"), "*i32") | {"places": "*i64"}
+    floats = dict.fromkeys(("inputs", "kept", "q", "q_out", "found", "rate"), "*fp32")
+    floats |= dict.fromkeys(("dt_bias", "D", "norm", "weight", "bias"), "*fp32")
+    sizes = ("H", "K", "Dk", "Dv", "width", "q_width", "sharing", "is_read", "begin", "inner")
+    given = tables | floats | dict.fromkeys((*ints, *sizes, "groups", "size"), "i32")
+    given |= dict.fromkeys(("eps", "dt_factor", "z_factor"), "fp32")
+    given |= dict.fromkeys(("x", "qkv", "xbc", "out", "gate"), t)
+    rows = {"IS_GATED": t == "*bf16", "BLOCK": causal_conv.BLOCK}
+    heads = {"K_BLOCK": 128, "V_BLOCK": 128}
+    scan = {"K_BLOCK": 128, "COLUMNS": recurrent.COLUMNS}
+    of_floats = {"memory": "*fp32", "out": "*fp32"}
+    for kernel, constants, own in (
+        (causal_conv._conv, rows | {"TAPS": 4, "HAS_BIAS": True}, {"memory": t, "kept": t}),
+        (causal_conv._store_tails, rows | {"LENGTH": 3, "J": 4}, {"memory": t}),
+        (recurrent._delta_inputs, heads, {}),
+        (recurrent._mamba_inputs, heads, {}),
+        (recurrent._scan, scan | {"IS_DELTA": t == "*bf16"}, of_floats),
+        (recurrent._delta_outputs, {"V_BLOCK": 128}, {}),
+        *(
+            (recurrent._mamba_outputs, forms | {"HAS_NORM": True, "BLOCK": 4096}, {})
+            for forms in ({"GATES_FIRST": True}, {"GATES_FIRST": False})
+        ),
+        (recurrent._gate, {"BLOCK": 1024}, {}),
+    ):
+        types = {name: x for name, x in (given | own).items() if name in kernel.arg_names}
+        yield source(kernel, constants, **{n: x for n, x in types.items() if n not in constants})
 
 
 def sampling(t, V=152064, K=4):

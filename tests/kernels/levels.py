@@ -1,6 +1,7 @@
 """The C++ kernels compiled for one instruction set after another."""
 
 import ctypes
+import platform
 import shutil
 from contextlib import contextmanager
 from functools import cache
@@ -14,9 +15,12 @@ from tests.kernels.programs import compile_program
 from tests.kernels.remote import Server
 
 EMULATED = "emulated-amx"  # as specserve_level() names it
+EMULATED_VNNI = "emulated-avx-vnni"
 FLAGS = {"native": native_flags()}
 FLAGS |= {level.name: (*level.flags, *STATIC) for level in usable_levels()}
 FLAGS |= {EMULATED: (*native_flags(), "-DEMULATE_AMX")}
+if platform.machine() == "x86_64":
+    FLAGS |= {EMULATED_VNNI: ("-march=x86-64-v3", "-DEMULATE_AVX_VNNI")}
 
 # ARM is emulated as a whole, on any machine that has a compiler for it and the emulator.
 ARM = "aarch64 in an emulator"

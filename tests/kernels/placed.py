@@ -8,20 +8,23 @@ import torch
 from specserve_kernels import (
     AdapterRows,
     Codes,
+    DeltaParams,
     Edits,
     KVCache,
     KVLayer,
     Logprobs,
+    MambaParams,
     Masks,
     QKNorm,
     Rotary,
     Rows,
     SampleParams,
+    StateLayer,
 )
 from specserve_kernels.cuda.experts import Routing
 
 KINDS = AdapterRows, Codes, Edits, KVCache, Logprobs, Masks, QKNorm, Rotary, Routing, Rows
-KINDS += SampleParams, tuple, list
+KINDS += SampleParams, DeltaParams, MambaParams, tuple, list
 HOST = {  # op -> the arguments that it takes from the host
     "copy_blocks": ("source", "target"),
     "logprobs": ("rows", "tokens"),
@@ -30,6 +33,7 @@ HOST = {  # op -> the arguments that it takes from the host
     "prepack": ("weight",),
     "prepack_experts": ("weights",),
     "quantize": ("weight",),
+    "replay": ("replays",),
     "sample": ("rows", "params"),
     "top_children": ("params",),
 }
@@ -41,6 +45,7 @@ OPS = OPAQUE | HOST.keys() | {
     *("rms_norm", "rms_norm_add", "add_matched", "correct_streams", "mix_streams"),
     *("sparse_gated", "spread_streams", "weigh_columns"),
     *("rms_norm_columns", "rope_write_kv", "route", "scale", "soft_cap", "take_rows"),
+    *("causal_conv", "delta_rule", "gate", "selective_state_update"),
     *("all_gather", "receive", "send", "take_columns", "put_columns", "weigh_rows"),
 }  # fmt: skip
 
@@ -121,6 +126,10 @@ class Copies:
 def mapped(change, x):
     if isinstance(x, KVLayer):
         return KVLayer(*map(change, (x.k, x.v, x.k_scale, x.v_scale)))
+    if isinstance(x, StateLayer):
+        return StateLayer(
+            change(x.memory), x.places, x.shape, x.dtype, change(x.kept), x.num_groups
+        )
     if type(x) in KINDS:
         parts = map(change, x)
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)

@@ -313,9 +313,10 @@ def test_a_prebuilt_library_that_does_not_fit_is_passed_over(prebuilt, spoil):
 
 CPUS = {  # flags in /proc/cpuinfo, does Linux grant the tiles -> the best level
     "AVX2": (levels.V3, True, "x86-64-v3"),
+    "AVX-VNNI": (levels.V3 | {"avx_vnni"}, True, "x86-64-v3-vnni"),
     "AVX-512": (levels.V4, True, "x86-64-v4"),
     "AVX-512 that multiplies bf16": (levels.BF16, True, "x86-64-v4-bf16"),
-    "AMX": (levels.AMX, True, "x86-64-v4-amx"),
+    "AMX": (levels.AMX | {"avx_vnni"}, True, "x86-64-v4-amx"),
     "AMX on a kernel without it": (levels.AMX, False, "x86-64-v4-bf16"),
     "AVX-512 without a part of it": (levels.V4 - {"avx512dq"}, True, "x86-64-v3"),
     "neither": (frozenset({"sse4_2", "avx"}), True, None),

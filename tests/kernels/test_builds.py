@@ -14,6 +14,7 @@ from tests.kernels import (
     test_logprobs,
     test_quantize,
     test_ranks,
+    test_recurrent,
     test_sampling,
     test_streams,
 )
@@ -34,9 +35,12 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "add_gated": (test_experts.test_rows_are_added_with_a_gate_for_each, FP32),
     "all_gather": GATHERED,
     "attention": (test_attention.test_query_heads_share_kv_heads_in_order,),
+    "causal_conv": (test_recurrent.test_a_build_computes_what_the_definition_does, "silu", FP32),
     "copy_blocks": (test_layers.test_blocks_are_copied_whole_and_in_order,),
+    "delta_rule": (test_recurrent.test_a_build_computes_what_the_definition_does, "delta", FP32),
     "embed": COPIES,
     "experts": (test_experts.test_experts_may_have_all_rows_or_none, 16, None),
+    "gate": (test_recurrent.test_a_gate_multiplies_in_place,),
     "gate_columns": (test_layers.test_columns_of_another_tensor_are_gated_in_place, "silu", FP32),
     "layer_norm": (test_layers.test_layer_norm,
         *test_layers.LAYER_NORMS["the mean is taken off"]),
@@ -50,6 +54,7 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
     "put_columns": (test_ranks.test_columns_may_be_replaced,),
     "quantize": (test_quantize.test_of_8_bits_a_row_has_one_scale_whatever_its_width,),
     "receive": PASSED,
+    "replay": (test_recurrent.test_a_replay_of_no_tokens_only_copies_the_state, "gated"),
     "rms_norm": (test_layers.test_rms_norm, *test_layers.NORMS["mean, not sum"]),
     "rms_norm_add": (test_layers.test_a_norm_is_added_to_the_residual_stream_in_place,),
     "rms_norm_columns": (test_layers.test_a_norm_of_columns_leaves_the_others_as_they_are,),
@@ -59,6 +64,8 @@ CHECKS = {  # op -> a test of it, and the arguments after the build
         *test_experts.ROUTES["the largest first"]),
     "sample": (test_sampling.test_the_choice_is, *test_sampling.CHOICES["T = 0 is argmax"]),
     "scale": CURVES,
+    "selective_state_update": (test_recurrent.test_a_build_computes_what_the_definition_does,
+        "mamba", FP32),
     "add_matched": (test_streams.test_a_stream_of_the_size_of_the_first_is_added,),
     "correct_streams": (test_streams.test_streams_are_corrected_by_the_difference_to_the_first,),
     "mix_streams": (test_streams.test_streams_are_mixed,),
@@ -93,7 +100,7 @@ def spoilt(op):
 
     @wraps(op)
     def spoilt_op(*args, **kwargs):
-        if op.__name__ in ("copy_blocks", "move_kv"):
+        if op.__name__ in ("copy_blocks", "move_kv", "replay"):
             return None
         result = op(*args, **kwargs)
         is_tensor = isinstance(result, torch.Tensor)

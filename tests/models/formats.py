@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.models.checkpoint import Checkpoint
-from specserve.models.decoder_config import load_config, tensor_shapes
+from specserve.models.parse_config import load_config
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve_kernels import Codes
 from tests.checkpoints import tiny_checkpoint
 

@@ -16,13 +16,23 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
+from specserve.models.recurrent import Mamba2
 from tests.checkpoints import tiny_checkpoint
+from tests.models import gguf_layers
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {  # model_type -> llama.cpp's architecture
     "arcee": "arcee",
     "apertus": "apertus",
+    "bamba": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "granitemoehybrid": "granitehybrid",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_next": "qwen3next",
     "cohere": "command-r",
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -67,8 +77,11 @@ TURNED = (
     "granite",
     "granitemoe",
     "arcee",
+    "bamba",
+    "granitemoehybrid",
     "ministral3",
 )  # whose rows of q and k are turned
+SHIFTED = "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"  # norms have a 1
 SCALES = {  # type -> where a block has scales: byte -> one that makes small weights of random bytes
     "IQ1_M": {48: 1e-3},  # in the upper bits of four words
     "IQ1_S": {0: 2e-3},
@@ -133,9 +146,10 @@ def write(
     for name, text in (files or {}).items():
         (plain / name).write_text(text, encoding="utf-8")
     config = AutoConfig.from_pretrained(plain)
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4
     file = folder / "model.gguf"
     writer = GGUFWriter(file, arch or ARCHITECTURES[config.model_type], split_max_tensors=parts)
-    add_shape(writer, config, load_config(plain).intermediate_size)
+    add_shape(writer, config, load_config(plain).intermediate_size, plain)
     add_tokenizer(writer, plain, pre)
     add_tensors(writer, plain, config, type)
     if edit is not None:
@@ -169,7 +183,7 @@ def add_generation_config(folder):
     (folder / "generation_config.json").write_text(json.dumps(written | {"top_p": 0.75}))
 
 
-def add_shape(writer, config, width):
+def add_shape(writer, config, width, plain):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -207,6 +221,7 @@ def add_shape(writer, config, width):
             getattr(writer, add)(value)
     if config.model_type == "lfm2_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    gguf_layers.add_layers(writer, config, plain)
     writer.add_sampling_temp(0.5)
     writer.add_sampling_top_k(20)
     writer.add_sampling_top_p(0.75)
@@ -229,6 +244,7 @@ QWEN = MIXTURE | {
     "add_expert_count": "num_experts",
     "add_expert_feed_forward_length": "moe_intermediate_size",
 }
+SHARED = {"add_expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 SOFT_CAPS = {
     "add_attn_logit_softcapping": "attn_logit_softcapping",
     "add_final_logit_softcapping": "final_logit_softcapping",
@@ -283,14 +299,16 @@ FIELDS = {  # model_type -> further metadata: the writer's method -> field of th
         "add_expert_feed_forward_length": "intermediate_size",
     },
     "granite": GRANITE,
+    "granitemoehybrid": GRANITE,
+    "qwen3_5_moe_text": QWEN | SHARED,
+    "qwen3_next": QWEN | SHARED,
     "granitemoe": GRANITE | MIXTURE | {"add_expert_count": "num_local_experts"},
     "lfm2_moe": QWEN | {"add_leading_dense_block_count": "num_dense_layers"},
     "mistral": WINDOW,
     "mixtral": WINDOW | MIXTURE | {"add_expert_count": "num_local_experts"},
     "olmoe": MIXTURE | {"add_expert_count": "num_experts"},
     "phi3": WINDOW,
-    "qwen2_moe": QWEN
-    | {"add_expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    "qwen2_moe": QWEN | SHARED,
     "qwen3_moe": QWEN,
 }
 
@@ -368,25 +386,30 @@ def add_tensors(writer, plain, config, type):
     tensors = load_file(plain / WEIGHTS)
     meant = {name: tensor.clone() for name, tensor in tensors.items()}
     add_alphas(writer, tensors)
+    told = load_config(plain)
     for name, views in stacks(meant, config).items():
-        array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
-        shift = (
-            1
-            if name.endswith("norm.weight")
-            and (writer.arch.startswith("gemma") or writer.arch == "nemotron")
-            else 0
-        )
+        if isinstance(views, gguf_layers.Rows):
+            array = views.array(config.hidden_size)
+        else:
+            array = torch.stack(views).numpy() if len(views) > 1 else views[0].numpy().copy()
+        is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+        shift = 1 if is_norm and writer.arch in SHIFTED else 0
         named = name + ".bias" if name.endswith("expert_bias") else name
         named = named.replace(".dt_bias", ".dt_proj.bias")
         if ".feed_forward.experts.w" in named:  # the converter's name for the stacks of LFM2
             named = named.removeprefix("model.")
-        theirs = names.get_name(named, (".weight", ".bias"))
+        theirs = name if name.startswith("blk.") else names.get_name(named, (".weight", ".bias"))
+        there, back = gguf_layers.changes(name, config, told)
         theirs += ".weight" if theirs.endswith("sinks") else ""
         kind = kind_of(array, theirs, type(theirs) if callable(type) else type)
-        stored = quantized((array + shift).reshape(-1, array.shape[-1]), kind)
-        values = torch.from_numpy(dequantized(stored, kind) - shift).view(array.shape)
-        for view, value in zip(views, values if len(views) > 1 else [values], strict=True):
-            view.copy_(value)
+        stored = quantized(there(array + shift).reshape(-1, array.shape[-1]), kind)
+        means = dequantized(stored, kind).reshape(array.shape)
+        values = torch.from_numpy(np.ascontiguousarray(back(means) - shift))
+        if isinstance(views, gguf_layers.Rows):
+            views.put(values)
+        else:
+            for view, value in zip(views, values if len(views) > 1 else [values], strict=True):
+                view.copy_(value)
         stored = stored.reshape(*array.shape[:-1], -1)
         if config.model_type in TURNED and theirs.split(".")[-2] in ("attn_q", "attn_k"):
             heads = len(stored) // config.head_dim
@@ -398,10 +421,11 @@ def add_tensors(writer, plain, config, type):
             stored = stored[:, 0]
         if theirs.endswith(".ssm_a"):
             stored = -np.exp(stored)
-        if theirs.endswith((".ssm_a", ".ssm_d")):
+        is_mamba = isinstance(told.recurrent, Mamba2)
+        if is_mamba and theirs.endswith((".ssm_a", ".ssm_d")):
             stored = stored.reshape(-1, 1)
-        if theirs.endswith("ssm_norm.weight"):
-            stored = stored.reshape(config.n_groups, -1)
+        if is_mamba and theirs.endswith("ssm_norm.weight"):
+            stored = stored.reshape(told.recurrent.num_groups, -1)
         writer.add_tensor(theirs, stored, raw_dtype=kind)
     save_file(meant, plain / WEIGHTS, metadata={"format": "pt"})
 
@@ -428,6 +452,8 @@ def stacks(tensors, config):
     """
     found = {}
     for name, tensor in tensors.items():
+        if gguf_layers.named(name, tensor, config, found):
+            continue
         if (one := EXPERT.fullmatch(name)) is not None:
             found.setdefault(one[1] + one[2], []).append(tensor)
         elif (all := INTERLEAVED.fullmatch(name)) is not None:

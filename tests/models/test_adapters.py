@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from specserve.errors import ConfigError
 from specserve.models import adapter_config, adapters
 from specserve.models.adapters import adapter_bytes, fused_maps, read_adapter
-from specserve.models.decoder_config import load_config
-from specserve.models.loader import load_decoder, rows_of_qkv
+from specserve.models.layer_reader import rows_of_qkv
+from specserve.models.loader import load_decoder
+from specserve.models.parse_config import load_config
 from specserve_kernels import reference
 from tests.checkpoints import save_quietly, tiny_checkpoint
 

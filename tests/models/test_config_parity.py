@@ -9,8 +9,9 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specserve.models import decoder_config
-from specserve.models.families import FAMILIES, MULTIMODAL
+from specserve.models import parse_config
+from specserve.models.families import FAMILIES
+from specserve.models.multimodal_families import MULTIMODAL
 from specserve.models.rotary import frequencies
 
 MODEL_TYPES = {
@@ -414,7 +415,7 @@ def longest_text(fields, want):
 
 @pytest.mark.parametrize("fields", TABLE.values(), ids=TABLE)
 def test_a_config_means_what_transformers_takes_it_to_mean(fields):
-    want, got = theirs(fields), decoder_config.parse(fields)
+    want, got = theirs(fields), parse_config.parse(fields)
     assert got.num_layers == want.num_hidden_layers
     assert got.num_heads == want.num_attention_heads
     is_mixed = has_kinds(want) and "sliding_attention" in want.layer_types
@@ -468,7 +469,7 @@ def rotating(config):
 
 def test_the_table_reports_the_kinds_of_rope_apart():
     """So that a kind that is read as another one fails."""
-    ropes = {name: decoder_config.parse(fields).rope_parameters for name, fields in TABLE.items()}
+    ropes = {name: parse_config.parse(fields).rope_parameters for name, fields in TABLE.items()}
     llama = {name: rope for name, rope in ropes.items() if name.startswith("LlamaForCausalLM")}
     assert {rope.kind for rope in llama.values()} == {
         "default",

@@ -4,9 +4,9 @@ import pytest
 from safetensors.torch import load_file
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.decoder_config import load_config
+from specserve.models import parse_config
 from specserve.models.families import FAMILIES
+from specserve.models.parse_config import load_config
 from tests.checkpoints import tiny_checkpoint
 
 
@@ -241,4 +241,4 @@ def test_remote_code_is_not_asked_for_the_config(parse):
 )
 def test_unsupported_forms_of_mamba_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        decoder_config.parse({"architectures": ["NemotronHForCausalLM"], **fields})
+        parse_config.parse({"architectures": ["NemotronHForCausalLM"], **fields})

@@ -37,6 +37,7 @@ from tests.models import gguf_files
 from tests.models.forward import logits, prompt
 from tests.models.gguf_files import GEMMA3, TIED, WEIGHTS, WIDE, write
 
+FLOAT = Rounding(activations="float")
 QUANTIZED = [type.name for type in TYPES.values() if not type.is_plain]
 # Of codes; those of other types have 4.
 EIGHT_BITS = {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K", "Q8_K"}
@@ -95,7 +96,7 @@ def of_type(request, tmp_path_factory):
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 def test_logits_are_those_of_the_values_that_are_meant(of_type, ops):
     ids = prompt(320, 37)
-    got = logits(load_decoder(of_type.file, "fp32", ops), ids)
+    got = logits(load_decoder(of_type.file, "fp32", ops, rounding=FLOAT), ids)
     want = logits(load_decoder(of_type.plain, "fp32", ops), ids)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -203,7 +204,7 @@ def test_the_config_and_the_logits_are_those_of_the_checkpoint(tmp_path, family,
     same |= {"local_rope_parameters": want.local_rope_parameters, "family": want.family}
     assert msgspec.structs.replace(got, **same) == msgspec.structs.replace(want, **same)
     ids = prompt(320, 61)
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, ids) for m in models), rtol=1e-3, atol=1e-3)
 
 
@@ -224,7 +225,7 @@ def test_mrope_is_plain_rope(tmp_path, arch, family):
 
     file, plain = write(tmp_path, family, arch=arch, edit=edit)
     open_source(file).check()
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 37)) for m in models), rtol=1e-3, atol=1e-3)
 
 
@@ -249,7 +250,7 @@ def test_mtp_layers_of_a_file_are_left_out(tmp_path, caplog):
     open_source(file).check()
     assert "the file's MTP layers are not loaded" in caplog.text
     assert open_source(file).config().num_layers == 2
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models), rtol=1e-3, atol=1e-3)
 
 
@@ -312,7 +313,7 @@ def test_maps_of_several_types_make_one_model(tmp_path):
     pick = lambda name: kinds.get(name.split(".")[-2], "Q8_0")  # noqa: E731
     file, plain = write(tmp_path, "llama", pick, **WIDE)
     ids = prompt(320, 29)
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, ids) for m in models))
 
 
@@ -332,7 +333,7 @@ def test_maps_stay_codes(tmp_path):
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_1"}
     pick = lambda name: kinds.get(name.split(".")[-2], "Q4_K")  # noqa: E731
     file = write(tmp_path, "llama", pick, **WIDE).file
-    forms = load_decoder(file, "bf16", reference).weights.forms
+    forms = load_decoder(file, "bf16", reference, rounding=FLOAT).weights.forms
     assert forms.maps == (
         MapForm(4, 32, 2, has_offsets=True),
         MapForm(8, 16, 2, has_offsets=True),
@@ -379,6 +380,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrid
     model = AutoModelForCausalLM.from_pretrained(target.plain, dtype=torch.float32)
     want = [greedy(model, ids) for ids in PROMPTS]
     settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.dtype": "fp32"}
+    settings["model.activations"] = "float"
     settings["scheduler.max_model_len"] = 256  # gpt-oss has a long context
     params = SamplingParams(temperature=0, max_tokens=NEW)
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
@@ -387,7 +389,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family, type, overrid
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"])
-def test_activations_have_8_bits_if_a_setting_says_so(tmp_path, type):
+def test_activations_have_8_bits_unless_a_setting_says_float(tmp_path, type):
     """As in llama.cpp; logits then differ a little."""
     file, ids = write(tmp_path, "llama", type, **WIDE).file, prompt(320, 37)
     models = {
@@ -395,7 +397,7 @@ def test_activations_have_8_bits_if_a_setting_says_so(tmp_path, type):
         for asked in ("auto", "int8", "float")
     }
     forms = {asked: model.weights.forms for asked, model in models.items()}
-    assert forms["auto"] == forms["float"]
+    assert forms["auto"] == forms["int8"]
     assert {form.activation_bits for form in forms["int8"].maps} == {8}
     assert {form.activation_bits for form in forms["float"].maps} == {None}
     rounded, exact = (logits(models[asked], ids) for asked in ("int8", "float"))
@@ -405,7 +407,7 @@ def test_activations_have_8_bits_if_a_setting_says_so(tmp_path, type):
 def test_no_drafter_changes_the_text_with_8_bit_activations(tmp_path):
     target = write(tmp_path / "a", "qwen3", "Q4_K", seed=1, **WIDE)
     draft = write(tmp_path / "b", "qwen3", "Q6_K", seed=1, **WIDE | {"num_hidden_layers": 1})
-    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26, "model.activations": "int8"}
+    settings = {"model.threads": 1, "memory.kv_bytes": 1 << 26}
     params, texts = SamplingParams(temperature=0, max_tokens=NEW), []
     for drafter, draft_model in {"none": None, "ngram": None, "model": draft.file}.items():
         with LLM(target.file, draft_model, drafter, set=settings, progress=False) as llm:
@@ -453,15 +455,17 @@ def test_a_part_that_is_a_link_out_of_the_folder_is_refused(tmp_path):
         open_source(first).check()
 
 
-def test_parts_in_the_hubs_cache_are_links(tmp_path):
-    folder = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+@pytest.mark.parametrize("below", [".", "Q8_0/parts"])
+def test_parts_in_the_hubs_cache_are_links(tmp_path, below):
+    repository = tmp_path / "models--org--name"
+    folder = repository / "snapshots" / ("0" * 40) / below
     folder.mkdir(parents=True)
     first = write(folder, "llama", parts=8).file
-    blobs = folder.parent.parent / "blobs"
+    blobs = repository / "blobs"
     blobs.mkdir()
     for part in folder.glob("*.gguf"):
         part.rename(blobs / part.name)
-        part.symlink_to(f"../../blobs/{part.name}")
+        part.symlink_to(blobs / part.name)
     open_source(first).check()
 
 
@@ -563,7 +567,7 @@ def test_experts_may_have_gates_and_ups_in_one_tensor(tmp_path):
 
     file, plain = write(tmp_path, "qwen3_moe", edit=edit)
     open_source(file).check()
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models))
 
 
@@ -579,7 +583,7 @@ def test_old_files_of_qwen_lack_the_widths_of_experts(tmp_path):
 def test_experts_of_quantized_types_stay_codes(tmp_path):
     pick = lambda name: "MXFP4" if "exps" in name else "Q8_0"  # noqa: E731
     file, plain = write(tmp_path, "gpt_oss", pick, swiglu_limit=7.0)
-    models = [load_decoder(path, "fp32", reference) for path in (file, plain)]
+    models = [load_decoder(path, "fp32", reference, rounding=FLOAT) for path in (file, plain)]
     torch.testing.assert_close(*(logits(m, prompt(320, 29)) for m in models))
     each = models[0].weights.layers[0].experts.gate_up.each[0]
     assert isinstance(each, Codes) and each.group == 32

@@ -303,6 +303,51 @@ def test_gemmas_merges_have_the_order_of_its_tokens(tmp_path):
         assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
+def gemma4():
+    """As Gemma 4's: no space before a text, and tokens of several line breaks."""
+    made = json.loads(without_prefix(sentencepiece()).to_str())
+    vocab, merges = made["model"]["vocab"], made["model"]["merges"]
+    made["added_tokens"] = [t for t in made["added_tokens"] if t["content"] in vocab]
+    for token in ("\n", "\n\n", "\n\n\n", "<turn|>"):
+        vocab.setdefault(token, len(vocab))
+    merges += [["\n", "\n"], ["\n\n", "\n"]]
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.add_special_tokens([AddedToken("<turn|>", normalized=False)])
+    return with_added(tokenizer)
+
+
+def as_gemma4(writer):
+    """The file calls the end of a turn an ordinary token, and has no begin."""
+    made = json.loads(gemma4().to_str())["model"]
+    kinds = writer.kv_data[0]["tokenizer.ggml.token_type"].value
+    kinds[made["vocab"]["<turn|>"]] = TokenKind.NORMAL
+    put_tokenizer(
+        model=("gemma4", GGUFValueType.STRING),
+        merges=([" ".join(merge) for merge in made["merges"]], GGUFValueType.ARRAY),
+        add_bos_token=NO,
+        add_space_prefix=None,
+        pre=None,
+        scores=None,
+    )(writer)
+
+
+def test_gemma_4_has_a_tokenizer_of_its_own(tmp_path):
+    files = model(tmp_path, None, gemma4(), as_gemma4)
+    open_source(files.file).check()
+    ours, theirs = (open_source(path).tokenizer() for path in files)
+    for text in [*TRICKY, "a\n\n\n\n\nb <turn|>\n", "<turn|>"]:
+        check_equal(ours, theirs, text)
+    assert gemma4().token_to_id("<turn|>") in open_source(files.file).ends()["known text"]
+
+
+def test_gemma_4_needs_merges(tmp_path):
+    edit = put_tokenizer(model=("gemma4", GGUFValueType.STRING))
+    file = model(tmp_path, None, gemma4(), edit).file
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.merges is missing"):
+        open_source(file).tokenizer()
+
+
 YES, NO = (True, GGUFValueType.BOOL), (False, GGUFValueType.BOOL)
 NUMBER = GGUFValueType.UINT32
 FLAGS = {  # tokenizer.ggml.pre, the tokenizer, what the file says of it

@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specserve.models import checkpoint
-from specserve.models.decoder_config import load_config, tensor_shapes
+from specserve.models.parse_config import load_config
 from specserve.models.quantized.config import parse
 from specserve.models.quantized.maps import QuantizedMaps
+from specserve.models.tensor_shapes import tensor_shapes
 from specserve_kernels import Codes
 from tests.checkpoints import tiny_checkpoint
 

@@ -9,8 +9,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.cli import command as cli
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, open_reader, weight_bytes
+from specserve.models.parse_config import load_config
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import cpu, reference
 from tests.checkpoints import tiny_checkpoint

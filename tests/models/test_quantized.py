@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from specserve.cli import command as cli
 from specserve.errors import ConfigError
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder
+from specserve.models.parse_config import load_config
 from specserve.models.quantized import config
 from specserve_kernels import cpu, reference
 from tests.checkpoints import tiny_checkpoint

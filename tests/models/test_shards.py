@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specserve.errors import ConfigError
-from specserve.models import families
+from specserve.models import families, multimodal_families
 from specserve.models.adapters import AdapterSlots, read_adapter
-from specserve.models.decoder_config import load_config
 from specserve.models.loader import load_decoder, weight_bytes
+from specserve.models.parse_config import load_config
 from specserve.models.shard import Shard
 from specserve.models.weight import AS_STORED, Rounding
 from specserve_kernels import AdapterRows, reference
@@ -108,7 +108,7 @@ def test_ranks_compute_the_bits_of_one_process(case, tmp_path):
 def test_every_family_is_compared(tmp_path):
     folders = [checkpoint_of(case, tmp_path / str(i)) for i, case in enumerate(CASES)]
     found = {load_config(folder).architecture for folder in folders}
-    assert found == {*families.FAMILIES, *families.MULTIMODAL}
+    assert found == {*families.FAMILIES, *multimodal_families.MULTIMODAL}
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(4, 1), (3, 1), (1, 3), (2, 3)])

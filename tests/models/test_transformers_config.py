@@ -6,7 +6,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config, transformers_config
+from specserve.models import parse_config, transformers_config
 from specserve.models.source import open_source
 from specserve.models.transformers_config import causal_models
 from tests.checkpoints import FAMILIES, RECURRENT, tiny_checkpoint
@@ -159,4 +159,4 @@ def test_where_the_table_is_not_found_loading_reports(monkeypatch):
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}
     written = {**OLMO, **sizes, "architectures": ["NewForCausalLM"], "max_position_embeddings": 9}
     assert transformers_config.parse(written).architecture == "NewForCausalLM"
-    assert not decoder_config.names_family(written)
+    assert not parse_config.names_family(written)

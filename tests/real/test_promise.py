@@ -3,7 +3,7 @@
 import pytest
 
 from specserve import LLM, SamplingParams, StructuredOutputsParams
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 from specserve_bench.figures.real import QUESTIONS
 from specserve_drafters.base import AUTO_SOURCES
 from tests.engine.engines import let_all_guess

@@ -41,6 +41,22 @@ def test_a_sample_has_the_figures_since_the_last_one():
     assert [s.at for s in history.after(100.0).samples] == [103.0]
 
 
+def test_a_sample_has_the_largest_load_since_the_last_one():
+    history = History(Metrics("m", 4))
+    full, empty = report(2), Report([], 0, 0, 0, {"target": 0, "draft": 0, "free": 8}, Stats())
+    for each in full, empty:
+        history.metrics.on_report(each)
+    for now in 100.0, 103.0:
+        history.take(now)
+    short, idle = history.samples
+    assert (short.running, short.waiting, short.kv_usage) == (2, 2, 0.5)
+    assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0)
+    history.metrics.on_report(full)
+    for now in 106.0, 109.0:  # a long step: no report comes between them
+        history.take(now)
+    assert [s.running for s in history.samples][2:] == [2, 2]
+
+
 def test_old_samples_are_dropped():
     history = History(Metrics("m", 4))
     for n in range(NUM_SAMPLES + 5):

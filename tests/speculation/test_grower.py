@@ -1,10 +1,10 @@
 """Of several models, the one with cheap levels goes first and gets the credit for shared tokens."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from specserve.models.eagle_head import load_eagle_head
+from specserve.speculation.accounts import AcceptanceStats
+from specserve.speculation.request_draft import RequestDraft
 from specserve.speculation.verify import DraftSources
 from specserve_drafters.candidates import ROOT, Candidate, Draft
 from specserve_drafters.trie import CHILDREN_BY, FINDS, Calibration, Trie
@@ -12,6 +12,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.engine.clock import Clock
 from tests.engine.engines import Case, Watch, engine_for, load_small
 from tests.models.eagle_heads import write_head
+from tests.scheduling import simulation
 from tests.speculation.test_head_model import PROMPT, sampling
 
 
@@ -70,16 +71,14 @@ def test_the_model_with_cheap_levels_goes_first(engine, monkeypatch, first, othe
 
 
 @pytest.mark.parametrize(("first", "other"), [("eagle", "model"), ("model", "eagle")])
-def test_what_both_draft_is_the_merit_of_the_one_that_was_run_first(engine, first, other):
-    guesses = engine.speculator
-    guesses.saved_per_draft_token, guesses.row_seconds = 1.0, 0.25
+def test_what_both_draft_is_the_merit_of_the_one_that_was_run_first(first, other):
     trie = Trie(Calibration(), 1)
     both = trie.put(ROOT, 5, trie.calibrators[first].weigh(0.6, 1))
     trie.agree(both, trie.calibrators[other].weigh(0.9, 1))
     own = trie.put(both, 6, trie.calibrators[other].weigh(0.9, 2))
     wrong = trie.put(own, 7, trie.calibrators[other].weigh(0.9, 3))
     sources = [tuple(trie.sources(node)) for node in (both, own, wrong)]
-    root = SimpleNamespace()
-    guesses.note_savings(root, DraftSources(Draft(), sources, {}).groups([1, 2]))
+    root = RequestDraft(simulation.request(simulation.scheduler(8), 1, 4, 4), AcceptanceStats(), ())
+    root.note_savings(DraftSources(Draft(), sources, {}).groups([1, 2]), 1.0, 0.25)
     assert root.credit == {first: 0.75, other: 0.75 - 0.25}
     assert root.saved_of == {first: 0.75, other: 1.25}

@@ -15,6 +15,7 @@ import numpy as np
 from specserve.exchange.messages import Stats
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts
+from specserve.speculation.verify import AcceptedPath
 from specserve_drafters import ROOT, Draft
 from specserve_drafters.base import DraftSource
 from specserve_drafters.candidates import CandidateColumns
@@ -198,7 +199,7 @@ class FixedPlan:
     def timed(self, seconds):
         pass
 
-    def learn(self, item, tokens, accepted):
+    def learn(self, items, paths):
         pass
 
     def begin(self, request):
@@ -280,7 +281,7 @@ class Engine:
         request.token_ids.extend(tokens)
         request.publish()
         self.num_tokens += len(tokens)
-        self.speculator.learn(item, tokens, nodes)
+        self.speculator.learn([item], [AcceptedPath(tokens, nodes)])
         if request.num_left <= 0:
             self.scheduler.remove(request)
             self.speculator.forget(request.id)

@@ -13,10 +13,11 @@ from msgspec import structs
 
 from specserve.config import DEMO
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.decoder_config import DecoderConfig, load_config
+from specserve.models import parse_config
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import LLAMA, EagleConfig, names_head, parts
 from specserve.models.folder import SCALED, Scaled, read_json, refuse_transformers
+from specserve.models.parse_config import load_config
 from specserve.models.source import Folder, load_eagle_config
 
 NOTE = (
@@ -61,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json of known models, and of dra
 
 
 def shape_config(shape: str) -> DecoderConfig:
-    return decoder_config.parse(SHAPES[shape])
+    return parse_config.parse(SHAPES[shape])
 
 
 class ScaledSizes(NamedTuple):
@@ -136,7 +137,7 @@ def scaled_sizes(source: Path, shape: str, dtype: str, name: str) -> ScaledSizes
     refuse_smaller(source, small, shape, like)
     fields = scaled_fields(written, small, like, dtype)
     fields[SCALED] = {"source": name, "like": shape_name(shape), "note": NOTE}
-    return ScaledSizes(small, decoder_config.parse(fields), fields)
+    return ScaledSizes(small, parse_config.parse(fields), fields)
 
 
 def head_sizes(source: Path, shape: str) -> tuple[EagleConfig, EagleConfig]:
@@ -148,7 +149,7 @@ def head_sizes(source: Path, shape: str) -> tuple[EagleConfig, EagleConfig]:
     _, of_layers = parts(read_json(source / "config.json"))
     large = structs.replace(
         small,
-        layers=decoder_config.parse(of_layers | size_fields(small.layers, like)),
+        layers=parse_config.parse(of_layers | size_fields(small.layers, like)),
         target_hidden_size=like.hidden_size,
         draft_vocab_size=DRAFT_VOCAB,
     )

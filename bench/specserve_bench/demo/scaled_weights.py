@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
+from specserve.models import tensor_shapes
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.eagle_config import EagleConfig
 from specserve.models.eagle_head import FUSE, OFFSETS, places, read_targets, shown_shapes
-from specserve.models.loader import EMBEDDING, HEAD
+from specserve.models.reader import EMBEDDING, HEAD
 from specserve.models.rotary import frequencies
 from specserve.models.tensor_views import stored_shapes
 from specserve.models.weight_files import Slice
@@ -57,7 +57,7 @@ BLOCK = 1 << 20  # random numbers, which a tensor repeats: what they are costs n
 def open_checkpoint(source: Path, small: DecoderConfig, large: DecoderConfig) -> Checkpoint:
     """ConfigError for weights that cannot be scaled."""
     checkpoint = Checkpoint(source)
-    shapes = decoder_config.tensor_shapes(small)
+    shapes = tensor_shapes.tensor_shapes(small)
     if HEAD in checkpoint:  # it counts even where config.json calls it tied
         shapes[HEAD] = shapes[EMBEDDING]
     checkpoint.check(unquantized(shapes))
@@ -111,9 +111,9 @@ class ScaledTensors:
         self.small, self.large = small, large
         self.checkpoint = open_checkpoint(source, small, large)
         self.dtype, self.seed = dtype, seed
-        self.source_shapes = decoder_config.tensor_shapes(small)
+        self.source_shapes = tensor_shapes.tensor_shapes(small)
         self.source_shapes[HEAD] = self.source_shapes[EMBEDDING]
-        self.shapes = decoder_config.tensor_shapes(large)
+        self.shapes = tensor_shapes.tensor_shapes(large)
         self.axes, self.factors = axes(small, large), factors(small, large)
 
     def keys(self) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve.models.families import FAMILIES
 from specserve_bench.bound import StepSize
 from specserve_bench.figures.steps import Steps, beside
@@ -41,7 +41,7 @@ def measure(
     # The config has windows and no biases, so all families read the same bytes, except those whose
     # MLP has no gate.
     fields = {"attention_bias": False, "mlp_bias": False, "sliding_window": 256, **shape}
-    configs = {name: decoder_config.parse({"architectures": [name], **fields}) for name in DENSE}
+    configs = {name: parse_config.parse({"architectures": [name], **fields}) for name in DENSE}
     steps = {n: Steps(made.decoder(c, c.max_positions), n, sizes) for n, c in configs.items()}
     figures = beside(steps, sizes, rounds, "LlamaForCausalLM", "over_llama")
     return {"shape": dict(shape), "rounds": rounds, "steps": figures}

@@ -9,7 +9,7 @@ from specserve.engine.runner import RowGroup, build_step_input
 from specserve.memory.arena import Arena, KVLayout, used_bytes
 from specserve.memory.blocks import BlockPool, BlockTable
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.loader import KV_DTYPES
+from specserve.models.reader import KV_DTYPES
 from specserve_bench.demo.scaled_model import shape_config
 from specserve_bench.figures.steps import BLOCK_SIZE, typical
 from specserve_bench.report import extremes_words, markdown_table

@@ -12,7 +12,7 @@ from typing import Any
 
 from specserve.config import load_config
 from specserve.models.decoder_config import DecoderConfig
-from specserve.models.decoder_config import load_config as load_shape
+from specserve.models.parse_config import load_config as load_shape
 from specserve_bench.figures.adapters import random_adapter
 from specserve_bench.report import extremes_words, markdown_table
 from specserve_bench.results import extremes

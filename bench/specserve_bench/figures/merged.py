@@ -1,5 +1,6 @@
 """One tree of all draft sources against a single drafter: tokens per step, equal draft tokens."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,9 +8,9 @@ import msgspec
 import numpy as np
 
 from specserve import LLM
+from specserve.speculation.accounts import AcceptanceStats, SourceAccount
 from specserve.speculation.adaptive_speculator import AdaptiveSpeculator
 from specserve.speculation.costs import StepCosts, columns_of
-from specserve.speculation.planner import AcceptanceStats, SourceAccount
 from specserve_bench.local import Local, reset_learned
 from specserve_bench.report import markdown_table, ratio_words
 from specserve_bench.results import Load, ratio
@@ -40,8 +41,13 @@ class RowCosts(StepCosts):
     def __init__(self, price: float, base: float = 1.0) -> None:
         super().__init__(1)
         self.edges = [*range(1, 2 * LIMIT)]
-        self.by_rows = self.least_by_rows = [base + price * rows for rows in range(2 * LIMIT)]
+        each = [base + price * rows for rows in range(2 * LIMIT)]
+        self.by_rows = self.least_by_rows = array("d", each)
         self.columns = columns_of(self)
+
+    @property
+    def known_edges(self) -> list[bool]:
+        return [True] * len(self.edges)
 
     def is_known(self, rows: int) -> bool:
         return True

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specserve.models import decoder_config
+from specserve.models import parse_config
 from specserve.models.decoder_config import DecoderConfig
 from specserve_bench.bound import Bound, StepSize, kv_token_bytes
 from specserve_bench.figures.steps import Steps, interleaved
@@ -24,7 +24,7 @@ def measure(
     shape: Mapping[str, Any] = EXPERTS, sizes: Sequence[StepSize] = SIZES, rounds: int = 7
 ) -> dict[str, Any]:
     """Milliseconds by rows over interleaved rounds, and what reading takes that one row needs."""
-    config, bound = decoder_config.parse(dict(shape)), Bound()
+    config, bound = parse_config.parse(dict(shape)), Bound()
     model = RandomWeights(load(torch.device("cpu"))).decoder(config, config.max_positions)
     steps = Steps(model, "mixture", sizes)
     steps.runner.arena.blocks.view(torch.bfloat16).normal_()

@@ -14,8 +14,9 @@ import torch
 
 from specserve.engine.engine import Engine
 from specserve.models.decoder import Decoder
-from specserve.models.decoder_config import DecoderConfig, parse
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.loader import load_decoder
+from specserve.models.parse_config import parse
 from specserve_bench.bound import Bound, kv_token_bytes
 from specserve_bench.demo.scaled_model import QWEN3, sizes_of
 from specserve_bench.figures.steps import make_engine, plain_sampling

@@ -45,7 +45,7 @@ STAGES = {  # in this order
         [f"{MODULE}checks", f"{BOTH} {AT_ONCE}"],
         {"SPECSERVE_TEST_ATTENTION": "triton"},  # FlashInfer's kernels take minutes to compile
     ),
-    "text": GpuStage(60, [f"{MODULE}text"]),
+    "text": GpuStage(90, [f"{MODULE}text"]),
     "figures": GpuStage(110, [f"{MODULE}figures"]),
     "serve": GpuStage(90, [f"{MODULE}serve"]),
     "bits": GpuStage(50, [f"{MODULE}bits"]),

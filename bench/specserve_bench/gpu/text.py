@@ -1,4 +1,6 @@
-"""Text in float32 on the GPU against the CPU's: drafters, adapters, a mixture, KV of 8 bits."""
+"""Text in float32 on the GPU against the CPU's: drafters, adapters, a mixture, KV of 8 bits, and
+models with recurrent layers.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,8 +12,9 @@ from typing import Any, NamedTuple
 from specserve import LLM, SamplingParams
 from specserve.config import DEMO_TARGET
 from specserve.engine import loading
-from specserve.models.decoder_config import load_config
+from specserve.models.parse_config import load_config
 from specserve_bench.figures.adapters import random_adapter
+from specserve_bench.gpu.hybrids import HYBRIDS, hybrid_checkpoint
 from specserve_bench.gpu.record import UNFINISHED
 from specserve_bench.gpu.stage import StageOptions, interpreted, options, record_of
 from specserve_bench.pairs import EXPERTS, shape_folder
@@ -104,6 +107,10 @@ def models(home: Path) -> Iterator[TextModel]:
     mixture = home / "mixture"
     scale_model(DEMO_TARGET, mixture, shape_folder(home / "shape", MIXTURE))
     yield TextModel("mixture", off | {"model.path": str(mixture)}, {"off": {}})
+    for name in HYBRIDS:
+        path = {"model.path": str(hybrid_checkpoint(name, home / name))}
+        drafters = {key: DRAFTERS[key] for key in ("off", "ngram")}
+        yield TextModel(name, path | {"drafter.name": "ngram"}, drafters)
 
 
 def asked_of(llm: LLM, args: StageOptions) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
+from specserve.models import parse_config, tensor_shapes
 from specserve.models.checkpoint import Checkpoint, unquantized
 from specserve.models.decoder_config import DecoderConfig
 from specserve.models.gguf.architectures import ARCHITECTURES as OF_GGUF
@@ -29,11 +29,11 @@ def write_gguf(folder: Path, file: Path) -> None:
         from gguf import GGMLQuantizationType, GGUFWriter
     except ImportError as e:
         raise ConfigError("gguf is not installed. Run pip install 'specserve[bench]'.") from e
-    config = decoder_config.load_config(folder)
+    config = parse_config.load_config(folder)
     architecture = architecture_of(folder, config)
     writer = GGUFWriter(file, architecture)
     add_shape(writer, config)
-    shapes = decoder_config.tensor_shapes(config)
+    shapes = tensor_shapes.tensor_shapes(config)
     found = places(config, OF_GGUF[architecture])
     checkpoint = Checkpoint(folder)
     checkpoint.check(unquantized(shapes))

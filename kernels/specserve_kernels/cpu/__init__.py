@@ -90,7 +90,6 @@ __all__ = [
     "gate",
     "gate_columns",
     "has_bf16",
-    "has_recurrent",
     "host_blocks",
     "join",
     "layer_norm",
@@ -141,7 +140,6 @@ __all__ = [
 samples_ahead = False
 rounds_rows = True
 records_steps = False
-has_recurrent = True
 lock = nullcontext()  # forwards share no buffers
 
 

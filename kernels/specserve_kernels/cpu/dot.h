@@ -6,7 +6,13 @@
 
 #include "registers.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// AVX-VNNI: VNNI without AVX-512. Tests emulate it.
+#if !defined(__AVX512F__) && (defined(__AVXVNNI__) || defined(EMULATE_AVX_VNNI))
+#define HAS_AVX_VNNI 1
+#else
+#define HAS_AVX_VNNI 0
+#endif
+#if defined(__AVX512VNNI__) || HAS_AVX_VNNI
 constexpr bool ARE_UNSIGNED = true;
 #else
 constexpr bool ARE_UNSIGNED = false;
@@ -16,12 +22,26 @@ constexpr int SMALL_ZERO = 8;                      // small code that stands for
 
 static INLINE ri broadcast_integer(int32_t x) { return x - ri{}; }
 
+#if HAS_AVX_VNNI
+// Return sum + the products of four unsigned bytes of w and four signed bytes of x, for each word.
+static INLINE __m256i dot_of_bytes(__m256i sum, __m256i w, __m256i x) {
+#if defined(EMULATE_AVX_VNNI)
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)),
+                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#else
+  return _mm256_dpbusd_avx_epi32(sum, w, x);
+#endif
+}
+#endif
+
 // Return sum + the products of four codes, for each column.
 static INLINE ri add_dot(ri sum, rw w, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return (ri)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVXVNNI__)
-  return (ri)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+#elif HAS_AVX_VNNI
+  return (ri)dot_of_bytes((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
 #elif defined(__AVX512BW__)
   // |w| * (x with the sign of w): two such products, 128 * 127 at most, fit into 16 bits.
   __m512i row = _mm512_set1_epi32(x);
@@ -49,7 +69,7 @@ static INLINE ri add_dot(ri sum, rw w, uint32_t x) {
 
 // Without VNNI, sums of products of small codes are pairs of shorts: eight words add up to at most
 // 8 * 2 * 15 * 127, which fits.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !HAS_AVX_VNNI
 constexpr bool HAS_SHORT_SUMS = true;
 constexpr int64_t SHORT_RUN = 8;  // maximum words of a sum
 

@@ -42,7 +42,8 @@ class NgramFunctions(NamedTuple):
 
     new: Callable[..., int]  # settings -> source
     free: Callable[[int], None]
-    follow: Callable[[int, int, int, int], float]  # source, id, tokens, how many
+    # source, [n, 3] of id, tokens, how many; n, expected accepted tokens
+    follow: Callable[[int, int, int, int], None]
     propose: Callable[..., int]  # source, id, tokens, how many, limit, tokens, parents, scores
     # source, [n, 6] of id, tokens, how many, limit, trie, number of the source; n, counts
     add: Callable[[int, int, int, int], None]
@@ -66,7 +67,7 @@ def ngram_functions_of(library: CDLL) -> NgramFunctions:
     return NgramFunctions(
         named(library, "ngram_source", c_void_p, c_void_p),
         named(library, "free_ngram_source", None, c_void_p),
-        named(library, "follow_text", c_double, *text),
+        named(library, "follow_texts", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "propose_ngrams", c_int64, *text, c_int64, *[c_void_p] * 3),
         named(library, "add_ngrams", None, c_void_p, c_void_p, c_int64, c_void_p),
         named(library, "forget_text", None, c_void_p, c_int64),
@@ -143,6 +144,15 @@ class PlanColumns(Structure):
     ]
 
 
+class LevelColumns(Structure):
+    """Addresses of the children of nodes that a model has run."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("before", "values", "reaches")),
+        *((name, c_void_p) for name in ("num_likely", "num_children", "children")),
+    ]
+
+
 class CostColumns(Structure):
     """Estimated seconds of a model's steps. Pointers refer to arrays: of C's double by number of
     rows, of 64-bit integers, and of bytes by edge.
@@ -179,17 +189,20 @@ class TrieFunctions(NamedTuple):
     drop_shift: Callable[[int, int], None]  # calibrators, source
     trie: Callable[[int, int], int]  # calibrators, number of ids -> trie
     free_trie: Callable[[int], None]
-    clear_trie: Callable[[int], None]
+    clear_tries: Callable[[int, int], None]  # tries, n
     size: Callable[[int], int]
     columns: Callable[[int, Any], None]
     add: Callable[..., int]  # trie, parent, token, p, source
     merge: Callable[..., None]  # trie, source, n, tokens, parents, p, expanded, below, nodes
     branch: Callable[..., int]  # trie, node, source, n, tokens, p, room, values before
+    # [n, 4] of trie, node, source, source of children; n, k, tokens, log p, least value, room,
+    # columns -> children that existed before
+    branch_each: Callable[..., int]
     set_number: Callable[[int, int, int], None]  # trie, node, number
     settle: Callable[[int], None]
     reaches: Callable[..., None]  # trie, n, nodes, source of children, out
     ask: Callable[[int, int, int, int], None]  # trie, node, source of children, source
-    observe: Callable[[int, int, int], int]  # trie, n, tokens -> the root's accepted child
+    observe_each: Callable[[int, int, int], None]  # [n, 2] of trie, number of tokens; n, tokens
     child: Callable[[int, int, int], int]  # trie, node, token
     children: Callable[[int, int, int, int], int]  # trie, node, room, out
     sources: Callable[[int, int, int, int], int]  # trie, node, room, out
@@ -220,17 +233,18 @@ def trie_functions_of(library: CDLL) -> TrieFunctions:
         named(library, "drop_shift", None, p, n),
         named(library, "trie", p, p, n),
         named(library, "free_trie", None, p),
-        named(library, "clear_trie", None, p),
+        named(library, "clear_tries", None, p, n),
         named(library, "trie_size", n, p),
         named(library, "trie_columns", None, p, p),
         named(library, "add_token", n, p, n, n, x, n),
         named(library, "merge", None, p, n, n, p, p, p, p, n, p),
         named(library, "branch", n, p, n, n, n, p, p, n, p),
+        named(library, "branch_each", n, p, n, n, p, p, x, n, p),
         named(library, "number_node", None, p, n, n),
         named(library, "settle", None, p),
         named(library, "reaches", None, p, n, p, n, p),
         named(library, "ask", None, p, n, n, n),
-        named(library, "observe", n, p, n, p),
+        named(library, "observe_each", None, p, n, p),
         named(library, "child", n, p, n, n),
         named(library, "children", n, p, n, n, p),
         named(library, "sources", n, p, n, n, p),

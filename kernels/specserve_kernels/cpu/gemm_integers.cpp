@@ -6,8 +6,8 @@
 // levels with FMA instructions. Threads divide only rows and columns.
 #include "gemm_integers_tiles.h"
 #include "gemm_tiles.h"
-#include "kv_codes.h"
 #include "linear.h"
+#include "row_codes.h"
 
 // Write the codes of one group of a row of the weight to its column of a panel.
 static void pack_codes(const IntegerShape& shape, const uint8_t* q, char* to) {
@@ -39,20 +39,21 @@ static void pack_panel(const PackCodes& a, const IntegerShape& shape, int64_t pa
     }
 }
 
-// Return the sum of codes; n is a multiple of eight.
-static inline int32_t sum_of(const int8_t* codes, int64_t n) {
-  typedef int8_t bytes __attribute__((vector_size(8)));
-  typedef int32_t words __attribute__((vector_size(32)));
-  words total{};
-  for (int64_t k = 0; k < n; k += 8) {
-    bytes some;
-    memcpy(&some, codes + k, sizeof some);
-    total += __builtin_convertvector(some, words);
-  }
-  int32_t sum = 0;
-  for (int i = 0; i < 8; i++) sum += total[i];
-  return sum;
-}
+// Quantized rows of a linear map, in blocks that are multiplied at once.
+//
+// A block of n rows contains codes [num_groups][n][padded] and RowGroup [num_groups][n]. Blocks
+// follow one another.
+struct IntegerRows {
+  int8_t* codes = nullptr;
+  RowGroup* groups = nullptr;
+  int64_t first = 0;  // row of the first block
+};
+
+// Memory of rows. One is shared by a team, because only one team of several threads runs at a time.
+struct RowMemory {
+  Scratch<int8_t> codes;
+  Scratch<RowGroup> groups;
+};
 
 // One thread's share of linear maps.
 template <class Source> struct IntegerMultiplier {
@@ -60,25 +61,60 @@ template <class Source> struct IntegerMultiplier {
   static constexpr int64_t FEW_BLOCKS = 2;  // blocks of rows that each decode a panel's codes
   static constexpr int64_t MAX_PANELS = 4;  // of an item of few rows
   static constexpr int64_t MAX_BLOCK = 32;  // rows of a block, on tiles
-  static inline thread_local Scratch<int8_t> code_memory;
-  static inline thread_local Scratch<RowGroup> group_memory;
+  static constexpr int64_t SHARED_VALUES = 1 << 15;  // minimum values of rows worth a barrier
+  static constexpr int64_t SHARED_BYTES = 4 << 20;   // maximum bytes of shared rows
+  static inline thread_local RowMemory own_memory;
+  static inline RowMemory& shared_memory = *new RowMemory;  // threads may run at process exit
   static inline thread_local Scratch<char> word_memory;
 
   const Maps& maps;
   IntegerShape shape;
   Linear a = maps.each;  // the current map
   int64_t num_groups = shape.num_groups, panel_bytes = shape.panel_bytes();
+  int64_t row_bytes = num_groups * (shape.padded() + sizeof(RowGroup));
   Range slab{0, 0};
-  int8_t* codes = nullptr;     // [num_groups][rows of the slab][padded]
-  RowGroup* groups = nullptr;  // [num_groups][rows of the slab]
+  IntegerRows rows{};
+  bool are_shared = false;  // all threads have quantized `rows` together
 
   const char* panel(int64_t p) const { return (const char*)a.packed + p * panel_bytes; }
 
   Division divide(int64_t R, int threads) const {
-    int64_t bytes = num_groups * (shape.padded() + sizeof(RowGroup));
-    int64_t most = std::max<int64_t>(ROWS_BYTES / bytes, Path::MAX_ROWS);
+    int64_t most = std::max<int64_t>(ROWS_BYTES / row_bytes, Path::MAX_ROWS);
     bool are_few = R <= Path::MAX_ROWS;
     return {R, most, shape.num_panels(), are_few ? MAX_PANELS : 1, !are_few, threads};
+  }
+
+  // Whether threads quantize each row once, instead of once each.
+  static bool shares_rows(const Maps& maps, const Team& team) {
+    bool is_single = maps.num_maps == 1 && !maps.begins && !maps.packed;
+    return team.size > 1 && is_single && maps.num_rows * maps.each.K >= SHARED_VALUES;
+  }
+  int64_t max_shared_rows() const { return std::max<int64_t>(SHARED_BYTES / row_bytes, 1); }
+
+  // Quantize all rows of a single map.
+  void share_rows(Team& team) {
+    int64_t R = maps.num_rows, num_codes = R * num_groups * shape.padded();
+    RowMemory& memory = shared_memory;
+    if (memory.codes.size < num_codes || memory.groups.size < R * num_groups) {
+      team.wait();  // all threads have compared sizes
+      if (team.id == 0) {
+        memory.codes.at_least(num_codes);
+        memory.groups.at_least(R * num_groups);
+      }
+      team.wait();
+    }
+    rows = {memory.codes.memory.get(), memory.groups.memory.get(), 0};
+    are_shared = true;
+    a = maps.of(0);
+    Division division = divide(R, team.size);
+    int64_t i = team.take(), first = 0;
+    for (int64_t s = 0; s < division.num_slabs; s++) {
+      Range each = division.slab(s * division.groups);
+      int64_t behind = first + num_blocks(each);
+      for (; i < behind; i = team.take()) quantize_block(block(each, i - first));
+      first = behind;
+    }
+    team.wait();
   }
 
   void run(Team& team) {
@@ -109,21 +145,40 @@ template <class Source> struct IntegerMultiplier {
   void take_slab(Range next) {
     if (next.begin == slab.begin && next.end == slab.end) return;
     slab = next;
-    int64_t n = slab.end - slab.begin;
-    codes = code_memory.at_least(num_groups * n * shape.padded());
-    groups = group_memory.at_least(n * num_groups);
-    for (int64_t r = 0; r < n; r++) round_row(a.row<Source>(slab.begin + r), r);
+    if (are_shared) return;
+    int64_t n = (slab.end - slab.begin) * num_groups;
+    rows = {own_memory.codes.at_least(n * shape.padded()), own_memory.groups.at_least(n),
+            slab.begin};
+    for (int64_t b = 0; b < num_blocks(slab); b++) quantize_block(block(slab, b));
   }
-  void round_row(const Source* x, int64_t r) {
-    int64_t n = slab.end - slab.begin, padded = shape.padded();
-    int64_t zero = shape.has_zeros ? 0 : shape.zero();
-    for (int64_t g = 0; g < num_groups; g++, x += shape.group) {
-      int8_t* to = codes + (g * n + r) * padded;
-      float scale = quantize(x, shape.group, (Int8<float>*)to);
-      for (int64_t k = shape.group; k < padded; k++) to[k] = 0;
-      int32_t sum = sum_of(to, padded);
-      groups[g * n + r] = {scale, int32_t(-zero * sum), float(-sum), scale * float(sum)};
-    }
+
+  // The blocks of a slab.
+  bool decodes(Range slab) const {
+    int64_t n = slab.end - slab.begin;
+    bool are_few = n <= FEW_BLOCKS * Path::max_rows(shape.words());
+    return are_nibbles(shape.words()) && (uses_tiles(n) || !are_few);
+  }
+  int64_t num_blocks(Range slab) const {
+    int64_t n = slab.end - slab.begin;
+    int most = decodes(slab) ? Path::MAX_ROWS : Path::max_rows(shape.words());
+    return divide_up(n, uses_tiles(n) ? MAX_BLOCK : most);
+  }
+  Range block(Range slab, int64_t b) const {
+    int64_t n = slab.end - slab.begin, blocks = num_blocks(slab);
+    return {slab.begin + n * b / blocks, slab.begin + n * (b + 1) / blocks};
+  }
+  int8_t* codes_of(Range block) const {
+    return rows.codes + (block.begin - rows.first) * num_groups * shape.padded();
+  }
+  RowGroup* groups_of(Range block) const {
+    return rows.groups + (block.begin - rows.first) * num_groups;
+  }
+  void quantize_block(Range block) const {
+    int64_t n = block.end - block.begin, padded = shape.padded();
+    RowCodes to{codes_of(block), n * padded, padded, groups_of(block), n,
+                shape.has_zeros ? 0 : shape.zero()};
+    for (int64_t r = block.begin; r < block.end; r++, to.codes += padded, to.groups++)
+      quantize_row(a.row<Source>(r), num_groups, shape.group, to);
   }
 
   void multiply(Range panels, const char* next_panel) {
@@ -132,23 +187,21 @@ template <class Source> struct IntegerMultiplier {
   }
   void multiply_panel(int64_t p, const char* next) {
     alignas(64) float totals[MAX_BLOCK * COLUMNS];
-    int64_t n = slab.end - slab.begin;
-    bool in_tiles = uses_tiles(n);
-    int64_t num_blocks = divide_up(n, in_tiles ? MAX_BLOCK : Path::MAX_ROWS);
     IntegerPart part = part_of(p, next, totals);
-    Words words = shape.words();
-    if (are_nibbles(words) && (in_tiles || num_blocks > FEW_BLOCKS)) words = decode(part, words);
-    for (int64_t b = 0; b < num_blocks; b++) {
-      int64_t begin = n * b / num_blocks, end = n * (b + 1) / num_blocks;
-      part.codes = codes + begin * shape.padded();
-      part.groups = groups + begin;
-      multiply_block(part, words, end - begin, in_tiles);
+    Words words = decodes(slab) ? decode(part, shape.words()) : shape.words();
+    for (int64_t b = 0; b < num_blocks(slab); b++) {
+      Range of = block(slab, b);
+      part.num_rows = of.end - of.begin;
+      part.codes_bytes = part.num_rows * shape.padded();
+      part.codes = codes_of(of);
+      part.groups = groups_of(of);
+      multiply_block(part, words, part.num_rows, uses_tiles(slab.end - slab.begin));
       part.next = nullptr;
-      finish<Source>(a, totals, p, {slab.begin + begin, slab.begin + end});
+      finish<Source>(a, totals, p, of);
     }
   }
   // Tiles multiply unsigned codes. The results are those of vectors.
-  static bool uses_tiles(int64_t rows) {
+  static bool uses_tiles([[maybe_unused]] int64_t rows) {
 #if HAS_TILES
     return ARE_UNSIGNED && rows > Path::MAX_ROWS && Tiles::are_usable();
 #else
@@ -175,8 +228,8 @@ template <class Source> struct IntegerMultiplier {
             .groups = nullptr,
             .num_groups = num_groups,
             .quads = shape.quads,
-            .codes_bytes = (slab.end - slab.begin) * shape.padded(),
-            .num_rows = slab.end - slab.begin,
+            .codes_bytes = 0,
+            .num_rows = 0,
             .words = panel(p),
             .panel = panel(p),
             .words_bytes = shape.group_bytes(),
@@ -190,12 +243,26 @@ template <class Source> struct IntegerMultiplier {
   }
 };
 
+template <class Source>
+static void multiply_of(const Maps& maps, const IntegerShape& shape, Team& team) {
+  typedef IntegerMultiplier<Source> Multiplier;
+  if (!Multiplier::shares_rows(maps, team)) return Multiplier{maps, shape}.run(team);
+  int64_t most = Multiplier{maps, shape}.max_shared_rows();
+  for (int64_t r = 0; r < maps.num_rows; r += most) {
+    if (r > 0) team.wait();
+    Linear rest = maps.each.from(r);
+    Multiplier each{Maps{rest, std::min(most, maps.num_rows - r)}, shape};
+    each.share_rows(team);
+    each.run(team);
+  }
+}
+
 void multiply_integers(const Maps& maps, Team& team) {
   const Linear& a = maps.each;
   IntegerShape shape{a.N, a.K, a.bits, a.group, a.has_zeros != 0, a.has_offsets != 0,
                      a.has_table != 0, a.is_gated()};
-  if (a.is_bf16) IntegerMultiplier<bf16>{maps, shape}.run(team);
-  else IntegerMultiplier<float>{maps, shape}.run(team);
+  if (a.is_bf16) multiply_of<bf16>(maps, shape, team);
+  else multiply_of<float>(maps, shape, team);
 }
 
 extern "C" {

@@ -17,6 +17,7 @@
 
 #include "dot.h"
 #include "gemm.h"
+#include "row_codes.h"
 
 constexpr int64_t QUAD = 4;  // values per word of a row
 
@@ -44,14 +45,6 @@ struct IntegerShape {
   // Return the stored number that stands for 0 if there are no zeros.
   int zero() const { return words() == NIBBLES ? SMALL_ZERO : BYTE_ZERO; }
   int16_t stored_zero(uint8_t zero) const { return bits == 4 ? zero : zero - 128 + BYTE_ZERO; }
-};
-
-// The numbers of a row's group that do not depend on the column.
-struct RowGroup {
-  float scale;
-  int32_t start;    // minus sum of codes * zero, if all columns have the same zero; else 0
-  float minus_sum;  // of codes
-  float product;    // scale * sum of codes
 };
 
 // A block of rows times a panel.
@@ -87,9 +80,14 @@ static INLINE rf add_group_sum(const IntegerPart& part, const RowGroup& row, con
   return multiply_add(number, scale, total);
 }
 
-// Products on vectors. All sums of a block stay in registers, if there are enough of them.
+// Products on vectors. A group's sums stay in registers. Totals stay there for up to MAX_ROWS rows.
+// Blocks of 4-bit codes may have more rows, because fewer blocks decode the codes less often.
 struct IntegerVectors {
   static constexpr int MAX_ROWS = REGISTER == 64 ? 7 : 4;
+  static constexpr int MAX_NIBBLE_ROWS = REGISTER == 64 ? 12 : 4;
+  static constexpr int max_rows(Words words) {
+    return are_nibbles(words) ? MAX_NIBBLE_ROWS : MAX_ROWS;
+  }
   static constexpr int64_t AHEAD = 4 << 10;  // prefetch distance in bytes
 
   static void multiply(const IntegerPart& part, Words words, int rows) {
@@ -147,7 +145,7 @@ struct IntegerVectors {
   }
   // Unrolled, because registers cannot be indexed; otherwise sums would be in memory.
   template <int ROWS, int V, class F> static INLINE void each(F f) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) f(r, v);
@@ -156,8 +154,13 @@ struct IntegerVectors {
   // QUADS: quads per group; 0: any number.
   template <Words KIND, int ROWS, int V, int QUADS>
   static INLINE void columns(const IntegerPart part, int column) {
+    constexpr bool IN_REGISTERS = ROWS <= MAX_ROWS;
     rf totals[ROWS][V];
-    each<ROWS, V>([&](int r, int v) { totals[r][v] = rf{}; });
+    auto total_at = [&](int r, int v) { return part.totals + r * COLUMNS + column + v * WORDS; };
+    each<ROWS, V>([&](int r, int v) {
+      if (IN_REGISTERS) totals[r][v] = rf{};
+      else store_words(total_at(r, v), rw{});
+    });
     rw table = table_of(part);
     for (int64_t g = 0; g < part.num_groups; g++) {
       if (column == 0) prefetch(part, g);
@@ -167,13 +170,15 @@ struct IntegerVectors {
       add_group<KIND>(part, g, QUADS ? QUADS : part.quads, column, table, sums);
       const char* border = part.panel + g * part.group_bytes;
       each<ROWS, V>([&](int r, int v) {
-        totals[r][v] = add_group_sum(part, part.row(r, g), border, column + v * WORDS, sums[r][v],
-                                     totals[r][v]);
+        rf before = IN_REGISTERS ? totals[r][v] : (rf)load_words(total_at(r, v));
+        rf total = add_group_sum(part, part.row(r, g), border, column + v * WORDS, sums[r][v],
+                                 before);
+        if (IN_REGISTERS) totals[r][v] = total;
+        else store_words(total_at(r, v), (rw)total);
       });
     }
-    each<ROWS, V>([&](int r, int v) {
-      store_words(part.totals + r * COLUMNS + column + v * WORDS, (rw)totals[r][v]);
-    });
+    if (!IN_REGISTERS) return;
+    each<ROWS, V>([&](int r, int v) { store_words(total_at(r, v), (rw)totals[r][v]); });
   }
   // Add the products of one group.
   template <Words KIND, int ROWS, int V>
@@ -211,7 +216,7 @@ struct IntegerVectors {
         else loaded[v] = load_words(at) >> (4 * i) & 0x0f0f0f0f;
         if constexpr (KIND == INDICES) loaded[v] = bytes_at(table, loaded[v]);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         uint32_t quad;
         memcpy(&quad, x + r * stride + i * QUAD, sizeof quad);
@@ -224,10 +229,10 @@ struct IntegerVectors {
   }
 
   template <Words KIND, size_t... R>
-  static constexpr std::array<Function, MAX_ROWS> functions(std::index_sequence<R...>) {
+  static constexpr std::array<Function, max_rows(KIND)> functions(std::index_sequence<R...>) {
     return {block<KIND, R + 1>...};
   }
   template <Words KIND>
-  static constexpr std::array<Function, MAX_ROWS> TABLE =
-      functions<KIND>(std::make_index_sequence<MAX_ROWS>());
+  static constexpr std::array<Function, max_rows(KIND)> TABLE =
+      functions<KIND>(std::make_index_sequence<max_rows(KIND)>());
 };

@@ -3,6 +3,7 @@
 // The sums are integers, so they are exact for any order of K and any instruction set. Codes q from
 // 0 to 255 stand for q - 128: a sum is sum(x * q) - 128 * sum(x). It is converted to float and
 // multiplied by (row scale * column scale). The scales, [N] or [2 N], follow the panels.
+#include "dot.h"
 #include "gemm_multiplier.h"
 #include "gemm_tiles.h"
 #include "gemm_vectors.h"
@@ -12,12 +13,10 @@
 struct Bytes {
   typedef uint32_t Value;
   typedef int8_t Source;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || HAS_AVX_VNNI
   static constexpr int PER_WORD = 1;
   static rf unpack(rw words, int) { return (rf)words; }
-  static rf add_product(rf sum, Value x, rf w) {
-    return (rf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
-  }
+  static rf add_product(rf sum, Value x, rf w) { return (rf)add_dot((ri)sum, (rw)w, x); }
   static void pack(const int8_t* x, int64_t n, Value* to) { memcpy(to, x, n); }
 #else
   // Two values of two shorts each: the first and third code of a word, then the others.

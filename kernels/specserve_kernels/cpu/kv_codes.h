@@ -35,6 +35,9 @@ constexpr float SMALLEST_FP8 = 0x1p-6f, SMALLEST_HEAD = 0x1p-100f;
 
 // Return codes of 16 numbers of magnitude at most LARGEST.
 static inline vi int8_codes(vf x) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#endif
   vf n = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   return __builtin_convertvector(n, vi);
 }

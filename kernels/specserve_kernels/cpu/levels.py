@@ -28,6 +28,7 @@ AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 LEVELS = (  # the best last
     Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",)),
     Level("x86-64-v3", "x86_64", V3, ("-march=x86-64-v3",)),
+    Level("x86-64-v3-vnni", "x86_64", V3 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Level("x86-64-v4", "x86_64", V4, ("-march=x86-64-v4",)),
     Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
     Level("x86-64-v4-amx", "x86_64", AMX, (*BF16_FLAGS, *AMX_FLAGS)),

@@ -43,6 +43,7 @@ struct Linear {
     if (order) rest.order += n;
     else rest.x = (const char*)x + n * K * value_bytes;
     rest.out = (char*)out + n * N * (epilogue == FLOATS ? 4 : value_bytes);
+    if (places) rest.places += n;
     return rest;
   }
 };

@@ -31,6 +31,12 @@ struct Text {
 
 // A request to propose for: its text, and the trie that gets the draft tokens of this source, which
 // has the number `source` there.
+struct RequestText {
+  int64_t id;
+  const int32_t* tokens;
+  int64_t size;
+};
+
 struct Asked {
   int64_t id;
   const int32_t* tokens;
@@ -292,9 +298,10 @@ extern "C" Source* specserve_ngram_source(const Settings* settings) {
 
 extern "C" void specserve_free_ngram_source(Source* source) { delete source; }
 
-extern "C" double specserve_follow_text(Source* source, int64_t id, const int32_t* tokens,
-                                        int64_t size) {
-  return source->follow(id, {tokens, size});
+extern "C" void specserve_follow_texts(Source* source, const RequestText* texts, int64_t n,
+                                       double* expected) {
+  for (int64_t i = 0; i < n; i++)
+    expected[i] = source->follow(texts[i].id, {texts[i].tokens, texts[i].size});
 }
 
 // Return the number of draft tokens. `limit` is at most MAX_NODES; each output has room for 2 *

@@ -201,6 +201,14 @@ class Trie {
     return num_before;
   }
 
+  int64_t num_children(int node) const {
+    int64_t n = 0;
+    for (int c = links[node].first_child; c != NONE; c = links[c].next_sibling) n++;
+    return n;
+  }
+
+  bool has_id(int token) const { return token < num_ids; }
+
   void settle() {
     if (is_settled) return;
     for (size_t node = 1; node < tokens.size(); node++)
@@ -225,18 +233,16 @@ class Trie {
     asked.push_back({node, int32_t(tokens.size()), source, children_by(by, node)});
   }
 
-  int observe(int64_t n, const int32_t* after) {
+  void observe(int64_t n, const int32_t* after) {
     own.fade();
-    int node = ROOT, first = NONE;
+    int node = ROOT;
     for (int64_t k = 0; k < n; k++) {
       int accepted = child(node, after[k]);
-      if (k == 0) first = accepted;
       learn(node, accepted);
       if (accepted == NONE) break;
       node = accepted;
     }
     own.use();
-    return first;
   }
 
   int child(int node, int token) const {
@@ -543,6 +549,25 @@ Size best_of(const Step& step, const Options& options, const Costs& costs, bool 
   return {options.sizes[best], gain, takes[best], (root_tokens + gain) / takes[best]};
 }
 
+// A trie, and the number of tokens that followed its root.
+struct Observed {
+  Trie* trie;
+  int64_t size;
+};
+
+// A node that a model has run, and the model's numbers as a source and as a source of children.
+struct Ran {
+  Trie* trie;
+  int64_t node, source, by;
+};
+
+// Columns of a level: values of the children that existed before; by node that was run, the numbers
+// of likely and of all children; and each child with its value and reach.
+struct Level {
+  double *before, *values, *reaches;
+  int32_t *num_likely, *num_children, *children;
+};
+
 struct Columns {
   const int32_t *tokens, *parents, *depths, *expanded;
   const double *p, *values;
@@ -598,7 +623,9 @@ extern "C" Trie* specserve_trie(Calibrators* calibrators, int64_t num_ids) {
 
 extern "C" void specserve_free_trie(Trie* trie) { delete trie; }
 
-extern "C" void specserve_clear_trie(Trie* trie) { trie->clear(); }
+extern "C" void specserve_clear_tries(Trie* const* tries, int64_t n) {
+  for (int64_t i = 0; i < n; i++) tries[i]->clear();
+}
 
 extern "C" int64_t specserve_trie_size(const Trie* trie) { return int64_t(trie->tokens.size()); }
 
@@ -627,6 +654,50 @@ extern "C" int64_t specserve_branch(Trie* trie, int64_t node, int64_t source, in
   return trie->branch(int(node), int(source), n, tokens, p, room, before);
 }
 
+// Add the likely children of nodes that a model has run. tokens, log_p [n, k]: `least` is the least
+// value of a child. Return the number of children that existed before, or NONE if there is no room.
+extern "C" int64_t specserve_branch_each(const Ran* rows, int64_t n, int64_t k,
+                                         const int32_t* tokens, const double* log_p, double least,
+                                         int64_t room, const Level* out) {
+  static thread_local std::vector<double> of_path, p;
+  static thread_local std::vector<int32_t> likely;
+  int64_t most = n, num_before = 0, at = 0;
+  of_path.clear();
+  for (int64_t i = 0; i < n; i++) {
+    most += rows[i].trie->num_children(int(rows[i].node)) + k;
+    of_path.push_back(rows[i].trie->values[rows[i].node]);
+  }
+  if (most > room) return NONE;
+  for (int64_t i = 0; i < n; i++) {
+    const Ran& row = rows[i];
+    double bound = least / std::max(of_path[i], least);
+    row.trie->ask(int(row.node), int(row.by), int(row.source));
+    likely.clear();
+    p.clear();
+    out->num_likely[i] = 0;
+    for (int64_t j = i * k; j < (i + 1) * k; j++) {
+      double score = std::exp(log_p[j]);
+      if (!(score >= bound)) continue;
+      out->num_likely[i]++;
+      if (!row.trie->has_id(tokens[j])) continue;
+      likely.push_back(tokens[j]);
+      p.push_back(score);
+    }
+    num_before += row.trie->branch(int(row.node), int(row.source), int64_t(p.size()), likely.data(),
+                                   p.data(), room, out->before + num_before);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    Trie& trie = *rows[i].trie;
+    out->num_children[i] = int32_t(trie.num_children(int(rows[i].node)));
+    for (int c = trie.links[rows[i].node].first_child; c != NONE; c = trie.links[c].next_sibling) {
+      out->children[at] = c;
+      out->values[at] = trie.values[c];
+      out->reaches[at++] = trie.reach(c, int(rows[i].by));
+    }
+  }
+  return num_before;
+}
+
 extern "C" void specserve_number_node(Trie* trie, int64_t node, int64_t number) {
   trie->expanded[node] = int32_t(number);
 }
@@ -642,9 +713,10 @@ extern "C" void specserve_ask(Trie* trie, int64_t node, int64_t by, int64_t sour
   trie->ask(int(node), int(by), int(source));
 }
 
-// Return the root's child that was accepted, or NONE.
-extern "C" int64_t specserve_observe(Trie* trie, int64_t n, const int32_t* tokens) {
-  return trie->observe(n, tokens);
+// Learn from the tokens that followed each root, one request after the other.
+extern "C" void specserve_observe_each(const Observed* observed, int64_t n, const int32_t* tokens) {
+  for (int64_t i = 0; i < n; tokens += observed[i++].size)
+    observed[i].trie->observe(observed[i].size, tokens);
 }
 
 extern "C" int64_t specserve_child(const Trie* trie, int64_t node, int64_t token) {

@@ -1,6 +1,6 @@
 """A step's inputs on the device. Recorded steps upload them in one copy to fixed addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from specserve_kernels.cuda.adapters import AdapterWork, work_of
 from specserve_kernels.cuda.attention import PlannedRows
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.staging import ALIGNMENT, Staging, aligned
-from specserve_kernels.types import AdapterRows, AttentionKind, Rows, Window
+from specserve_kernels.cuda.state_work import StateWork, fields, on_host, step_work
+from specserve_kernels.types import AdapterRows, AttentionKind, KVCache, Rows, Window
 
 
 class PlacedRows(NamedTuple):
@@ -35,6 +36,30 @@ class CudaPlan(NamedTuple):
     # By window and number of KV heads.
     work: dict[tuple[Window, int], tuple[paged.Work, paged.Inputs]]
     adapters: AdapterWork | None = None
+    states: StateWork | None = None  # of recurrent ops
+
+
+class Extras(NamedTuple):
+    """What a step's plan has for adapters and recurrent ops; none for most models."""
+
+    adapters: Sequence[Tensor]
+    states: Sequence[Tensor]
+
+    @staticmethod
+    def of(rows: Rows, kv: KVCache) -> "Extras":
+        own = () if rows.adapters is None else work_of(rows.adapters, len(rows.slots))
+        is_recurrent = kv.states or rows.states is not None
+        return Extras(own, on_host(step_work(rows)) if is_recurrent else ())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.adapters, *self.states]
+
+    def placed(self, tensors: Sequence[Tensor]) -> Iterator[Any]:
+        """The same on the device, from the first of these tensors."""
+        own, states = tensors[: len(self.adapters)], tensors[len(self.adapters) :]
+        yield AdapterWork(*own) if own else None
+        yield StateWork(*states[: len(self.states)]) if self.states else None
 
 
 NOWHERE = -1  # slot of an unused row
@@ -63,7 +88,7 @@ def adapter_arrays(size: int, num_slots: int) -> list[InputArray]:
 
 class GraphInputs:
     """The inputs of steps of up to `size` rows. With `num_slots` > 0, rows may have adapters. The
-    block numbers are last: their number varies.
+    block numbers are last, those of states behind those of KV: their number varies.
 
     The device tensors are valid until the next upload of the staging buffer. Objects of other sizes
     share this buffer.
@@ -76,7 +101,9 @@ class GraphInputs:
         num_heads: int,
         kinds: Sequence[AttentionKind],
         num_slots: int = 0,
+        is_recurrent: bool = False,
     ) -> None:
+        self.is_recurrent = is_recurrent
         self.staging, self.size, self.num_heads, self.kinds = staging, size, num_heads, kinds
         of_rows = InputArray((size,), "int64")
         merges = InputArray((size, 3), "int32")
@@ -88,6 +115,7 @@ class GraphInputs:
             InputArray((size + 1,), "int32"),
             *(field for own in pieces for field in (own, merges, *[of_rows] * 3)),
             *(adapter_arrays(size, num_slots) if num_slots else []),
+            *(InputArray(x, "int32", -1) for x in (fields(size) if is_recurrent else ())),
         ]
         ends = [*accumulate((aligned(f.num_bytes) for f in self.fields), initial=0)]
         self.begins, self.also_begins = ends[:-1], ends[-1]
@@ -104,7 +132,9 @@ class GraphInputs:
     def fits(self, rows: Rows, also: Sequence[Tensor]) -> bool:
         room = self.indices_begin - self.also_begins
         has_room = sum(aligned(x.nbytes) for x in also) <= room
-        return has_room and rows.indices.nbytes <= len(self.staging.buffer) - self.indices_begin
+        states = 0 if rows.states is None else rows.states.blocks.nbytes * 2  # and snapshots
+        numbers = rows.indices.nbytes + states
+        return has_room and numbers <= len(self.staging.buffer) - self.indices_begin
 
     def upload(
         self, rows: Rows, token_ids: Tensor, read: Tensor, also: Sequence[Tensor]
@@ -121,16 +151,21 @@ class GraphInputs:
         values = [x.numpy() for x in (token_ids, read, rows.positions, rows.slots, rows.indptr)]
         for s, w in zip(seen, work, strict=True):
             values += [w.pieces, w.merges, s.first, s.prefix, s.mask.view(np.int64)]
-        total = self.indices_begin + rows.indices.nbytes
+        numbers = [rows.indices.numpy()]
         if rows.adapters is not None:
             values += [x.numpy() for x in work_of(rows.adapters, self.size)]
+        if self.is_recurrent:
+            *states, blocks = step_work(rows, len(rows.indices), self.size)
+            values += states
+            numbers.append(blocks)
+        total = self.indices_begin + sum(x.nbytes for x in numbers)
         host = self.staging.host(total).numpy()
         for field, array, value in zip(self.fields, self.arrays(host), values, strict=True):
             n = len(value)
             array[:n] = value
             if n < len(array):
                 array[n:] = field.unused
-        host[self.indices_begin : total].view(np.int32)[:] = rows.indices.numpy()
+        host[self.indices_begin : total].view(np.int32)[:] = np.concatenate(numbers)
         placed = self.place(host, also)
         self.staging.send(total)
         token_ids, read, positions, slots, indptr, *tables = self.on_device
@@ -140,8 +175,10 @@ class GraphInputs:
             mine = tables[PER_KIND * i : PER_KIND * (i + 1)]
             by_kind[kind[:2]] = w, paged.Inputs._make((*mine, self.indices, indptr))
         rest = tables[PER_KIND * len(self.kinds) :]
+        recurrent = StateWork._make([*rest[-4:], self.indices]) if self.is_recurrent else None
+        rest = rest[:-4] if self.is_recurrent else rest
         adapters = AdapterWork(*rest) if rest else None
-        return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters)
+        return CudaPlan([token_ids, read, *placed], shared, [], by_kind, adapters, recurrent)
 
     def arrays(self, host: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of the fields in a pinned buffer."""

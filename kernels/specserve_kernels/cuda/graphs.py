@@ -230,10 +230,13 @@ class GraphProgram:
             self.residual = outputs.residual
             return outputs
         self.num_planned["Triton in a graph"] += 1
-        plan = self.inputs_of(size, num_slots).upload(rows, token_ids, read, also)
+        inputs = self.inputs_of(size, num_slots)
         kind = GraphKind(size, num_slots, residual is not None)
         if kind not in self.recordings:
+            # A forward that is run twice must not advance states twice.
+            plan = inputs.upload(rows._replace(states=None), token_ids, read, also)
             self.recordings[kind] = self.record(plan, residual)
+        plan = inputs.upload(rows, token_ids, read, also)
         recording = self.recordings[kind]
         if recording.entry is not None and residual is not None:
             recording.entry[:R].copy_(residual)
@@ -257,7 +260,7 @@ class GraphProgram:
         if (size, num_slots) not in self.inputs:
             kinds = self.kv.kinds(self.model.windows)
             self.inputs[size, num_slots] = GraphInputs(
-                self.staging, size, self.model.num_heads, kinds, num_slots
+                self.staging, size, self.model.num_heads, kinds, num_slots, bool(self.kv.states)
             )
         return self.inputs[size, num_slots]
 

@@ -20,25 +20,29 @@ from specserve_kernels.cuda import (
     norm,
     paged,
     ranks,
+    recurrent,
     rope,
     sample,
+    states,
     streams,
     top_children,
 )
 from specserve_kernels.cuda.attention import FlashInfer, run_parts
 from specserve_kernels.cuda.coded import LinearMap, PlainMap
-from specserve_kernels.cuda.graph_inputs import CudaPlan, PlacedRows
+from specserve_kernels.cuda.graph_inputs import CudaPlan, Extras, PlacedRows
 from specserve_kernels.cuda.graphs import SIZES, USUAL_WIDTH, ChildGraphs, GraphProgram
 from specserve_kernels.cuda.lock import DeviceLock
 from specserve_kernels.cuda.masks import sight
 from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.staging import Staging
+from specserve_kernels.cuda.state_work import StateWork, on_host, replay_work
+from specserve_kernels.cuda.states import replay
 from specserve_kernels.errors import DeviceError
 from specserve_kernels.host import copy_blocks
 from specserve_kernels.ops import EagerProgram, ModelForward, Program
 from specserve_kernels.ranks import Gathering
 from specserve_kernels.reference.ranks import put_columns, take_columns
-from specserve_kernels.states import DeltaParams, MambaParams, Replays, StateLayer
+from specserve_kernels.states import Replays, StateLayer
 from specserve_kernels.threads import check_threads
 from specserve_kernels.types import (
     NO_WINDOW,
@@ -61,7 +65,6 @@ from specserve_kernels.types import (
 )
 
 log = logging.getLogger("specserve")
-NO_RECURRENT = "recurrent layers run on CPUs only"
 
 
 class CudaOps:
@@ -75,7 +78,10 @@ class CudaOps:
     samples_ahead = True
     rounds_rows = False
     records_steps = True
-    has_recurrent = False
+    gate = staticmethod(recurrent.gate)
+    causal_conv = staticmethod(states.causal_conv)
+    delta_rule = staticmethod(states.delta_rule)
+    selective_state_update = staticmethod(states.selective_state_update)
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)
     activate = staticmethod(gated.activate)
@@ -268,13 +274,15 @@ class CudaOps:
             (*map(torch.from_numpy, (w.pieces, w.merges)), *s.tensors())
             for s, w in zip(seen, dealt, strict=True)
         )
-        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
-        shared, placed_also, rest = self.upload(rows, also, chain(told, *host))
+        extras = Extras.of(rows, kv)
+        shared, placed_also, rest = self.upload(rows, also, chain(extras.tensors, *host))
         work = {
             kind[:2]: (d, paged.Inputs._make((*inputs, shared.indices, shared.indptr)))
-            for kind, d, inputs in zip(kinds, dealt, batched(rest[len(told) :], 5), strict=True)
+            for kind, d, inputs in zip(
+                kinds, dealt, batched(rest[len(extras.tensors) :], 5), strict=True
+            )
         }
-        return CudaPlan(placed_also, shared, [], work, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, [], work, *extras.placed(rest))
 
     def flashinfer_for(
         self, kv: KVCache, windows: Sequence[Window], has_plain_scores: bool
@@ -317,11 +325,11 @@ class CudaOps:
         also: Sequence[Tensor],
     ) -> CudaPlan:
         masks = flashinfer.masks(rows, kv, windows)
-        told = () if rows.adapters is None else adapters.work_of(rows.adapters, len(rows.slots))
-        shared, placed_also, rest = self.upload(rows, also, chain(told, *masks.values()))
-        on_device = dict(zip(masks, batched(rest[len(told) :], 2), strict=True))
+        extras = Extras.of(rows, kv)
+        shared, placed_also, rest = self.upload(rows, also, chain(extras.tensors, *masks.values()))
+        on_device = dict(zip(masks, batched(rest[len(extras.tensors) :], 2), strict=True))
         parts = flashinfer.plan(rows, shared.indices, kv, num_heads, windows, on_device)
-        return CudaPlan(placed_also, shared, parts, {}, adapters_of(rest, told))
+        return CudaPlan(placed_also, shared, parts, {}, *extras.placed(rest))
 
     def upload(
         self, rows: Rows, also: Sequence[Tensor], others: Iterable[Tensor]
@@ -364,32 +372,9 @@ class CudaOps:
         assert soft_cap is None and sinks is None, "the plan supports only plain scores"
         return run_parts(q, kv, plan.parts, scale, window).flatten(1)
 
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: StateLayer,
-        plan: CudaPlan,
-        form: str,
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def delta_rule(
-        self, qkv: Tensor, x: Tensor, params: DeltaParams, state: StateLayer, plan: CudaPlan
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
-    def selective_state_update(
-        self, xbc: Tensor, x: Tensor, params: MambaParams, state: StateLayer, plan: CudaPlan
-    ) -> Tensor:
-        raise DeviceError(NO_RECURRENT)
-
     def replay(self, states: tuple[StateLayer, ...], replays: Replays) -> None:
-        raise DeviceError(NO_RECURRENT)
+        work, runs = replay_work(replays)
+        replay(states, StateWork(*self.staging.upload(on_host(work))), runs)
 
     def move_kv(self, kv: KVCache, source: Tensor, target: Tensor) -> None:
         move.move_kv(kv, *self.staging.upload([source, target]))
@@ -452,11 +437,6 @@ def changing(plain: SampleParams, V: int) -> list[SampleParams]:
         plain._replace(edits=some, masks=others)
         for some, others in ((edits, None), (None, masks), (edits, masks))
     ]
-
-
-def adapters_of(placed: list[Tensor], told: Sequence[Tensor]) -> adapters.AdapterWork | None:
-    """Return the work of the first device tensors, if the step has adapters."""
-    return adapters.AdapterWork(*placed[: len(told)]) if told else None
 
 
 def batched(tensors: list[Tensor], n: int) -> Iterator[Any]:

@@ -12,6 +12,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     family: str  # a key of FAMILIES
     mixture: str | None = None  # the family of models with experts, if it is another one
     windowed: str | None = None  # the family of models with sliding windows, if it is another one
+    unscaled: str | None = None  # the family of models without any of `keys`, if it is another one
     keys: Mapping[str, str] = {}  # further metadata -> field of config.json
     fields: Mapping[str, Any] = {}  # fields of config.json that files lack
     rope: Mapping[str, Any] = {}  # the same within rope_scaling, if positions are scaled
@@ -21,6 +22,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     # Rows of queries and keys are in another order than in checkpoints: the architecture rotates
     # the pairs (2i, 2i + 1) of a head, and checkpoints have (i, i + D/2).
     is_turned: bool = False
+    # Value heads of a gated DeltaNet that have the same key head are not adjacent, and b and a have
+    # a map each.
+    is_tiled: bool = False
     # Every n-th layer has full attention, the others have the sliding window; 0: all have it.
     full_every: int = 0
     window: int | None = None  # sliding window, if the file has none
@@ -35,6 +39,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 SOFT_CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA = {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
 }
 GRANITE = {
@@ -60,6 +69,7 @@ ARCHITECTURES = {
         family="Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, full_every=4
     ),
     "exaone4": Architecture(family="Exaone4ForCausalLM", full_every=4),
+    "falcon-h1": Architecture(family="FalconH1ForCausalLM"),  # weights include all factors
     "gemma2": Architecture(
         family="Gemma2ForCausalLM",
         keys=SOFT_CAPS,
@@ -74,6 +84,23 @@ ARCHITECTURES = {
         full_every=6,
         wide_queries=62,
         merges_by_id=True,
+    ),
+    "gemma3n": Architecture(
+        family="Gemma3nForCausalLM",
+        keys=GEMMA
+        | {
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        full_every=5,
+        window=512,
+        merges_by_id=True,
+    ),
+    "gemma4": Architecture(
+        family="Gemma4ForCausalLM",
+        keys=GEMMA | {"rope.freq_base_swa": "rope_local_base_freq"},
+        full_every=6,
     ),
     "glm4": Architecture(family="Glm4ForCausalLM", has_sections=True),
     "glm4moe": Architecture(
@@ -93,6 +120,12 @@ ARCHITECTURES = {
         full_every=2,
     ),
     "granite": Architecture(family="GraniteForCausalLM", keys=GRANITE, is_turned=True),
+    "granitehybrid": Architecture(
+        family="GraniteMoeHybridForCausalLM",
+        unscaled="BambaForCausalLM",
+        keys=GRANITE,
+        is_turned=True,
+    ),
     "granitemoe": Architecture(family="GraniteMoeForCausalLM", keys=GRANITE, is_turned=True),
     "hunyuan-dense": Architecture(family="HunYuanDenseV1ForCausalLM"),
     "lfm2": Architecture(
@@ -149,7 +182,22 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(family="Qwen2MoeForCausalLM"),
     "qwen2vl": Architecture(family="Qwen2ForCausalLM", has_sections=True),
     "qwen3": Architecture(family="Qwen3ForCausalLM"),
+    "qwen35": Architecture(
+        family="Qwen3_5ForCausalLM",
+        names={"ffn_norm": "post_attention_norm"},
+        has_sections=True,
+        is_tiled=True,
+    ),
+    "qwen35moe": Architecture(
+        family="Qwen3_5MoeForCausalLM",
+        names={"ffn_norm": "post_attention_norm"},
+        has_sections=True,
+        is_tiled=True,
+    ),
     "qwen3moe": Architecture(family="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
+    "qwen3next": Architecture(
+        family="Qwen3NextForCausalLM", names={"ffn_norm": "post_attention_norm"}
+    ),
     "qwen3vl": Architecture(family="Qwen3ForCausalLM", has_sections=True),
     "qwen3vlmoe": Architecture(
         family="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, has_sections=True

@@ -2,12 +2,14 @@
 
 import struct
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
-from specserve.models.decoder_config import MAX_HEAD_DIM, MAX_LAYERS
+from specserve.models.config_fields import MAX_HEAD_DIM, MAX_LAYERS
 from specserve.models.families import FAMILIES
 from specserve.models.family import Family
+from specserve.models.gguf import gemma, recurrent
 from specserve.models.gguf.architectures import ARCHITECTURES, Architecture
 from specserve.models.gguf.header import Array, Header, Tensor
 from specserve.models.gguf.names import (
@@ -35,6 +37,7 @@ YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+REORDERED = "ssm.v_head_reordered"  # of Ollama
 SECTIONS = "rope.dimension_sections"  # of M-RoPE
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values without effect
     "attention.causal": (True,),
@@ -56,6 +59,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported keys -> values wit
     "logit_scale": (0.0,),
     "residual_scale": (0.0,),
     SECTIONS: (),
+    REORDERED: (True,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
@@ -83,8 +87,12 @@ def read_config(header: Header) -> dict[str, Any]:
         named = architecture.mixture
     if values.get("attention.sliding_window") and architecture.windowed is not None:
         named = architecture.windowed
+    if architecture.unscaled is not None and not any(map(values.get, architecture.keys)):
+        named = architecture.unscaled
     family, keys = FAMILIES[named], FAMILIES[named].keys
     refuse_unsupported(name, architecture, family, values)
+    if family.experts is not None and "expert_feed_forward_length" in values:
+        values.setdefault(INNER, values["expert_feed_forward_length"])  # all layers have experts
     names = NAMES | {NORM_EPS[family.is_centered]: keys.norm_eps, INNER: keys.inner}
     for key in names:
         if key not in values:
@@ -94,8 +102,8 @@ def read_config(header: Header) -> dict[str, Any]:
     fields = {names[key]: values[key] for key in names} | {
         "architectures": [named],
         keys.mlp_bias: "blk.0.ffn_up.bias" in header.tensors,
-        keys.out_bias: "blk.0.attn_output.bias" in header.tensors,
-        keys.qkv_bias: "blk.0.attn_q.bias" in header.tensors,
+        keys.out_bias: recurrent.has_tensor(header, "attn_output.bias"),
+        keys.qkv_bias: recurrent.has_tensor(header, "attn_q.bias"),
         **kv_heads(family, values),
         "rope_parameters": None,
         "rope_theta": values.get("rope.freq_base", 10_000.0),
@@ -110,37 +118,44 @@ def read_config(header: Header) -> dict[str, Any]:
     fields |= architecture.fields
     fields |= {field: values[k] for k, field in architecture.keys.items() if k in values}
     seen = chunks(architecture, values) if family.has_chunks else windows(architecture, values)
-    fields |= head_size(name, family, values) | seen
-    fields |= experts(family, values) | rope(header, architecture, values)
+    if not family.ends_global:
+        fields |= head_size(name, family, values)
+    fields |= seen
+    fields |= experts(family, values) | rope(header, architecture, family, values)
     if architecture.wide_queries is not None:
         fields["query_pre_attn_scalar"] = query_scalar(architecture, fields)
+    return fields | of_layers(header, architecture, family, values, fields)
+
+
+def of_layers(
+    header: Header,
+    architecture: Architecture,
+    family: Family,
+    values: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The fields of families whose layers differ."""
+    layers = fields["num_hidden_layers"]
+    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        return {}
+    if family.has_streams:
+        return gemma.gemma3n(header, values, layers)
+    if family.ends_global:
+        kinds = fields.get("layer_types") or []
+        has_window = [kind == "sliding_attention" for kind in kinds]
+        if len(has_window) != layers:
+            raise ValueError("attention.sliding_window_pattern must have an entry for each layer")
+        return gemma.gemma4(header, values, layers, has_window, partial(rope_factors, ROPE_FACTORS))
+    if family.is_split:
+        return recurrent.nemotron_h(values)
     if family.recurrent == "mamba":
-        fields |= mamba(values)
-    return fields
-
-
-def mamba(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Mamba-2, and the kinds of layers. The metadata have 0 as the width of the MLP
-    and as the number of KV heads of layers without them.
-    """
-    counts, widths = values.get("attention.head_count_kv"), values["feed_forward_length"]
-    heads, width = values.get("ssm.time_step_rank"), values.get("ssm.inner_size")
-    if not isinstance(counts, Array) or not isinstance(widths, Array):
-        raise ValueError("attention.head_count_kv and feed_forward_length must be lists")
-    if not isinstance(heads, int) or not isinstance(width, int) or not heads or width % heads:
-        raise ValueError(f"ssm.inner_size = {width!r} is not a multiple of the {heads!r} heads")
-    each = [int(number) for number in widths.numbers()]
-    if len(different := set(each) - {0}) != 1:
-        raise ValueError(f"feed_forward_length = {each} is not supported")
-    kinds = [
-        "full_attention" if kv else "mlp" if inner else "linear_attention"
-        for kv, inner in zip(counts.numbers(), each, strict=True)
-    ]
-    return {
-        "intermediate_size": different.pop(),
-        "layer_types": kinds,
-        "mamba_head_dim": width // heads,
-    }
+        found = recurrent.mamba(header, values)
+        if architecture.unscaled is None:  # Falcon H1
+            return found | {"mamba_d_ssm": values["ssm.inner_size"]}
+        return found | recurrent.granite_hybrid(values)
+    if family.recurrent == "gated_delta":
+        return recurrent.gated_delta(values, layers)
+    return {}
 
 
 def num_layers(values: Mapping[str, Any]) -> Any:
@@ -282,10 +297,14 @@ def query_scalar(architecture: Architecture, fields: Mapping[str, Any]) -> Any:
     return size
 
 
-def rope(header: Header, architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+def rope(
+    header: Header, architecture: Architecture, family: Family, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """The field rope_scaling, if there is one."""
     kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
     tensors = header.tensors
+    if family.ends_global:
+        return {}  # see gemma.py
     if ROPE_FACTORS in tensors:
         if kind != "none":
             raise ValueError(f"{ROPE_FACTORS} with rope.scaling.type = {kind!r} is not supported")

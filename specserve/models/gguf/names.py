@@ -3,18 +3,50 @@
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from specserve.models.decoder_config import ALPHAS, SINKS, DecoderConfig, tensor_shapes
+import msgspec
+
+from specserve.models import per_layer_names as per_layer
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.gguf.architectures import Architecture
-from specserve.models.recurrent import Mamba2
+from specserve.models.gguf.recurrent import rows_of_heads, value_heads
+from specserve.models.recurrent import GatedDelta, Mamba2
+from specserve.models.tensor_shapes import (
+    ALPHAS,
+    SCALAR,
+    SINKS,
+    STREAM_SCALE,
+    STREAMS,
+    tensor_shapes,
+)
 
 OUTER = {
+    per_layer.NORM: "per_layer_proj_norm",
+    per_layer.PROJECTION: "per_layer_model_proj",
+    per_layer.TABLE: "per_layer_token_embd",
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
 }
 IN_LAYER = {
+    per_layer.GATE: "inp_gate",
+    per_layer.OUT: "proj",
+    per_layer.OUT_NORM: "post_norm",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.modality_router": "altup_router",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.router_norm": "altup_router_norm",
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "mamba.conv1d": "ssm_conv1d",
     "mamba.in_proj": "ssm_in",
     "mamba.norm": "ssm_norm",
@@ -33,9 +65,20 @@ IN_MLP = {
     "gate_up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
-# Tensors of Mamba-2 without a suffix: the checkpoint's names -> llama.cpp's
-OF_HEADS = {"mamba.A_log": "ssm_a", "mamba.D": "ssm_d"}
-DT_BIAS = "mamba.dt_bias"
+# Tensors with other names than modules: within a layer of a checkpoint -> of a file
+OTHERS = {
+    SCALAR: "layer_output_scale.weight",
+    SINKS: "attn_sinks.weight",
+    STREAM_SCALE: "altup_correct_scale.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+}
+TURNED = "self_attn.q_proj.", "self_attn.k_proj."
+STACKS = dict(zip(STREAMS, ("altup_proj", "altup_unembd_proj"), strict=True))
+LEGACY = "ssm_in"  # one map of all inputs of a gated DeltaNet, in old files of Qwen3-Next
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_freqs.weight",
@@ -54,7 +97,9 @@ class TensorPlace(NamedTuple):
     name: str
     shape: tuple[int, ...]  # of the file's tensor
     expert: int | None = None
-    rows: slice = slice(None)
+    rows: slice | tuple[int, ...] = slice(None)  # which ones, in the checkpoint's order
+    # The order of equal parts of the columns; None: as in the checkpoint.
+    columns: tuple[int, ...] | None = None
     is_turned: bool = False  # see Architecture
     is_rate: bool = False  # the file has -exp(A_log)
 
@@ -80,6 +125,10 @@ def layer_names(config: DecoderConfig, architecture: Architecture) -> dict[str, 
     if mixture is not None:
         names[mixture.router] = "ffn_gate_inp"
         names[mixture.shared_gate] = "ffn_gate_inp_shexp"
+        if (beside := mixture.style.beside) is not None:
+            names[beside.before] = "pre_ffw_norm_2"
+            names[beside.after] = "post_ffw_norm_2"
+            names[beside.after_mlp] = "post_ffw_norm_1"
         for part in ("gate", "up", "down"):
             names[f"{mixture.shared}.{part}_proj"] = f"ffn_{part}_shexp"
     replaced = architecture.names
@@ -95,40 +144,132 @@ def places(
     shapes, inner = tensor_shapes(config), layer_names(config, architecture)
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(ALPHAS)}
     outer = OUTER | {"model.norm": architecture.final_norm}
-    found = {}
+    found = dict[str, TensorPlace]()
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
+        stack, _, index = module.rpartition(".")
         if module in outer:
             found[name] = TensorPlace(f"{outer[module]}.{kind}", shape)
-            continue
-        number, _, rest = name.removeprefix("model.layers.").partition(".")
-        block = f"blk.{number}."
-        if rest == SINKS:
-            found[name] = TensorPlace(f"{block}attn_sinks.weight", shape)
-        elif rest in OF_HEADS:
-            stored_as, is_rate = f"{block}{OF_HEADS[rest]}", rest == "mamba.A_log"
-            found[name] = TensorPlace(stored_as, (*shape, 1), is_rate=is_rate)
-        elif rest == DT_BIAS:
-            found[name] = TensorPlace(f"{block}ssm_dt.bias", shape)
-        elif rest == "mamba.norm.weight" and isinstance(config.recurrent, Mamba2):
-            groups = config.recurrent.num_groups
-            parts = groups, shape[0] // groups
-            found[name] = TensorPlace(f"{block}ssm_norm.weight", parts)
-        elif config.mixture is not None and rest == config.mixture.correction:
-            found[name] = TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
-        elif (theirs := inner.get(rest.rpartition(".")[0])) is not None:
-            turns = architecture.is_turned and theirs in ("attn_q", "attn_k")
-            # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions
-            # have no dimension of size 1.
-            convolutions = "shortconv.conv", "ssm_conv1d"
-            is_flat = theirs == "ffn_gate_inp_shexp" or (
-                theirs in convolutions and kind == "weight"
-            )
-            flat = tuple(n for n in shape if n > 1) if is_flat else shape
-            found[name] = TensorPlace(f"{block}{theirs}.{kind}", flat, is_turned=turns)
+        elif stack in STACKS:
+            stacked = config.num_streams - 1, *shape
+            found[name] = TensorPlace(f"{STACKS[stack]}.{kind}", stacked, int(index))
         else:
-            found[name] = expert_place(config, block, rest, shape, stored)
+            number, _, rest = name.removeprefix("model.layers.").partition(".")
+            place = layer_place(config, inner, (f"blk.{number}.", rest), shape, stored)
+            turns = architecture.is_turned and rest.startswith(TURNED)
+            found[name] = place._replace(is_turned=turns)
+    if isinstance(config.recurrent, GatedDelta):
+        found |= delta_places(config.recurrent, architecture, found, stored)
     return found
+
+
+def layer_place(
+    config: DecoderConfig,
+    modules: Mapping[str, str],
+    name: tuple[str, str],
+    shape: tuple[int, ...],
+    stored: Container[str],
+) -> TensorPlace:
+    """The place of a layer's tensor; `name` is the layer's in the file, and the tensor's within the
+    layer of a checkpoint.
+    """
+    block, rest = name
+    module, _, kind = rest.rpartition(".")
+    if (other := others(config).get(rest)) is not None:
+        # Mamba-2's rates and factors have a second dimension.
+        whole = (*shape, 1) if rest in ("mamba.A_log", "mamba.D") else shape
+        return TensorPlace(f"{block}{other}", whole, is_rate=rest.endswith("A_log"))
+    if rest == "mamba.norm.weight" and isinstance(config.recurrent, Mamba2):
+        groups = config.recurrent.num_groups
+        return TensorPlace(f"{block}ssm_norm.weight", (groups, shape[0] // groups))
+    if config.mixture is not None and rest == config.mixture.correction:
+        return TensorPlace(f"{block}exp_probs_b.bias", shape[-1:])
+    if module not in modules:
+        return expert_place(config, block, rest, shape, stored)
+    theirs = modules[module]
+    # The file's gate of a shared expert is a vector, not a matrix of one row. Convolutions have no
+    # dimension of size 1.
+    is_conv = theirs in ("shortconv.conv", "ssm_conv1d") and kind == "weight"
+    is_flat = theirs == "ffn_gate_inp_shexp" or is_conv
+    own = f"{block}{theirs}.{kind}"
+    # llama.cpp's converter writes a name without a suffix for Falcon H1.
+    if own not in stored and f"{block}{theirs}" in stored:
+        own = f"{block}{theirs}"
+    return TensorPlace(own, tuple(n for n in shape if n > 1) if is_flat else shape)
+
+
+def others(config: DecoderConfig) -> dict[str, str]:
+    """OTHERS, and the tensors of experts next to an MLP."""
+    beside = None if config.mixture is None else config.mixture.style.beside
+    if beside is None:
+        return OTHERS
+    return OTHERS | {
+        beside.router_scale: "ffn_gate_inp.scale",
+        beside.factors: "ffn_down_exps.scale",
+    }
+
+
+def delta_places(
+    delta: GatedDelta,
+    architecture: Architecture,
+    found: Mapping[str, TensorPlace],
+    stored: Container[str],
+) -> dict[str, TensorPlace]:
+    """The places of tensors of gated DeltaNets that files have in another order."""
+    changed = {}
+    for name, place in found.items():
+        begin, is_of_delta, rest = name.partition(".linear_attn.")
+        if not is_of_delta:
+            continue
+        prefix = f"blk.{begin.rpartition('.')[2]}."
+        if not architecture.is_tiled and ".in_proj_" in name:
+            changed[name] = joined(delta, rest.removesuffix(".weight"), prefix, place, stored)
+        elif architecture.is_tiled and delta.num_v_heads > delta.num_k_heads:
+            changed[name] = tiled(delta, rest.removesuffix(".weight"), place)
+    return changed
+
+
+def joined(
+    delta: GatedDelta, part: str, prefix: str, place: TensorPlace, stored: Container[str]
+) -> TensorPlace:
+    """Qwen3-Next has b and a in one map, by key head. Old files have such a map of q, k, v and z,
+    too.
+    """
+    order = msgspec.structs.replace(delta, is_interleaved=True).input_rows()
+    assert order is not None, "the maps are not joined"
+    begin, width = 0, place.shape[-1]
+    for own, height in (
+        ("in_proj_qkv", delta.inner),
+        ("in_proj_z", delta.value_width),
+        ("in_proj_b", delta.num_v_heads),
+        ("in_proj_a", delta.num_v_heads),
+    ):
+        rows, first = order[begin : begin + height], delta.inner + delta.value_width
+        begin += height
+        if own != part:
+            continue
+        if own in ("in_proj_b", "in_proj_a"):
+            of_both = tuple(row - first for row in rows)
+            return TensorPlace(f"{prefix}ssm_ba.weight", (2 * height, width), rows=of_both)
+        if (legacy := f"{prefix}{LEGACY}.weight") in stored:
+            return TensorPlace(legacy, (first, width), rows=tuple(rows))
+    return place
+
+
+def tiled(delta: GatedDelta, part: str, place: TensorPlace) -> TensorPlace:
+    """Qwen 3.5 has the value heads in another order."""
+    heads = value_heads(delta)
+    match part:
+        case "in_proj_qkv" | "conv1d":
+            first = 2 * delta.num_k_heads * delta.k_dim
+            return place._replace(rows=rows_of_heads(heads, delta.v_dim, first))
+        case "in_proj_z":
+            return place._replace(rows=rows_of_heads(heads, delta.v_dim))
+        case "in_proj_b" | "in_proj_a" | "A_log" | "dt_bias":
+            return place._replace(rows=tuple(heads))
+        case "out_proj":
+            return place._replace(columns=tuple(heads))
+    return place
 
 
 def expert_place(

@@ -4,20 +4,23 @@ import logging
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from specserve.errors import ConfigError
-from specserve.models import decoder_config
-from specserve.models.decoder_config import ALPHAS, DecoderConfig
+from specserve.models import parse_config
+from specserve.models.decoder_config import DecoderConfig
 from specserve.models.folder import BEGINNING, Scaled, refuse_transformers, samples
 from specserve.models.gguf.architectures import ARCHITECTURES
 from specserve.models.gguf.config import MTP, SECTIONS, find_architecture, read_config
 from specserve.models.gguf.header import QUANTIZED, Array, Header, Value, read_header, refused
 from specserve.models.gguf.names import OF_CONFIG, ROPE_FACTORS, TensorPlace, files_shapes, places
+from specserve.models.gguf.ollama_files import as_llama_cpp, other_parts
 from specserve.models.gguf.pre_tokenizers import find_pre_tokenizer
+from specserve.models.gguf.recurrent import as_stored
 from specserve.models.gguf.tokenizer import (
     PREFIX,
     GgufVocabulary,
@@ -26,6 +29,7 @@ from specserve.models.gguf.tokenizer import (
 )
 from specserve.models.quantized.config import Quantization
 from specserve.models.rope import FACTORS
+from specserve.models.tensor_shapes import ALPHAS
 from specserve.models.weight_files import check_is_at_home
 from specserve.text.chat_template import chat_template_of, find_chat_template, template_files
 from specserve.text.defaults import GenerationDefaults, read_defaults
@@ -40,10 +44,16 @@ SAMPLING = {  # general.sampling.* -> generation_config.json
 }
 TEMPLATE = "tokenizer.chat_template"
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")  # of a layer's tensors
+KV = "attn_k", "attn_v", "attn_k_norm"
 XIELU = "xielu.alpha_p", "xielu.alpha_n"  # the keys of ALPHAS
 BETA = 0.5  # slope of xIELU at zero, as in `Ops.activate`
 
 log = logging.getLogger("specserve")
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its first dimensions of size 1, which converters write or leave out."""
+    return tuple(dropwhile((1).__eq__, shape))
 
 
 class GgufFile:
@@ -54,12 +64,12 @@ class GgufFile:
 
     @cached_property
     def header(self) -> Header:
-        return read_header(self.path)
+        return as_llama_cpp(read_header(self.path))
 
     def config(self) -> DecoderConfig:
         header = self.header
         try:
-            config = decoder_config.parse(read_config(header))
+            config = parse_config.parse(read_config(header))
             told = config.rope_parameters
             factors, pairs = len(told.factors), told.rotating(config.head_dim) // 2
             if told.kind == FACTORS and factors != pairs:
@@ -70,7 +80,7 @@ class GgufFile:
         family = msgspec.structs.replace(config.family, adds_one=False)
         if self.value(SECTIONS) is not None:  # the dimensions of a head are reordered for M-RoPE
             family = msgspec.structs.replace(family, rotates_neighbors=False)
-        config = msgspec.structs.replace(config, family=family)
+        config = as_stored(msgspec.structs.replace(config, family=family))
         if all(tensor.type.is_plain for tensor in header.tensors.values()):
             return config
         return msgspec.structs.replace(config, quantization=Quantization(method="gguf"))
@@ -170,6 +180,11 @@ class GgufFile:
         expected, left_out = files_shapes(self.places()), self.mtp_tensors()
         if left_out:
             log.warning("%s: the file's MTP layers are not loaded", self.path)
+        left_out |= self.unused_kv_tensors()
+        if others := other_parts(self.header):
+            parts = ", ".join(sorted({*others.values()}))
+            log.warning("%s: only the text model is loaded, without %s", self.path, parts)
+            left_out |= {*others}
         for name, shape in expected.items():
             self.check_tensor(name, shape)
         for name in self.header.tensors:
@@ -202,11 +217,17 @@ class GgufFile:
         numbers, places = range(first, first + drafting), map(BLOCK.match, self.header.tensors)
         return {place.string for place in places if place and int(place[1]) in numbers}
 
+    def unused_kv_tensors(self) -> set[str]:
+        """The maps and norms of keys and values in layers that read the KV of earlier layers."""
+        config = self.config()
+        layers = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+        return {f"blk.{i}.{name}.weight" for i in layers for name in KV}
+
     def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.header.tensors.get(name)
         if found is None:
             raise refused(f"{self.path}: the tensor {name} is missing. Download the file again")
-        if found.shape != shape:
+        if without_ones(found.shape) != without_ones(shape):
             raise refused(
                 f"{self.path}: the tensor {name} has the shape {list(found.shape)}, but the "
                 f"metadata require {list(shape)}. Download the file again"

@@ -20,6 +20,10 @@ from specserve.models.gguf.header import Array, Value
 from specserve.models.gguf.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 
 PREFIX = "tokenizer.ggml."
+# Byte-level BPE; SentencePiece BPE with scores or merges; the same with merges, without a space
+# before texts.
+GEMMA4 = "gemma4"
+MODELS = "gpt2", "llama", GEMMA4
 NAMED = {  # name in chat templates -> key in the file
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -52,6 +56,7 @@ END_TEXTS = (
     "[EOS]",
     "[EOT]",
 )
+GEMMA_ENDS = "<eos>", "<turn|>", "<|tool_response>"  # of Gemma 4
 HARMONY = {"<|return|>", "<|call|>"}  # end tokens of gpt-oss, whose <|end|> ends only a message
 
 
@@ -67,8 +72,8 @@ class TokenKind(IntEnum):
 def find_model(metadata: dict[str, Value | Array]) -> str:
     """The tokenizer's type. Raises ValueError if it is not supported."""
     model = metadata.get(f"{PREFIX}model")
-    if model not in ("gpt2", "llama"):
-        raise ValueError(f"{PREFIX}model = {model!r} is not supported, only gpt2 and llama")
+    if model not in MODELS:
+        raise ValueError(f"{PREFIX}model = {model!r} is not supported, only {', '.join(MODELS)}")
     return str(model)
 
 
@@ -89,6 +94,11 @@ class GgufVocabulary:
         if self.merges_by_id and self.model == "llama":
             self.tokens = [spelled(token) for token in self.tokens]
         self.kinds = self.numbers("token_type") or [TokenKind.NORMAL] * len(self.tokens)
+        if self.model == GEMMA4:  # these tokens are special, whatever the file says
+            special = [id for id, token in enumerate(self.tokens) if token in GEMMA_ENDS]
+            self.kinds = [*self.kinds]
+            for id in special:
+                self.kinds[id] = TokenKind.CONTROL
         kept = [(token, id) for id, token in enumerate(self.tokens) if not self.is_filler(id)]
         self.ids = dict(kept)
         if len(self.ids) < len(kept):
@@ -145,7 +155,8 @@ class GgufVocabulary:
         control = {*self.of_kind(TokenKind.CONTROL)}
         added = {*self.of_kind(TokenKind.USER_DEFINED)} - {"</s>"}  # an HTML tag in Gemma
         left_out = {"<|end|>"} if control >= HARMONY else set()
-        known = [text for text in END_TEXTS if text in (control | added) - left_out]
+        texts = (*END_TEXTS, *GEMMA_ENDS) if self.model == GEMMA4 else END_TEXTS
+        known = [text for text in texts if text in (control | added) - left_out]
         return found | ({KNOWN: [self.ids[text] for text in known]} if known else {})
 
 
@@ -186,6 +197,8 @@ def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """BPE over whole texts, with ▁ for spaces and byte tokens for unknown characters."""
     if vocabulary.get("merges") is not None:
         merges = [split_merge(merge) for merge in vocabulary.array("merges").strings()]
+    elif vocabulary.model == GEMMA4:
+        raise ValueError(f"{PREFIX}merges is missing")
     elif scores := vocabulary.numbers("scores"):
         if vocabulary.merges_by_id:
             scores = [-id for id in range(len(scores))]
@@ -200,7 +213,7 @@ def sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
         byte_fallback=True,
     )
     backend, spaces = Tokenizer(model), normalizers.Replace(" ", "▁")
-    begins = vocabulary.flag("add_space_prefix", True)
+    begins = vocabulary.flag("add_space_prefix", vocabulary.model != GEMMA4)
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if begins:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
@@ -231,7 +244,8 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
 def add_ends(backend: Tokenizer, vocabulary: GgufVocabulary, adds_bos: bool) -> None:
     """Add bos before texts and eos after them, if the file requires it."""
     named, before, behind = vocabulary.named(), None, None
-    if vocabulary.flag("add_bos_token", adds_bos):
+    # llama.cpp ignores the flag for Gemma 4, because published files have a wrong one.
+    if vocabulary.model == GEMMA4 or vocabulary.flag("add_bos_token", adds_bos):
         before = named.get("bos_token")
     if vocabulary.flag("add_eos_token", False):
         behind = named.get("eos_token")

@@ -210,6 +210,7 @@ def test_the_keyboard_is_enough(visit):
     page.keyboard.press("s")
     assert page.evaluate("document.activeElement.id") == "search"
     here.reach("#show-race")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     assert page.is_visible("#race") and not page.is_visible("#chat")
 

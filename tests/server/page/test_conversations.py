@@ -48,9 +48,10 @@ def test_an_edited_message_replaces_the_later_ones(visit):
     for leave in (lambda: page.click("#cancel"), lambda: page.press("#prompt", "Escape")):
         page.click(EDIT)
         assert page.input_value("#prompt") == QUESTION and page.locator(".message").count() == 0
+        assert page.text_content("#status").startswith("Editing a message")
         leave()
         assert page.input_value("#prompt") == "a draft" and here.text() == first
-        assert not page.is_visible("#cancel")
+        assert not page.is_visible("#cancel") and page.text_content("#status") == ""
     page.click(EDIT)
     here.ask("a")
     assert page.locator(".message.user .text").all_text_contents() == ["a"]

@@ -38,6 +38,7 @@ def test_the_dashboard_shows_what_the_server_does(visit, demo):
     assert page.locator("#by-drafter .swatch").all_text_contents() == ["model"]
     assert "%" in page.text_content("#by-drafter")
     assert page.locator("#by-depth th").first.text_content() == "1"
+    assert page.locator("#by-depth .share").count() == page.locator("#by-depth .bar-fill").count()
     assert page.locator("#costs .line").count() == 1 and page.locator("#costs .used").count() >= 1
     assert "ms" in page.text_content("#cost-top") and "mean of the last" in page.text_content(
         "#cost-words"
@@ -59,6 +60,37 @@ def test_a_new_server_shows_what_each_panel_will_show(visit, folder):
         eventually(lambda: panel(page, "TTFT").locator(".line").count() > 0)
         assert not panel(page, "TTFT").locator(".empty").is_visible()
         page.goto("about:blank")
+
+
+NAMES = [
+    *("running", "waiting", "kv_usage", "tokens_per_second", "tokens_per_step"),
+    *("ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50", "tpot_ms_p95", "prefix_hit_rate"),
+]
+
+
+def test_failures_and_restarts_are_marks_and_a_pause_keeps_the_last_values(visit, demo):
+    empty = {"errors": 0, "restarts": 0} | dict.fromkeys(NAMES)
+    first = empty | dict.fromkeys(NAMES, 0.5) | {"at": 900.0}
+    second, third = (empty | {"at": at, "tokens_per_second": 0.0} for at in (950.0, 990.0))
+    shown = [first, second | {"errors": 2, "restarts": 1}, third]
+    history = {"now": 1000.0, "interval_seconds": 3, "samples": shown, "step_rows": {}}
+    here = visit()
+    page = here.page
+    page.route("**/metrics/history*", lambda route: route.fulfill(json=history))
+    page.goto(here.url + "/dashboard")
+    for title in TITLES:
+        for kind in "failure", "restart":
+            mark = panel(page, title).locator(f".mark.{kind}")
+            mark.first.wait_for(state="attached")
+            assert mark.get_attribute("d") == "M850.0 0V100"
+    assert panel(page, "TTFT").locator(".values").text_content() == "p50 0.50 ms · p95 0.50 ms"
+    assert panel(page, "Throughput").locator(".values").text_content() == "0 tokens/s"
+    for title, words in ("Throughput", ["2 failed", "engine restarted"]), ("TTFT", ["p50 0.50 ms"]):
+        plot = panel(page, title).locator(".plot")
+        box = plot.bounding_box()
+        plot.hover(position={"x": box["width"] * 850 / 900, "y": 40})
+        tip = panel(page, title).locator(".tip").text_content()
+        assert all(each in tip for each in words)
 
 
 @pytest.mark.slow

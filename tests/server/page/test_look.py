@@ -130,7 +130,7 @@ def take_pictures(here, scheme):
     picture(page, f"page-chat-{scheme}")
     page.goto(here.url + "/dashboard")
     page.wait_for_selector(".panel[aria-label=TPOT] .line", state="attached")
-    page.set_viewport_size({"width": 1180, "height": 960})
+    page.set_viewport_size({"width": 1180, "height": 980})
     page.wait_for_timeout(3500)  # until the next sample
     picture(page, f"page-dashboard-{scheme}")
 
@@ -139,5 +139,5 @@ def picture(page, name):
     """Write a screenshot as WebP, which takes a quarter of a PNG's bytes."""
     page.wait_for_timeout(500)
     session = page.context.new_cdp_session(page)
-    shot = session.send("Page.captureScreenshot", {"format": "webp", "quality": 70})
+    shot = session.send("Page.captureScreenshot", {"format": "webp", "quality": 60})
     (Path(FOLDER) / f"{name}.webp").write_bytes(base64.b64decode(shot["data"]))

@@ -38,12 +38,19 @@ def test_stop_frees_the_request_and_keeps_the_partial_response(visit, pacing):
     assert "incomplete" in here.page.text_content(".message .note")
 
 
-def test_a_partial_response_survives_a_reload(visit, pacing):
+def elsewhere(page):
+    """Another page in the same tab, and back."""
+    page.goto(page.url + "dashboard")
+    page.go_back()
+
+
+@pytest.mark.parametrize("leave", [lambda page: page.reload(), elsewhere], ids=["reload", "back"])
+def test_a_partial_response_survives_a_change_of_the_page(visit, pacing, leave):
     here = visit(server=pacing)
     here.begin("the cat", seed=100, max_tokens=100)
     eventually(lambda: len(here.text()) > 10, SECONDS)
     before = here.text()
-    here.page.reload()
+    leave(here.page)
     assert "the cat" in here.page.locator(".message").first.inner_text()
     assert here.text().startswith(before)
     assert "incomplete" in here.page.text_content(".message .note")
@@ -52,6 +59,22 @@ def test_a_partial_response_survives_a_reload(visit, pacing):
     here.page.click("[aria-label=Regenerate]")
     here.page.wait_for_selector(COMPLETE)
     assert "isPartial" not in partial(here)
+
+
+def test_the_speed_is_shown_while_a_response_streams(visit, pacing):
+    here = visit(server=pacing)
+    here.ask("the cat", seed=20, max_tokens=60)  # steps without draft tokens are measured
+    here.page.click("#new")
+    here.begin("the cat", seed=50, max_tokens=400)
+    shown = here.page.wait_for_function(FIGURES).json_value()
+    assert [kind for kind, _ in shown] == ["rate", "ttft", "step", "gain", "tokens"]
+    assert all("The server measured" in tip for kind, tip in shown if kind == "gain")
+    here.page.click("#stop")
+    pacing.wait_until_idle()
+
+
+FIGURES = """() => document.querySelector(".streaming .speed .gain")
+  && [...document.querySelectorAll(".streaming .figure")].map(f => [f.classList[1], f.title])"""
 
 
 def test_a_partial_response_survives_another_conversation(visit, pacing):
@@ -132,6 +155,10 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(visit, folder, tmp_path):
             here.page.click("#use-key")
             here.page.wait_for_selector("text=invalid key")
             assert here.page.is_visible("#key")
+            here.page.fill("#key", "wrong")
+            here.page.click("#use-key")
+            here.page.wait_for_selector("#key-error:text-matches('refused the key')")
+            assert here.page.text_content("#model") == "not connected"
             here.page.fill("#key", "secret")
             here.page.click("#use-key")
             here.page.wait_for_selector("#key-asked", state="hidden")
@@ -151,6 +178,7 @@ def expired(here):
     here.page.press("#prompt", "Enter")
     here.page.wait_for_selector("#key-asked", state="visible")
     assert "refused the key" in here.page.text_content("#key-error")
+    assert here.page.text_content("#error") == ""
     assert here.page.input_value("#prompt") == "the cat"
     here.page.fill("#key", "secret")
     here.page.press("#key", "Enter")
@@ -172,15 +200,20 @@ FRAMES = """
   const look = (now) => {
     times.push(now);
     if (now - times[0] < 2000) requestAnimationFrame(look);
-    else done(times);
+    else done(1000 * (times.length - 1) / (now - times[0]));
   };
   requestAnimationFrame(look);
 })
 """
+FRAME = 20  # ms at 50 frames per second
 
 
 def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
-    """The page receives a recorded stream at this speed while it shows a tree."""
+    """The page receives a recorded stream at this speed while it shows a tree.
+
+    The time of the page's thread must fit into frames, also on a busy machine. There, an idle page
+    has fewer than 60 frames per second, too, and the page is compared with it.
+    """
     body = {
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 600,
@@ -191,17 +224,29 @@ def test_200_tokens_a_second_leave_the_page_fluent(visit, demo):
     *recorded, _ = demo.stream("/v1/chat/completions", body)
     here = visit().ready()
     page = here.page
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time
+    idle = page.evaluate(FRAMES)
     page.evaluate(REPLAY, [recorded, 200])
     page.fill("#prompt", "again")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".message.assistant .token")
     page.locator(".token").first.click()
-    times = page.evaluate(FRAMES)
+    page.wait_for_selector("#tree svg")
+    begun = busy_seconds(session)
+    rate = page.evaluate(FRAMES)
+    used = 1000 * (busy_seconds(session) - begun) / (2 * rate)
     assert page.is_visible("#stop")  # it has streamed all the time
-    rate = 1000 * (len(times) - 1) / (times[-1] - times[0])
-    print(f"{rate:.1f} frames a second")
-    assert rate > 50
+    print(f"{rate:.1f} frames a second, idle {idle:.1f}; {used:.1f} ms of CPU time per frame")
+    assert used < FRAME
+    assert rate > 50 * min(1, idle / 60)
     page.click("#stop")
+
+
+def busy_seconds(session):
+    """Of the page's thread: scripts, styles, layout and painting."""
+    found = session.send("Performance.getMetrics")["metrics"]
+    return next(one["value"] for one in found if one["name"] == "TaskDuration")
 
 
 REPLAY = """

@@ -59,6 +59,40 @@ def test_markdown_is_rendered(visit):
     assert here.page.evaluate(f"{TEXT}.innerHTML") == streamed  # the same in one piece
 
 
+GROWING = """
+([text, hasColors]) => Promise.all(['text_view', 'answer'].map(n => import(`/page/chat/${n}.js`)))
+  .then(([{ TextView }, { Answer }]) => {
+    const answer = new Answer(), boxes = [0, 1].map(() => document.createElement('div'));
+    const [grown, whole] = boxes.map((box) => new TextView(box, { hasColors }));
+    document.body.append(...boxes);
+    const different = [];
+    let first = null;
+    for (let end = 0; end < text.length; end += 3) {
+      answer.append(text.slice(end, end + 3));
+      const step = answer.steps.push({ at: 0 }) - 1;
+      answer.tokens.push({ end: answer.length, step, bits: step % 2 });
+      grown.answer = whole.answer = answer;
+      grown.draw();
+      whole.again();
+      first ??= grown.box.querySelector('.token') ?? grown.box.firstChild.firstChild;
+      if (grown.box.innerHTML !== whole.box.innerHTML) different.push(answer.text);
+    }
+    const isKept = first.isConnected;
+    for (const box of boxes) box.remove();
+    return { different, isKept };
+  })
+"""
+
+
+@pytest.mark.parametrize("has_colors", [False, True])
+def test_a_growing_text_is_drawn_like_a_whole_one_and_keeps_its_elements(visit, has_colors):
+    here = visit().ready()
+    sources = "Some **bold** text that grows.\n" * 3, MARKDOWN
+    kept, other = (here.page.evaluate(GROWING, [text, has_colors]) for text in sources)
+    assert kept == {"different": [], "isKept": True}  # for clicks, selections and the focus
+    assert other["different"] == []
+
+
 HOSTILE = {
     "HTML": "<b>x</b><img src=x onerror=alert(1)><iframe src=//a.b></iframe>",
     "a script": "<script>window.hit = 1</script>\n\n<svg onload='window.hit = 1'>",

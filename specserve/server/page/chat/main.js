@@ -24,11 +24,13 @@ async function begin() {
   try {
     await connect();
   } catch (error) {
-    at("model").textContent = error.message;
-    if (error.status === 401) showKeyForm(true);
+    const needsKey = error.status === 401;
+    at("model").textContent = needsKey ? "not connected" : error.message;
+    if (needsKey) showKeyForm(true);
     return;
   }
   showKeyForm(false);
+  at("error").textContent = "";
   at("model").textContent = model.card.id;
   at("model").title = model.card.id;
   at("scaled").textContent = scaledWords(model.card);
@@ -110,6 +112,7 @@ function edit(number) {
   edited = { number, draft: edited?.draft ?? at("prompt").value };
   fillPrompt(current.messages[number].content);
   show();
+  status("Editing a message: Send replaces it and the later ones.");
   at("prompt").focus();
 }
 
@@ -118,6 +121,7 @@ function cancel() {
   if (!edited) return;
   fillPrompt(edited.draft);
   edited = null;
+  status("");
   show();
   at("prompt").focus();
 }
@@ -190,12 +194,12 @@ async function reply(asked) {
 
 // Show an error. A request without any response goes back to the box.
 function failed(error, mine, messages) {
-  if (error.status === 401) showKeyForm(true, "The server refused the key. Enter a valid key.");
+  if (error.status === 401) showKeyForm(true);
   if (mine.answer || running !== mine || at("prompt").value) {
     mine.fail(wordsOf(error));
     return;
   }
-  at("error").textContent = wordsOf(error);
+  at("error").textContent = error.status === 401 ? "" : wordsOf(error); // the form says it
   fillPrompt(messages.at(-1).content);
   mine.one.messages = messages.slice(0, -1);
   if (mine.one.messages.length) store.keep(mine.one);

@@ -164,13 +164,12 @@ function spans(nodes, emit) {
 }
 
 function codeBlock({ language, lines }, emit) {
-  const text = lines.map((line) => line.text).join("\n");
   const code = element("code", {});
   lines.forEach((line, i) => {
     code.append(...emit(line.at, line.at + line.text.length));
     if (i + 1 < lines.length) code.append("\n");
   });
-  const button = iconButton("copy", "Copy code", () => copy(text, button));
+  const button = iconButton("copy", "Copy code", () => copy(code.textContent, button));
   const head = element("div", { className: "code-head" },
     element("span", { text: language || "text" }), button);
   const region = { tabIndex: 0, role: "region", "aria-label": "Code" };

@@ -1,6 +1,7 @@
 // The messages of a conversation as elements, with their actions.
 
 import { copy, element, iconButton } from "../shared/dom.js";
+import { drawSpeedWords } from "./speed.js";
 import { showText } from "./text_view.js";
 
 const PARTIAL = "This response is incomplete.";
@@ -32,7 +33,7 @@ export function messageBox(message, number, actions) {
 function showStored(made, message) {
   showText(made.text, message.content);
   showThought(made, message.thought ?? "");
-  made.speed.textContent = message.speed ?? "";
+  drawSpeedWords(made.speed, message.speed ?? "");
   made.note.textContent = message.isPartial ? PARTIAL : "";
 }
 

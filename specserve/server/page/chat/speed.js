@@ -34,4 +34,9 @@ export function drawSpeed(line, figures) {
   });
 }
 
-export const speedWords = (figures) => speedParts(figures).map(({ text }) => text).join(" · ");
+const SIGN = " · ";
+export const speedWords = (figures) => speedParts(figures).map(({ text }) => text).join(SIGN);
+
+// Show figures that were stored as words.
+export const drawSpeedWords = (line, words) => line.replaceChildren(
+  ...words.split(SIGN).map((text) => element("span", { className: "figure", text })));

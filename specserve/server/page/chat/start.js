@@ -2,7 +2,7 @@
 
 import { at, copy, element, icon, iconButton } from "../shared/dom.js";
 import { swatch } from "../shared/drafters.js";
-import { memoryWords, speedAdvice } from "../shared/facts.js";
+import { memoryFacts, speedAdvice } from "../shared/facts.js";
 
 const GENERAL = [
   ["Explain an idea", "Explain how a hash map works, in five short points."],
@@ -22,10 +22,10 @@ export const samplesOf = (card) => (card?.demo ? DEMO : GENERAL);
 // send(text) asks in the chat; race(text) opens the race.
 export function drawStart(card, { send, race }) {
   at("start-name").textContent = card.id;
-  at("start-memory").textContent = memoryWords(card);
+  at("start-memory").replaceChildren(...memoryFacts(card).map((text) => element("li", { text })));
   const sources = card.sources ?? [];
   at("start-drafters").replaceChildren(...(sources.length
-    ? ["Drafters ", ...sources.map(swatch)]
+    ? [element("span", { className: "quiet", text: "Drafters" }), ...sources.map(swatch)]
     : ["Drafting is off."]));
   const cards = samplesOf(card).map(([title, text]) =>
     element("button", { className: "sample", type: "button", onclick: () => send(text) },

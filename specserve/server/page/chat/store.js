@@ -59,7 +59,8 @@ export function timeOf({ at }) {
   const then = new Date(at);
   if (typeof at !== "number" || isNaN(then)) return "";
   const isToday = then.toDateString() === new Date().toDateString();
-  return isToday ? then.toLocaleTimeString() : then.toLocaleString();
+  return then.toLocaleString([], isToday ? { timeStyle: "short" }
+    : { dateStyle: "medium", timeStyle: "short" });
 }
 
 // Conversations whose title or messages contain a text.

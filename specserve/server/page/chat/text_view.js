@@ -12,6 +12,30 @@ export function showText(box, text) {
   box.replaceChildren(...blocksOf(linesOf(text)).map((block) => build(block, plain)));
 }
 
+// Change an element to a new version of it. Equal parts stay in the page, so that a click, a
+// selection or the focus survives. Return false if the element itself differs.
+function updated(old, made) {
+  if (old.nodeType !== made.nodeType) return false;
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (made.data.startsWith(old.data)) old.appendData(made.data.slice(old.length));
+    else if (old.data.startsWith(made.data)) old.deleteData(made.length, old.length);
+    else return false;
+    return true;
+  }
+  if (old.matches("button") && made.matches("button")) return true;
+  if (made.matches(".token")) {
+    return old.dataset.step === made.dataset.step && old.textContent === made.textContent;
+  }
+  if (!old.cloneNode().isEqualNode(made.cloneNode())) return false;
+  const parts = [...made.childNodes], olds = [...old.childNodes];
+  parts.forEach((part, i) => {
+    if (!olds[i]) old.append(part);
+    else if (!updated(olds[i], part)) olds[i].replaceWith(part);
+  });
+  for (const rest of olds.slice(parts.length)) rest.remove();
+  return true;
+}
+
 export class TextView {
   // box: the element of the text. onChoose(answer, step, element | null) runs for chosen tokens.
   constructor(box, { onChoose = () => {}, isFollowed = false, hasColors = false } = {}) {
@@ -57,9 +81,10 @@ export class TextView {
     this.drawn = answer.text;
     const blocks = blocksOf(linesOf(answer.text, this.stable));
     const made = blocks.map((block) => this.built(block));
-    if (blocks.length) this.open?.remove();
-    if (blocks.length) this.open = made.at(-1);
+    if (made.length && this.open && updated(this.open, made[0])) made.shift();
+    else if (made.length) this.open?.remove();
     box.append(...made);
+    this.open = made.at(-1) ?? this.open;
     this.stable = blocks.at(-1)?.at ?? this.stable;
     if (this.hasColors && !box.querySelector("[tabindex='0'].token")) {
       box.querySelector(".token")?.setAttribute("tabindex", "0");

@@ -4,7 +4,7 @@ import { textOf } from "../shared/api.js";
 import { at, element, shape } from "../shared/dom.js";
 import { colorOf, describe, namesOf, swatch } from "../shared/drafters.js";
 
-const ROW = 34, CHAR = 7.3, GAP = 14, MOST = 18; // px, px, px, characters
+const ROW = 30, CHAR = 7.3, GAP = 14, MOST = 18; // px, px, px, characters
 const NO_STEP = "Select a token of a response to see the draft tokens of its step.";
 const narrow = matchMedia("(max-width: 1099px)");
 
@@ -64,13 +64,14 @@ async function drawTree(answer, number) {
       class: isAccepted ? "accepted-text" : "rejected-text" }, text);
     drawing.append(shape("rect", { class: `node ${color} ${isAccepted ? "accepted" : ""}`,
       x: left(node), y: top(node), width: widthOf(node), height: 22, rx: 5 }), label);
-    if (node) {
-      label.append(shape("title", {},
-        `${names.join(" and ")}: ${isAccepted ? "accepted" : "rejected"}`));
-    }
+    label.append(shape("title", {}, node
+      ? `${names.join(" and ")}: ${isAccepted ? "accepted" : "rejected"}`
+      : "the last token before this step"));
   });
-  const words = `Step ${number + 1}: ${counted(tree.tokens, "draft token", "draft tokens")}, `
-    + `${tree.accepted.length} accepted, ${counted(tokens, "new token", "new tokens")}.`;
+  const drafts = tree.tokens.length
+    ? `${counted(tree.tokens, "draft token", "draft tokens")}, ${tree.accepted.length} accepted`
+    : "no draft tokens";
+  const words = `Step ${number + 1}: ${drafts}, ${counted(tokens, "new token", "new tokens")}.`;
   drawing.setAttribute("aria-label", words);
   return { drawing, words };
 }

@@ -76,9 +76,13 @@ export class Chart {
     });
     const grid = shape("path", { class: "grid", d: hasData ? `M0 8H${SPAN}M0 54H${SPAN}` : "" });
     this.svg.replaceChildren(grid, ...drawn);
-    const last = samples.at(-1);
+    const last = samples.findLast((sample) => this.hasValue(sample));
     this.values.textContent = hasData && last ? this.words(last) : "";
     this.point(this.place);
+  }
+
+  hasValue(sample) {
+    return this.lines.some(({ of }) => of(sample) !== null);
   }
 
   words(sample) {
@@ -94,7 +98,7 @@ export class Chart {
   point(place) {
     this.place = place;
     const at = this.now - SPAN * (1 - place);
-    const nearest = this.samples.reduce((best, s) =>
+    const nearest = this.samples.filter((s) => this.hasValue(s)).reduce((best, s) =>
       (!best || Math.abs(s.at - at) < Math.abs(best.at - at) ? s : best), null);
     this.tip.hidden = place === null || !nearest;
     this.svg.querySelector(".cross")?.remove();

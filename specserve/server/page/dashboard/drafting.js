@@ -45,10 +45,10 @@ export function drawAcceptance(series) {
     const its = sources.filter(({ byDepth }) => byDepth[depth]);
     const bars = its.map(({ name, byDepth }) => bar(name, byDepth[depth] / drafts,
       `${name}: ${count(byDepth[depth])} accepted in ${count(drafts)} trees`));
-    const most = Math.max(...its.map(({ byDepth }) => byDepth[depth] / drafts));
+    const shares = its.map(({ byDepth }) =>
+      element("span", { className: "share", text: percent(byDepth[depth] / drafts) }));
     return element("tr", {}, element("th", { scope: "row", text: depth + 1 }),
-      element("td", { className: "bar-cell" }, ...bars),
-      element("td", { text: percent(most) }));
+      element("td", { className: "bar-cell" }, ...bars), element("td", {}, ...shares));
   }));
   for (const each of document.querySelectorAll("[data-share]")) {
     each.style.width = `${100 * Math.min(1, each.dataset.share)}%`;
@@ -63,7 +63,7 @@ export function drawCosts({ costs }, stepRows) {
   const steps = (target?.steps ?? []).map((s) => ({ ...s, ms: 1000 * s.seconds * target.slowdown }));
   const known = steps.filter((step) => step.is_known);
   at("cost-empty").hidden = known.length > 0;
-  at("cost-plot").hidden = !known.length;
+  for (const id of ["cost-plot", "cost-axis", "cost-words"]) at(id).hidden = !known.length;
   if (!known.length) return;
   const used = Object.entries(stepRows).map(([rows, number]) => [Number(rows), number]);
   const widest = Math.max(...used.map(([rows]) => rows), 1);

@@ -57,11 +57,13 @@ async function begin() {
     at("status").textContent = "";
     at("status").className = "";
   } catch (error) {
-    at("status").textContent = error.message;
+    const needsKey = error.status === 401;
+    at("status").textContent = needsKey ? "" : error.message;
     at("status").className = "error";
-    if (error.status === 401) {
+    if (needsKey) {
       isStarted = false;
-      showKeyForm(true, error.message.startsWith("no valid") ? "" : error.message);
+      at("model").textContent = "not connected";
+      showKeyForm(true);
       return; // until a key is entered
     }
   }

@@ -24,15 +24,15 @@ export function setKey(given) {
   }
 }
 
-function headers() {
-  let kept = key;
+export function givenKey() {
   try {
-    kept ||= sessionStorage.getItem(KEY);
+    return key || sessionStorage.getItem(KEY) || "";
   } catch {
-    // no sessionStorage
+    return key; // no sessionStorage
   }
-  return kept ? { Authorization: `Bearer ${kept}` } : {};
 }
+
+const headers = () => (givenKey() ? { Authorization: `Bearer ${givenKey()}` } : {});
 
 export async function call(path, body, signal) {
   const sent = body && {

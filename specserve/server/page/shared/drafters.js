@@ -6,8 +6,8 @@ const NAMED = ["ngram", "model", "grammar", "prediction"], NUM_SPARE = 2;
 const WORDS = {
   ngram: "repeats of earlier text",
   model: "a smaller draft model",
-  grammar: "tokens that the response format requires",
-  prediction: "text that the request expects",
+  grammar: "required by the response format",
+  prediction: "expected by the request",
   eagle: "a draft head on the target model",
   recycle: "alternatives of earlier steps",
   suffix: "repeats of earlier responses",

@@ -6,8 +6,7 @@ const paddedWords = ({ source, like }) => `${source}, padded to ${like} compute`
 
 // A note about padded demo models; "" for other models.
 export const scaledWords = (card) => card.scaled?.length
-  ? `Demo: ${card.scaled.map(paddedWords).join("; ")}. `
-    + "The small model makes the text, at the speed of the large one."
+  ? `Demo: ${card.scaled.map(paddedWords).join("; ")}. Small models make the text at that speed.`
   : "";
 
 export function bytesWords(bytes) {
@@ -17,8 +16,8 @@ export function bytesWords(bytes) {
   return `${power && size < 10 ? size.toFixed(1) : Math.round(size)} ${units[power]}`;
 }
 
-// The memory and the context length of a model.
-export function memoryWords(card) {
+// The memory and the context length of a model, as a list.
+export function memoryFacts(card) {
   const parts = [];
   if (card.weights?.num_bytes) parts.push(`${bytesWords(card.weights.num_bytes)} of weights`);
   if (card.draft_weights?.num_bytes) {
@@ -26,7 +25,7 @@ export function memoryWords(card) {
   }
   if (card.kv_dtype) parts.push(`KV cache in ${card.kv_dtype}`);
   if (card.max_model_len) parts.push(`context of ${count(card.max_model_len)} tokens`);
-  return parts.join(" · ");
+  return parts;
 }
 
 // Advice for faster responses: {text, command}; null if a draft model or head is in use.
@@ -39,15 +38,15 @@ export function speedAdvice(card) {
     return { text: "The demo model is so small that drafting saves little. Pad it to the compute of "
       + "a 0.6B model, with the same text:", command: "specserve serve --demo-compute qwen3-0.6b" };
   }
-  const model = `specserve serve ${card.id}`;
   if (!sources.length) {
     return { text: "Drafting is off on this server. N-grams need no memory.",
-      command: `${model} --drafter auto` };
+      command: "specserve serve MODEL --drafter auto" };
   }
   if (card.draft_weights || card.draft_head || sources.includes("eagle")) return null;
   return {
-    text: "Only n-grams draft for this model. A draft model or a draft head makes more texts "
-      + "faster. If you know most of the response, send it as `prediction`.",
-    command: `${model} --draft-model SMALL_MODEL   # or --draft-head HEAD`,
+    text: "This server has only n-grams for free text. A draft model, or a draft head with "
+      + "`--draft-head`, makes more texts faster. If you know most of the response, send it as "
+      + "`prediction`.",
+    command: "specserve serve MODEL --draft-model SMALL_MODEL",
   };
 }

@@ -1,6 +1,6 @@
 // The question for an API key.
 
-import { setKey } from "./api.js";
+import { givenKey, setKey } from "./api.js";
 import { at } from "./dom.js";
 
 // Ask for a key. `use` runs after the user entered one.
@@ -17,8 +17,10 @@ export function addKeyForm(use) {
   };
 }
 
-export function showKeyForm(isAsked, message = "") {
+// Show the form after a status 401, or hide it.
+export function showKeyForm(isAsked) {
   at("key-asked").hidden = !isAsked;
-  at("key-error").textContent = message;
+  at("key-error").textContent = isAsked && givenKey()
+    ? "The server refused the key. Enter a valid key." : "";
   if (isAsked) at("key").focus();
 }
