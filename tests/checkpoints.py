@@ -442,6 +442,19 @@ def tiny_checkpoint(
     return folder
 
 
+def draft_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
+    """A tiny checkpoint of one layer, to draft for the tiny checkpoint of `family`."""
+    fields = {"num_hidden_layers": 1} | overrides
+    if family.startswith(("gemma3n", "gemma4")):  # its layers differ
+        fields |= {"layer_types": None, "num_kv_shared_layers": 0}
+    if family == "llama4_vision":
+        fields |= {"layer_types": None, "no_rope_layers": None}
+    if family == "gemma3n":
+        fields |= {"activation_sparsity_pattern": None}
+    own = "llama" if family in RECURRENT else family  # no draft model may have a state
+    return tiny_checkpoint(folder, own, seed=1, **fields)
+
+
 def add_token_beyond(folder: Path) -> str:
     """Give the tokenizer a token, and the generation config an end token, beyond the model's
     vocabulary.

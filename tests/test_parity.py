@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams
-from tests.checkpoints import MULTIMODAL, RECURRENT, oracle, tiny_checkpoint
+from tests.checkpoints import MULTIMODAL, draft_checkpoint, oracle, tiny_checkpoint
 
 CASES = {  # family, what departs from its tiny checkpoint
     "llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -64,15 +64,7 @@ def case(request, tmp_path_factory):
     family, overrides = request.param
     root = tmp_path_factory.mktemp("models")
     target = tiny_checkpoint(root / "target", family, seed=1, **overrides)
-    fields = {"num_hidden_layers": 1} | overrides
-    if family.startswith(("gemma3n", "gemma4")):  # its layers differ
-        fields |= {"layer_types": None, "num_kv_shared_layers": 0}
-    if family == "llama4_vision":
-        fields |= {"layer_types": None, "no_rope_layers": None}
-    if family == "gemma3n":
-        fields |= {"activation_sparsity_pattern": None}
-    own = "llama" if family in RECURRENT else family  # no draft model may have a state
-    draft = tiny_checkpoint(root / "draft", own, seed=1, **fields)
+    draft = draft_checkpoint(root / "draft", family, **overrides)
     model = oracle(target)
     asked = "transformers" if request.param in FOREIGN.values() else "auto"
     return target, draft, asked, model

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from specserve.config import DEMO_DRAFT, DEMO_TARGET
 from specserve.models import decoder_config
-from specserve_bench.demo.scaled_model import SHAPES, shape_config, shape_name
+from specserve_bench.demo.scaled_model import SHAPES, shape_name
 from specserve_bench.scale import scale_model
 
 MODELS = Path(".models")
@@ -92,17 +92,21 @@ PAIRS: dict[str, Callable[[], tuple[Path, Path]]] = {  # target and draft model
 }
 
 
-def random_checkpoint() -> Path:
-    """Random weights of Qwen3 0.6B's shape, without a tokenizer; made once."""
-    folder, shape = MODELS / "qwen3-0.6b-random", "qwen3-0.6b"
+def random_checkpoint(
+    name: str = "qwen3-0.6b", fields: Mapping[str, Any] = SHAPES["qwen3-0.6b"]
+) -> Path:
+    """Random weights in bfloat16 of a shape, given as the fields of its config.json; without a
+    tokenizer. They are made once.
+    """
+    folder = MODELS / f"{name}-random"
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        name: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, size in decoder_config.tensor_shapes(shape_config(shape)).items()
+        tensor: torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        for tensor, size in decoder_config.tensor_shapes(decoder_config.parse(dict(fields))).items()
     }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "config.json").write_text(json.dumps(dict(fields)))
     return folder

@@ -1,12 +1,12 @@
-"""Steps of a mixture of experts, and of transformers' modules: what is measured, and the tables."""
+"""Figures of mixtures, of recurrent layers and of transformers' modules, and their tables."""
 
 import pytest
 import torch
 
 from specserve.models import decoder_config
-from specserve_bench import bound
+from specserve_bench import bound, pairs
 from specserve_bench.bound import Rates, StepSize
-from specserve_bench.figures import implementations, mixtures
+from specserve_bench.figures import implementations, mixtures, recurrent
 from specserve_bench.figures.implementations import EAGER, NAMES
 from specserve_bench.figures.mixtures import active_bytes
 from specserve_bench.pairs import EXPERTS
@@ -44,3 +44,30 @@ def test_implementations_are_measured_next_to_native_code_op_by_op(tmp_path):
         assert step[EAGER]["over_eager"] == pytest.approx({"median": 1, "low": 1, "high": 1})
         assert all(step[name]["ms"]["low"] > 0 for name in NAMES)
     assert implementations.table(result).count("\n|") == 3
+
+
+TINY_SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_SIZES |= {"vocab_size": 320, "block_multiple_of": 32, "intermediate_size": 96}
+
+
+def test_a_dense_model_has_as_many_linear_weights_as_the_recurrent_one():
+    for fields in recurrent.SHAPES.values():
+        config = decoder_config.parse(fields)
+        dense = decoder_config.parse(recurrent.dense_fields(config))
+        assert dense.num_layers == config.num_layers
+        assert dense.num_layer_weights == pytest.approx(config.num_layer_weights, rel=0.01)
+
+
+def test_recurrent_layers_are_measured_against_bytes_and_a_dense_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(bound, "READ_BYTES", 1 << 22)
+    monkeypatch.setattr(bound, "MULTIPLY_SECONDS", 0.001)
+    monkeypatch.setattr(bound.Bound, "rates", lambda self: Rates(read=1e12, multiply=1e13))
+    monkeypatch.setattr(pairs, "MODELS", tmp_path)
+    monkeypatch.setattr(recurrent, "KNOWN", 100)
+    tiny = recurrent.SHAPES["lfm2-1.2b"] | TINY_SIZES
+    tiny |= {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    result = recurrent.measure({"tiny": tiny}, rounds=2, prompt=40)
+    (model,) = result["models"]
+    assert model["state_bytes"] > 0 and model["over_bytes"]["low"] > 1
+    assert model["second_turn"]["median"] < 1  # a prefix hit
+    assert recurrent.table(result).count("\n|") == 5

@@ -1,6 +1,7 @@
 """The build for the GPU, on one: every op by float64, with new random inputs in every run."""
 
 import copy
+import gc
 import itertools
 import os
 import random
@@ -20,7 +21,7 @@ from specserve_kernels import (
     reference,
 )
 from specserve_kernels.cuda import gated
-from specserve_kernels.cuda.graphs import ChildGraphs
+from specserve_kernels.cuda.graphs import Capture, ChildGraphs
 from specserve_kernels.cuda.pinned import PinnedBlocks
 from specserve_kernels.cuda.top_children import launch_top_children
 from specserve_kernels.reference.sampling import allowed, edited, gumbel, transform
@@ -45,6 +46,8 @@ GIB = 1 << 30
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 LIMITS = {BF16: (5e-3, 2e-2), FP32: (1e-5, 5e-5)}  # of a whole output, of its worst row
+# Tensor cores truncate sums: on an H200, 14,336 products or offsets that cancel gave 1.6e-5.
+CODED_LIMITS = LIMITS | {FP32: (3e-5, 1.5e-4)}
 FAR_LIMITS = {BF16: (5e-3, 2e-2), FP32: (2e-5, 1e-4)}  # where scores are as large as 50
 HIDDEN = 1000.0  # in slots that no row sees: finite, as FlashInfer multiplies it by 0
 
@@ -184,15 +187,18 @@ def attention_by_definition(q, reqs, tokens, scale, window):
     return torch.cat(out)
 
 
-def attender(step):
+def attender(step, windows=(None,)):
     """The kernels that must compute attention for heads of this kind, so that they are tested."""
-    return "FlashInfer" if step.dtype == BF16 and step.head_dim in (64, 128, 256) else "Triton"
+    has_kernels = step.dtype == BF16 and step.head_dim in (64, 128, 256)
+    has_kernels &= not any(isinstance(window, Chunks) for window in windows)
+    return "FlashInfer" if has_kernels else "Triton"
 
 
 def planned(ops, step, windows=(None,), also=(), rows=None):
-    before, rows = ops.num_planned[attender(step)], step.rows() if rows is None else rows
+    name = attender(step, windows)
+    before, rows = ops.num_planned[name], step.rows() if rows is None else rows
     plan = ops.plan(rows, step.kv, step.num_heads, windows, also)
-    assert ops.num_planned[attender(step)] == before + 1, f"{attender(step)} does not attend"
+    assert ops.num_planned[name] == before + 1, f"{name} does not attend"
     return plan
 
 
@@ -210,11 +216,11 @@ def check_attention(ops, draw, measured, reqs, window=None, **fields):
     step, tokens = furnished(draw, reqs, **fields)
     q = queries(draw, step)
     want = attention_by_definition(q, reqs, tokens, step.head_dim**-0.5, window)
-    measured.close(path(step), attend(ops, step, q, window), want)
+    measured.close(path(step, [window]), attend(ops, step, q, window), want)
 
 
-def path(step):
-    return f"attention ({attender(step)}, {step.dtype})"
+def path(step, windows=(None,)):
+    return f"attention ({attender(step, windows)}, {step.dtype})"
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
@@ -406,7 +412,7 @@ def test_heads_are_rotated_and_kv_is_written(
     q, k, position = q.double(), k.double(), rows.positions.long().to(DEVICE)
     if has_norm:
         q, k = normed(q, norm.q, 1e-6), normed(k, norm.k, 1e-6)
-    cos, sin = (x.double()[position][:, None] for x in rotary)
+    cos, sin = (x.double()[position][:, None] for x in (rotary.cos, rotary.sin))
     slot = rows.slots.to(DEVICE)
     at = slot // block_size, slot % block_size
     measured.close("rope_write_kv", got, rotated(q, cos, sin))
@@ -493,7 +499,7 @@ def test_maps_of_codes(ops, draw, measured, bits, group, N, K, form, dtype):
     for R in (1, 2, 7, 16, 17, 64, 65, 513):
         got, want = ops.linear(x[:R], packed), x[:R].double() @ (weight if R <= 64 else widened).T
         measured.close("linear of codes", got, want)
-        measured.close("lm_head of codes", ops.lm_head(x[:R], packed), want)
+        measured.close("lm_head of codes", ops.lm_head(x[:R], packed), want, CODED_LIMITS)
         if R <= 64:
             measured.same("linear of codes", got, few[:R])
         residual = draw.normal(R, N, dtype=dtype, scale=K**0.5)
@@ -892,3 +898,15 @@ def random_pairs(rng, num_blocks, num_host_blocks):
     targets = rng.sample(range(num_blocks), 8)
     stored = [*zip(blocks[:number], host_blocks[:number], strict=True)]
     return stored, [*zip(rng.sample(range(num_host_blocks), 8), targets, strict=True)]
+
+
+def test_garbage_is_not_collected_while_a_graph_is_recorded():
+    x, was_enabled = torch.zeros(1, device=DEVICE), []
+
+    def forward():
+        was_enabled.append(gc.isenabled())
+        return x + 1
+
+    y, replay = Capture()(forward)
+    replay()
+    assert y.item() == 1 and was_enabled == [False] and gc.isenabled()

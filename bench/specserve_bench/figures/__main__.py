@@ -36,6 +36,7 @@ FIGURES = {  # what they measure, without arguments
     "maps": "linear layers of 4 and 8 bits against bf16",
     "merged": "one tree of all draft sources against the draft model's, with equal draft tokens",
     "mixtures": "steps of a mixture of experts against the bytes that its rows read",
+    "recurrent": "steps, prompts and second turns of models with recurrent layers",
     "targets": "long prompts that arrive while streams with a TPOT target run",
     "ranks": "steps of a 0.6B model in two ranks against one process on the same cores",
     "restart": "pause of 16 streams when the engine process is killed",

@@ -7,8 +7,10 @@ The draft children of a tree level are recorded, too. A replay replaces two laun
 allocations, and, if all draws are greedy, a copy to the device.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -67,9 +69,24 @@ class Capture:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.graphs.add(graph)
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
+        with without_collection(), recording:
             result = forward()
         return result, graph.replay
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Without cyclic garbage collection: to free another engine's graph ends a capture with an
+    error.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DrawParams:
